@@ -1,0 +1,447 @@
+"""The table of data types and the zarr-python plugin, against zarr-python and TensorStore as they are.
+
+Arrays are laid out by hand from the table (metadata, chunk bytes, checksums), so that neither side of a
+comparison is this package's own encoder. What plain zarr-python makes of them is read in another process,
+which imports zarr and nothing of zarrckpt: only the entry points of the installed package can help it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pytest
+import tensorstore as ts
+import torch
+import zarr
+from packaging.version import Version
+from zarr.codecs import BytesCodec
+from zarr.dtype import data_type_registry
+
+from zarrckpt import _zarr_dtypes
+from zarrckpt._dtypes import DTYPES, DType, by_name, by_torch_name
+from zarrckpt._errors import UnsupportedValueError
+
+# One element of each fill value, little-endian. For NaN these are the bits that Zarr's specification and the
+# pages of zarr-extensions give, and for float8_e4m3fn, which has no page, the type's only NaN without a sign.
+FILL_BYTES = {
+    "bool": "01",
+    "int8": "80",
+    "int16": "0080",
+    "int32": "00000080",
+    "int64": "0000000000000080",
+    "uint8": "ff",
+    "uint16": "ffff",
+    "uint32": "ffffffff",
+    "uint64": "ffffffffffffffff",
+    "float16": "007e",
+    "float32": "0000c07f",
+    "float64": "000000000000f87f",
+    "complex64": "0000c07f0000c07f",
+    "complex128": "000000000000f87f000000000000f87f",
+    "bfloat16": "c07f",
+    "float8_e4m3fn": "7f",
+    "float8_e5m2": "7e",
+    "float8_e4m3fnuz": "80",
+    "float8_e5m2fnuz": "80",
+    "float8_e8m0fnu": "ff",
+}
+ML_NAMES = [name for name in FILL_BYTES if name.startswith(("bfloat", "float8"))]
+CRC32C = {"name": "crc32c"}
+LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
+
+every_dtype = pytest.mark.parametrize("name", list(FILL_BYTES))
+every_ml_dtype = pytest.mark.parametrize("name", ML_NAMES)
+every_layout = pytest.mark.parametrize("layout", ["plain", "sharded"])
+
+
+def patterns(dtype: DType) -> np.ndarray[Any, Any]:
+    """Elements as (16, columns, bytes): all patterns of one or two bytes, else random bits and odd NaNs."""
+    if dtype.kind == "bool":
+        flat = np.arange(256, dtype=np.uint8) % 3 % 2
+    elif dtype.itemsize <= 2:
+        flat = np.arange(1 << 8 * dtype.itemsize, dtype=f"<u{dtype.itemsize}")
+    else:
+        part = 8 if dtype.name in ("float64", "complex128", "int64", "uint64") else 4
+        flat = np.frombuffer(np.random.default_rng(7).bytes(1024 * dtype.itemsize), f"<u{part}").copy()
+        exponent = 0x7F800000 if part == 4 else 0x7FF << 52
+        sign = 1 << (8 * part - 1)
+        flat[:6] = exponent | 1, sign | exponent | 1, exponent | exponent >> 1 | 3, exponent, sign, 1
+    return flat.view(np.uint8).reshape(16, -1, dtype.itemsize)
+
+
+def crc32c(data: bytes) -> bytes:
+    return struct.pack("<I", google_crc32c.value(data))
+
+
+def sharded_chunk(cells: np.ndarray[Any, Any]) -> bytes:
+    """A ``sharding_indexed`` chunk of 2 x 2 subchunks, laid down in an order of its own."""
+    height, width = cells.shape[0] // 2, cells.shape[1] // 2
+    body, places = b"", {}
+    for i, j in ((1, 0), (0, 0), (1, 1), (0, 1)):
+        data = cells[i * height : (i + 1) * height, j * width : (j + 1) * width].tobytes()
+        places[i, j] = struct.pack("<QQ", len(body), len(data) + 4)
+        body += data + crc32c(data)
+    index = b"".join(places[i, j] for i in (0, 1) for j in (0, 1))
+    return body + index + crc32c(index)
+
+
+def array_document(dtype: DType, shape: tuple[int, ...], layout: str) -> dict[str, Any]:
+    codecs = [dtype.bytes_codec, CRC32C]
+    if layout == "sharded":
+        configuration = {
+            "chunk_shape": [size // 2 for size in shape],
+            "codecs": codecs,
+            "index_codecs": [LITTLE_ENDIAN, CRC32C],
+        }
+        codecs = [{"name": "sharding_indexed", "configuration": configuration}]
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype.zarr_name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": dtype.fill_value,
+        "codecs": codecs,
+        "attributes": {},
+        "dimension_names": [f"dim{axis}_{size}" for axis, size in enumerate(shape)],
+    }
+
+
+def group_document(members: dict[str, Any] | None = None) -> dict[str, Any]:
+    document: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    if members is not None:
+        inline = {"kind": "inline", "must_understand": False, "metadata": members}
+        document["consolidated_metadata"] = inline
+    return document
+
+
+@dataclass
+class Tree:
+    """A consolidated group on disk: per layout, each data type once written and once without its chunk."""
+
+    folder: Path
+    elements: dict[str, bytes]
+    """What each array holds, by path."""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    folder = tmp_path_factory.mktemp("tree")
+    documents: dict[str, Any] = {}
+    elements = {}
+    for layout in ("plain", "sharded"):
+        documents[layout] = group_document()
+        for state in ("written", "absent"):
+            documents[f"{layout}/{state}"] = group_document()
+            for name, fill in FILL_BYTES.items():
+                path, cells = f"{layout}/{state}/{name}", patterns(by_name(name))
+                documents[path] = array_document(by_name(name), cells.shape[:2], layout)
+                (folder / path).mkdir(parents=True)
+                if state == "absent":
+                    elements[path] = bytes.fromhex(fill) * (cells.shape[0] * cells.shape[1])
+                    continue
+                elements[path] = cells.tobytes()
+                plain = cells.tobytes() + crc32c(cells.tobytes())
+                (folder / path / "c.0.0").write_bytes(plain if layout == "plain" else sharded_chunk(cells))
+    for path, document in documents.items():
+        (folder / path / "zarr.json").write_text(json.dumps(document))
+    (folder / "zarr.json").write_text(json.dumps(group_document(documents)))
+    return Tree(folder, elements)
+
+
+def in_fresh_process(script: str, *args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def succeed(script: str, *args: object) -> str:
+    """Run a script in a process of its own; return what it printed."""
+    done = in_fresh_process(script, *args)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+READ_ALL = """
+import pickle, sys
+import zarr
+assert not any(name.startswith("zarrckpt") for name in sys.modules)
+group = zarr.open_group(sys.argv[1], mode="r")
+assert group.metadata.consolidated_metadata is not None
+arrays = {path: node for path, node in group.members(max_depth=None) if isinstance(node, zarr.Array)}
+read = {path: (array.dtype.name, array[...].tobytes()) for path, array in arrays.items()}
+read["torch"] = "torch" in sys.modules
+pickle.dump(read, open(sys.argv[2], "wb"))
+"""
+
+
+@pytest.fixture(scope="module")
+def plain_zarr(tree: Tree, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``zarr.open_group`` of the tree gives in a process that imports nothing of zarrckpt."""
+    answer = tmp_path_factory.mktemp("answer") / "read.pickle"
+    succeed(READ_ALL, tree.folder, answer)
+    read: dict[str, Any] = pickle.loads(answer.read_bytes())
+    return read
+
+
+# --- the table -----------------------------------------------------------------------------------------
+
+
+def test_the_table_is_torchs_dtypes_that_zarr_can_name() -> None:
+    known = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    assert set(DTYPES) == set(FILL_BYTES)
+    for name, dtype in DTYPES.items():
+        ours = known.pop(f"torch.{name}")
+        assert by_torch_name(str(ours)) is by_torch_name(name) is by_name(name) is dtype
+        assert (dtype.name, dtype.itemsize, dtype.numpy.itemsize) == (name, ours.itemsize, ours.itemsize)
+        assert ours.is_floating_point == (dtype.kind == "float")
+        assert ours.is_complex == (dtype.kind == "complex")
+        if dtype.kind in ("int", "uint"):
+            limits = torch.iinfo(ours)
+            assert dtype.fill_value == (limits.min if dtype.kind == "int" else limits.max)
+    assert known, "nothing left to refuse"
+    for name in known:
+        with pytest.raises(UnsupportedValueError, match=name):
+            by_torch_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("torch.qint8", "int_repr"),
+        ("torch.quint4x2", "int_repr"),
+        ("torch.complex32", "view_as_real"),
+        ("torch.bits8", "uint8"),
+        ("torch.float4_e2m1fn_x2", "uint8"),
+        ("torch.int4", "uint8"),
+        ("torch.uint3", "uint8"),
+        ("torch.float12", "float32"),
+    ],
+)
+def test_a_refusal_says_what_to_save_instead(name: str, way_out: str) -> None:
+    with pytest.raises(UnsupportedValueError, match=f"{name}.*{way_out}"):
+        by_torch_name(name)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UnsupportedValueError, match=r"'float8_e4m3'.*bfloat16"):
+        by_name("float8_e4m3")
+
+
+@every_dtype
+def test_portable_types_are_core_types_of_the_same_size(name: str) -> None:
+    dtype = by_name(name)
+    expected = {"bfloat16": "uint16"}.get(name, "uint8") if name in ML_NAMES else name
+    assert (dtype.core, dtype.portable_name) == (name not in ML_NAMES, expected)
+    assert dtype.portable is by_name(expected)
+    assert (dtype.portable.core, dtype.portable.itemsize) == (True, dtype.itemsize)
+    assert dtype.portable_fill_value == by_name(expected).fill_value
+
+
+def test_data_types_pickle_as_equals() -> None:
+    assert pickle.loads(pickle.dumps(DTYPES)) == DTYPES
+
+
+def test_the_table_imports_none_of_the_libraries_it_names() -> None:
+    heavy = "{'numpy', 'ml_dtypes', 'torch', 'zarr'}"
+    assert succeed(f"import sys, zarrckpt._dtypes; print({heavy} & set(sys.modules))") == "set()"
+
+
+# --- readers -------------------------------------------------------------------------------------------
+
+
+@every_layout
+@pytest.mark.parametrize("state", ["written", "absent"])
+@every_dtype
+def test_plain_zarr_reads_every_bit(
+    tree: Tree, plain_zarr: dict[str, Any], name: str, state: str, layout: str
+) -> None:
+    path = f"{layout}/{state}/{name}"
+    assert plain_zarr[path] == (name, tree.elements[path])
+
+
+@every_layout
+@pytest.mark.parametrize("state", ["written", "absent"])
+@every_dtype
+def test_tensorstore_reads_every_bit(tree: Tree, name: str, state: str, layout: str) -> None:
+    path = f"{layout}/{state}/{name}"
+    kvstore = {"driver": "file", "path": str(tree.folder / path)}
+    array = ts.open({"driver": "zarr3", "kvstore": kvstore}, read=True).result()
+    assert array.dtype.name == name
+    assert array.read().result().tobytes() == tree.elements[path]
+
+
+def test_the_plugin_does_not_import_torch(plain_zarr: dict[str, Any]) -> None:
+    assert plain_zarr["torch"] is False
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "zarr.open_group(url, mode='r', zarr_format=3)['plain/written/bfloat16']",
+        "zarr.open_group(url + '/plain/written', mode='r')['bfloat16']",
+        "zarr.open_group(url, mode='r', use_consolidated=False)['plain/written/bfloat16']",
+        "zarr.open(url, mode='r')['plain/written/bfloat16']",
+        "zarr.open_consolidated(url)['plain/written/bfloat16']",
+        "xr.open_zarr(url, group='plain/written')['bfloat16']",
+        "zarr.create_group({}).create_array('a', shape=(2,), dtype='bfloat16')",
+    ],
+)
+def test_first_calls_that_find_the_plugin(tree: Tree, expression: str) -> None:
+    script = f"import sys, zarr, xarray as xr; url = sys.argv[1]; print({expression}.dtype)"
+    assert succeed(script, tree.folder) == "bfloat16"
+
+
+def test_an_array_as_the_very_first_call_needs_a_newer_zarr(tree: Tree) -> None:
+    script = "import sys, zarr; print(zarr.open_array(sys.argv[1], mode='r').dtype)"
+    done = in_fresh_process(script, tree.folder / "plain/written/bfloat16")
+    if Version(zarr.__version__) >= Version("3.4.1"):
+        assert done.stdout.strip() == "bfloat16"
+    else:
+        assert done.returncode == 1
+        assert "No Zarr data type found that matches 'bfloat16'" in done.stderr
+
+
+# --- zarr-python as the writer -------------------------------------------------------------------------
+
+
+def ml_values(name: str) -> np.ndarray[Any, Any]:
+    dtype = by_name(name)
+    values: np.ndarray[Any, Any] = patterns(dtype).view(dtype.numpy)[..., 0]
+    return values
+
+
+# zarr compares chunks with the fill value, which numpy warns of where signalling NaNs are among them.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in equal")
+@every_layout
+@every_ml_dtype
+def test_zarr_writes_what_zarr_and_tensorstore_read(tmp_path: Path, name: str, layout: str) -> None:
+    values = ml_values(name)
+    half = tuple(size // 2 for size in values.shape)
+    shards = {"shards": values.shape} if layout == "sharded" else {}
+    array = zarr.create_array(
+        tmp_path, shape=values.shape, chunks=half, dtype=name, fill_value="NaN", **shards
+    )
+    array[...] = values
+    again = zarr.open_array(tmp_path, mode="r")
+    assert again.dtype == values.dtype
+    assert again[...].tobytes() == values.tobytes()
+    assert json.loads((tmp_path / "zarr.json").read_text())["fill_value"] == "NaN"
+    kvstore = {"driver": "file", "path": str(tmp_path)}
+    other = ts.open({"driver": "zarr3", "kvstore": kvstore}, read=True).result()
+    assert other.read().result().tobytes() == values.tobytes()
+
+
+@every_ml_dtype
+def test_numpy_dtypes_name_the_type_too(name: str) -> None:
+    for dtype in (by_name(name).numpy, by_name(name).numpy.newbyteorder(">")):
+        array = zarr.create_array({}, shape=(3,), dtype=dtype)
+        assert array.metadata.to_dict()["data_type"] == name
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in equal")
+def test_bfloat16_in_big_endian_chunks(tmp_path: Path) -> None:
+    values = ml_values("bfloat16")
+    array = zarr.create_array(
+        tmp_path,
+        shape=values.shape,
+        dtype="bfloat16",
+        chunks=values.shape,
+        serializer=BytesCodec(endian="big"),
+        compressors=None,
+        fill_value="NaN",
+    )
+    array[...] = values
+    assert (tmp_path / "c" / "0" / "0").read_bytes() == values.view("<u2").astype(">u2").tobytes()
+    read = zarr.open_array(tmp_path, mode="r")[...]
+    assert read.astype(values.dtype).tobytes() == values.tobytes()
+    kvstore = {"driver": "file", "path": str(tmp_path)}
+    other = ts.open({"driver": "zarr3", "kvstore": kvstore}, read=True).result()
+    assert other.read().result().tobytes() == values.tobytes()
+
+
+@every_ml_dtype
+def test_types_without_a_format_2_name_say_so(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*zarr_format=3"):
+        zarr.create_array({}, shape=(2,), dtype=name, zarr_format=2)
+
+
+# --- fill values in JSON -------------------------------------------------------------------------------
+
+
+@every_ml_dtype
+def test_every_element_survives_as_a_fill_value_in_json(name: str) -> None:
+    zdtype = data_type_registry.get(name)()
+    for scalar in ml_values(name).reshape(-1):
+        spelling = json.loads(json.dumps(zdtype.to_json_scalar(scalar, zarr_format=3), allow_nan=False))
+        assert zdtype.from_json_scalar(spelling, zarr_format=3).tobytes() == scalar.tobytes(), spelling
+
+
+def test_spellings_of_fill_values() -> None:
+    bfloat16 = data_type_registry.get("bfloat16")()
+    for spelling, bits in {1: "803f", -0.0: "0080", "Infinity": "807f", "0x7fc1": "c17f"}.items():
+        assert bfloat16.from_json_scalar(spelling, zarr_format=3).tobytes().hex() == bits
+    for scalar, spelling in {1: 1.0, "2.5": 2.5, -math.inf: "-Infinity", math.nan: "NaN"}.items():
+        assert bfloat16.to_json_scalar(scalar, zarr_format=3) == spelling
+    assert float(bfloat16.default_scalar()) == 0.0
+    assert math.isnan(float(data_type_registry.get("float8_e8m0fnu")().default_scalar()))
+
+
+@every_ml_dtype
+@pytest.mark.parametrize("bad", ["zero", "0x123456", "0xzz", None, [1], "1.5"])
+def test_a_damaged_fill_value_is_an_error(name: str, bad: object) -> None:
+    # A string that is no number, given to a scalar type of ml_dtypes 0.6.0, would crash this process.
+    with pytest.raises((TypeError, ValueError)):
+        data_type_registry.get(name)().from_json_scalar(bad, zarr_format=3)
+
+
+@every_ml_dtype
+@pytest.mark.parametrize("bad", ["zero", None, [1], 1j, object()])
+def test_what_is_no_number_is_no_scalar(name: str, bad: object) -> None:
+    with pytest.raises(TypeError, match=name):
+        data_type_registry.get(name)().cast_scalar(bad)
+
+
+# --- entry points --------------------------------------------------------------------------------------
+
+
+def test_each_type_that_zarr_lacks_has_an_entry_point() -> None:
+    ours = [entry for entry in entry_points(group="zarr.data_type") if entry.dist.name == "zarrckpt"]
+    assert {entry.name for entry in ours} == set(ML_NAMES)
+    for entry in ours:
+        assert entry.load()._zarr_v3_name == entry.name
+        assert entry.load() is data_type_registry.get(entry.name)
+
+
+def test_the_second_entry_point_gives_zarr_its_own_buffer_back() -> None:
+    (entry,) = (entry for entry in entry_points(group="zarr.buffer") if entry.dist.name == "zarrckpt")
+    assert entry.load() is _zarr_dtypes.Buffer is zarr.buffer.cpu.Buffer
+
+
+TAKEN = """
+from importlib.metadata import entry_points
+from zarr.dtype import Float16, data_type_registry
+class Theirs(Float16):
+    _zarr_v3_name = "bfloat16"
+data_type_registry.register("bfloat16", Theirs)
+for entry in entry_points(group="zarr.data_type"):
+    # As zarr >= 3.4.1 does it.
+    data_type_registry.register(entry.load()._zarr_v3_name, entry.load())
+assert data_type_registry.contents["bfloat16"] is Theirs
+print(data_type_registry.contents["float8_e5m2"].__module__)
+"""
+
+
+def test_a_type_that_zarr_has_already_is_left_alone() -> None:
+    assert succeed(TAKEN) == "zarrckpt._zarr_dtypes"

@@ -1,0 +1,231 @@
+"""Names: what escape makes must survive every store, and say which key it was."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from enum import IntEnum, StrEnum
+from pathlib import Path
+
+import numpy as np
+import obstore
+import pytest
+import zarr
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from zarrckpt._errors import CorruptCheckpointError, UnsupportedValueError
+from zarrckpt._names import escape, is_shortened, node_path, unescape, unique_paths, validate_path
+
+LONG = "encoder.layers.0." * 40
+NASTY = [
+    *("", ".", "..", "...", "/", "\\", "a/b", "a\\b", "/abs", "a/../b"),
+    *("c:", "C:\\x", "a::b", "s3://bucket/key"),
+    *("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata", "zarr.json.bak", ".hidden"),
+    *("c", "c.0", "c.0.1", "c/0", "0.0", "layers.0.weight"),
+    *("_", "__", "___", "_a", "__a", "a__", "@", "@zarrckpt", "a@b", "@" + "0" * 32),
+    *("#", "#1", "a#1", "a#1#2", "a#1b", "a#\u0661", "a##7", "a#%"),
+    *("%", "%%", "%41", "%2F", "%7E", "~", "~root", "%7E" + "0" * 32, "a%7E" + "f" * 32),
+    *(" ", "a ", " a", "\u00a0a", "a\u3000", "a.", "a. .", "\t", "a b"),
+    *('"', "'", "<a>", "a|b", "a*", "a?", "[a]", "{a}", "a^b", "a`b"),
+    *("$HOME", "a;b", "a&b=c", "a+b", "a,b", "!"),
+    *("\0", "a\nb", "a\rb", "\x7f", "\x85", "\u2028", "\ufeff", "\ufffd", "\ufffe", "\uffff", "\U0001ffff"),
+    *("é", "e\u0301", "权重", "😀", "ß", "\ud800", "a\udfffb", "\ud83d\ude00"),
+    *("x" * 255, "x" * 256, "é" * 127, "é" * 128, "%" * 85, "%" * 86, LONG, LONG + "weight", LONG + "bias"),
+    *("/" * 300, "é" * 300, "\ud800" * 300, "y" * 218 + "/" * 30, "z" * 219 + "é" * 50),
+]
+ANY_TEXT = st.one_of(
+    st.text(st.characters(exclude_categories=())),
+    st.text(alphabet="._#@%/\\ 17EeZarjson:c\ud800", max_size=12),
+    st.sampled_from(NASTY),
+)
+
+
+def test_usual_names_stay_readable() -> None:
+    for name in ("layers.0.weight", "_orig_mod", "c.0.1", "权重", "a b", "a'b", "(x)", "~", "x" * 255):
+        assert escape(name) == name
+    assert escape("a/b") == "a%2Fb"
+    assert escape("__init__") == "%5F_init__"
+    assert escape("") == "%7E"
+    assert escape("zarr.json") == "zarr%2Ejson"
+    assert escape("..") == ".%2E"
+
+
+@given(ANY_TEXT)
+@settings(max_examples=1500, deadline=None)
+def test_round_trip(name: str) -> None:
+    escaped = escape(name)
+    assert len(escaped.encode()) <= 255
+    if is_shortened(escaped):
+        assert re.search(r"%7E[0-9a-f]{32}$", escaped)
+        with pytest.raises(CorruptCheckpointError, match="root document"):
+            unescape(escaped)
+    else:
+        assert unescape(escaped) == name
+
+
+@given(ANY_TEXT)
+@settings(max_examples=1500, deadline=None)
+def test_escaped_names_hold_nothing_refused(name: str) -> None:
+    escaped = escape(name)
+    assert re.search(r'[\x00-\x1f\x7f-\x9f/\\:*?"<>|\ud800-\udfff]', escaped) is None
+    assert escaped not in ("", ".", "..", "zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
+    assert not escaped.startswith(("__", "@", " ")) and not escaped.endswith((" ", "."))
+    assert escaped == escaped.strip()
+    assert re.search(r"#[0-9]+$", escaped) is None
+    validate_path(escaped)
+
+
+@given(st.lists(ANY_TEXT, unique=True, min_size=2, max_size=20))
+@settings(deadline=None)
+def test_different_names_stay_different(names: list[str]) -> None:
+    assert len({escape(name) for name in names}) == len(names)
+
+
+def test_all_nasty_names_stay_different() -> None:
+    assert len(NASTY) == len(set(NASTY))
+    assert len({escape(name) for name in NASTY}) == len(NASTY)
+
+
+def test_shortened_names() -> None:
+    shortened = escape(LONG + "weight")
+    assert is_shortened(shortened) and len(shortened) == 255
+    assert shortened.startswith("encoder.layers.0.")
+    assert escape(LONG + "weight") != escape(LONG + "bias")
+    # A key that spells a shortened name is no shortened name, and never lands on it.
+    assert not is_shortened(escape(shortened[200:])) and unescape(escape(shortened[200:])) == shortened[200:]
+    # Neither half a character nor half a code stands before the mark.
+    for filler in range(210, 225):
+        for tail in ("/" * 60, "é" * 60, "😀" * 60):
+            head = escape("x" * filler + tail).rpartition("%7E")[0]
+            assert re.fullmatch(r"x+(%2F|é|😀)*", head)
+
+
+@given(st.one_of(ANY_TEXT, st.text(alphabet="%0123456789ABCDEFabcdef~.", max_size=20)))
+@example("%7e")
+@example("%C3")
+@example("%41")
+@example("%ED%A0")
+@example("a\ud800")
+@settings(max_examples=1000, deadline=None)
+def test_unescape_takes_only_what_escape_makes(component: str) -> None:
+    try:
+        name = unescape(component)
+    except CorruptCheckpointError:
+        return
+    assert escape(name) == component
+
+
+class Color(StrEnum):
+    RED = "red"
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+def test_node_path() -> None:
+    assert node_path(["model", "layers.0.weight"]) == "model/layers.0.weight"
+    assert node_path(("optim", "param_groups", 0, "a/b")) == "optim/param_groups/0/a%2Fb"
+    assert node_path(["", ".."]) == "%7E/.%2E"
+    assert node_path([]) == ""
+    assert node_path([-3, 2**64]) == "-3/18446744073709551616"
+    assert node_path([Color.RED, Level.LOW, True]) == "red/1/1"
+
+
+def test_node_path_refuses_other_keys() -> None:
+    for key in (1.5, None, (1, 2), b"x", 10**6000, -(10**6000)):
+        with pytest.raises(UnsupportedValueError, match=type(key).__name__):
+            node_path(["model", key])  # type: ignore[list-item]
+
+
+def test_unique_paths() -> None:
+    entries: list[Sequence[str | int]] = [("a", "x/y"), ("a", "x", "y"), ["b", 0], ("a", "x/y"), ("", "")]
+    assert unique_paths(entries) == {
+        ("a", "x/y"): "a/x%2Fy",
+        ("a", "x", "y"): "a/x/y",
+        ("b", 0): "b/0",
+        ("", ""): "%7E/%7E",
+    }
+    assert unique_paths([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("optim", 1), ("optim", "1")),
+        (("optim", 1), ("optim", "1", "exp_avg")),
+        (("optim", "1", "exp_avg", "deep"), ("optim", 1)),
+    ],
+)
+def test_clashes_name_both(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> None:
+    with pytest.raises(UnsupportedValueError) as caught:
+        unique_paths([("optim", "2"), one, ("model",), other])
+    assert repr(list(one)) in str(caught.value)
+    assert repr(list(other)) in str(caught.value)
+
+
+def test_good_paths() -> None:
+    for path in ("a", "model/layers.0.weight", "@0123/a", "c.0/__x", "%2E/é 😀", "x" * 255 + "/y"):
+        validate_path(path)
+
+
+BAD_PATHS = [
+    *("", "/", "/etc/passwd", "a/", "a//b", ".", "..", "../x", "a/../b", "a/./b"),
+    *("a\\..\\b", "\\\\host\\x", "C:/x", "c:x", "file://x", "a*", "a?b"),
+    *("a\0b", "a\nb", "a/\x7f", "\x85", "\ud800", "x" * 256, "é" * 128),
+]
+
+
+@pytest.mark.parametrize("path", BAD_PATHS)
+def test_bad_paths(path: str) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        validate_path(path)
+
+
+ESCAPED = [escape(name) for name in NASTY]
+
+
+def test_folders_on_disk(tmp_path: Path) -> None:
+    for name in ESCAPED:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "zarr.json").write_bytes(name.encode())
+    assert {entry.name for entry in tmp_path.iterdir()} == set(ESCAPED)
+    for name in ESCAPED:
+        assert (tmp_path / name / "zarr.json").read_bytes() == name.encode()
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_obstore(kind: str, tmp_path: Path) -> None:
+    store = obstore.store.LocalStore(tmp_path) if kind == "local" else obstore.store.MemoryStore()
+    leaves = [name for name in ESCAPED if len(name.encode()) < 250]  # room for an unfinished upload's suffix
+    keys = [f"model/{name}/{leaf}" for name in ESCAPED for leaf in ("zarr.json", "c.0")]
+    keys += [f"flat/{name}" for name in leaves]
+    for key in keys:
+        obstore.put(store, key, key.encode())
+    for key in keys:
+        assert bytes(obstore.get(store, key).bytes()) == key.encode()
+    assert {meta["path"] for batch in obstore.list(store) for meta in batch} == set(keys)
+    folders = obstore.list_with_delimiter(store, "model")["common_prefixes"]
+    assert {folder.removeprefix("model/") for folder in folders} == set(ESCAPED)
+    if kind == "local":
+        assert {entry.name for entry in (tmp_path / "model").iterdir()} == set(ESCAPED)
+
+
+@pytest.mark.parametrize("consolidated", [False, True])
+def test_zarr_groups_and_arrays(consolidated: bool, tmp_path: Path) -> None:
+    root = zarr.create_group(tmp_path, zarr_format=3)
+    for number, name in enumerate(ESCAPED):
+        root.create_group(name).create_array("w", data=np.full(2, number), chunks=(2,))
+    if consolidated:
+        with pytest.warns(zarr.errors.ZarrUserWarning):
+            zarr.consolidate_metadata(tmp_path, zarr_format=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opened = zarr.open_group(tmp_path, mode="r", zarr_format=3, use_consolidated=consolidated)
+        assert set(opened.group_keys()) == set(ESCAPED)
+        for number, name in enumerate(ESCAPED):
+            array = opened[f"{name}/w"]
+            assert isinstance(array, zarr.Array)
+            assert np.asarray(array[:]).tolist() == [number, number]

@@ -1,0 +1,103 @@
+"""Sharded PyTorch checkpoints as Zarr, straight to object stores or disk.
+
+``save``, ``load`` and ``async_save`` need torch; ``open`` and ``latest`` do not. Nothing heavy is imported before
+it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from zarrckpt._errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    ForeignObjectsError,
+    IncompleteSaveError,
+    KeyMismatchError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+    UnsafeValueError,
+    UnsupportedFormatError,
+    UnsupportedLayoutError,
+    UnsupportedValueError,
+)
+from zarrckpt._report import LoadReport, SaveReport
+from zarrckpt._version import __version__
+
+if TYPE_CHECKING:
+    from zarrckpt._api import load, save
+    from zarrckpt._async import async_save
+    from zarrckpt._checkpoint import Checkpoint, latest, open
+    from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner
+    from zarrckpt._reader import ZarrStorageReader
+    from zarrckpt._writer import ZarrStorageWriter
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CheckpointReplacedError",
+    "CorruptCheckpointError",
+    "ForeignObjectsError",
+    "IncompleteSaveError",
+    "KeyMismatchError",
+    "LoadReport",
+    "ObjectExistsError",
+    "ObjectNotFoundError",
+    "SaveReport",
+    "StorageError",
+    "UnsafeValueError",
+    "UnsupportedFormatError",
+    "UnsupportedLayoutError",
+    "UnsupportedValueError",
+    "ZarrLoadPlanner",
+    "ZarrSavePlanner",
+    "ZarrStorageReader",
+    "ZarrStorageWriter",
+    "__version__",
+    "async_save",
+    "latest",
+    "load",
+    "open",
+    "save",
+]
+
+_LAZY = {
+    "Checkpoint": "_checkpoint",
+    "ZarrLoadPlanner": "_planner",
+    "ZarrSavePlanner": "_planner",
+    "ZarrStorageReader": "_reader",
+    "ZarrStorageWriter": "_writer",
+    "async_save": "_async",
+    "latest": "_checkpoint",
+    "load": "_api",
+    "open": "_checkpoint",
+    "save": "_api",
+}
+_NEED_TORCH = {"_planner", "_reader", "_writer", "_async", "_api"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'zarrckpt' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"zarrckpt.{_LAZY[name]}")
+    except ModuleNotFoundError as err:
+        if err.name == "torch" and _LAZY[name] in _NEED_TORCH:
+            raise ModuleNotFoundError(
+                f"zarrckpt.{name} needs PyTorch: pip install 'zarrckpt[torch]'", name="torch"
+            ) from err
+        raise
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,159 @@
+"""The data types that a checkpoint can hold: one table that every other module reads.
+
+A type has one name everywhere: torch's, without the ``torch.``, is also its ``data_type`` in ``zarr.json``
+and its name in numpy or ml_dtypes. Importing this module imports none of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from zarrckpt._errors import UnsupportedValueError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Kind = Literal["bool", "int", "uint", "float", "complex"]
+
+FillValue = bool | int | str | list[str]
+"""A fill value as ``zarr.json`` spells it."""
+
+
+@dataclass(frozen=True)
+class DType:
+    """One data type: its name, its kind and the size of an element in bytes.
+
+    ``core`` tells the types that Zarr's own specification names, and every reader knows, from those that
+    need ml_dtypes and, in zarr-python, the data-type plugin of this package.
+    """
+
+    name: str
+    kind: Kind
+    itemsize: int
+    core: bool = True
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The numpy dtype, in this machine's byte order. Imports numpy, and ml_dtypes for a non-core type."""
+        import numpy as np
+
+        if self.core:
+            return np.dtype(self.name)
+        import ml_dtypes
+
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.name))
+        return dtype
+
+    @property
+    def zarr_name(self) -> str:
+        """The ``data_type`` in ``zarr.json``: the name itself, so far for every type."""
+        return self.name
+
+    @property
+    def fill_value(self) -> FillValue:
+        """What readers that know nothing of this package return where a chunk is absent.
+
+        An absent chunk is damage, so this is the value least likely to pass for data: NaN, the least
+        signed integer, the greatest unsigned one, True (most flags and masks start out False).
+        """
+        match self.kind:
+            case "bool":
+                return True
+            case "int":
+                return -(1 << (8 * self.itemsize - 1))
+            case "uint":
+                return (1 << (8 * self.itemsize)) - 1
+            case "float":
+                return "NaN"
+            case "complex":
+                return ["NaN", "NaN"]
+
+    @property
+    def bytes_codec(self) -> dict[str, Any]:
+        """The ``bytes`` codec as ``zarr.json`` spells it: little-endian, or no byte order for single bytes.
+
+        Every reader tried ignores a byte order given for single bytes; some refuse longer ones without.
+        """
+        if self.itemsize == 1:
+            return {"name": "bytes"}
+        return {"name": "bytes", "configuration": {"endian": "little"}}
+
+    @property
+    def portable_name(self) -> str:
+        """The name of the core type that can hold the same bits: this one's, or an unsigned integer's."""
+        return self.name if self.core else f"uint{8 * self.itemsize}"
+
+    @property
+    def portable(self) -> DType:
+        """The core type that can hold the same bits: this one, or an unsigned integer."""
+        return DTYPES[self.portable_name]
+
+    @property
+    def portable_fill_value(self) -> FillValue:
+        """The fill value of :attr:`portable`."""
+        return self.portable.fill_value
+
+
+DTYPES: dict[str, DType] = {
+    dtype.name: dtype
+    for dtype in (
+        DType("bool", "bool", 1),
+        DType("int8", "int", 1),
+        DType("int16", "int", 2),
+        DType("int32", "int", 4),
+        DType("int64", "int", 8),
+        DType("uint8", "uint", 1),
+        DType("uint16", "uint", 2),
+        DType("uint32", "uint", 4),
+        DType("uint64", "uint", 8),
+        DType("float16", "float", 2),
+        DType("float32", "float", 4),
+        DType("float64", "float", 8),
+        DType("complex64", "complex", 8),
+        DType("complex128", "complex", 16),
+        DType("bfloat16", "float", 2, core=False),
+        DType("float8_e4m3fn", "float", 1, core=False),
+        DType("float8_e5m2", "float", 1, core=False),
+        DType("float8_e4m3fnuz", "float", 1, core=False),
+        DType("float8_e5m2fnuz", "float", 1, core=False),
+        DType("float8_e8m0fnu", "float", 1, core=False),
+    )
+}
+"""Every data type, by name."""
+
+_WAYS_OUT = (
+    (("qint", "quint"), "Save tensor.int_repr() with its scale and zero point, or tensor.dequantize()."),
+    (("complex32",), "Save torch.view_as_real(tensor), a float16 tensor, or tensor.to(torch.complex64)."),
+    (("bits", "float4", "int", "uint"), "Save tensor.view(torch.uint8) and view it back after loading."),
+)
+"""What to do with a torch dtype that the table lacks, by the beginning of its name."""
+
+
+def by_name(name: str) -> DType:
+    """Return the data type with this name.
+
+    Raises :class:`~zarrckpt.UnsupportedValueError` where the table has none.
+    """
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise UnsupportedValueError(
+            f"No data type {name!r} can be stored in a checkpoint, only: {', '.join(DTYPES)}."
+        ) from None
+
+
+def by_torch_name(name: str) -> DType:
+    """Return the data type of a tensor from ``str(tensor.dtype)``, with or without its ``torch.``.
+
+    Raises :class:`~zarrckpt.UnsupportedValueError` for a dtype that Zarr readers have no name for
+    (quantised, complex32, float4, bits, integers of less than a byte); the message says what to save instead.
+    """
+    bare = name.removeprefix("torch.")
+    if bare in DTYPES:
+        return DTYPES[bare]
+    way_out = next(
+        (text for beginnings, text in _WAYS_OUT if bare.startswith(beginnings)),
+        f"Convert the tensor to one of: {', '.join(DTYPES)}.",
+    )
+    raise UnsupportedValueError(f"No Zarr data type can hold a tensor of dtype torch.{bare}. {way_out}")

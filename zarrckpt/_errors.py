@@ -1,0 +1,74 @@
+"""Every error that this package raises for a caller to handle, in one tree.
+
+The classes are grouped by what the caller can do next. Errors cross ranks pickled, inside DCP's
+``CheckpointException``, so each one is rebuilt from its message alone and makes sense alone.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Base of every error that zarrckpt raises on purpose."""
+
+
+class CheckpointExistsError(CheckpointError):
+    """The path holds a committed checkpoint, or another save committed there first.
+
+    Save to another path, or pass ``overwrite=True``.
+    """
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """Nothing committed at the path: the message says whether nothing at all, or an unfinished save."""
+
+
+class CheckpointReplacedError(CheckpointError):
+    """The checkpoint being read was replaced meanwhile. Open the path again."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """What is stored is not what was saved: an object is missing, short, altered or not readable."""
+
+
+class UnsupportedFormatError(CheckpointError):
+    """Written by a newer version, or not a checkpoint of this package at all."""
+
+
+class UnsafeValueError(CheckpointError):
+    """A value could only be loaded by running code stored in the checkpoint (pickle)."""
+
+
+class KeyMismatchError(CheckpointError, KeyError):
+    """Keys, shapes or dtypes of the target and of the checkpoint do not fit; all of them are listed."""
+
+    def __str__(self) -> str:
+        # KeyError shows the repr of its argument, which would escape the line breaks of a list.
+        return str(self.args[0]) if self.args else ""
+
+
+class UnsupportedValueError(CheckpointError, TypeError):
+    """The state holds something that has no place in a checkpoint (a sparse tensor, an unknown dtype)."""
+
+
+class UnsupportedLayoutError(CheckpointError, ValueError):
+    """The pieces that the ranks hold do not fit a regular chunk grid."""
+
+
+class ForeignObjectsError(CheckpointError):
+    """The path holds objects that no zarrckpt save wrote; nothing was changed."""
+
+
+class IncompleteSaveError(CheckpointError):
+    """Some rank did not write what was planned. Nothing was committed; save again."""
+
+
+class StorageError(CheckpointError):
+    """The store failed after retries: network, permission, space, credentials."""
+
+
+class ObjectNotFoundError(StorageError, FileNotFoundError):
+    """An object that was asked for is not in the store."""
+
+
+class ObjectExistsError(StorageError, FileExistsError):
+    """A conditional put met an object: it exists already, or it is not the version expected."""
