@@ -1,0 +1,133 @@
+"""Real processes with real gloo groups, kept for the whole test run since importing torch takes seconds.
+
+``run_ranks(function, *args, world_size=4)`` calls a module-level ``function(*args)`` on each of that many processes
+inside a fresh default process group and returns the results by rank. An exception on any rank is raised here as
+RankError with all tracebacks. ``group=False`` calls without a process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT = 120.0
+_context = get_context("spawn")
+
+
+class RankError(AssertionError):
+    """Some rank raised; the message has every failed rank's traceback."""
+
+    def __init__(self, failures: dict[int, tuple[BaseException | None, str]]) -> None:
+        self.failures = failures
+        super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, (_, text) in sorted(failures.items())))
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self.pipe, child = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(child,), daemon=False)
+        self.process.start()
+        child.close()
+
+    def stop(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.join()
+
+
+_workers: list[_Worker] = []
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 4,
+    group: bool = True,
+    timeout: float = TIMEOUT,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Call ``function(*args)`` on every rank; see the module's docstring."""
+    while len(_workers) < world_size:
+        _workers.append(_Worker())
+    workers = _workers[:world_size]
+    with tempfile.TemporaryDirectory() as folder:
+        init = f"file://{folder}/store" if group else None
+        for rank, worker in enumerate(workers):
+            worker.pipe.send((function, args, rank, world_size, init, env or {}))
+        answers = _collect(workers, timeout)
+    failures = {rank: answer[1] for rank, answer in answers.items() if answer[0] == "error"}
+    if failures:
+        raise RankError(failures)
+    return [answers[rank][1] for rank in range(world_size)]
+
+
+def _collect(workers: list[_Worker], timeout: float) -> dict[int, Any]:
+    answers: dict[int, Any] = {}
+    open_pipes: dict[Connection, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    while open_pipes:
+        ready = wait(list(open_pipes), timeout)
+        if not ready:
+            stuck = sorted(open_pipes.values())
+            stop_ranks()
+            raise RankError({rank: (None, f"no answer within {timeout} s") for rank in stuck})
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = open_pipes.pop(pipe)
+            try:
+                answers[rank] = pipe.recv()
+            except EOFError:
+                answers[rank] = ("error", (None, "the process died"))
+    if any(answer == ("error", (None, "the process died")) for answer in answers.values()):
+        stop_ranks()
+    return answers
+
+
+def stop_ranks() -> None:
+    """Kill all processes; the next run starts new ones."""
+    while _workers:
+        _workers.pop().stop()
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, rank, world_size, init, env = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer: Any = ("ok", _call(function, args, rank, world_size, init, env))
+        except BaseException as err:
+            answer = ("error", (err, traceback.format_exc()))
+        try:
+            pipe.send(answer)
+        except Exception as err:  # a result or an error that does not pickle
+            pipe.send(("error", (None, f"{err!r} while sending {answer!r:.2000}")))
+
+
+def _call(function: Callable[..., Any], args: Any, rank: int, size: int, init: str | None, env: dict[str, str]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    before = dict(os.environ)
+    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(size))
+    try:
+        if init is not None:
+            dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        return function(*args)
+    finally:
+        if init is not None:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)

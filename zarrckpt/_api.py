@@ -1,0 +1,201 @@
+"""``save`` and ``load``: any state, any mesh, one call."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+from zarrckpt import _state
+from zarrckpt._catalog import Catalog
+from zarrckpt._distributed import from_coordinator, in_use, own_errors
+from zarrckpt._errors import KeyMismatchError
+from zarrckpt._grid import MAX_CHUNK_BYTES
+from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner
+from zarrckpt._rank_work import Progress
+from zarrckpt._reader import ZarrStorageReader
+from zarrckpt._report import LoadReport, SaveReport
+from zarrckpt._root import Root
+from zarrckpt._store import StoreSpec
+from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES
+from zarrckpt._writer import ZarrStorageWriter
+
+
+def save(
+    state: Mapping[str, Any],
+    url: str | os.PathLike[str] | None = None,
+    *,
+    overwrite: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    store: object | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    credential_provider: Callable[..., Any] | None = None,
+    keep_replaced: bool = False,
+    portable_dtypes: bool = False,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    concurrency: int = DEFAULT_CONCURRENCY,
+    max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+    durable: bool = True,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Save a state as a Zarr hierarchy at a url; return when it is committed.
+
+    Every rank of the process group calls it with its own part of the state; without ``torch.distributed`` one
+    process saves all. Each rank writes its own pieces, the coordinator (rank 0 of the group) commits last.
+
+    Args:
+        state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
+            Python values.
+        url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
+        process_group: the ranks that save together (default: all).
+
+    The other arguments are those of :class:`ZarrStorageWriter`.
+
+    Raises CheckpointExistsError where a checkpoint is committed and ``overwrite`` is false, before any data moves;
+    other children of :class:`CheckpointError` for what can't be saved. An error on one rank is raised on all;
+    nothing is committed then.
+    """
+    writer = ZarrStorageWriter(
+        url,
+        overwrite,
+        keep_replaced=keep_replaced,
+        store=store,
+        storage_options=storage_options,
+        credential_provider=credential_provider,
+        portable_dtypes=portable_dtypes,
+        max_chunk_bytes=max_chunk_bytes,
+        concurrency=concurrency,
+        max_inflight_bytes=max_inflight_bytes,
+        durable=durable,
+        progress=progress,
+    )
+    return save_plain(_state.for_save(state).state, writer, process_group)
+
+
+def save_plain(
+    state: dict[str, Any],
+    writer: ZarrStorageWriter,
+    process_group: dist.ProcessGroup | None,
+    planner: ZarrSavePlanner | None = None,
+) -> SaveReport:
+    """Save a state without Modules, Optimizers or Statefuls through a writer. Collective over the group."""
+    with own_errors():
+        writer.reset()
+        metadata = _save_state_dict(
+            state, writer, process_group, no_dist=not in_use(), planner=planner or ZarrSavePlanner()
+        )
+    report: SaveReport = metadata.storage_data
+    return report
+
+
+def load(
+    state: dict[str, Any],
+    url: str | os.PathLike[str] | None = None,
+    *,
+    strict: bool = True,
+    keys: str | Iterable[str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    store: object | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    credential_provider: Callable[..., Any] | None = None,
+    allow_pickle: bool = False,
+    allow_cast: bool = False,
+    concurrency: int = DEFAULT_CONCURRENCY,
+    max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+    progress: Progress | None = None,
+) -> LoadReport:
+    """Load a checkpoint into a state, in place: tensors are filled where they are, values are replaced.
+
+    Every rank of the process group calls it with its own state, in any sharding. Keys, shapes and dtypes of all
+    targets are checked before the first is touched. One rank reads the root document; each fetches what its own
+    boxes need.
+
+    Args:
+        state: as for :func:`save`. A non-tensor target stands for whatever the checkpoint has under its name.
+        strict: targets that the checkpoint lacks are an error, and so are entries below a requested module or
+            optimizer that find no target; otherwise both are only reported.
+        keys: load a part: flat names, their beginnings up to a dot, or glob patterns (``"model"``, ``"optim.state"``,
+            ``"*.bias"``). One that matches nothing is an error.
+        allow_pickle: also load values that were saved pickled, which can run any code that the checkpoint holds.
+        allow_cast: convert where dtypes differ, instead of raising.
+
+    The other arguments are those of :class:`ZarrStorageReader`.
+
+    Raises CheckpointNotFoundError, KeyMismatchError (all differences at once; nothing was loaded), UnsafeValueError,
+    CorruptCheckpointError (the targets are undefined then), CheckpointReplacedError.
+    """
+    began = time.monotonic()
+    spec = StoreSpec(url, store, storage_options, credential_provider)
+    reader = ZarrStorageReader(
+        url,
+        store=store,
+        storage_options=storage_options,
+        credential_provider=credential_provider,
+        allow_pickle=allow_pickle,
+        concurrency=concurrency,
+        max_inflight_bytes=max_inflight_bytes,
+        progress=progress,
+    )
+    root: Root = from_coordinator(lambda: Catalog(spec.open()).root, process_group)
+    reader.use_root(root)
+    names = set(root.entries)
+    select = _selection(keys, names, reader.checkpoint_id)
+
+    def wanted(prefix: str) -> bool:
+        return keys is None or any(name.startswith(prefix) and select(name) for name in names)
+
+    plain = _state.for_load(state, wanted)
+    _state.drop_unsaved(plain, names)
+    planner = ZarrLoadPlanner(
+        strict=strict,
+        allow_cast=allow_cast,
+        select=select,
+        required=lambda fqn: any(fqn.startswith(prefix) for prefix in plain.exact),
+    )
+    with own_errors():
+        _load_state_dict(plain.state, reader, process_group, no_dist=not in_use(), planner=planner)
+    for restore in plain.restore:
+        restore()
+    _hand_back(state, plain.state)
+    return LoadReport(
+        url=reader.checkpoint_id,
+        save_id=root.save_id,
+        loaded=tuple(planner.loaded),
+        missing=tuple(planner.missing),
+        unexpected=tuple(planner.unexpected),
+        nbytes=reader.bytes_read,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _selection(keys: str | Iterable[str] | None, names: set[str], url: str) -> Callable[[str], bool]:
+    """Which flat names are asked for. Raises KeyMismatchError for a pattern that matches none."""
+    if keys is None:
+        return lambda fqn: True
+    patterns = [keys] if isinstance(keys, str) else list(keys)
+
+    def matches(fqn: str, pattern: str) -> bool:
+        return fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern)
+
+    idle = [pattern for pattern in patterns if not any(matches(fqn, pattern) for fqn in names)]
+    if idle:
+        raise KeyMismatchError(f"keys={idle} match nothing in {url}; it has, for example, {sorted(names)[:5]}")
+    return lambda fqn: any(matches(fqn, pattern) for pattern in patterns)
+
+
+def _hand_back(state: Any, plain: Any) -> None:
+    """Put loaded values into the user's own containers, where these were copied to replace Modules in them."""
+    items: Iterable[tuple[Any, Any]]
+    items = plain.items() if isinstance(plain, dict) else enumerate(plain)
+    for key, value in items:
+        target = state[key]
+        if isinstance(value, (dict, list)) and isinstance(target, type(value)) and _state.holds_objects(target):
+            _hand_back(target, value)
+        elif not _state.is_object(target):
+            state[key] = value

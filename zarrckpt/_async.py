@@ -1,0 +1,148 @@
+"""``async_save``: copy the state, return, and save the copy in the background."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+
+from zarrckpt import _state
+from zarrckpt._api import save_plain
+from zarrckpt._distributed import in_use
+from zarrckpt._planner import ZarrSavePlanner
+from zarrckpt._report import SaveReport
+from zarrckpt._writer import ZarrStorageWriter
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A state at one moment: the plan made from it, and copies of what the plan's items resolve to."""
+
+    plan: SavePlan
+    data: Mapping[MetadataIndex, Any]
+
+
+class _StagedPlanner(ZarrSavePlanner):
+    """Saves a stage: plans nothing anew, and resolves items to the copies."""
+
+    def __init__(self, stage: _Stage) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.mappings = self._stage.plan.planner_data
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = self._stage.plan
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._stage.data[index]
+
+
+class _Stager:
+    """Copies of a state in CPU memory. Buffers are kept and used again, pinned where the source is on a GPU."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[MetadataIndex, torch.Tensor] = {}
+
+    def stage(self, state: dict[str, Any]) -> _Stage:
+        planner = ZarrSavePlanner()
+        planner.set_up_planner(state)
+        plan = planner.create_local_plan()
+        data: dict[MetadataIndex, Any] = {}
+        devices: set[torch.device] = set()
+        for item in plan.items:
+            source = planner.lookup_object(item.index)
+            if item.type == WriteItemType.BYTE_IO:
+                data[item.index] = copy.deepcopy(source)
+            else:
+                data[item.index] = self._copy(item.index, source.detach())
+                devices.add(source.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        # Buffers of entries that are gone would be kept for ever.
+        self._buffers = {index: self._buffers[index] for index in data if index in self._buffers}
+        return _Stage(SavePlan(plan.items, planner_data=planner.mappings), data)
+
+    def _copy(self, index: MetadataIndex, source: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(index)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            pinned = source.device.type == "cuda"
+            buffer = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
+            self._buffers[index] = buffer
+        return buffer.copy_(source, non_blocking=True)
+
+
+class _Saver:
+    """The one background save of a process at a time, with what it keeps between saves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stager = _Stager()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zarrckpt-async")
+        self._last: Future[SaveReport] | None = None
+        self._groups: dict[tuple[int, ...], tuple[object, dist.ProcessGroup]] = {}
+
+    def save(
+        self, state: Mapping[str, Any], writer: ZarrStorageWriter, process_group: dist.ProcessGroup | None
+    ) -> Future[SaveReport]:
+        with self._lock:
+            if self._last is not None:
+                wait([self._last])  # its error, if any, is its own future's
+            group = self._group(process_group) if in_use() else None
+            stage = self._stager.stage(_state.for_save(state).state)
+            self._last = self._thread.submit(save_plain, {}, writer, group, _StagedPlanner(stage))
+            return self._last
+
+    def _group(self, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        """A gloo group of the same ranks for the background's collectives.
+
+        On the group that trains, they would interleave with training's own in another order on each rank, and deadlock.
+        """
+        members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        default = dist.group.WORLD
+        known = self._groups.get(members)
+        if known is None or known[0] is not default:
+            group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+            self._groups[members] = known = (default, group)
+        return known[1]
+
+
+_savers: dict[int, _Saver] = {}
+
+
+def async_save(
+    state: Mapping[str, Any],
+    url: str | os.PathLike[str] | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> Future[SaveReport]:
+    """Copy a state to CPU memory, return, and save the copy in the background.
+
+    Takes the arguments of :func:`zarrckpt.save`. Training is held up for the copy only, and for the end of the previous
+    background save if that still runs: there are never two at once. The buffers of the copy are kept for the next
+    call. The collectives of the background run over a gloo group of its own, made by the first call: every rank
+    must call it.
+
+    Returns a future of :class:`SaveReport`; its ``result()`` raises what :func:`zarrckpt.save` would. At the end of the
+    process a save under way is finished.
+    """
+    writer = ZarrStorageWriter(url, **options)
+    # By process: a forked child has neither the thread nor the group.
+    saver = _savers.get(os.getpid()) or _savers.setdefault(os.getpid(), _Saver())
+    return saver.save(state, writer, process_group)

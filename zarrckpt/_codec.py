@@ -1,0 +1,133 @@
+"""One chunk's bytes: encode a piece of a tensor, find and decode its subchunks.
+
+Elements travel as raw bits (unsigned integers or voids of the same size), never as numbers, so NaN
+payloads and types that numpy does not know arrive unchanged. Layout, see ``docs/reference/format.md``:
+without subchunks ``data, crc32c``; with subchunks each one's ``data, crc32c`` (first dimension fastest),
+then the index of ``sharding_indexed`` (C order, 16 bytes a subchunk) and its crc32c.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from zarrckpt._grid import Box, Grid, Ints, intersect, ravel, ravel_f
+
+RawArray = np.ndarray[Any, np.dtype[Any]]
+"""Elements as raw bits, see :func:`raw_dtype`."""
+
+CRC_BYTES = 4
+_RAW: dict[int, np.dtype[Any]] = {
+    np.dtype(name).itemsize: np.dtype(name) for name in ("u1", "<u2", "<u4", "<u8", "V16")
+}
+
+
+def raw_dtype(itemsize: int) -> np.dtype[Any]:
+    """The numpy type that stands for any element of that many bytes."""
+    return _RAW[itemsize]
+
+
+def crc32c(data: RawArray | bytes) -> int:
+    """CRC-32C (Castagnoli) of a contiguous array's or bytes' memory."""
+    return int(google_crc32c.value(data))
+
+
+def _bytes_of(array: RawArray) -> RawArray:
+    """A flat view of a contiguous array's bytes (numpy refuses it for empty and 0-d arrays as they are)."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _crc_buffer(crc: int) -> bytes:
+    return crc.to_bytes(CRC_BYTES, "little")
+
+
+def encode_chunk(grid: Grid, piece: RawArray) -> tuple[list[memoryview | bytes], list[int]]:
+    """The buffers of one chunk object, and its subchunks' checksums in C order.
+
+    ``piece`` holds the chunk's part of the array, raw elements, any strides; at the array's end it is smaller
+    than the chunk and is padded with zeros, since Zarr stores full chunks. A contiguous full piece without
+    subchunks is not copied: the first buffer is its own memory.
+    """
+    if piece.shape != grid.chunk_shape:
+        padded = np.zeros(grid.chunk_shape, piece.dtype)
+        padded[tuple(slice(0, n) for n in piece.shape)] = piece
+        piece = padded
+    if grid.subchunk_shape is None:
+        data = _bytes_of(np.ascontiguousarray(piece))
+        crc = crc32c(data)
+        return [data.data, _crc_buffer(crc)], [crc]
+    return _encode_subchunks(grid, grid.subchunk_shape, piece)
+
+
+def _encode_subchunks(grid: Grid, sub: Ints, piece: RawArray) -> tuple[list[memoryview | bytes], list[int]]:
+    counts = grid.sub_counts
+    cells = math.prod(counts)
+    stored = math.prod(sub) * piece.dtype.itemsize
+    crcs = [0] * cells
+    index = np.empty((cells, 2), "<u8")
+    buffers: list[memoryview | bytes] = []
+    # reversed() twice makes the first dimension the fastest.
+    for place, reverse in enumerate(itertools.product(*(range(n) for n in reversed(counts)))):
+        cell = tuple(reversed(reverse))
+        at = tuple(slice(i * n, (i + 1) * n) for i, n in zip(cell, sub, strict=True))
+        data = _bytes_of(np.ascontiguousarray(piece[at]))
+        number = ravel(cell, counts)
+        crcs[number] = crc32c(data)
+        index[number] = (place * (stored + CRC_BYTES), stored + CRC_BYTES)
+        buffers += [data.data, _crc_buffer(crcs[number])]
+    raw_index = _bytes_of(index)
+    return [*buffers, raw_index.data, _crc_buffer(crc32c(raw_index))], crcs
+
+
+def chunk_object_size(grid: Grid, itemsize: int) -> int:
+    """The size in bytes of every chunk object of an array."""
+    cells = math.prod(grid.sub_counts)
+    data = math.prod(grid.chunk_shape) * itemsize + cells * CRC_BYTES
+    return data if grid.subchunk_shape is None else data + cells * 16 + CRC_BYTES
+
+
+def subchunk_bytes(grid: Grid, itemsize: int) -> int:
+    """The stored size of one subchunk (of the whole chunk where there are none), its checksum included."""
+    return math.prod(grid.subchunk_shape or grid.chunk_shape) * itemsize + CRC_BYTES
+
+
+def subchunk_place(grid: Grid, cell: Ints) -> int:
+    """Which of a chunk's stored subchunks, counted from the object's begin, is a cell."""
+    return ravel_f(cell, grid.sub_counts)
+
+
+def check_subchunk(stored: RawArray, expected: int) -> bool:
+    """Whether stored bytes (data, checksum) are what was saved: both their own checksum and the table's say so."""
+    own = int.from_bytes(stored[-CRC_BYTES:].tobytes(), "little")
+    return own == expected and crc32c(stored[:-CRC_BYTES]) == expected
+
+
+def copy_subchunk(grid: Grid, chunk: Ints, cell: Ints, stored: RawArray, box: Box, target: RawArray) -> int:
+    """Copy what a stored subchunk and a wanted box share into ``target``, an array of the box's shape.
+
+    Returns the number of bytes copied.
+    """
+    sub = grid.subchunk_shape or grid.chunk_shape
+    offset = tuple(c * n + i * m for c, n, i, m in zip(chunk, grid.chunk_shape, cell, sub, strict=True))
+    shared = intersect(Box(offset, sub), box)
+    if shared is None:
+        return 0
+    cells = stored[:-CRC_BYTES].view(target.dtype).reshape(sub)
+    target[shared.slices(box.offset)] = cells[shared.slices(offset)]
+    return shared.size * target.dtype.itemsize
+
+
+def runs(places: Sequence[int], longest: int) -> list[tuple[int, int]]:
+    """Group sorted places into (first, count) runs of neighbours, none longer than ``longest``."""
+    out: list[tuple[int, int]] = []
+    for place in places:
+        if out and out[-1][0] + out[-1][1] == place and out[-1][1] < longest:
+            out[-1] = (out[-1][0], out[-1][1] + 1)
+        else:
+            out.append((place, 1))
+    return out

@@ -1,0 +1,226 @@
+"""Begin, commit, replace, clean: the order of operations that makes a checkpoint appear at once or not at all.
+
+Every attempt writes keys that no other attempt ever uses. The first one at a url claims the canonical
+paths; every later one writes below ``@<its id>``. The root document, put last and conditionally, names
+the tree that it stands for. ``docs/explanation/commit.md`` has the reasons and the crash table.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zarrckpt._documents import NODE, dumps, group_document, join, loads
+from zarrckpt._errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ForeignObjectsError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+)
+from zarrckpt._root import (
+    HISTORY,
+    HOUSE,
+    Marker,
+    Root,
+    claim_document,
+    own_attribute,
+    parse_marker,
+    parse_root,
+)
+
+if TYPE_CHECKING:
+    from zarrckpt._store import Store
+    from zarrckpt._store._base import Versioned
+
+CLAIM_KEY = f"{HOUSE}/{NODE}"
+
+
+def marker_key(attempt: str) -> str:
+    """Where an attempt puts its marker."""
+    return f"{HOUSE}/{attempt}/{NODE}"
+
+
+def new_id() -> str:
+    """A save id: random, never used before."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One save from begin to commit. Lives on the coordinator only."""
+
+    save_id: str
+    tree: str
+    base: Versioned | None
+    """The root document that was there at begin; the commit replaces exactly this one."""
+    history: tuple[str, ...]
+    older: tuple[Marker, ...]
+    """The attempts whose markers were listed before this one's commit: the only ones it may clean."""
+
+
+def load_root(store: Store) -> Root:
+    """Read and validate the committed root document. One request, a second one where nothing is committed.
+
+    Raises CheckpointNotFoundError saying whether nothing is there or an unfinished save is.
+    """
+    try:
+        data = store.get(NODE)
+    except ObjectNotFoundError as err:
+        try:
+            store.get(CLAIM_KEY)
+        except ObjectNotFoundError:
+            reason = f"nothing is committed at {store.url}: no {NODE} there; check the path"
+        else:
+            reason = (
+                f"the save at {store.url} was begun but never committed (or it is still running); "
+                "load an earlier checkpoint, or save again: leftovers do not block a new save"
+            )
+        raise CheckpointNotFoundError(reason) from err
+    return parse_committed(data, store.url)
+
+
+def parse_committed(data: bytes, url: str) -> Root:
+    """The root of stored bytes; errors name the url."""
+    where = f"the root document {join(url, NODE)}"
+    return parse_root(loads(data, where), where)
+
+
+def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
+    """Claim the right to write, and leave the marker. Called by the coordinator, before any chunk is written.
+
+    ``marker`` lists the nodes to come; its tree is chosen here. Costs about 5 requests and one more for each earlier
+    attempt. Raises CheckpointExistsError where a checkpoint is committed and ``overwrite`` is false, and
+    ForeignObjectsError where anything but checkpoints of this package is stored below the url.
+    """
+    # The root comes first: an attempt that is listed afterwards can then never commit over ours unseen.
+    base = _current_root(store)
+    root = None if base is None else parse_committed(base.data, store.url)
+    if root is not None and not overwrite:
+        raise _exists(store, root)
+    claimed = _claimed(store)
+    older = _markers(store)
+    _refuse_foreign(store, root, older)
+    tree = "" if not claimed and _put_claim(store, marker.attempt) else f"@{marker.attempt}"
+    own = Marker(marker.attempt, tree, marker.arrays, marker.groups, marker.started)
+    store.put(marker_key(own.attempt), [dumps(own.document())])
+    if tree:
+        store.put(f"{tree}/{NODE}", [dumps(group_document())])
+    history = () if root is None else (root.save_id, *root.history)[:HISTORY]
+    return Attempt(own.attempt, tree, base, history, tuple(older))
+
+
+def _current_root(store: Store) -> Versioned | None:
+    try:
+        return store.get_versioned(NODE)
+    except ObjectNotFoundError:
+        return None
+
+
+def _exists(store: Store, root: Root) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"Checkpoint already exists at {store.url} (save {root.save_id[:8]}, {root.created}); "
+        "save to another path, or pass overwrite=True"
+    )
+
+
+def _claimed(store: Store) -> bool:
+    try:
+        own_attribute(loads(store.get(CLAIM_KEY), f"the claim {join(store.url, CLAIM_KEY)}"), "the claim")
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def _put_claim(store: Store, save_id: str) -> bool:
+    try:
+        store.create(CLAIM_KEY, dumps(claim_document(save_id)))
+    except ObjectExistsError:
+        return False
+    return True
+
+
+def _markers(store: Store) -> list[Marker]:
+    markers = []
+    for attempt in store.list_dir(HOUSE)[1]:
+        key = marker_key(attempt)
+        try:
+            markers.append(parse_marker(loads(store.get(key), f"the marker {key}"), f"the marker {key}"))
+        except ObjectNotFoundError:
+            continue  # its attempt was cleaned between the listing and the read, or left only tables behind
+    return markers
+
+
+def _refuse_foreign(store: Store, root: Root | None, markers: Iterable[Marker]) -> None:
+    """A checkpoint needs a place of its own: otherwise a later clean-up could not tell what is whose."""
+    known = {HOUSE, NODE}
+    for marker in markers:
+        known |= {*marker.top_names(), f"@{marker.attempt}"}
+    if root is not None:
+        paths = [join(root.tree, node.path) for node in root.arrays()]
+        known |= {path.partition("/")[0] for path in paths}
+    objects, folders = store.list_dir()
+    foreign = sorted({*objects, *folders} - known)
+    if foreign:
+        shown = ", ".join(map(repr, foreign[:5])) + (f" and {len(foreign) - 5} more" if len(foreign) > 5 else "")
+        raise ForeignObjectsError(
+            f"{store.url} holds what no zarrckpt save wrote: {shown}; nothing was changed: "
+            "save to a path of its own, for example a sub-folder"
+        )
+
+
+def commit(store: Store, attempt: Attempt, root: Root) -> None:
+    """Put the root document, conditionally: from now on the checkpoint exists. Called by the coordinator.
+
+    Everything that it names must be stored and durable already. Raises CheckpointExistsError where another save
+    committed since :func:`begin`.
+    """
+    data = dumps(root.document())
+    try:
+        if attempt.base is None:
+            store.create(NODE, data)
+        else:
+            store.replace(NODE, data, attempt.base.version)
+    except ObjectExistsError as err:
+        winner = load_root(store)
+        # Ours was put, its answer was lost, and another save has replaced it since: that is a success.
+        if attempt.save_id in (winner.save_id, *winner.history):
+            return
+        raise CheckpointExistsError(
+            f"Checkpoint already exists at {store.url}: save {winner.save_id[:8]} committed while this one "
+            f"({attempt.save_id[:8]}) was being written; nothing of it was changed"
+        ) from err
+
+
+def clean(store: Store, markers: Iterable[Marker], *, finished: Iterable[str] = ()) -> int:
+    """Delete what other attempts left: only keys that their markers name. Returns the number of objects deleted.
+
+    ``finished`` are the ids of attempts that write no more; their markers go too. Those of the others stay, since a
+    late rank may still write what they name. Called by the coordinator after its own commit.
+    """
+    done = {*finished}
+    deleted = 0
+    for marker in markers:
+        keys = [
+            info.key for top in sorted(marker.top_names()) for info in store.list(top) if marker.names_key(info.key)
+        ]
+        house = f"{HOUSE}/{marker.attempt}"
+        own = marker_key(marker.attempt)
+        keys += [info.key for info in store.list(house) if info.key != own]
+        store.delete(keys)
+        if marker.attempt in done:
+            # Last: after a crash in between, the next clean-up still knows what to look for.
+            store.delete([own])
+        deleted += len(keys)
+    return deleted
+
+
+def abandon(store: Store, attempt: Attempt, marker: Marker) -> None:
+    """Remove what a lost attempt wrote, after all of its ranks have stopped writing. Never raises."""
+    try:
+        clean(store, [marker], finished=[attempt.save_id])
+    except CheckpointError:
+        return  # the error that lost the attempt matters more; the next save or a recover cleans up

@@ -1,0 +1,66 @@
+"""The process group of a save or a load, and its errors as this package's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zarrckpt._errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def in_use() -> bool:
+    """Whether this process is one of a group (under torchrun, after init_process_group)."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_coordinator(group: dist.ProcessGroup | None) -> bool:
+    """Whether this process coordinates: rank 0 of the group, or the only process."""
+    return not in_use() or dist.get_rank(group) == 0
+
+
+def from_coordinator(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Call ``make`` on the coordinator; return its result, or raise its error, on every rank. Collective."""
+    if not in_use():
+        return make()
+    answer: list[T | BaseException | None] = [None]
+    if is_coordinator(group):
+        try:
+            answer = [make()]
+        except Exception as err:
+            answer = [err]
+    dist.broadcast_object_list(answer, src=_coordinator(group), group=group)
+    if isinstance(answer[0], BaseException):
+        raise answer[0]
+    return answer[0]  # type: ignore[return-value]
+
+
+def _coordinator(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_global_rank(group, 0)
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise what DCP gathered from all ranks as one of this package's errors, the same on every rank.
+
+    The message is that of the lowest failed rank; a note names all of them. Any other exception becomes the cause of a
+    CheckpointError that names it.
+    """
+    try:
+        yield
+    except CheckpointException as err:
+        failures = sorted(err.failures.items())
+        own = [(rank, error) for rank, (error, _) in failures if isinstance(error, CheckpointError)]
+        ranks = ", ".join(str(rank) for rank, _ in failures)
+        if own:
+            error: CheckpointError = own[0][1]
+            error.add_note(f"(failed on rank {ranks})")
+            raise error from None
+        rank, (other, _) = failures[0]
+        text = f"rank {rank} failed with {type(other).__name__}: {other} (failed ranks: {ranks})"
+        raise CheckpointError(text) from other

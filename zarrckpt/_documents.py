@@ -1,0 +1,183 @@
+"""Zarr v3 node documents: JSON in and out, validated in one place."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zarrckpt import _dtypes
+from zarrckpt._dtypes import DType
+from zarrckpt._errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
+from zarrckpt._grid import Grid, Ints
+
+Json = dict[str, Any]
+
+NODE = "zarr.json"
+ATTRIBUTE = "zarrckpt"
+"""The one attribute of Zarr nodes that this package writes."""
+
+_MAX_EXTENT = 2**62
+_CRC32C = {"name": "crc32c"}
+
+
+def dumps(document: Json) -> bytes:
+    """Strict JSON, UTF-8, compact."""
+    return json.dumps(document, allow_nan=False, ensure_ascii=True, separators=(",", ":")).encode()
+
+
+def loads(data: bytes, name: str) -> Json:
+    """Parse a stored document; anything but one strict JSON object is damage.
+
+    Raises CorruptCheckpointError naming ``name``.
+    """
+    try:
+        document = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as err:
+        raise CorruptCheckpointError(f"{name} is not a valid JSON document: {type(err).__name__}: {err}") from err
+    if not isinstance(document, dict):
+        raise CorruptCheckpointError(f"{name} holds a JSON {type(document).__name__}, expected an object")
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return document
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def join(*parts: str) -> str:
+    """Join node paths; empty ones vanish."""
+    return "/".join(part for part in parts if part)
+
+
+def group_document(attributes: Json | None = None) -> Json:
+    """The document of a Zarr group."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": attributes or {}}
+
+
+@dataclass(frozen=True)
+class ArrayNode:
+    """One stored array: where it is, its geometry and its type.
+
+    ``path`` is relative to the tree (the checkpoint's url joined with the tree's name). ``portable`` arrays hold
+    types that few readers know as unsigned integers of the same size.
+    """
+
+    path: str
+    grid: Grid
+    dtype: DType
+    portable: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array's elements, without padding."""
+        return math.prod(self.grid.shape) * self.dtype.itemsize
+
+    def chunk_key(self, index: Ints) -> str:
+        """The key of a chunk: Zarr's default encoding with separator ".", so no folder for each dimension."""
+        return f"{self.path}/{'.'.join(['c', *map(str, index)])}"
+
+    def under(self, tree: str) -> ArrayNode:
+        """The same array with a path that begins at the checkpoint's url."""
+        return ArrayNode(join(tree, self.path), self.grid, self.dtype, self.portable)
+
+    def document(self) -> Json:
+        """The array's ``zarr.json``."""
+        grid, dtype = self.grid, self.dtype
+        stored = dtype.portable if self.portable else dtype
+        document = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(grid.shape),
+            "data_type": stored.zarr_name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "fill_value": stored.fill_value,
+            "codecs": _codecs(grid, stored),
+            # xarray refuses arrays without; equal names then mean equal sizes, so groups open as datasets.
+            "dimension_names": [f"dim{axis}_{n}" for axis, n in enumerate(grid.shape)],
+            "attributes": {ATTRIBUTE: {"dtype": dtype.name}} if self.portable else {},
+        }
+        return document
+
+
+def _codecs(grid: Grid, dtype: DType) -> list[Json]:
+    plain = [dtype.bytes_codec, _CRC32C]
+    if grid.subchunk_shape is None:
+        return plain
+    configuration = {
+        "chunk_shape": list(grid.subchunk_shape),
+        "codecs": plain,
+        "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, _CRC32C],
+        "index_location": "end",
+    }
+    return [{"name": "sharding_indexed", "configuration": configuration}]
+
+
+def parse_array(path: str, document: Any) -> ArrayNode:
+    """The array that a document describes.
+
+    Accepts what :meth:`ArrayNode.document` emits and nothing else: whatever differs is either damage
+    (CorruptCheckpointError) or a feature of another version (UnsupportedFormatError). Names ``path``.
+    """
+    where = f"the document of array {path!r}"
+    if not isinstance(document, dict):
+        raise CorruptCheckpointError(f"{where} is no JSON object")
+    shape = _extents(document.get("shape"), 0, f"shape in {where}")
+    chunk_grid = document.get("chunk_grid")
+    chunk = _extents(_configured(chunk_grid, "regular", "chunk_shape"), 1, f"chunk_shape in {where}")
+    sub = _sub_shape(document.get("codecs"), where)
+    if len(chunk) != len(shape) or (sub is not None and len(sub) != len(shape)):
+        raise CorruptCheckpointError(f"shape and chunk shapes in {where} differ in their number of dimensions")
+    if sub is not None and any(c % s for c, s in zip(chunk, sub, strict=True)):
+        raise CorruptCheckpointError(f"subchunks {sub} do not divide the chunks {chunk} in {where}")
+    dtype, portable = _parse_dtype(document, where)
+    node = ArrayNode(path, Grid(shape, chunk, sub), dtype, portable)
+    if node.document() != document:
+        expected = node.document()
+        differing = sorted(k for k in {*document, *expected} if document.get(k) != expected.get(k))
+        raise UnsupportedFormatError(
+            f"{where} uses what this version of zarrckpt does not know, in {', '.join(map(repr, differing))}; "
+            "upgrade zarrckpt, or read it with zarr-python"
+        )
+    return node
+
+
+def _parse_dtype(document: Json, where: str) -> tuple[DType, bool]:
+    attributes = document.get("attributes")
+    own = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
+    name = own.get("dtype") if isinstance(own, dict) else document.get("data_type")
+    try:
+        return _dtypes.by_name(name if isinstance(name, str) else repr(name)), own is not None
+    except CheckpointError as err:
+        raise UnsupportedFormatError(f"unknown data type {name!r} in {where}; upgrade zarrckpt") from err
+
+
+def _configured(value: Any, name: str, field: str) -> Any:
+    """``configuration.field`` of an extension object with the given name, else None."""
+    if isinstance(value, Mapping) and value.get("name") == name and isinstance(value.get("configuration"), Mapping):
+        return value["configuration"].get(field)
+    return None
+
+
+def _sub_shape(codecs: Any, where: str) -> Ints | None:
+    if not isinstance(codecs, list) or not codecs:
+        raise CorruptCheckpointError(f"no codecs in {where}")
+    sub = _configured(codecs[0], "sharding_indexed", "chunk_shape")
+    return None if sub is None else _extents(sub, 1, f"subchunk shape in {where}")
+
+
+def _extents(value: Any, least: int, where: str) -> Ints:
+    if not isinstance(value, list) or not all(type(n) is int and least <= n <= _MAX_EXTENT for n in value):
+        raise CorruptCheckpointError(f"{where} is {value!r:.80}, expected integers from {least} on")
+    if math.prod(value) > _MAX_EXTENT:
+        raise CorruptCheckpointError(f"{where} is {value!r:.80}, too large for any array")
+    return tuple(value)

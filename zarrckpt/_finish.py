@@ -1,0 +1,178 @@
+"""The coordinator's last part: count what was written, write the tables, build the root document."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from zarrckpt import _codec, _names, _values
+from zarrckpt._commit import Attempt
+from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
+from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
+from zarrckpt._plan import Layout
+from zarrckpt._rank_work import ArrayResult, ObjectResult
+from zarrckpt._report import SaveReport
+from zarrckpt._root import CHECKSUMS, WRITERS, BlobEntry, Root, Table, ValueEntry, now, parent_groups, table_node
+from zarrckpt._state_path import DICT, LIST, StatePath
+from zarrckpt._store import Store
+from zarrckpt._transfer import DEFAULT_CONCURRENCY, run
+from zarrckpt._version import __version__
+
+
+def finish_save(
+    store: Store,
+    attempt: Attempt,
+    layout: Layout,
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+) -> tuple[Root, SaveReport]:
+    """Everything of a save but its commit: check, tables, the documents of blobs' groups.
+
+    Raises IncompleteSaveError naming an entry that is missing from what the ranks wrote.
+    """
+    values, blobs, written = _collect(results)
+    _check_entries(layout, metadata, {*written, *values})
+    entries: dict[str, ArrayNode | ValueEntry | BlobEntry] = {**layout.tensors, **values, **blobs}
+    nodes = {**layout.tensors, **{fqn: blob.array for fqn, blob in blobs.items()}}
+    checksums, writers = _tables(nodes, written)
+    planned = parent_groups(node.path for node in layout.tensors.values())
+    late = parent_groups(blob.array.path for blob in blobs.values()) - planned
+    keys = _put_documents(store, attempt.tree, late)
+    tables = {}
+    for name, table in ((CHECKSUMS, checksums), (WRITERS, writers)):
+        tables[name] = Table(len(table), _codec.crc32c(table))
+        keys += _put_table(store, attempt.save_id, name, table)
+    store.sync(keys)
+    root = Root(
+        save_id=attempt.save_id,
+        tree=attempt.tree,
+        entries={fqn: entries[fqn] for fqn in layout.paths},
+        checksums=tables[CHECKSUMS],
+        writers=tables[WRITERS],
+        history=attempt.history,
+        created=now(),
+        software={"zarrckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        world_size=layout.world_size,
+        keys={fqn: path.keys for fqn, path in layout.paths.items() if not _spelled(path)},
+        containers=_containers(layout),
+    )
+    rank_bytes = tuple(sum(result.size_in_bytes for result in rank) for rank in results)
+    report = SaveReport(store.url, attempt.save_id, sum(rank_bytes), len(writers), rank_bytes)
+    return root, report
+
+
+def _collect(
+    results: Sequence[Sequence[WriteResult]],
+) -> tuple[dict[str, ValueEntry], dict[str, BlobEntry], dict[str, list[tuple[int, ArrayResult]]]]:
+    values: dict[str, ValueEntry] = {}
+    blobs: dict[str, BlobEntry] = {}
+    written: dict[str, list[tuple[int, ArrayResult]]] = {}
+    for rank, rank_results in enumerate(results):
+        for result in rank_results:
+            fqn, data = result.index.fqn, result.storage_data
+            if isinstance(data, ObjectResult):
+                if data.value is not None:
+                    values[fqn] = data.value
+                if data.blob is not None:
+                    blobs[fqn] = data.blob
+                data = data.array
+            if isinstance(data, ArrayResult):
+                written.setdefault(fqn, []).append((rank, data))
+    return values, blobs, written
+
+
+def _check_entries(layout: Layout, metadata: Metadata, written: set[str]) -> None:
+    """What was planned now, what was laid out (perhaps in a cached plan) and what was written must be one set."""
+    planned = metadata.state_dict_metadata
+    empty = {fqn for fqn, node in layout.tensors.items() if node.grid.num_chunks == 0}
+    missing = sorted({*planned, *layout.paths} - written - empty)
+    unknown = sorted(written - planned.keys())
+    if missing or unknown:
+        raise IncompleteSaveError(
+            f"nothing was committed: {len(missing)} entries were not written ({missing[:5]}) and {len(unknown)} were "
+            f"not planned ({unknown[:5]}); save again, without plan caching if the state changed"
+        )
+    for fqn, entry in planned.items():
+        node = layout.tensors.get(fqn)
+        if isinstance(entry, BytesStorageMetadata) != (node is None):
+            raise IncompleteSaveError(f"{fqn!r} changed between tensor and value since it was planned; save again")
+        if node is not None and tuple(entry.size) != node.grid.shape:  # type: ignore[union-attr]
+            raise IncompleteSaveError(f"{fqn!r} changed its shape since it was planned; save again")
+
+
+def _tables(
+    nodes: dict[str, ArrayNode], written: dict[str, list[tuple[int, ArrayResult]]]
+) -> tuple[_codec.RawArray, _codec.RawArray]:
+    """The checksum of every subchunk and the rank that wrote every chunk, arrays sorted by path.
+
+    Raises IncompleteSaveError for a chunk that no rank, or more than one, has written.
+    """
+    checksums: list[_codec.RawArray] = []
+    writers: list[_codec.RawArray] = []
+    for fqn, node in sorted(nodes.items(), key=lambda item: item[1].path):
+        chunks, per_chunk = node.grid.num_chunks, math.prod(node.grid.sub_counts)
+        crcs = np.zeros((chunks, per_chunk), "<u4")
+        ranks = np.zeros(chunks, "<u4")
+        times = np.zeros(chunks, np.int64)
+        for rank, result in written.get(fqn, []):
+            crcs[result.chunks] = result.checksums.reshape(-1, per_chunk)
+            ranks[result.chunks] = rank
+            np.add.at(times, result.chunks, 1)
+        if (times != 1).any():
+            raise IncompleteSaveError(
+                f"nothing was committed: of the {chunks} chunks of {fqn!r}, {int((times == 0).sum())} were not written "
+                f"and {int((times > 1).sum())} by more than one rank; save again"
+            )
+        checksums.append(crcs.reshape(-1))
+        writers.append(ranks)
+    empty = np.zeros(0, "<u4")
+    return np.concatenate([empty, *checksums]), np.concatenate([empty, *writers])
+
+
+def _put_documents(store: Store, tree: str, groups: set[str]) -> list[str]:
+    keys = [join(tree, path, NODE) for path in sorted(groups)]
+    document = dumps(group_document())
+    run((partial(store.put, key, [document]) for key in keys), DEFAULT_CONCURRENCY)
+    return keys
+
+
+def _put_table(store: Store, save_id: str, name: str, table: _codec.RawArray) -> list[str]:
+    node = table_node(save_id, name, len(table))
+    puts = {join(node.path, NODE): [dumps(node.document())]}
+    if len(table):
+        puts[node.chunk_key((0,))] = _codec.encode_chunk(node.grid, table)[0]  # type: ignore[assignment]
+    for key, buffers in puts.items():
+        store.put(key, buffers)
+    return list(puts)
+
+
+def _spelled(path: StatePath) -> bool:
+    """Whether a reader finds the keys by unescaping the node path: strings, and positions in lists."""
+    for key, container in zip(path.keys, path.containers, strict=True):
+        if container == LIST:
+            continue
+        if not isinstance(key, str) or _names.is_shortened(_names.escape(key)):
+            return False
+        if _values.encode_json(key) != key:
+            return False
+    return True
+
+
+def _containers(layout: Layout) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for fqn, path in layout.paths.items():
+        names = layout.node_paths[fqn].split("/")
+        for depth, container in enumerate(path.containers):
+            where = "/".join(names[:depth])
+            if container == DICT:
+                continue
+            if found.setdefault(where, container) != container:
+                raise UnsupportedValueError(f"{where!r} is a {found[where]} on one rank and a {container} on another")
+    return dict(sorted(found.items()))

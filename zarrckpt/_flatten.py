@@ -1,0 +1,87 @@
+"""A nested state dict to flat names and back, keeping what DCP's own flattening loses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from zarrckpt import _values
+from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._state_path import DICT, LIST, ORDERED_DICT, StatePath
+
+
+def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePath]]:
+    """Flat name -> leaf, and flat name -> path, by DCP's rules for what is a leaf.
+
+    Dicts are entered, lists where they hold tensors or dicts at any depth; tuples are leaves. Other than in DCP,
+    empty dicts are entries, and keys that are no strings and OrderedDicts are remembered. Raises
+    UnsupportedValueError for two entries of one name, and for keys that JSON cannot keep.
+    """
+    leaves: dict[str, Any] = {}
+    paths: dict[str, StatePath] = {}
+    for keys, containers, leaf in _walk(state, (), ()):
+        path = StatePath(keys, containers)
+        if path.fqn in leaves:
+            raise UnsupportedValueError(
+                f"two entries have the flat name {path.fqn!r}: {paths[path.fqn].keys} and {path.keys}; rename one"
+            )
+        leaves[path.fqn], paths[path.fqn] = leaf, path
+    return leaves, paths
+
+
+def _walk(
+    value: Any, keys: tuple[object, ...], containers: tuple[str, ...]
+) -> Iterable[tuple[tuple[object, ...], tuple[str, ...], Any]]:
+    if isinstance(value, Mapping) and (value or not keys):
+        kind = ORDERED_DICT if type(value) is OrderedDict else DICT
+        for key, item in value.items():
+            if _values.encode_json(key) is _values.NOT_JSON:
+                raise UnsupportedValueError(
+                    f"the key {key!r} below {'.'.join(map(str, keys))!r} is a {type(key).__name__}; "
+                    "use strings or integers"
+                )
+            yield from _walk(item, (*keys, key), (*containers, kind))
+    elif isinstance(value, list) and _entered(value):
+        for position, item in enumerate(value):
+            yield from _walk(item, (*keys, position), (*containers, LIST))
+    else:
+        yield keys, containers, value
+
+
+def _entered(items: list[Any]) -> bool:
+    """DCP's rule for lists."""
+    return any(
+        isinstance(item, (torch.Tensor, Mapping)) or (isinstance(item, list) and _entered(item)) for item in items
+    )
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether :func:`flatten` keeps a value whole."""
+    if isinstance(value, Mapping):
+        return not value
+    return not (isinstance(value, list) and _entered(value))
+
+
+def set_leaf(state: Any, path: StatePath, value: Any) -> None:
+    """Replace one entry of a nested state in place; its containers must exist."""
+    for key in path.keys[:-1]:
+        state = state[key]
+    state[path.keys[-1]] = value
+
+
+def build(entries: Iterable[tuple[StatePath, Any]], depth: int = 0) -> Any:
+    """The nested state that entries describe, from ``depth`` of their paths on. All share the path above it."""
+    rows = [(path, value) for path, value in entries]
+    if len(rows) == 1 and len(rows[0][0].keys) == depth:
+        return rows[0][1]
+    groups: dict[Any, list[tuple[StatePath, Any]]] = {}
+    for path, value in rows:
+        groups.setdefault(path.keys[depth], []).append((path, value))
+    children = {key: build(group, depth + 1) for key, group in groups.items()}
+    kind = rows[0][0].containers[depth]
+    if kind == LIST:
+        return [children[position] for position in sorted(children)]
+    return OrderedDict(children) if kind == ORDERED_DICT else children

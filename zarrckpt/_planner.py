@@ -1,0 +1,236 @@
+"""DCP planners that keep what DCP's own lose, and check all of a load before any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner_helpers import _create_read_items
+from torch.distributed.tensor import DTensor
+
+from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError, UnsupportedValueError
+from zarrckpt._flatten import build, flatten, set_leaf
+from zarrckpt._state_path import StatePath
+
+
+class ZarrSavePlanner(DefaultSavePlanner):
+    """DCP's default planner that also keeps empty dicts, keys that are no strings, and OrderedDicts.
+
+    Takes the arguments of :class:`~torch.distributed.checkpoint.DefaultSavePlanner` but ``flatten_state_dict``,
+    which is always true. :func:`zarrckpt.save` uses it; with ``dcp.save`` pass it as ``planner``.
+    """
+
+    def __init__(self, *, dedup_save_to_lowest_rank: bool = False, enable_plan_caching: bool = False) -> None:
+        super().__init__(dedup_save_to_lowest_rank=dedup_save_to_lowest_rank, enable_plan_caching=enable_plan_caching)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Flatten this rank's state. Raises UnsupportedValueError listing tensors that can't be saved."""
+        flat, paths = flatten(state_dict)
+        _refuse_unsaveable(flat)
+        self.mappings = dict(paths)
+        self.state_dict = _with_flat_shards(flat)
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's items. Raises UnsupportedLayoutError where a DTensor's local shape is not what its box says.
+
+        torch's rule for boxes is wrong where two mesh dimensions cut one tensor dimension unevenly (FSDP2 x TP); such a
+        tensor would be saved in the wrong place.
+        """
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                planned, held = tuple(item.tensor_data.chunk.sizes), tuple(self.lookup_object(item.index).shape)
+                if planned != held:
+                    raise UnsupportedLayoutError(
+                        f"{item.index.fqn!r}: torch says that this rank holds a piece of shape {planned}, but it holds "
+                        f"{held}: two mesh dimensions cut one dimension of {tuple(item.tensor_data.size)} unevenly: "
+                        "make it divisible, or save full_tensor()"
+                    )
+        return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Merge all ranks' plans. Raises UnsupportedLayoutError where their boxes overlap or leave gaps."""
+        try:
+            return super().create_global_plan(all_plans)
+        except ValueError as err:
+            raise UnsupportedLayoutError(f"the shards of some tensors overlap or leave gaps: {err}") from err
+
+
+def _with_flat_shards(flat: dict[str, Any]) -> dict[str, Any]:
+    """DCP's flattening of ShardedTensors that hold ShardedTensors (FSDP1 in two dimensions).
+
+    Only they are passed to it, since it drops empty containers.
+    """
+    nested = {fqn: leaf for fqn, leaf in flat.items() if isinstance(leaf, ShardedTensor)}
+    return {**flat, **_flatten_sharded_tensors(nested)}
+
+
+def _refuse_unsaveable(flat: Mapping[str, Any]) -> None:
+    bad = []
+    for fqn, leaf in flat.items():
+        local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if not isinstance(local, torch.Tensor) or isinstance(local, ShardedTensor):
+            continue
+        if local.is_meta:
+            bad.append(f"{fqn!r} is on the meta device: it has no data; materialise it (to_empty) first")
+        elif local.layout != torch.strided:
+            bad.append(f"{fqn!r} has layout {local.layout}: only strided tensors can be saved; use .to_dense()")
+    if bad:
+        raise UnsupportedValueError("; ".join(bad))
+
+
+class ZarrLoadPlanner(DefaultLoadPlanner):
+    """DCP's default planner that checks every key, shape and dtype before a byte is read, and lists all that differ.
+
+    Non-tensor targets are replaced by what was saved, whole containers included; pickled values load only where the
+    reader was told so. Tensor targets are filled in place.
+
+    Args:
+        strict: a target key that the checkpoint lacks raises KeyMismatchError; otherwise that target stays as it is.
+        allow_cast: convert to the target's dtype instead of raising KeyMismatchError.
+        select: called with each flat name; targets for which it is false are left alone.
+        required: called with each flat name in the checkpoint that has no target; true makes it an error.
+    """
+
+    def __init__(
+        self,
+        *,
+        strict: bool = True,
+        allow_cast: bool = False,
+        select: Callable[[str], bool] | None = None,
+        required: Callable[[str], bool] | None = None,
+    ) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self.allow_cast = allow_cast
+        self._select = select or (lambda fqn: True)
+        self._required = required or (lambda fqn: False)
+        self.loaded: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Match this rank's targets with the checkpoint's entries. Raises KeyMismatchError listing all differences."""
+        assert metadata is not None
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        flat, paths = flatten(state_dict)
+        selected = {fqn: leaf for fqn, leaf in flat.items() if self._select(fqn)}
+        self._expand(selected, paths)
+        entries = metadata.state_dict_metadata
+        self.missing = sorted(selected.keys() - entries.keys())
+        self.unexpected = sorted(fqn for fqn in entries.keys() - flat.keys() if self._select(fqn))
+        self.unexpected = [fqn for fqn in self.unexpected if fqn not in selected]
+        self.loaded = sorted(selected.keys() & entries.keys())
+        self._refuse({fqn: selected[fqn] for fqn in self.loaded})
+        self.mappings: dict[str, Any] = {fqn: paths[fqn] for fqn in self.loaded}
+        # In the checkpoint's order, which rebuilt dicts then have.
+        self._values = [f for f in entries if f in selected and not isinstance(selected[f], torch.Tensor)]
+        self.state_dict = _with_flat_shards({fqn: self._target(fqn, selected[fqn]) for fqn in self.loaded})
+
+    def _expand(self, selected: dict[str, Any], paths: dict[str, StatePath]) -> None:
+        """Where a non-tensor target stands for a whole subtree of the checkpoint, ask for the entries below it."""
+        assert self.metadata is not None
+        entries = self.metadata.state_dict_metadata
+        absent = {fqn for fqn in selected if fqn not in entries and not isinstance(selected[fqn], torch.Tensor)}
+        self._subtrees: dict[str, StatePath] = {}
+        self._stem_of: dict[str, str] = {}
+        if not absent:
+            return
+        for fqn in entries:
+            saved = StatePath.of(self.metadata.planner_data[fqn])
+            for depth in range(1, len(saved)):
+                stem = ".".join(map(str, saved[:depth]))
+                if stem in absent:
+                    self._subtrees[stem] = paths[stem]
+                    self._stem_of[fqn] = stem
+                    selected[fqn] = None
+                    paths[fqn] = saved
+                    break
+        for stem in self._subtrees:
+            del selected[stem]
+
+    def _target(self, fqn: str, leaf: Any) -> Any:
+        """The memory to fill: the target itself, or a new CPU tensor where a value is to become one."""
+        assert self.metadata is not None
+        entry = self.metadata.state_dict_metadata[fqn]
+        if isinstance(entry, TensorStorageMetadata) and not isinstance(leaf, (torch.Tensor, ShardedTensor)):
+            return torch.empty(entry.size, dtype=entry.properties.dtype)
+        return leaf
+
+    def _refuse(self, targets: Mapping[str, Any]) -> None:
+        assert self.metadata is not None
+        faults = [
+            fault
+            for fqn, leaf in targets.items()
+            if (fault := self._fault(fqn, leaf, self.metadata.state_dict_metadata[fqn]))
+        ]
+        if not self.allow_partial_load:
+            faults += [f"{fqn!r} is not in the checkpoint" for fqn in self.missing]
+            faults += [
+                f"{fqn!r} is in the checkpoint and has no target" for fqn in self.unexpected if self._required(fqn)
+            ]
+        if faults:
+            shown = "".join(f"\n  {fault}" for fault in faults[:50])
+            more = f"\n  and {len(faults) - 50} more" if len(faults) > 50 else ""
+            raise KeyMismatchError(
+                f"{len(faults)} entries of the target and the checkpoint differ; nothing was loaded:{shown}{more}\n"
+                "strict=False skips missing keys, allow_cast=True converts dtypes, keys=[...] loads a part"
+            )
+
+    def _fault(self, fqn: str, leaf: Any, entry: Any) -> str | None:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        if isinstance(entry, BytesStorageMetadata):
+            return f"{fqn!r} is a tensor of shape {tuple(leaf.shape)} in the target and a plain value in the checkpoint"
+        if tuple(leaf.shape) != tuple(entry.size):
+            return f"{fqn!r} has shape {tuple(leaf.shape)}, the checkpoint has {tuple(entry.size)}"
+        if leaf.dtype != entry.properties.dtype and not self.allow_cast:
+            return f"{fqn!r} has dtype {leaf.dtype}, the checkpoint has {entry.properties.dtype}"
+        if leaf.is_meta:
+            return f"{fqn!r} is on the meta device and has no memory to fill: materialise it (to_empty) first"
+        return None
+
+    def create_local_plan(self) -> LoadPlan:
+        """One read item for each of this rank's boxes; ranks outside a DTensor's mesh have none."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for fqn, target in self.state_dict.items():
+            if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
+                continue
+            items += _create_read_items(fqn, self.metadata.state_dict_metadata[fqn], target)
+        return LoadPlan(items)
+
+    def load_value(self, read_item: ReadItem, value: object) -> None:
+        """Take a non-tensor entry as the object that it is. Called by our reader in place of ``load_bytes``."""
+        self.state_dict[read_item.dest_index.fqn] = value
+
+    def finish_load(self) -> None:
+        """Put values and rebuilt subtrees into the original state, after everything was read."""
+        below: dict[str, list[tuple[StatePath, Any]]] = {stem: [] for stem in self._subtrees}
+        for fqn in self._values:
+            path = self.mappings[fqn]
+            stem = self._stem_of.get(fqn)
+            if stem is None:
+                set_leaf(self.original_state_dict, path, self.state_dict[fqn])
+            else:
+                below[stem].append((path, self.state_dict[fqn]))
+        for stem, rows in below.items():
+            path = self._subtrees[stem]
+            set_leaf(self.original_state_dict, path, build(rows, len(path)))

@@ -1,0 +1,250 @@
+"""The DCP storage reader: one method a step, in the order in which DCP calls them."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from zarrckpt import _codec
+from zarrckpt._catalog import Catalog
+from zarrckpt._documents import ArrayNode
+from zarrckpt._errors import KeyMismatchError
+from zarrckpt._grid import Box
+from zarrckpt._planner import ZarrLoadPlanner
+from zarrckpt._root import Root
+from zarrckpt._store import StoreSpec
+from zarrckpt._tensors import can_view, raw_view, torch_dtype
+from zarrckpt._transfer import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_MAX_INFLIGHT_BYTES,
+    BytesBudget,
+    ChunkRead,
+    plan_reads,
+    read_chunk,
+    run,
+)
+
+Progress = Callable[[int, int], None]
+
+
+class ZarrStorageReader(StorageReader):
+    """Load a checkpoint of this package with ``torch.distributed.checkpoint``, into any sharding.
+
+    Pass it as ``dcp.load(state_dict, storage_reader=ZarrStorageReader(url))``, or give the url as
+    ``checkpoint_id``. Each rank fetches what its own boxes need. Pickles without clients and without secrets.
+
+    Args:
+        url: where the checkpoint is: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
+        store: a ready ``zarr.abc.store.Store`` instead of a url.
+        storage_options: options of the store, under the names of fsspec or obstore (``docs/how-to/stores.md``).
+        credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
+        allow_pickle: also load values that were saved pickled, which can run any code that the checkpoint holds.
+        allow_cast: with planners other than :class:`ZarrLoadPlanner`, convert to the target's dtype instead of raising.
+        concurrency: requests at once, a rank (default 16).
+        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the targets (default 512 MiB).
+        progress: called as ``progress(bytes_done, bytes_total)`` while chunks are read.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        *,
+        store: object | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        credential_provider: Callable[..., Any] | None = None,
+        allow_pickle: bool = False,
+        allow_cast: bool = False,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+        progress: Progress | None = None,
+    ) -> None:
+        self._spec = StoreSpec(url, store, storage_options, credential_provider)
+        self._allow_pickle = allow_pickle
+        self._allow_cast = allow_cast
+        self._concurrency = concurrency
+        self._max_inflight_bytes = max_inflight_bytes
+        self._progress = progress
+        self._root: Root | None = None
+        self._catalog: Catalog | None = None
+        self.bytes_read = 0
+        """Bytes fetched for tensors by the last load of this reader."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The url, for DCP's log records."""
+        return self._spec.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Every path and url may be one of ours."""
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_catalog": None}
+
+    def use_root(self, root: Root) -> None:
+        """Take a root document that another rank has read, instead of reading it again."""
+        self._root = root
+
+    # -- all ranks
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load begins."""
+        if checkpoint_id is not None:
+            self._spec = self._spec.at(checkpoint_id)
+        self._root = self._catalog = None
+
+    def read_metadata(self) -> Metadata:
+        """The checkpoint's entries, one box a tensor however many ranks saved it. One request.
+
+        Raises CheckpointNotFoundError where nothing is committed. (Without parameters on purpose: a parameter named
+        ``kwargs`` makes DCP retry in a mode without collectives, which hides the error.)
+        """
+        self._catalog = Catalog(self._spec.open(), self._root)
+        root = self._catalog.root
+        entries: dict[str, Any] = {
+            fqn: _tensor_metadata(entry) if isinstance(entry, ArrayNode) else BytesStorageMetadata()
+            for fqn, entry in root.entries.items()
+        }
+        return Metadata(entries, planner_data={fqn: root.state_path(fqn) for fqn in entries})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up: the metadata was read by this instance."""
+        self.bytes_read = 0
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is: each box turns into requests when it is read."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are: every rank reads for itself. Called by the coordinator."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill this rank's targets. Dtypes of all targets are checked before the first is written.
+
+        Raises KeyMismatchError, CorruptCheckpointError (naming array and object), CheckpointReplacedError,
+        UnsafeValueError. After damage found while reading, the targets are undefined.
+        """
+        catalog = self._catalog
+        if catalog is None:
+            raise KeyMismatchError("read_data needs read_metadata first: load with dcp.load or zarrckpt.load")
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        self._check_dtypes(catalog.root, tensors, planner)
+        values = [
+            (item, catalog.read_object(item.storage_index.fqn, allow_pickle=self._allow_pickle)) for item in objects
+        ]
+        with catalog.guard():
+            self._read_tensors(catalog, tensors, planner)
+        for item, value in values:
+            _deliver(planner, item, value)
+        if isinstance(planner, ZarrLoadPlanner):
+            planner.finish_load()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _check_dtypes(self, root: Root, items: list[ReadItem], planner: LoadPlanner) -> None:
+        if self._allow_cast or isinstance(planner, ZarrLoadPlanner):
+            return
+        faults = []
+        for item in items:
+            saved, target = torch_dtype(root.tensors[item.storage_index.fqn]), planner.resolve_tensor(item).dtype
+            if saved != target:
+                faults.append(f"{item.storage_index.fqn!r} has dtype {target}, the checkpoint has {saved}")
+        if faults:
+            raise KeyMismatchError(
+                "the dtypes of target and checkpoint differ; nothing was loaded: "
+                + "; ".join(faults[:20])
+                + "; pass allow_cast=True to convert"
+            )
+
+    def _read_tensors(self, catalog: Catalog, items: list[ReadItem], planner: LoadPlanner) -> None:
+        budget = BytesBudget(self._max_inflight_bytes)
+        targets = [_Target(catalog, item, planner) for item in items]
+        total, done, lock = sum(target.nbytes for target in targets), 0, threading.Lock()
+
+        def job(target: _Target, read: ChunkRead) -> None:
+            nonlocal done
+            with budget.hold(read.nbytes):
+                fetched, filled = read_chunk(catalog.store, read)
+            with lock:
+                self.bytes_read += fetched
+                done += filled
+                if self._progress is not None:
+                    self._progress(done, total)
+
+        run((partial(job, target, read) for target in targets for read in target.reads()), self._concurrency)
+        for target in targets:
+            target.finish()
+
+
+class _Target:
+    """The memory that one read item fills: the tensor's own where it can be seen as raw CPU memory, else a copy."""
+
+    def __init__(self, catalog: Catalog, item: ReadItem, planner: LoadPlanner) -> None:
+        fqn = item.storage_index.fqn
+        self._catalog = catalog
+        self._item = item
+        self._planner = planner
+        self._node = catalog.root.tensors[fqn]
+        self._box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        self._tensor = planner.resolve_tensor(item)
+        self._staged: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._box.size * self._node.dtype.itemsize
+
+    def reads(self) -> Iterator[ChunkRead]:
+        checksums = self._catalog.checksums(self._node)
+        node = self._node.under(self._catalog.root.tree)
+        return plan_reads(node, self._box, self._raw(), checksums)
+
+    def _raw(self) -> _codec.RawArray:
+        dtype = torch_dtype(self._node)
+        tensor = self._tensor.detach()
+        if not can_view(tensor, dtype):
+            self._staged = tensor = torch.empty(self._box.shape, dtype=dtype)
+        return raw_view(tensor)
+
+    def finish(self) -> None:
+        if self._staged is not None:
+            self._tensor.detach().copy_(self._staged)
+        self._planner.commit_tensor(self._item, self._tensor)
+
+
+def _tensor_metadata(node: ArrayNode) -> TensorStorageMetadata:
+    shape = torch.Size(node.grid.shape)
+    # pin_memory and requires_grad stay off: load_sharded_optimizer_state_dict allocates by these properties.
+    properties = TensorProperties(dtype=torch_dtype(node), requires_grad=False, pin_memory=False)
+    box = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
+    return TensorStorageMetadata(properties, shape, [box])
+
+
+def _deliver(planner: LoadPlanner, item: ReadItem, value: object) -> None:
+    if isinstance(planner, ZarrLoadPlanner):
+        planner.load_value(item, value)
+        return
+    # DCP's planners unpickle whatever they are given: they get only bytes made here, from a value decoded safely.
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    planner.load_bytes(item, data)

@@ -1,0 +1,206 @@
+"""Modules, optimizers and other Stateful objects to plain nested state, and back.
+
+DCP's own rule for Stateful objects restores nothing of a fresh Adam, in silence: a fresh optimizer has no state
+keys. So modules and optimizers go through ``torch.distributed.checkpoint.state_dict``, which gives canonical
+names (compiled and wrapped models included) and makes the optimizer's state before a load.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    _init_optim_state,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from zarrckpt._errors import UnsupportedValueError
+
+
+@dataclass
+class PlainState:
+    """A user's state with every Module, Optimizer and Stateful object replaced by its state dict."""
+
+    state: dict[Any, Any]
+    restore: list[Callable[[], None]] = field(default_factory=list)
+    """What hands the loaded state dicts back to their objects, to be called after a load, in order."""
+    exact: list[str] = field(default_factory=list)
+    """Flat-name prefixes of modules and optimizers: below them every entry of the checkpoint needs a target."""
+    optimizers: list[OptimizerState] = field(default_factory=list)
+
+
+@dataclass
+class OptimizerState:
+    """One optimizer's state dict while it is being loaded."""
+
+    prefix: str
+    optimizer: Optimizer
+    state_dict: dict[str, Any]
+    fresh: bool
+
+
+def for_save(state: Mapping[Any, Any]) -> PlainState:
+    """The state to save. An optimizer that has made no step yet is saved as such, and is not changed."""
+    return _convert(state, _saved_optimizer, lambda prefix: True)
+
+
+def for_load(state: Mapping[Any, Any], wanted: Callable[[str], bool]) -> PlainState:
+    """The targets of a load: fresh optimizers get their state allocated.
+
+    Objects below whose flat-name prefix nothing is wanted are left alone, and stay as they are in the plain state.
+    """
+    return _convert(state, _loaded_optimizer, wanted)
+
+
+Convert = Callable[["PlainState", str, Optimizer, "nn.Module | None"], dict[str, Any]]
+
+
+def _convert(state: Mapping[Any, Any], optimizer: Convert, wanted: Callable[[str], bool]) -> PlainState:
+    modules = [value for value in _objects(state) if isinstance(value, nn.Module)]
+    plain = PlainState({})
+
+    def convert(value: Any, prefix: str) -> Any:
+        if is_object(value) and not wanted(prefix):
+            return value
+        if isinstance(value, nn.Module):
+            return _module(plain, prefix, value)
+        if isinstance(value, Optimizer):
+            return optimizer(plain, prefix, value, _module_of(value, modules))
+        if isinstance(value, Mapping) and not isinstance(value, Stateful):
+            if not holds_objects(value):
+                return value
+            return {key: convert(item, f"{prefix}{key}.") for key, item in value.items()}
+        if isinstance(value, list) and holds_objects(value):
+            return [convert(item, f"{prefix}{i}.") for i, item in enumerate(value)]
+        if isinstance(value, Stateful):
+            return _stateful(plain, value)
+        return value
+
+    plain.state = {key: convert(item, f"{key}.") for key, item in state.items()}
+    return plain
+
+
+def _objects(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _objects(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _objects(item)
+    elif is_object(value):
+        yield value
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is saved through its state dict."""
+    return isinstance(value, (nn.Module, Optimizer, Stateful))
+
+
+def holds_objects(value: Any) -> bool:
+    """Whether a container holds, at any depth, what is saved through its state dict."""
+    return next(_objects(value), None) is not None
+
+
+def _module(plain: PlainState, prefix: str, module: nn.Module) -> dict[str, Any]:
+    state_dict = get_model_state_dict(module)
+    plain.exact.append(prefix)
+    # strict=False: what is missing or unexpected was found and reported before the load.
+    options = StateDictOptions(strict=False)
+    plain.restore.append(lambda: void(set_model_state_dict(module, state_dict, options=options)))
+    return state_dict
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def _stateful(plain: PlainState, value: Stateful) -> dict[str, Any]:
+    state_dict = value.state_dict()
+    plain.restore.append(lambda: value.load_state_dict(state_dict))
+    return state_dict
+
+
+def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | None:
+    """The module in the state that holds all of an optimizer's parameters; None where no module is in the state."""
+    if not modules:
+        return None
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module in modules:
+        if wanted <= {id(p) for p in module.parameters()}:
+            return module
+    raise UnsupportedValueError(
+        f"no module in the state holds all {len(wanted)} parameters of the {type(optimizer).__name__}, so they have no "
+        "names: put the module that it trains into the state, or pass optimizer.state_dict() instead"
+    )
+
+
+def _saved_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any]:
+    if module is None:
+        return optimizer.state_dict()
+    fresh = not optimizer.state
+    with _gradients_kept(optimizer):
+        state_dict: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
+    if fresh:
+        # Getting the state dict made a first step with zero gradients, which would count as one.
+        optimizer.state.clear()
+        state_dict["state"] = {}
+    return state_dict
+
+
+def _loaded_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any]:
+    fresh = not optimizer.state
+    with _gradients_kept(optimizer):
+        if module is None:
+            _init_optim_state(optimizer)
+            state_dict = optimizer.state_dict()
+        else:
+            state_dict = dict(get_optimizer_state_dict(module, optimizer))
+    plain.exact.append(prefix)
+    plain.optimizers.append(OptimizerState(prefix, optimizer, state_dict, fresh))
+
+    def restore() -> None:
+        if module is None:
+            optimizer.load_state_dict(state_dict)
+        else:
+            set_optimizer_state_dict(module, optimizer, state_dict)
+
+    plain.restore.append(restore)
+    return state_dict
+
+
+@contextmanager
+def _gradients_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Hide gradients: torch makes no optimizer state while there are any, and drops them when it does."""
+    gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def drop_unsaved(plain: PlainState, saved: set[str]) -> None:
+    """Remove the allocated state of parameters for which the checkpoint has none, so that it ends as it was saved.
+
+    A parameter that never had a gradient has no state, though a fresh optimizer was given one to load into.
+    """
+    names = sorted(saved)
+    for entry in plain.optimizers:
+        for name in list(entry.state_dict["state"]):
+            stem = f"{entry.prefix}state.{name}."
+            place = bisect.bisect_left(names, stem)
+            if place == len(names) or not names[place].startswith(stem):
+                del entry.state_dict["state"][name]

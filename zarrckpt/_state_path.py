@@ -1,0 +1,44 @@
+"""Where an entry sits in the state dict that was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+DICT, LIST, ORDERED_DICT = "dict", "list", "OrderedDict"
+CONTAINERS = (DICT, LIST, ORDERED_DICT)
+
+
+class StatePath(tuple[str | int, ...]):
+    """The path of one entry: DCP's own form (a tuple of strings, and integers for list positions) that also
+    remembers the original keys and the containers, which DCP's form loses.
+
+    ``keys`` are the original keys, one a level; ``containers`` names what holds each of them, one of CONTAINERS.
+    Being a tuple, it passes through DCP's planners and its metadata as the path it is.
+    """
+
+    keys: tuple[object, ...]
+    containers: tuple[str, ...]
+
+    def __new__(cls, keys: Sequence[object], containers: Sequence[str]) -> StatePath:
+        parts = (
+            key if container == LIST and isinstance(key, int) else str(key)
+            for key, container in zip(keys, containers, strict=True)
+        )
+        path = super().__new__(cls, parts)
+        path.keys, path.containers = tuple(keys), tuple(containers)
+        return path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (StatePath, (self.keys, self.containers))
+
+    @property
+    def fqn(self) -> str:
+        """The flat name that DCP gives this entry."""
+        return ".".join(map(str, self))
+
+    @classmethod
+    def of(cls, path: Sequence[str | int]) -> StatePath:
+        """From DCP's form, or from any tuple of strings and list positions."""
+        if isinstance(path, StatePath):
+            return path
+        return cls(path, [LIST if isinstance(part, int) else DICT for part in path])

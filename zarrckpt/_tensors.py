@@ -1,0 +1,58 @@
+"""Tensors as raw memory: the only place where torch's bits become numpy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from zarrckpt._codec import RawArray, raw_dtype
+from zarrckpt._documents import ArrayNode
+from zarrckpt._errors import UnsupportedValueError
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def raw_view(tensor: torch.Tensor) -> RawArray:
+    """A CPU tensor's memory as raw elements, any strides: writing to the array writes to the tensor."""
+    raw = raw_dtype(tensor.element_size())
+    if tensor.dtype.is_complex:
+        return tensor.numpy().view(raw)
+    # By way of an integer type, since numpy has no bfloat16 or float8.
+    view: np.ndarray[Any, Any] = tensor.view(_INTEGERS[tensor.element_size()]).numpy().view(raw)
+    return view
+
+
+def raw_tensor(fqn: str, tensor: torch.Tensor) -> RawArray:
+    """A tensor's elements as raw bits in CPU memory; a view where that is possible.
+
+    Resolves conjugate and negative views first: their bits are not yet what they show. Raises UnsupportedValueError
+    naming the fqn for tensors without plain memory.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
+        raise UnsupportedValueError(
+            f"{fqn!r} is a {type(tensor).__name__}, a wrapper around other tensors: save its parts, or .dequantize() it"
+        )
+    if tensor.is_meta:
+        raise UnsupportedValueError(f"{fqn!r} is on the meta device: it has no data; materialise it (to_empty) first")
+    try:
+        return raw_view(tensor.detach().resolve_conj().resolve_neg().cpu())
+    except (RuntimeError, TypeError, KeyError) as err:
+        raise UnsupportedValueError(f"{fqn!r}: a {tensor.dtype} tensor has no plain memory to save: {err}") from err
+
+
+def can_view(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether :func:`raw_view` of a tensor can be filled with elements of ``dtype``."""
+    return (
+        tensor.dtype == dtype
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def torch_dtype(node: ArrayNode) -> torch.dtype:
+    """The torch dtype of a stored array."""
+    dtype: torch.dtype = getattr(torch, node.dtype.name)
+    return dtype
