@@ -29,6 +29,20 @@ class RankError(AssertionError):
         super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, (_, text) in sorted(failures.items())))
 
 
+def all_ranks_raise(
+    error: type[BaseException], function: Callable[..., Any], *args: Any, world_size: int = 4, **options: Any
+) -> str:
+    """Check that ``function`` raises ``error`` on every rank, with one message; return the message."""
+    try:
+        answers = run_ranks(function, *args, world_size=world_size, **options)
+    except RankError as err:
+        raised = [err.failures.get(rank, (None, ""))[0] for rank in range(world_size)]
+        assert all(isinstance(exception, error) for exception in raised), str(err)
+        assert len({str(exception) for exception in raised}) == 1, raised
+        return str(raised[0])
+    raise AssertionError(f"no rank raised; they returned {answers!r:.1000}")
+
+
 class _Worker:
     def __init__(self) -> None:
         self.pipe, child = _context.Pipe()

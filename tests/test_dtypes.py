@@ -264,9 +264,7 @@ def test_the_table_imports_none_of_the_libraries_it_names() -> None:
 @every_layout
 @pytest.mark.parametrize("state", ["written", "absent"])
 @every_dtype
-def test_plain_zarr_reads_every_bit(
-    tree: Tree, plain_zarr: dict[str, Any], name: str, state: str, layout: str
-) -> None:
+def test_plain_zarr_reads_every_bit(tree: Tree, plain_zarr: dict[str, Any], name: str, state: str, layout: str) -> None:
     path = f"{layout}/{state}/{name}"
     assert plain_zarr[path] == (name, tree.elements[path])
 
@@ -330,9 +328,7 @@ def test_zarr_writes_what_zarr_and_tensorstore_read(tmp_path: Path, name: str, l
     values = ml_values(name)
     half = tuple(size // 2 for size in values.shape)
     shards = {"shards": values.shape} if layout == "sharded" else {}
-    array = zarr.create_array(
-        tmp_path, shape=values.shape, chunks=half, dtype=name, fill_value="NaN", **shards
-    )
+    array = zarr.create_array(tmp_path, shape=values.shape, chunks=half, dtype=name, fill_value="NaN", **shards)
     array[...] = values
     again = zarr.open_array(tmp_path, mode="r")
     assert again.dtype == values.dtype

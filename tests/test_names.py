@@ -45,6 +45,7 @@ ANY_TEXT = st.one_of(
 def test_usual_names_stay_readable() -> None:
     for name in ("layers.0.weight", "_orig_mod", "c.0.1", "权重", "a b", "a'b", "(x)", "~", "x" * 255):
         assert escape(name) == name
+    assert escape("a#1b") == "a#1b" and escape("a#\u0661") == "a#\u0661" and escape("a#1#2") == "a#1%232"
     assert escape("a/b") == "a%2Fb"
     assert escape("__init__") == "%5F_init__"
     assert escape("") == "%7E"

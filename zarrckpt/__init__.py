@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f"zarrckpt.{_LAZY[name]}")
     except ModuleNotFoundError as err:
-        if err.name == "torch" and _LAZY[name] in _NEED_TORCH:
+        if (err.name or "").partition(".")[0] == "torch" and _LAZY[name] in _NEED_TORCH:
             raise ModuleNotFoundError(
                 f"zarrckpt.{name} needs PyTorch: pip install 'zarrckpt[torch]'", name="torch"
             ) from err

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from zarrckpt import _state
 from zarrckpt._catalog import Catalog
 from zarrckpt._distributed import from_coordinator, in_use, own_errors
-from zarrckpt._errors import KeyMismatchError
 from zarrckpt._grid import MAX_CHUNK_BYTES
-from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner
+from zarrckpt._object_planners import ObjectLoadPlanner, ObjectSavePlanner
 from zarrckpt._rank_work import Progress
 from zarrckpt._reader import ZarrStorageReader
 from zarrckpt._report import LoadReport, SaveReport
@@ -75,21 +74,16 @@ def save(
         durable=durable,
         progress=progress,
     )
-    return save_plain(_state.for_save(state).state, writer, process_group)
+    return save_with(ObjectSavePlanner(), state, writer, process_group)
 
 
-def save_plain(
-    state: dict[str, Any],
-    writer: ZarrStorageWriter,
-    process_group: dist.ProcessGroup | None,
-    planner: ZarrSavePlanner | None = None,
+def save_with(
+    planner: SavePlanner, state: Mapping[str, Any], writer: ZarrStorageWriter, process_group: dist.ProcessGroup | None
 ) -> SaveReport:
-    """Save a state without Modules, Optimizers or Statefuls through a writer. Collective over the group."""
+    """Save what a planner makes of a state through a writer. Collective over the group."""
     with own_errors():
         writer.reset()
-        metadata = _save_state_dict(
-            state, writer, process_group, no_dist=not in_use(), planner=planner or ZarrSavePlanner()
-        )
+        metadata = _save_state_dict(dict(state), writer, process_group, no_dist=not in_use(), planner=planner)
     report: SaveReport = metadata.storage_data
     return report
 
@@ -144,22 +138,10 @@ def load(
     )
     root: Root = from_coordinator(lambda: Catalog(spec.open()).root, process_group)
     reader.use_root(root)
-    names = set(root.entries)
-    select = _selection(keys, names, reader.checkpoint_id)
-
-    def wanted(prefix: str) -> bool:
-        return keys is None or any(name.startswith(prefix) and select(name) for name in names)
-
-    plain = _state.for_load(state, wanted)
-    _state.drop_unsaved(plain, names)
-    planner = ZarrLoadPlanner(
-        strict=strict,
-        allow_cast=allow_cast,
-        select=select,
-        required=lambda fqn: any(fqn.startswith(prefix) for prefix in plain.exact),
-    )
-    with own_errors():
-        _load_state_dict(plain.state, reader, process_group, no_dist=not in_use(), planner=planner)
+    planner = ObjectLoadPlanner(keys, strict=strict, allow_cast=allow_cast)
+    with own_errors(), planner.fresh_on_error():
+        _load_state_dict(state, reader, process_group, no_dist=not in_use(), planner=planner)
+    plain = planner.plain
     for restore in plain.restore:
         restore()
     _hand_back(state, plain.state)
@@ -172,21 +154,6 @@ def load(
         nbytes=reader.bytes_read,
         seconds=time.monotonic() - began,
     )
-
-
-def _selection(keys: str | Iterable[str] | None, names: set[str], url: str) -> Callable[[str], bool]:
-    """Which flat names are asked for. Raises KeyMismatchError for a pattern that matches none."""
-    if keys is None:
-        return lambda fqn: True
-    patterns = [keys] if isinstance(keys, str) else list(keys)
-
-    def matches(fqn: str, pattern: str) -> bool:
-        return fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern)
-
-    idle = [pattern for pattern in patterns if not any(matches(fqn, pattern) for fqn in names)]
-    if idle:
-        raise KeyMismatchError(f"keys={idle} match nothing in {url}; it has, for example, {sorted(names)[:5]}")
-    return lambda fqn: any(matches(fqn, pattern) for pattern in patterns)
 
 
 def _hand_back(state: Any, plain: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -14,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.distributed_c10d import _world
 
 from zarrckpt import _state
-from zarrckpt._api import save_plain
+from zarrckpt._api import save_with
 from zarrckpt._distributed import in_use
+from zarrckpt._errors import CheckpointError
 from zarrckpt._planner import ZarrSavePlanner
 from zarrckpt._report import SaveReport
 from zarrckpt._writer import ZarrStorageWriter
@@ -32,15 +35,21 @@ class _Stage:
 
 
 class _StagedPlanner(ZarrSavePlanner):
-    """Saves a stage: plans nothing anew, and resolves items to the copies."""
+    """Saves a stage: plans nothing anew, and resolves items to the copies.
 
-    def __init__(self, stage: _Stage) -> None:
+    An error takes the place of a stage that could not be made on this rank: raised here, it reaches all ranks.
+    """
+
+    def __init__(self, stage: _Stage | Exception) -> None:
         super().__init__()
-        self._stage = stage
+        self._made = stage
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
+        if isinstance(self._made, Exception):
+            raise self._made
+        self._stage = self._made
         self.mappings = self._stage.plan.planner_data
         self.is_coordinator = is_coordinator
 
@@ -104,8 +113,12 @@ class _Saver:
             if self._last is not None:
                 wait([self._last])  # its error, if any, is its own future's
             group = self._group(process_group) if in_use() else None
-            stage = self._stager.stage(_state.for_save(state).state)
-            self._last = self._thread.submit(save_plain, {}, writer, group, _StagedPlanner(stage))
+            stage: _Stage | Exception
+            try:
+                stage = self._stager.stage(_state.for_save(state).state)
+            except Exception as err:
+                stage = err
+            self._last = self._thread.submit(save_with, _StagedPlanner(stage), {}, writer, group)
             return self._last
 
     def _group(self, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -117,12 +130,53 @@ class _Saver:
         default = dist.group.WORLD
         known = self._groups.get(members)
         if known is None or known[0] is not default:
-            group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
-            self._groups[members] = known = (default, group)
+            self._groups[members] = known = (default, _new_gloo_group(members, process_group))
         return known[1]
+
+    def finish(self) -> None:
+        """Wait for a save under way. Its error is logged, since nobody is left to ask the future."""
+        last = self._last
+        if last is None or last.done():
+            return
+        error = last.exception()
+        if error is not None:
+            logging.getLogger("zarrckpt").error("the save under way at the end of the process failed: %s", error)
+
+
+def _new_gloo_group(members: tuple[int, ...], like: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A gloo group of the ranks of ``like``. Collective over them.
+
+    Raises CheckpointError where torch has no common name for a group of some ranks: it names one that not all ranks
+    make after the number of groups that a rank knows.
+    """
+    group: dist.ProcessGroup
+    if len(members) == dist.get_world_size():
+        group = dist.new_group(backend="gloo")
+        return group
+    counts: list[int] = [0] * len(members)
+    dist.all_gather_object(counts, len(_world.pg_names), group=like)
+    if len({*counts}) != 1:
+        raise CheckpointError(
+            f"the ranks {list(members)} know different numbers of process groups ({counts}), so torch cannot make a "
+            "group of them for a background save: make the first async_save with this process_group before the other "
+            "groups, or use save"
+        )
+    group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+    return group
 
 
 _savers: dict[int, _Saver] = {}
+
+
+def _finish_all() -> None:
+    saver = _savers.get(os.getpid())
+    if saver is not None:
+        saver.finish()
+
+
+# Not atexit: that comes after concurrent.futures has stopped taking jobs, and a save under way has some to give.
+# Registered after the hook of concurrent.futures, this one runs before it.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 
 
 def async_save(

@@ -18,6 +18,7 @@ from zarrckpt._errors import (
     KeyMismatchError,
     ObjectNotFoundError,
 )
+from zarrckpt._grid import Ints
 from zarrckpt._root import CHECKSUMS, WRITERS, Root, Table, ValueEntry, table_node
 from zarrckpt._store import Store
 from zarrckpt._transfer import read_box
@@ -42,6 +43,12 @@ class Catalog:
         assert self._first is not None
         first = self._first[node.path]
         return self._checksums[first : first + node.grid.num_subchunks]
+
+    def chunk_checksums(self, node: ArrayNode, chunk: Ints) -> _codec.RawArray:
+        """One chunk's part of the checksum table: its subchunks in C order."""
+        per_chunk = math.prod(node.grid.sub_counts)
+        first = node.grid.chunk_number(chunk) * per_chunk
+        return self.checksums(node)[first : first + per_chunk]
 
     def _places(self) -> dict[str, int]:
         places, first = {}, 0
@@ -70,10 +77,11 @@ class Catalog:
                 data = self.store.get(key)
             except ObjectNotFoundError as err:
                 raise CorruptCheckpointError(f"the {name} table {key!r} is missing in {self.store.url}") from err
-            body = data[: -_codec.CRC_BYTES]
-            if len(body) != 4 * table.length or _codec.crc32c(body) != table.crc32c:
+            stored = np.frombuffer(data, np.uint8)
+            whole = len(stored) == 4 * table.length + _codec.CRC_BYTES
+            if not whole or not _codec.check_subchunk(stored, table.crc32c):
                 raise CorruptCheckpointError(f"the {name} table {key!r} in {self.store.url} is not what was saved")
-        return np.frombuffer(body, "<u4")
+        return stored[: -_codec.CRC_BYTES].view("<u4")
 
     def read_object(self, fqn: str, *, allow_pickle: bool = False) -> object:
         """A non-tensor entry as the Python object that was saved.
@@ -84,7 +92,10 @@ class Catalog:
         if entry is None:
             raise KeyMismatchError(f"no value {fqn!r} in {self.store.url}")
         if isinstance(entry, ValueEntry):
-            return _values.decode_json(entry.json)
+            try:
+                return _values.decode_json(entry.json)
+            except CorruptCheckpointError as err:
+                raise CorruptCheckpointError(f"value {fqn!r} in {self.store.url}: {err}") from err
         with self.guard():
             payload = read_box(self.store, entry.array.under(self.root.tree), self.checksums(entry.array))
         return _values.decode_blob(fqn, entry.encoding, entry.kind, payload.tobytes(), allow_pickle=allow_pickle)

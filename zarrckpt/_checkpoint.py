@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class Checkpoint(Mapping[str, Any]):
     """A committed checkpoint: flat name -> ``zarr.Array`` or Python value.
 
-    Arrays are lazy: nothing is read before they are indexed. Each chunk's own crc32c is checked by zarr-python
-    then, and a missing chunk raises CorruptCheckpointError. Values come decoded; pickled ones raise
-    UnsafeValueError unless the checkpoint was opened with ``allow_pickle=True``.
+    Arrays are lazy: nothing is read before they are indexed. Then whatever is read is checked against the table of
+    checksums (one request, with the first chunk), and a missing or altered chunk raises CorruptCheckpointError.
+    Values come decoded; pickled ones raise UnsafeValueError unless the checkpoint was opened with
+    ``allow_pickle=True``.
     """
 
     def __init__(self, catalog: Catalog, *, allow_pickle: bool = False) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from zarrckpt._grid import Box, Grid, Ints, intersect, ravel, ravel_f
+from zarrckpt._grid import Box, Grid, Ints, intersect, ravel, ravel_f, unravel_f
 
 RawArray = np.ndarray[Any, np.dtype[Any]]
 """Elements as raw bits, see :func:`raw_dtype`."""
@@ -66,22 +66,23 @@ def encode_chunk(grid: Grid, piece: RawArray) -> tuple[list[memoryview | bytes],
 
 def _encode_subchunks(grid: Grid, sub: Ints, piece: RawArray) -> tuple[list[memoryview | bytes], list[int]]:
     counts = grid.sub_counts
-    cells = math.prod(counts)
-    stored = math.prod(sub) * piece.dtype.itemsize
-    crcs = [0] * cells
-    index = np.empty((cells, 2), "<u8")
+    crcs = [0] * math.prod(counts)
     buffers: list[memoryview | bytes] = []
-    # reversed() twice makes the first dimension the fastest.
-    for place, reverse in enumerate(itertools.product(*(range(n) for n in reversed(counts)))):
-        cell = tuple(reversed(reverse))
+    for place in range(len(crcs)):
+        cell = unravel_f(place, counts)
         at = tuple(slice(i * n, (i + 1) * n) for i, n in zip(cell, sub, strict=True))
         data = _bytes_of(np.ascontiguousarray(piece[at]))
-        number = ravel(cell, counts)
-        crcs[number] = crc32c(data)
-        index[number] = (place * (stored + CRC_BYTES), stored + CRC_BYTES)
-        buffers += [data.data, _crc_buffer(crcs[number])]
-    raw_index = _bytes_of(index)
-    return [*buffers, raw_index.data, _crc_buffer(crc32c(raw_index))], crcs
+        crc = crcs[ravel(cell, counts)] = crc32c(data)
+        buffers += [data.data, _crc_buffer(crc)]
+    return [*buffers, _index(grid, piece.dtype.itemsize)], crcs
+
+
+def _index(grid: Grid, itemsize: int) -> bytes:
+    """The index of every chunk with subchunks of an array, and its checksum: (byte offset, length) in C order."""
+    counts, stored = grid.sub_counts, subchunk_bytes(grid, itemsize)
+    cells = itertools.product(*map(range, counts))
+    index = np.array([(ravel_f(cell, counts) * stored, stored) for cell in cells], "<u8").tobytes()
+    return index + _crc_buffer(crc32c(index))
 
 
 def chunk_object_size(grid: Grid, itemsize: int) -> int:
@@ -105,6 +106,23 @@ def check_subchunk(stored: RawArray, expected: int) -> bool:
     """Whether stored bytes (data, checksum) are what was saved: both their own checksum and the table's say so."""
     own = int.from_bytes(stored[-CRC_BYTES:].tobytes(), "little")
     return own == expected and crc32c(stored[:-CRC_BYTES]) == expected
+
+
+def check_part(grid: Grid, itemsize: int, byte_offset: int, stored: RawArray, table: RawArray) -> bool:
+    """Whether a part of a chunk object is what was saved, as far as it holds whole subchunks, or the whole index.
+
+    ``table`` is the chunk's part of the checksum table.
+    """
+    size, counts = subchunk_bytes(grid, itemsize), grid.sub_counts
+    end = byte_offset + len(stored)
+    for place in range(-(-byte_offset // size), min(end // size, len(table))):
+        start = place * size - byte_offset
+        if not check_subchunk(stored[start : start + size], int(table[ravel(unravel_f(place, counts), counts)])):
+            return False
+    index_at = len(table) * size
+    if grid.subchunk_shape is None or byte_offset > index_at or end != chunk_object_size(grid, itemsize):
+        return True
+    return stored[index_at - byte_offset :].tobytes() == _index(grid, itemsize)
 
 
 def copy_subchunk(grid: Grid, chunk: Ints, cell: Ints, stored: RawArray, box: Box, target: RawArray) -> int:

@@ -53,13 +53,20 @@ def new_id() -> str:
 class Attempt:
     """One save from begin to commit. Lives on the coordinator only."""
 
-    save_id: str
-    tree: str
+    marker: Marker
     base: Versioned | None
     """The root document that was there at begin; the commit replaces exactly this one."""
     history: tuple[str, ...]
     older: tuple[Marker, ...]
     """The attempts whose markers were listed before this one's commit: the only ones it may clean."""
+
+    @property
+    def save_id(self) -> str:
+        return self.marker.attempt
+
+    @property
+    def tree(self) -> str:
+        return self.marker.tree
 
 
 def load_root(store: Store) -> Root:
@@ -85,8 +92,7 @@ def load_root(store: Store) -> Root:
 
 def parse_committed(data: bytes, url: str) -> Root:
     """The root of stored bytes; errors name the url."""
-    where = f"the root document {join(url, NODE)}"
-    return parse_root(loads(data, where), where)
+    return parse_root(data, f"the root document {join(url, NODE)}")
 
 
 def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
@@ -102,15 +108,14 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     if root is not None and not overwrite:
         raise _exists(store, root)
     claimed = _claimed(store)
-    older = _markers(store)
-    _refuse_foreign(store, root, older)
+    older = _markers_of_all(store, root)
     tree = "" if not claimed and _put_claim(store, marker.attempt) else f"@{marker.attempt}"
     own = Marker(marker.attempt, tree, marker.arrays, marker.groups, marker.started)
     store.put(marker_key(own.attempt), [dumps(own.document())])
     if tree:
         store.put(f"{tree}/{NODE}", [dumps(group_document())])
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]
-    return Attempt(own.attempt, tree, base, history, tuple(older))
+    return Attempt(own, base, history, tuple(older))
 
 
 def _current_root(store: Store) -> Versioned | None:
@@ -154,22 +159,38 @@ def _markers(store: Store) -> list[Marker]:
     return markers
 
 
-def _refuse_foreign(store: Store, root: Root | None, markers: Iterable[Marker]) -> None:
-    """A checkpoint needs a place of its own: otherwise a later clean-up could not tell what is whose."""
+def _markers_of_all(store: Store, root: Root | None) -> list[Marker]:
+    """The markers of all attempts. Raises ForeignObjectsError for objects that are of none of them.
+
+    A checkpoint needs a place of its own: otherwise a later clean-up could not tell what is whose.
+    """
+    names = _top_names(store)
+    # After the names: whatever was listed has its marker by now.
+    markers = _markers(store)
     known = {HOUSE, NODE}
     for marker in markers:
         known |= {*marker.top_names(), f"@{marker.attempt}"}
     if root is not None:
         paths = [join(root.tree, node.path) for node in root.arrays()]
         known |= {path.partition("/")[0] for path in paths}
-    objects, folders = store.list_dir()
-    foreign = sorted({*objects, *folders} - known)
+    foreign = names - known
     if foreign:
-        shown = ", ".join(map(repr, foreign[:5])) + (f" and {len(foreign) - 5} more" if len(foreign) > 5 else "")
+        # Or it was cleaned in between, with its marker.
+        foreign &= _top_names(store)
+    if foreign:
+        shown = ", ".join(map(repr, sorted(foreign)[:5])) + (
+            "" if len(foreign) <= 5 else f" and {len(foreign) - 5} more"
+        )
         raise ForeignObjectsError(
             f"{store.url} holds what no zarrckpt save wrote: {shown}; nothing was changed: "
             "save to a path of its own, for example a sub-folder"
         )
+    return markers
+
+
+def _top_names(store: Store) -> set[str]:
+    objects, folders = store.list_dir()
+    return {*objects, *folders}
 
 
 def commit(store: Store, attempt: Attempt, root: Root) -> None:
@@ -178,7 +199,7 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
     Everything that it names must be stored and durable already. Raises CheckpointExistsError where another save
     committed since :func:`begin`.
     """
-    data = dumps(root.document())
+    data = root.to_bytes()
     try:
         if attempt.base is None:
             store.create(NODE, data)
@@ -218,9 +239,9 @@ def clean(store: Store, markers: Iterable[Marker], *, finished: Iterable[str] = 
     return deleted
 
 
-def abandon(store: Store, attempt: Attempt, marker: Marker) -> None:
+def abandon(store: Store, attempt: Attempt) -> None:
     """Remove what a lost attempt wrote, after all of its ranks have stopped writing. Never raises."""
     try:
-        clean(store, [marker], finished=[attempt.save_id])
+        clean(store, [attempt.marker], finished=[attempt.save_id])
     except CheckpointError:
         return  # the error that lost the attempt matters more; the next save or a recover cleans up

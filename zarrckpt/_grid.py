@@ -26,6 +26,9 @@ MIN_SUBCHUNK_BYTES = 128 << 10
 
 _ODD_GRID_MIN_CHUNK = 1 << 20
 
+_MAX_EXCESS = 8
+"""A divisor this many times below the wanted extent is of no use: the cells would be too many and too small."""
+
 
 class Box(NamedTuple):
     """A half-open region ``[offset, offset + shape)`` of a tensor, in elements."""
@@ -134,7 +137,7 @@ def fit_grid(shape: Ints, boxes: Iterable[Box], itemsize: int, max_chunk_bytes: 
     """The regular grid in which every box is made of whole chunks (clipped at the array's end), or None.
 
     ``torch.chunk`` cuts a dimension of n in w into steps of ceil(n / w), which *is* such a grid. Chunks above
-    ``max_chunk_bytes`` are divided further, still along the boxes' edges, where a divisor allows it.
+    ``max_chunk_bytes`` are divided further, still along the boxes' edges, where a useful divisor allows it.
     """
     boxes = [b for b in boxes if b.size]
     steps = [_step(dim, shape[dim], boxes) for dim in range(len(shape))]
@@ -142,7 +145,7 @@ def fit_grid(shape: Ints, boxes: Iterable[Box], itemsize: int, max_chunk_bytes: 
     grid = Grid(shape, chunk)
     # A greatest common divisor always exists, but rows cut at 0, 3, 5, 8 would give one object a row.
     odd = grid.num_chunks > 4 * max(len(boxes), 1) and math.prod(chunk) * itemsize < _ODD_GRID_MIN_CHUNK
-    if odd and max(grid.num_chunks, 1) > max(len(boxes), 1):
+    if odd:
         return None
     chunk = _divide(chunk, [step is None for step in steps], itemsize, max_chunk_bytes)
     return Grid(shape, chunk, subchunk_shape(shape, chunk, itemsize))
@@ -157,7 +160,8 @@ def _step(dim: int, n: int, boxes: Iterable[Box]) -> int | None:
 def _divide(chunk: Ints, free: Sequence[bool], itemsize: int, limit: int) -> Ints:
     """Divide a chunk, first dimension first, until it is at most ``limit`` bytes.
 
-    A dimension that no box cuts may be divided anywhere (``free``); one that is cut, by a divisor only.
+    A dimension that no box cuts may be divided anywhere (``free``); one that is cut, by a divisor only. Where that
+    has no useful one (16001 rows), the next dimension is divided, or the chunk stays larger than the limit.
     """
     out = list(chunk)
     for dim, extent in enumerate(chunk):
@@ -165,13 +169,13 @@ def _divide(chunk: Ints, free: Sequence[bool], itemsize: int, limit: int) -> Int
         if total <= limit:
             break
         wanted = max(1, limit * extent // total)
-        even = _largest_divisor(extent, wanted)
-        if even * 2 >= wanted or not free[dim]:
-            out[dim] = even
-        else:
+        even = _useful_divisor(extent, wanted)
+        if free[dim] and (even is None or even * 2 < wanted):
             pieces = -(-extent // wanted)
             # A multiple of 64 has divisors that subchunks need.
             out[dim] = min(wanted, _round_up(-(-extent // pieces), 64 if wanted >= 128 else 1))
+        else:
+            out[dim] = even or extent
     return tuple(out)
 
 
@@ -190,6 +194,12 @@ def _largest_divisor(n: int, limit: int) -> int:
     return best
 
 
+def _useful_divisor(n: int, wanted: int) -> int | None:
+    """The largest divisor of n that is at most ``wanted``; None where that is far below."""
+    best = _largest_divisor(n, wanted)
+    return best if best * _MAX_EXCESS >= wanted else None
+
+
 def subchunk_shape(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
     """The subchunks of a chunk, or None for a chunk that is small or has no useful divisors.
 
@@ -201,10 +211,10 @@ def subchunk_shape(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
         return None
     sub = list(chunk)
     if len(chunk) > 1:
-        sub[-1] = _largest_divisor(chunk[-1], max(64, shape[-1] // 8))
+        sub[-1] = _useful_divisor(chunk[-1], max(64, shape[-1] // 8)) or chunk[-1]
     for dim in range(len(chunk)):
         total = math.prod(sub) * itemsize
         if total <= MAX_SUBCHUNK_BYTES:
             break
-        sub[dim] = _largest_divisor(sub[dim], max(1, MAX_SUBCHUNK_BYTES * sub[dim] // total))
+        sub[dim] = _useful_divisor(sub[dim], max(1, MAX_SUBCHUNK_BYTES * sub[dim] // total)) or sub[dim]
     return tuple(sub) if MIN_SUBCHUNK_BYTES <= math.prod(sub) * itemsize <= SUBCHUNK_ABOVE else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -39,9 +39,7 @@ class RankPlan:
 
     arrays: Mapping[str, ArrayNode]
     object_paths: Mapping[str, str]
-    documents: Mapping[str, Json] = field(default_factory=dict)
-    layout: Layout | None = None
-    """Only in the coordinator's plan."""
+    documents: Mapping[str, Json]
 
 
 def item_box(item: WriteItem) -> Box:
@@ -72,7 +70,6 @@ def _dtype(fqn: str, dtype: torch.dtype) -> _dtypes.DType:
 
 def plan_save(
     plans: Sequence[SavePlan],
-    coordinator: int,
     *,
     portable_dtypes: bool = False,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
@@ -104,7 +101,6 @@ def plan_save(
                 arrays={fqn: tensors[fqn] for fqn in own if fqn in tensors},
                 object_paths={fqn: node_paths[fqn] for fqn in own if fqn not in tensors},
                 documents=documents[rank],
-                layout=layout if rank == coordinator else None,
             )
         )
     return layout, ranks
@@ -199,10 +195,11 @@ def _deal_documents(nodes: Iterable[ArrayNode], world_size: int) -> list[dict[st
     return dealt
 
 
-def expect_shape(fqn: str, tensor: torch.Tensor, box: Box) -> None:
-    """A planner's data must be what its plan said, or a tensor of another shape would fill the wrong region."""
-    if tuple(tensor.shape) != box.shape:
+def expect_piece(fqn: str, tensor: torch.Tensor, box: Box, dtype: torch.dtype) -> None:
+    """A planner's data must be what its plan said, or it would fill the wrong region, or be read as other numbers."""
+    if tuple(tensor.shape) != box.shape or tensor.dtype != dtype:
         raise CheckpointError(
-            f"{fqn!r}: this rank planned a piece of shape {box.shape} at {box.offset}, but its tensor has shape "
-            f"{tuple(tensor.shape)}; was the state changed after planning, or cached from another layout?"
+            f"{fqn!r}: this rank planned a piece of shape {box.shape} and {dtype} at {box.offset}, but its tensor has "
+            f"shape {tuple(tensor.shape)} and {tensor.dtype}; was the state changed after planning, or the plan cached "
+            "from another state? Save without plan caching then"
         )

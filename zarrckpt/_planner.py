@@ -80,17 +80,24 @@ def _with_flat_shards(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unsaveable(flat: Mapping[str, Any]) -> None:
-    bad = []
-    for fqn, leaf in flat.items():
-        local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-        if not isinstance(local, torch.Tensor) or isinstance(local, ShardedTensor):
-            continue
-        if local.is_meta:
-            bad.append(f"{fqn!r} is on the meta device: it has no data; materialise it (to_empty) first")
-        elif local.layout != torch.strided:
-            bad.append(f"{fqn!r} has layout {local.layout}: only strided tensors can be saved; use .to_dense()")
+    bad = [f"{fqn!r} {fault}" for fqn, leaf in flat.items() if (fault := _fault_of(leaf))]
     if bad:
         raise UnsupportedValueError("; ".join(bad))
+
+
+def _fault_of(leaf: Any) -> str | None:
+    if isinstance(leaf, DTensor):
+        if any(placement.is_partial() for placement in leaf.placements):
+            return f"is a DTensor with the placements {leaf.placements}: redistribute() it, partial sums are no values"
+        leaf = leaf.to_local()
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ShardedTensor):
+        return None
+    if leaf.is_meta:
+        return "is on the meta device: it has no data; materialise it (to_empty) first"
+    if leaf.layout != torch.strided or leaf.is_nested:
+        kind = "is a nested tensor" if leaf.is_nested else f"has layout {leaf.layout}"
+        return f"{kind}: only strided tensors can be saved; use .to_dense(), or save its parts"
+    return None
 
 
 class ZarrLoadPlanner(DefaultLoadPlanner):
@@ -203,7 +210,7 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
             return f"{fqn!r} has shape {tuple(leaf.shape)}, the checkpoint has {tuple(entry.size)}"
         if leaf.dtype != entry.properties.dtype and not self.allow_cast:
             return f"{fqn!r} has dtype {leaf.dtype}, the checkpoint has {entry.properties.dtype}"
-        if leaf.is_meta:
+        if not isinstance(leaf, ShardedTensor) and leaf.is_meta:
             return f"{fqn!r} is on the meta device and has no memory to fill: materialise it (to_empty) first"
         return None
 

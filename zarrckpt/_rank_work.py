@@ -20,10 +20,10 @@ from zarrckpt._documents import NODE, ArrayNode, Json, dumps, join
 from zarrckpt._dtypes import by_name
 from zarrckpt._errors import CheckpointError
 from zarrckpt._grid import MAX_CHUNK_BYTES, Box, Grid, Ints
-from zarrckpt._plan import RankPlan, expect_shape, item_box
+from zarrckpt._plan import RankPlan, expect_piece, item_box
 from zarrckpt._root import BlobEntry, ValueEntry
 from zarrckpt._store import Store
-from zarrckpt._tensors import raw_tensor
+from zarrckpt._tensors import raw_tensor, torch_dtype
 from zarrckpt._transfer import BytesBudget, run
 
 Progress = Callable[[int, int], None]
@@ -91,8 +91,9 @@ class RankWork:
         tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
         objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
         for item in tensors:
-            expect_shape(item.index.fqn, self._resolve(item), item_box(item))
-            self._total += item_box(item).size * self._plan.arrays[item.index.fqn].dtype.itemsize
+            node = self._plan.arrays[item.index.fqn]
+            expect_piece(item.index.fqn, self._resolve(item), item_box(item), torch_dtype(node))
+            self._total += item_box(item).size * node.dtype.itemsize
         # Values first: what can't be kept is found before gigabytes are on their way.
         results: dict[int, Any] = {id(item): self._write_object(item) for item in objects}
         written = {id(item): _Written() for item in tensors}

@@ -24,7 +24,7 @@ from torch.futures import Future
 from zarrckpt import _codec
 from zarrckpt._catalog import Catalog
 from zarrckpt._documents import ArrayNode
-from zarrckpt._errors import KeyMismatchError
+from zarrckpt._errors import CheckpointError, KeyMismatchError
 from zarrckpt._grid import Box
 from zarrckpt._planner import ZarrLoadPlanner
 from zarrckpt._root import Root
@@ -113,10 +113,14 @@ class ZarrStorageReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """The checkpoint's entries, one box a tensor however many ranks saved it. One request.
 
-        Raises CheckpointNotFoundError where nothing is committed. (Without parameters on purpose: a parameter named
-        ``kwargs`` makes DCP retry in a mode without collectives, which hides the error.)
+        An error (CheckpointNotFoundError where nothing is committed, CorruptCheckpointError, ...) is raised when the
+        returned metadata is first used: DCP would replace it by an AssertionError if it were raised here. (Without
+        parameters on purpose: one named ``kwargs`` makes DCP retry in a mode without collectives, with another error.)
         """
-        self._catalog = Catalog(self._spec.open(), self._root)
+        try:
+            self._catalog = Catalog(self._spec.open(), self._root)
+        except CheckpointError as err:
+            return _NoMetadata(err)
         root = self._catalog.root
         entries: dict[str, Any] = {
             fqn: _tensor_metadata(entry) if isinstance(entry, ArrayNode) else BytesStorageMetadata()
@@ -125,7 +129,9 @@ class ZarrStorageReader(StorageReader):
         return Metadata(entries, planner_data={fqn: root.state_path(fqn) for fqn in entries})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up: the metadata was read by this instance."""
+        """Raise what kept the metadata from being read."""
+        if isinstance(metadata, _NoMetadata):
+            raise metadata.error
         self.bytes_read = 0
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -194,6 +200,18 @@ class ZarrStorageReader(StorageReader):
         run((partial(job, target, read) for target in targets for read in target.reads()), self._concurrency)
         for target in targets:
             target.finish()
+
+
+class _NoMetadata(Metadata):
+    """Metadata that could not be read: raises the reason when its entries are asked for."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        self.error = error
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "state_dict_metadata":
+            raise self.error
+        return super().__getattribute__(name)
 
 
 class _Target:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import google_crc32c
+
 from zarrckpt import _dtypes, _names, _values
-from zarrckpt._documents import ATTRIBUTE, ArrayNode, Json, group_document, join, parse_array
+from zarrckpt._documents import ATTRIBUTE, ArrayNode, Json, dumps, group_document, join, loads, parse_array
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, UnsupportedFormatError
 from zarrckpt._grid import Grid
 from zarrckpt._state_path import CONTAINERS, DICT, LIST, StatePath
@@ -27,6 +29,9 @@ HISTORY = 16
 """Save ids that a root remembers: enough to tell a lost answer from a lost race."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
+_SEAL = b'{"zarr_format":3,"node_type":"group","attributes":{"zarrckpt":{"crc32c":"'
+"""How the bytes of every root document begin; the 8 digits of their own checksum follow."""
+_UNSEALED = "00000000"
 _BLOB_ENCODINGS = ("raw", "json", "npy", "torch", "tree", "pickle")
 
 
@@ -106,6 +111,7 @@ class Root:
     def document(self) -> Json:
         """The root ``zarr.json``: a Zarr group with inline consolidated metadata and our one attribute."""
         own: Json = {
+            "crc32c": _UNSEALED,
             "format": FORMAT,
             "features": [],
             "save_id": self.save_id,
@@ -126,6 +132,10 @@ class Root:
         nodes |= {join(self.tree, node.path): node.document() for node in self.arrays()}
         consolidated = {"kind": "inline", "must_understand": False, "metadata": dict(sorted(nodes.items()))}
         return group_document({ATTRIBUTE: own}) | {"consolidated_metadata": consolidated}
+
+    def to_bytes(self) -> bytes:
+        """The root ``zarr.json`` as it is stored, with its own checksum filled in."""
+        return _seal(dumps(self.document()))
 
     def groups(self) -> list[str]:
         """Paths, from the checkpoint's url, of all groups below the root, the tree's own included."""
@@ -183,13 +193,21 @@ def own_attribute(document: Json, where: str) -> Json:
     return own
 
 
-def parse_root(document: Json, where: str) -> Root:
-    """Validate a root document. ``where`` names it in errors.
+def parse_root(data: bytes, where: str) -> Root:
+    """Validate a stored root document. ``where`` names it in errors.
 
     Raises ForeignObjectsError, UnsupportedFormatError, or CorruptCheckpointError for anything inconsistent. Nothing is
     allocated from sizes that the document claims.
     """
+    sealed = data.startswith(_SEAL)
+    if sealed and _seal(data) != data:
+        raise CorruptCheckpointError(
+            f"{where} is not what was saved: its checksum differs; it was damaged, or edited by another program"
+        )
+    document = loads(data, where)
     own = own_attribute(document, where)
+    if not sealed:
+        raise CorruptCheckpointError(f"{where} does not begin with its checksum")
     check = _Checker(own, where)
     tree = check.text("tree")
     save_id = check.save_id(check.text("save_id"))
@@ -213,6 +231,12 @@ def parse_root(document: Json, where: str) -> Root:
     return root
 
 
+def _seal(data: bytes) -> bytes:
+    """A root document's bytes with the right checksum in its place: that of the bytes with zeros there."""
+    rest = data[len(_SEAL) + len(_UNSEALED) :]
+    return _SEAL + b"%08x" % google_crc32c.value(_SEAL + _UNSEALED.encode() + rest) + rest
+
+
 def _consolidated(document: Json, tree: str, where: str) -> dict[str, ArrayNode]:
     """The arrays of the consolidated metadata, by path relative to the tree."""
     consolidated = document.get("consolidated_metadata")
@@ -228,9 +252,16 @@ def _consolidated(document: Json, tree: str, where: str) -> dict[str, ArrayNode]
             relative = path.removeprefix(prefix)
             if not path.startswith(prefix):
                 raise CorruptCheckpointError(f"{where}: array {path!r:.200} is outside the tree {tree!r}")
-            _names.validate_path(relative)
+            _check_path(relative, where)
             nodes[relative] = parse_array(relative, node)
     return nodes
+
+
+def _check_path(path: str, where: str) -> None:
+    try:
+        _names.validate_path(path)
+    except CorruptCheckpointError as err:
+        raise CorruptCheckpointError(f"{where}: {err}") from err
 
 
 def _check_whole(root: Root, nodes: Mapping[str, ArrayNode], where: str) -> None:
@@ -327,7 +358,7 @@ class _Checker:
     def value(self, entry: Json, fqn: str) -> ValueEntry:
         if not isinstance(entry.get("path"), str):
             raise self.fail(f"value {fqn!r:.200}", entry, "a path and a value")
-        _names.validate_path(entry["path"])
+        _check_path(entry["path"], self.where)
         return ValueEntry(entry["path"], entry["value"])
 
     def keys(self, fqn: str, keys: Any) -> tuple[object, ...]:
@@ -401,7 +432,7 @@ def parse_marker(document: Json, where: str) -> Marker:
     for path in (*paths["arrays"], *paths["groups"]):
         if not isinstance(path, str):
             raise check.fail("a path", path, "a string")
-        _names.validate_path(path)
+        _check_path(path, where)
     return Marker(attempt, tree, tuple(paths["arrays"]), tuple(paths["groups"]), check.text("started"))
 
 

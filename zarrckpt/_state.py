@@ -52,23 +52,24 @@ class OptimizerState:
 
 def for_save(state: Mapping[Any, Any]) -> PlainState:
     """The state to save. An optimizer that has made no step yet is saved as such, and is not changed."""
-    return _convert(state, _saved_optimizer, lambda prefix: True)
+    return _convert(state, _saved_optimizer, lambda prefix: True, PlainState({}))
 
 
-def for_load(state: Mapping[Any, Any], wanted: Callable[[str], bool]) -> PlainState:
-    """The targets of a load: fresh optimizers get their state allocated.
+def for_load(state: Mapping[Any, Any], wanted: Callable[[str], bool], plain: PlainState) -> PlainState:
+    """The targets of a load, gathered in ``plain`` (an empty one): fresh optimizers get their state allocated.
 
     Objects below whose flat-name prefix nothing is wanted are left alone, and stay as they are in the plain state.
     """
-    return _convert(state, _loaded_optimizer, wanted)
+    return _convert(state, _loaded_optimizer, wanted, plain)
 
 
 Convert = Callable[["PlainState", str, Optimizer, "nn.Module | None"], dict[str, Any]]
 
 
-def _convert(state: Mapping[Any, Any], optimizer: Convert, wanted: Callable[[str], bool]) -> PlainState:
+def _convert(
+    state: Mapping[Any, Any], optimizer: Convert, wanted: Callable[[str], bool], plain: PlainState
+) -> PlainState:
     modules = [value for value in _objects(state) if isinstance(value, nn.Module)]
-    plain = PlainState({})
 
     def convert(value: Any, prefix: str) -> Any:
         if is_object(value) and not wanted(prefix):
@@ -173,7 +174,8 @@ def _loaded_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, modu
         if module is None:
             optimizer.load_state_dict(state_dict)
         else:
-            set_optimizer_state_dict(module, optimizer, state_dict)
+            # strict=False: a parameter that never had a gradient has no state.
+            set_optimizer_state_dict(module, optimizer, state_dict, options=StateDictOptions(strict=False))
 
     plain.restore.append(restore)
     return state_dict
@@ -192,15 +194,18 @@ def _gradients_kept(optimizer: Optimizer) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def drop_unsaved(plain: PlainState, saved: set[str]) -> None:
-    """Remove the allocated state of parameters for which the checkpoint has none, so that it ends as it was saved.
+def drop_unsaved(plain: PlainState, saved: set[str], asked_for: Callable[[str], bool]) -> None:
+    """Remove the state of parameters for which nothing will be loaded, so that it ends as it was saved.
 
-    A parameter that never had a gradient has no state, though a fresh optimizer was given one to load into.
+    A parameter that never had a gradient has no state, though a fresh optimizer was given one to load into. ``saved``
+    are the names to load; what a trained optimizer has under names that nobody asked for stays.
     """
     names = sorted(saved)
     for entry in plain.optimizers:
-        for name in list(entry.state_dict["state"]):
+        for name, slots in list(entry.state_dict["state"].items()):
             stem = f"{entry.prefix}state.{name}."
             place = bisect.bisect_left(names, stem)
-            if place == len(names) or not names[place].startswith(stem):
+            if place < len(names) and names[place].startswith(stem):
+                continue
+            if entry.fresh or any(asked_for(f"{stem}{slot}") for slot in slots):
                 del entry.state_dict["state"][name]

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,9 @@ _inbox = threading.local()
 class Ticket:
     """Which attempt a save belongs to: chosen by the coordinator, sent to all ranks with the global plan.
 
-    With plan caching, DCP's planners throw away what the global plan carried and use their cached plan instead. The
-    scatter still unpickles the ticket on every rank, in the thread that calls ``write_data`` a moment later: so its
-    arrival is what counts, and unpickling puts it into that thread's inbox.
+    A planner that caches plans may keep an earlier save's instead of what it is sent. The scatter still unpickles the
+    ticket on every rank, in the thread that calls ``write_data`` a moment later: so its arrival is what counts, and
+    unpickling puts it into that thread's inbox.
     """
 
     save_id: str
@@ -95,7 +95,6 @@ class ZarrStorageWriter(StorageWriter):
         self._concurrency = concurrency
         self._max_inflight_bytes = max_inflight_bytes
         self._progress = progress
-        self._rank = 0
         self._is_coordinator = True
         self._attempt: _commit.Attempt | None = None
         self._layout: Layout | None = None
@@ -119,9 +118,9 @@ class ZarrStorageWriter(StorageWriter):
             self._spec = self._spec.at(checkpoint_id)
 
     def set_up_storage_writer(
-        self, is_coordinator: bool, *args: Any, rank: int | None = None, use_collectives: bool = True, **kwargs: Any
+        self, is_coordinator: bool, *args: Any, use_collectives: bool = True, **kwargs: Any
     ) -> None:
-        """Learn this rank's part. DCP passes ``rank`` (in its process group) since the signature has ``kwargs``.
+        """Begin anew. DCP passes ``use_collectives`` since the signature has ``kwargs``.
 
         Raises ValueError for ``use_collectives=False``: every rank would then finish, and no commit could be right.
         """
@@ -131,7 +130,6 @@ class ZarrStorageWriter(StorageWriter):
                 "written; leave it out"
             )
         self._is_coordinator = is_coordinator
-        self._rank = rank or 0
         self._attempt = self._layout = None
         self._began = time.monotonic()
         _inbox.ticket = None
@@ -149,25 +147,12 @@ class ZarrStorageWriter(StorageWriter):
 
         About 5 requests. Raises CheckpointExistsError, ForeignObjectsError, UnsupportedLayoutError.
         """
-        usable = [plan.usable for plan in plans]
-        if any(usable) and not all(usable):
-            raise CheckpointError(
-                "some ranks' plans changed and others were taken from DCP's plan cache; zarrckpt needs all of them: "
-                "save once with a planner that has enable_plan_caching=False, or change the state on all ranks"
-            )
+        plans = _whole_plans(plans)
         store = self._spec.open()
         save_id = _commit.new_id()
-        if not any(usable):
-            # Nothing changed: every rank works from its cached plan.
-            self._layout = _cached_layout()
-            ranks: Sequence[RankPlan | None] = [None] * len(plans)
-        else:
-            self._layout, ranks = _plan.plan_save(
-                plans,
-                self._rank,
-                portable_dtypes=self._portable_dtypes,
-                max_chunk_bytes=self._max_chunk_bytes,
-            )
+        self._layout, ranks = _plan.plan_save(
+            plans, portable_dtypes=self._portable_dtypes, max_chunk_bytes=self._max_chunk_bytes
+        )
         self._attempt = _commit.begin(store, self._layout.marker(save_id, now()), overwrite=self._overwrite)
         ticket = Ticket(save_id, self._attempt.tree)
         _inbox.ticket = ticket
@@ -202,7 +187,7 @@ class ZarrStorageWriter(StorageWriter):
             root, report = finish_save(store, attempt, layout, metadata, results)
             _commit.commit(store, attempt, root)
         except (IncompleteSaveError, CheckpointExistsError):
-            _commit.abandon(store, attempt, layout.marker(attempt.save_id, ""))
+            _commit.abandon(store, attempt)
             raise
         replaced = None if attempt.base is None else attempt.history[0]
         stale = [m for m in attempt.older if not (self._keep_replaced and m.attempt == replaced)]
@@ -210,16 +195,24 @@ class ZarrStorageWriter(StorageWriter):
         metadata.storage_data = dataclasses.replace(report, seconds=time.monotonic() - self._began)
 
 
-def _cached_layout() -> Layout:
-    """The layout in the coordinator's plan in DCP's plan cache. Raises CheckpointError where that is not one plan.
+def _whole_plans(plans: list[SavePlan]) -> list[SavePlan]:
+    """The plans of all ranks, those included that DCP's plan cache left out as unchanged.
 
-    The marker needs it before any rank looks into its own cached plan. DCP keeps one plan a planner class.
+    Such a rank would take the last plan that it got; but DCP fills its caches before a save is through, so after one
+    that failed this may be the plan of another state. The coordinator has all plans in its cache and sends them all.
+    Raises CheckpointError where the cache does not say which they are.
     """
-    cached = [plan.storage_data for plan in SavePlanner._cached_final_save_plan.values()]
-    layouts: list[Layout | None] = [data[0].layout for data in cached if isinstance(data, tuple)]
-    if len(layouts) != 1 or layouts[0] is None:
+    if all(plan.usable for plan in plans):
+        return plans
+    found = [
+        cached
+        for cached in SavePlanner._cached_global_plan.values()
+        if len(cached) == len(plans)
+        and all(whole.usable and (plan is whole or not plan.usable) for plan, whole in zip(plans, cached, strict=True))
+    ]
+    if len(found) != 1:
         raise CheckpointError(
-            f"DCP's plan cache holds {len(layouts)} plans of zarrckpt, expected this rank's one: with plan caching, "
-            "use one planner class and one coordinator for all saves of a process"
+            f"DCP's plan cache holds {len(found)} sets of plans for these {len(plans)} ranks, expected 1: with plan "
+            "caching, use one planner class and one coordinator for all saves of a process"
         )
-    return layouts[0]
+    return found[0]

@@ -1,0 +1,91 @@
+"""Fixtures of the whole test suite: servers, and buckets in them (see ``store_servers.py``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import store_servers
+from ranks import stop_ranks
+from s3_stub import Faults, S3Stub
+from store_servers import S3Place, shared_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_credentials_of_the_machine() -> Iterator[None]:
+    """Tests see no credentials, profiles or endpoints but their own; processes that they start neither."""
+    saved = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))}
+    for name in saved:
+        del os.environ[name]
+    nowhere = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "/nonexistent"}
+    os.environ.update(nowhere, AWS_SHARED_CREDENTIALS_FILE="/nonexistent")
+    yield
+    for name in (*nowhere, "AWS_SHARED_CREDENTIALS_FILE"):
+        os.environ.pop(name, None)
+    os.environ.update(saved)
+
+
+@pytest.fixture(scope="session")
+def _servers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.getbasetemp()
+    # Workers of pytest-xdist have a folder each, below one for all.
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "servers"
+
+
+@pytest.fixture(scope="session")
+def moto_endpoint(_servers_folder: Path) -> Iterator[str]:
+    """The url of a moto server: a process of its own, one for the whole run."""
+    with shared_server(_servers_folder / "moto", store_servers.launch_moto) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def moto_bucket(moto_endpoint: str) -> S3Place:
+    """A fresh bucket on moto."""
+    return store_servers.new_bucket(moto_endpoint)
+
+
+@pytest.fixture(scope="session")
+def ceph_endpoint(_servers_folder: Path) -> Iterator[str]:
+    """The url of Ceph's S3 gateway, one for the whole run. Tests that use it carry the marker ``ceph``."""
+    if not store_servers.ceph_is_installed():
+        pytest.skip("Ceph's gateway is not installed (packages radosgw, ceph-mon, ceph-osd, ceph-common)")
+    folder = _servers_folder / "ceph"
+    with shared_server(folder, store_servers.launch_ceph) as endpoint:
+        yield endpoint
+    store_servers.remove_ceph(folder)
+
+
+@pytest.fixture
+def ceph_bucket(ceph_endpoint: str) -> S3Place:
+    """A fresh bucket on Ceph's gateway."""
+    return store_servers.new_bucket(ceph_endpoint)
+
+
+@pytest.fixture
+def s3_stub() -> Iterator[S3Stub]:
+    """A small S3 server in this process whose faults the test chooses (``s3_stub.faults``)."""
+    with S3Stub() as stub:
+        yield stub
+
+
+@pytest.fixture(scope="session")
+def sloppy_endpoint() -> Iterator[str]:
+    """The url of an S3 server that takes conditional puts and ignores the condition."""
+    with S3Stub(Faults(ignore_conditions=True)) as stub:
+        yield stub.endpoint
+
+
+@pytest.fixture
+def sloppy_bucket(sloppy_endpoint: str) -> S3Place:
+    """A fresh bucket on the server that ignores conditions."""
+    return store_servers.new_bucket(sloppy_endpoint)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rank_processes() -> Iterator[None]:
+    """The processes of ``ranks.run_ranks`` end with the session."""
+    yield
+    stop_ranks()

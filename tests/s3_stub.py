@@ -1,0 +1,285 @@
+"""A small S3 server in this process, whose faults can be chosen.
+
+It ignores conditions, loses answers, refuses and quotes secrets, stalls, speaks TLS, serves as a proxy,
+and remembers every request: the negative cases that no real server offers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import ssl
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape, unescape
+
+from store_servers import S3Place
+
+
+@dataclass
+class Request:
+    """One request as the stub got it."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+
+
+@dataclass
+class Faults:
+    """What the stub does wrong. May be changed while it runs."""
+
+    ignore_conditions: bool = False
+    lose_answers: int = 0
+    """That many puts are carried out, and then the connection is cut instead of an answer."""
+    server_errors: int = 0
+    """That many requests get a 503."""
+    refusal: str = ""
+    """Every request gets a 403 with this text."""
+    stall_seconds: float = 0.0
+    page: int = 1000
+    """Entries in one answer to a listing."""
+    refuse_matches: bool = False
+    """If-Match never holds, as on Ceph 16 with versioning."""
+    bare_e_tags: bool = False
+    """If-Match holds for e-tags without quotes only, as in Ceph."""
+
+
+@dataclass
+class _Object:
+    data: bytes
+    e_tag: str
+    generation: int
+    headers: dict[str, str]
+
+
+@dataclass
+class S3Stub:
+    """A small S3 server (path style, no authentication). With ``x-goog-if-generation-match`` it serves GCS as well."""
+
+    faults: Faults = field(default_factory=Faults)
+    tls: ssl.SSLContext | None = None
+    objects: dict[str, _Object] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+        self.uploads: dict[str, dict[int, bytes]] = {}
+        self.upload_headers: dict[str, dict[str, str]] = {}
+        self.generation = 1000
+
+    def __enter__(self) -> S3Stub:
+        stub = self
+
+        class Handler(_Handler):
+            server_stub = stub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        if self.tls is not None:
+            self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def endpoint(self) -> str:
+        """The url of the server."""
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self._server.server_address[1]}"
+
+    def bucket(self) -> S3Place:
+        """A place of its own: any bucket exists here."""
+        return S3Place(self.endpoint, f"stub-{uuid.uuid4().hex}")
+
+    def store(self, key: str, data: bytes, headers: dict[str, str]) -> _Object:
+        """Keep an object; called with the lock held."""
+        self.generation += 1
+        made = _Object(data, f'"{hashlib.md5(data).hexdigest()}"', self.generation, headers)
+        self.objects[key] = made
+        return made
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Speaks just enough of S3's protocol, one object per path."""
+
+    server_stub: S3Stub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the test output clean."""
+
+    def handle_one_request(self) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            super().handle_one_request()
+
+    def do_PUT(self) -> None:
+        self._serve(self._put)
+
+    def do_GET(self) -> None:
+        self._serve(self._get)
+
+    def do_HEAD(self) -> None:
+        self._serve(self._get)
+
+    def do_DELETE(self) -> None:
+        self._serve(self._delete)
+
+    def do_POST(self) -> None:
+        self._serve(self._post)
+
+    def _serve(self, work: Callable[[], None]) -> None:
+        stub, faults = self.server_stub, self.server_stub.faults
+        # A proxy gets the whole url, a server the path only.
+        target = urlsplit(self.path)
+        self._key = unquote(target.path).lstrip("/")
+        self._query = parse_qs(target.query, keep_blank_values=True)
+        self._body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        stub.requests.append(Request(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
+        if faults.stall_seconds:
+            time.sleep(faults.stall_seconds)
+        if faults.refusal:
+            return self._answer(403, faults.refusal.encode())
+        with stub.lock:
+            if faults.server_errors > 0:
+                faults.server_errors -= 1
+                return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
+        work()
+
+    def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _put(self) -> None:
+        stub = self.server_stub
+        with stub.lock:
+            if "partNumber" in self._query:
+                part, upload = int(self._query["partNumber"][0]), self._query["uploadId"][0]
+                stub.uploads[upload][part] = self._body
+                return self._answer(200, headers={"ETag": f'"part-{part}"'})
+            if not stub.faults.ignore_conditions and not self._condition_holds():
+                return self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+            made = stub.store(self._key, self._body, {k.lower(): v for k, v in self.headers.items()})
+            lost = stub.faults.lose_answers > 0
+            stub.faults.lose_answers -= lost
+        if lost:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        self._answer(200, headers=_object_headers(made))
+
+    def _condition_holds(self) -> bool:
+        found = self.server_stub.objects.get(self._key)
+        if self.headers.get("If-None-Match") == "*" and found is not None:
+            return False
+        wanted = self.headers.get("If-Match")
+        if wanted is not None and self.server_stub.faults.refuse_matches:
+            return False
+        if wanted is not None:
+            bare = self.server_stub.faults.bare_e_tags
+            return found is not None and wanted == (found.e_tag.strip('"') if bare else found.e_tag)
+        generation = self.headers.get("x-goog-if-generation-match")
+        return generation is None or int(generation) == (found.generation if found is not None else 0)
+
+    def _get(self) -> None:
+        if "list-type" in self._query:
+            return self._list()
+        with self.server_stub.lock:
+            found = self.server_stub.objects.get(self._key)
+        if found is None:
+            return self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+        data, status, headers = found.data, 200, _object_headers(found)
+        asked = self.headers.get("Range")
+        if asked:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(int(last) + 1 if last else len(data), len(data))
+            if start >= len(data):
+                return self._answer(416, b"<Error><Code>InvalidRange</Code></Error>")
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+            data, status = data[start:end], 206
+        if self.command == "HEAD":
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(data))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            return
+        self._answer(status, data, headers)
+
+    def _delete(self) -> None:
+        with self.server_stub.lock:
+            self.server_stub.objects.pop(self._key, None)
+        self._answer(204)
+
+    def _post(self) -> None:
+        stub, text = self.server_stub, self._body.decode()
+        with stub.lock:
+            if "delete" in self._query:
+                keys = [unescape(part.split("</Key>")[0]) for part in text.split("<Key>")[1:]]
+                for key in keys:
+                    stub.objects.pop(f"{self._key.rstrip('/')}/{key}", None)
+                deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
+                return self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+            if "uploads" in self._query:
+                upload = uuid.uuid4().hex
+                stub.uploads[upload] = {}
+                stub.upload_headers[upload] = {k.lower(): v for k, v in self.headers.items()}
+                names = f"<Bucket>b</Bucket><Key>k</Key><UploadId>{upload}</UploadId>"
+                body = f"<InitiateMultipartUploadResult>{names}</InitiateMultipartUploadResult>"
+                return self._answer(200, body.encode())
+            upload = self._query["uploadId"][0]
+            parts = stub.uploads.pop(upload)
+            made = stub.store(self._key, b"".join(parts[n] for n in sorted(parts)), stub.upload_headers.pop(upload))
+        names = f"<Location>l</Location><Bucket>b</Bucket><Key>k</Key><ETag>{escape(made.e_tag)}</ETag>"
+        body = f"<CompleteMultipartUploadResult>{names}</CompleteMultipartUploadResult>"
+        self._answer(200, body.encode())
+
+    def _list(self) -> None:
+        bucket = self._key.rstrip("/") + "/"
+        prefix = self._query.get("prefix", [""])[0]
+        delimiter = self._query.get("delimiter", [""])[0]
+        with self.server_stub.lock:
+            found = {
+                key[len(bucket) :]: item for key, item in self.server_stub.objects.items() if key.startswith(bucket)
+            }
+        lines: dict[str, str] = {}
+        for key in sorted(key for key in found if key.startswith(prefix)):
+            head, cut, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+            if cut:
+                name = f"{prefix}{head}{delimiter}"
+                lines[name] = f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+                continue
+            item = found[key]
+            lines[key] = (
+                f"<Contents><Key>{escape(key)}</Key><Size>{len(item.data)}</Size><ETag>{escape(item.e_tag)}</ETag>"
+                "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            )
+        first = int(self._query.get("continuation-token", ["0"])[0])
+        last = first + self.server_stub.faults.page
+        more = f"<NextContinuationToken>{last}</NextContinuationToken>" if last < len(lines) else ""
+        entries = "".join([*lines.values()][first:last])
+        truncated = f"<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
+        body = f"<ListBucketResult>{truncated}{more}{entries}</ListBucketResult>"
+        self._answer(200, body.encode(), {"Content-Type": "application/xml"})
+
+
+def _object_headers(item: _Object) -> dict[str, str]:
+    return {
+        "ETag": item.e_tag,
+        "Last-Modified": formatdate(1767225600, usegmt=True),
+        "x-goog-generation": str(item.generation),
+    }

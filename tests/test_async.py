@@ -1,0 +1,233 @@
+"""``zarrckpt.async_save``: the copy is what is saved, training goes on, nothing is lost at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import make_run, same, snapshot
+from ranks import all_ranks_raise, run_ranks
+from store_servers import S3Place
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+import zarrckpt
+from zarrckpt import _async
+
+
+def _whole(run: Any) -> dict[str, Any]:
+    model, optim = get_model_state_dict(run.model), get_optimizer_state_dict(run.model, run.optim)
+    return snapshot({"model": model, "optim": optim, "step": run.step})
+
+
+def _train_while_saving(kind: str, folder: str, env_url: str | None) -> None:
+    run = make_run(kind)
+    saved, futures = [], []
+    for step in range(3):
+        run.train(1)
+        saved.append(_whole(run))
+        futures.append(zarrckpt.async_save(run.state, f"{env_url or folder}/{step}"))
+        # In place, and with collectives of its own.
+        run.train(2)
+    for step, future in enumerate(futures):
+        report = future.result(timeout=60)
+        assert report.url == f"{env_url or folder}/{step}" and report.objects > 0
+        other = make_run(kind, seed=4, lr=0.3)
+        state = other.state
+        zarrckpt.load(state, report.url)
+        other.resume(state)
+        assert same(saved[step], _whole(other)) == [], step
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_what_is_saved_is_what_was_there_at_the_call(kind: str, tmp_path: Path) -> None:
+    run_ranks(_train_while_saving, kind, str(tmp_path), None)
+
+
+def test_async_save_to_s3(moto_bucket: S3Place) -> None:
+    run_ranks(_train_while_saving, "fsdp2", "", moto_bucket.url("run"), world_size=2, env=moto_bucket.environment)
+
+
+def test_values_are_copied_too(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"list": [1, 2], "deep": {"names": ["a"]}, "w": torch.ones(3).to(torch.bfloat16)}
+    state["conjugate"] = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    future = zarrckpt.async_save(state, tmp_path / "one")
+    state["list"].append(3)
+    state["deep"]["names"][0] = "b"
+    state["w"].zero_()
+    state["conjugate"].zero_()
+    future.result(timeout=60)
+    checkpoint = zarrckpt.open(tmp_path / "one")
+    assert checkpoint["list"] == [1, 2] and checkpoint["deep.names"] == ["a"]
+    target = {"w": torch.zeros(3, dtype=torch.bfloat16), "conjugate": torch.zeros(2, dtype=torch.complex64)}
+    zarrckpt.load(target, tmp_path / "one")
+    assert target["w"].tolist() == [1, 1, 1] and target["conjugate"].tolist() == [1 - 2j, 3 + 4j]
+
+
+def test_there_are_never_two_saves_at_once(tmp_path: Path) -> None:
+    gate, begun = threading.Event(), threading.Event()
+    log: list[str] = []
+
+    def slowly(done: int, total: int) -> None:
+        begun.set()
+        assert gate.wait(60)
+        log.append("first")
+
+    first = zarrckpt.async_save({"w": torch.ones(3)}, tmp_path / "first", progress=slowly)
+    assert begun.wait(60)
+    second: list[Any] = []
+
+    def save_again() -> None:
+        options = {"progress": lambda done, total: log.append("second")}
+        second.append(zarrckpt.async_save({"w": torch.ones(3)}, tmp_path / "second", **options))
+
+    caller = threading.Thread(target=save_again)
+    caller.start()
+    caller.join(0.3)
+    assert caller.is_alive() and not first.done() and not (tmp_path / "second").exists()
+    gate.set()
+    caller.join(60)
+    assert first.done() and second[0].result(timeout=60).objects == 1
+    assert log == ["first", "second"]
+
+
+def _collectives_while_saving(folder: str) -> int:
+    """Both sides use collectives all the time; on one group they would pair up wrongly, and hang."""
+    state = {f"t{i}": torch.full((16,), float(i)) for i in range(60)}
+    rounds = 0
+    for turn in range(3):
+        future = zarrckpt.async_save(state, f"{folder}/{turn}")
+        while True:
+            # Every rank goes on until all are done.
+            done = torch.tensor(float(future.done()))
+            dist.all_reduce(done)
+            rounds += 1
+            if done == dist.get_world_size():
+                break
+        future.result()
+    return rounds
+
+
+def test_training_collectives_go_on_beside_a_save(tmp_path: Path) -> None:
+    assert min(run_ranks(_collectives_while_saving, str(tmp_path))) > 10
+    for turn in range(3):
+        assert zarrckpt.open(tmp_path / str(turn))["t7"][0] == 7
+
+
+def _buffers() -> set[int]:
+    return {buffer.data_ptr() for buffer in _async._savers[os.getpid()]._stager._buffers.values()}
+
+
+def test_the_copys_memory_is_used_again(tmp_path: Path) -> None:
+    state = {f"t{i}": torch.full((1000,), float(i)) for i in range(3)}
+    zarrckpt.async_save(state, tmp_path / "1").result(timeout=60)
+    first = _buffers()
+    state["t1"] += 1
+    zarrckpt.async_save(state, tmp_path / "2").result(timeout=60)
+    assert _buffers() == first and len(first) == 3
+    assert zarrckpt.open(tmp_path / "1")["t1"][0] == 1 and zarrckpt.open(tmp_path / "2")["t1"][0] == 2
+    zarrckpt.async_save({"t0": torch.ones(1000), "new": torch.ones(5)}, tmp_path / "3").result(timeout=60)
+    assert len(_buffers()) == 2 and len(_buffers() & first) == 1
+
+
+def test_errors_come_out_of_the_future(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3)}
+    zarrckpt.async_save(state, tmp_path / "one").result(timeout=60)
+    again = zarrckpt.async_save(state, tmp_path / "one")
+    with pytest.raises(zarrckpt.CheckpointExistsError, match="Checkpoint already exists"):
+        again.result(timeout=60)
+    sparse = zarrckpt.async_save({"odd": torch.eye(2).to_sparse()}, tmp_path / "two")
+    with pytest.raises(zarrckpt.UnsupportedValueError, match="'odd'"):
+        sparse.result(timeout=60)
+    assert zarrckpt.async_save(state, tmp_path / "two").result(timeout=60).objects == 1
+    over = zarrckpt.async_save({"w": torch.zeros(3)}, tmp_path / "one", overwrite=True)
+    over.result(timeout=60)
+    assert zarrckpt.open(tmp_path / "one")["w"][0] == 0
+    with pytest.raises(TypeError):
+        zarrckpt.async_save(state, tmp_path / "three", no_such_option=1)
+
+
+def _fail_on_one_rank(url: str) -> None:
+    odd = torch.eye(2).to_sparse() if dist.get_rank() == 1 else torch.eye(2)
+    try:
+        zarrckpt.async_save({"odd": odd}, url).result(timeout=30)
+    finally:
+        dist.barrier()
+        zarrckpt.async_save({"odd": torch.eye(2)}, url).result(timeout=30)
+
+
+def test_an_error_on_one_rank_comes_out_of_every_future(tmp_path: Path) -> None:
+    message = all_ranks_raise(zarrckpt.UnsupportedValueError, _fail_on_one_rank, str(tmp_path / "one"))
+    assert "'odd'" in message
+    assert zarrckpt.open(tmp_path / "one")["odd"][0, 0] == 1
+
+
+def _some_ranks(folder: str) -> None:
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        state = {"w": torch.arange(4.0), "who": "two"}
+        futures = [zarrckpt.async_save(state, f"{folder}/{i}", process_group=group) for i in range(2)]
+        assert [len(future.result(timeout=60).rank_bytes) for future in futures] == [2, 2]
+    zarrckpt.async_save({"w": torch.arange(4.0)}, f"{folder}/all").result(timeout=60)
+
+
+def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
+    run_ranks(_some_ranks, str(tmp_path))
+    assert zarrckpt.open(tmp_path / "0").world_size == 2 and zarrckpt.open(tmp_path / "all").world_size == 4
+
+
+SCRIPT = """
+import sys, torch, zarrckpt
+state = {f"t{i}": torch.full((1000,), float(i)) for i in range(200)}
+zarrckpt.async_save(state, sys.argv[1])
+print("leaving", flush=True)
+if sys.argv[2] == "raise":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "raise"])
+def test_the_end_of_the_process_waits_for_the_save(how: str, tmp_path: Path) -> None:
+    url = str(tmp_path / "one")
+    ended = subprocess.run([sys.executable, "-c", SCRIPT, url, how], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == (3 if how == "raise" else 0), ended.stderr
+    assert ended.stdout == "leaving\n"
+    checkpoint = zarrckpt.open(url)
+    assert len(checkpoint) == 200 and (checkpoint["t199"][:] == 199).all()
+    if how == "end":
+        again = subprocess.run([sys.executable, "-c", SCRIPT, url, how], capture_output=True, text=True, timeout=120)
+        assert "Checkpoint already exists" in again.stderr
+
+
+def test_the_call_returns_before_the_save_is_done(tmp_path: Path) -> None:
+    gate = threading.Event()
+    future = zarrckpt.async_save({"w": torch.ones(3)}, tmp_path / "one", progress=lambda done, total: gate.wait(60))
+    assert not future.done()
+    time.sleep(0.2)
+    with pytest.raises(zarrckpt.CheckpointNotFoundError):
+        zarrckpt.open(tmp_path / "one")
+    gate.set()
+    future.result(timeout=60)
+    assert zarrckpt.open(tmp_path / "one")["w"][0] == 1
+
+
+def _uneven_groups(url: str) -> str | None:
+    group = dist.new_group([1, 2])
+    dist.new_group([0, 2])
+    if dist.get_rank() == 0:
+        return None
+    with pytest.raises(zarrckpt.CheckpointError) as caught:
+        zarrckpt.async_save({"w": torch.ones(3)}, url, process_group=group)
+    return str(caught.value)
+
+
+def test_a_group_that_torch_cannot_make_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    messages = run_ranks(_uneven_groups, str(tmp_path / "one"), world_size=3, timeout=30)
+    assert messages[1] == messages[2] and "different numbers of process groups" in str(messages[1])

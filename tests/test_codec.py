@@ -1,0 +1,319 @@
+"""Chunk bytes: zarr-python and TensorStore decode what is encoded here; our reads are numpy's slices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pytest
+import tensorstore
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zarr.core.buffer import default_buffer_prototype
+from zarr.storage import MemoryStore
+
+from zarrckpt import _codec
+from zarrckpt._documents import ArrayNode, dumps
+from zarrckpt._dtypes import DTYPES, by_name
+from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
+from zarrckpt._grid import Box, Grid
+from zarrckpt._transfer import BytesBudget, plan_reads, read_box, read_chunk, run
+
+Ints = tuple[int, ...]
+
+
+class Objects:
+    """What the reading functions need of a store, and a log of what was asked for."""
+
+    url = "test://objects"
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+        self.requests: list[tuple[str, int, int]] = []
+
+    def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
+        self.requests.append((key, byte_offset, len(buffer)))
+        if key not in self.data:
+            raise ObjectNotFoundError(key)
+        found = self.data[key][byte_offset : byte_offset + len(buffer)]
+        if len(found) != len(buffer):
+            raise CorruptCheckpointError(f"{key} is short")
+        buffer[:] = found
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> ArrayNode:
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    sub = tuple(draw(st.integers(1, 3)) for _ in shape)
+    chunk = tuple(s * draw(st.integers(1, 3)) for s in sub)
+    # zarr-python has no sharding of arrays without dimensions, and neither has the library.
+    grid = Grid(shape, chunk, draw(st.sampled_from([None, sub])) if shape else None)
+    return ArrayNode("a", grid, by_name(draw(st.sampled_from(sorted(DTYPES)))))
+
+
+def random_elements(node: ArrayNode, seed: int = 0) -> np.ndarray[Any, Any]:
+    size = node.dtype.itemsize
+    raw = np.random.default_rng(seed).integers(0, 256, (math.prod(node.grid.shape) * size,), np.uint8)
+    if node.dtype.name == "bool":
+        raw &= 1
+    return raw.view(_codec.raw_dtype(size)).reshape(node.grid.shape)
+
+
+def store_array(node: ArrayNode, elements: np.ndarray[Any, Any]) -> tuple[Objects, np.ndarray[Any, Any]]:
+    """Encode a whole array; returns its objects and its part of the checksum table."""
+    objects, table = Objects(), []
+    for index in itertools.product(*map(range, node.grid.counts)):
+        buffers, checksums = _codec.encode_chunk(node.grid, elements[node.grid.chunk_box(index).slices()])
+        objects.data[node.chunk_key(index)] = b"".join(bytes(buffer) for buffer in buffers)
+        table += checksums
+    return objects, np.array(table, "<u4")
+
+
+def as_bytes(array: np.ndarray[Any, Any]) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+@settings(max_examples=150, deadline=None)
+@given(nodes())
+def test_zarr_decodes_what_is_encoded(node: ArrayNode) -> None:
+    elements = random_elements(node)
+    objects, table = store_array(node, elements)
+    assert len(table) == node.grid.num_subchunks
+    make = default_buffer_prototype().buffer.from_bytes
+    stored = {"a/zarr.json": make(dumps(node.document()))} | {k: make(v) for k, v in objects.data.items()}
+    group = make(b'{"zarr_format": 3, "node_type": "group"}')
+    root = zarr.open_group(MemoryStore({"zarr.json": group, **stored}), mode="r")
+    array = root["a"]
+    assert isinstance(array, zarr.Array)
+    assert array.dtype == node.dtype.numpy
+    assert as_bytes(np.asarray(array[...])) == as_bytes(elements)
+
+
+@settings(max_examples=60, deadline=None)
+@given(nodes())
+def test_tensorstore_decodes_what_is_encoded(node: ArrayNode) -> None:
+    elements = random_elements(node)
+    objects, _ = store_array(node, elements)
+    context = tensorstore.Context()
+    memory = tensorstore.KvStore.open({"driver": "memory"}, context=context).result()
+    for key, data in {"a/zarr.json": dumps(node.document()), **objects.data}.items():
+        memory[key] = data
+    spec = {"driver": "zarr3", "kvstore": {"driver": "memory", "path": "a"}}
+    array = tensorstore.open(spec, context=context, read=True).result()
+    assert as_bytes(array.read().result()) == as_bytes(elements)
+
+
+@settings(max_examples=150, deadline=None)
+@given(nodes())
+def test_every_chunk_object_has_the_size_and_checksums_that_the_format_says(node: ArrayNode) -> None:
+    objects, table = store_array(node, random_elements(node))
+    size = node.dtype.itemsize
+    for number, index in enumerate(itertools.product(*map(range, node.grid.counts))):
+        data = objects.data[node.chunk_key(index)]
+        assert len(data) == _codec.chunk_object_size(node.grid, size)
+        part = _codec.subchunk_bytes(node.grid, size)
+        cells = math.prod(node.grid.sub_counts)
+        for place in range(cells):
+            stored = data[place * part : (place + 1) * part]
+            own = int.from_bytes(stored[-4:], "little")
+            assert google_crc32c.value(stored[:-4]) == own
+            assert own in table[number * cells : (number + 1) * cells]
+
+
+def test_the_bytes_of_a_padded_chunk_with_subchunks() -> None:
+    """By hand, from the format page: a chunk of 2 x 4 bytes in subchunks of 1 x 2, of which the array has 2 x 3."""
+    buffers, checksums = _codec.encode_chunk(Grid((2, 3), (2, 4), (1, 2)), np.array([[1, 2, 3], [4, 5, 6]], np.uint8))
+    parts = [bytes([1, 2]), bytes([4, 5]), bytes([3, 0]), bytes([6, 0])]  # first dimension fastest
+    stored = b"".join(part + struct.pack("<I", google_crc32c.value(part)) for part in parts)
+    index = struct.pack("<8Q", 0, 6, 12, 6, 6, 6, 18, 6)  # C order: places 0, 2, 1, 3
+    assert b"".join(map(bytes, buffers)) == stored + index + struct.pack("<I", google_crc32c.value(index))
+    assert checksums == [google_crc32c.value(parts[place]) for place in (0, 2, 1, 3)]
+
+
+def test_crc32c_is_castagnoli_s() -> None:
+    assert _codec.crc32c(b"123456789") == 0xE3069283
+    assert _codec.crc32c(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283
+    assert _codec.crc32c(b"") == 0
+
+
+@st.composite
+def node_and_box(draw: st.DrawFn) -> tuple[ArrayNode, Box]:
+    node = draw(nodes())
+    starts = tuple(draw(st.integers(0, n)) for n in node.grid.shape)
+    sizes = tuple(draw(st.integers(0, n - start)) for n, start in zip(node.grid.shape, starts, strict=True))
+    return node, Box(starts, sizes)
+
+
+@settings(max_examples=300, deadline=None)
+@given(node_and_box())
+def test_reading_a_box_is_numpy_s_slice_and_fetches_nothing_twice(case: tuple[ArrayNode, Box]) -> None:
+    node, box = case
+    elements = random_elements(node)
+    objects, table = store_array(node, elements)
+    found = read_box(objects, node, table, box)  # type: ignore[arg-type]
+    assert as_bytes(found) == as_bytes(elements[box.slices()])
+    # Exactly the subchunks that share an element with the box, each once.
+    part = _codec.subchunk_bytes(node.grid, node.dtype.itemsize)
+    fetched = [
+        (key, place) for key, start, n in objects.requests for place in range(start // part, (start + n) // part)
+    ]
+    assert all(start % part == 0 and n % part == 0 for _, start, n in objects.requests)
+    assert len(fetched) == len({*fetched}) == sum(1 for _ in overlapping(node.grid, box))
+
+
+def overlapping(grid: Grid, box: Box) -> Iterator[tuple[Ints, Ints]]:
+    sub = grid.subchunk_shape or grid.chunk_shape
+    touched = np.zeros(grid.shape, bool)
+    touched[box.slices()] = True
+    for chunk in itertools.product(*map(range, grid.counts)):
+        for cell in itertools.product(*map(range, grid.sub_counts)):
+            offset = [c * n + i * s for c, n, i, s in zip(chunk, grid.chunk_shape, cell, sub, strict=True)]
+            if touched[tuple(slice(o, o + s) for o, s in zip(offset, sub, strict=True))].any():
+                yield chunk, cell
+
+
+def test_a_strided_target_is_filled_in_place() -> None:
+    node = ArrayNode("a", Grid((6, 8), (6, 8), (2, 4)), by_name("float32"))
+    elements = random_elements(node)
+    objects, table = store_array(node, elements)
+    memory = np.zeros((8, 12), "<u4")
+    target = memory[1:7:2, ::-2][:, :4]
+    box = Box((2, 3), (3, 4))
+    for read in plan_reads(node, box, target, table):
+        read_chunk(objects, read)  # type: ignore[arg-type]
+    assert (target == elements[2:5, 3:7]).all() and np.count_nonzero(memory) <= target.size
+
+
+def test_a_column_of_subchunks_is_one_request() -> None:
+    """Subchunks lie first dimension fastest, so that a column shard reads one range of bytes."""
+    node = ArrayNode("a", Grid((8, 8), (8, 8), (2, 4)), by_name("float32"))
+    objects, table = store_array(node, random_elements(node))
+    read_box(objects, node, table, Box((0, 4), (8, 4)))  # type: ignore[arg-type]
+    part = _codec.subchunk_bytes(node.grid, 4)
+    assert objects.requests == [("a/c.0.0", 4 * part, 4 * part)]
+
+
+@pytest.mark.parametrize("sub", [None, (2, 2)])
+def test_every_flipped_bit_of_a_subchunk_is_found(sub: Ints | None) -> None:
+    node = ArrayNode("a", Grid((3, 4), (4, 4), sub), by_name("int16"))
+    objects, table = store_array(node, random_elements(node))
+    (key,) = objects.data
+    whole = objects.data[key]
+    covered = math.prod(node.grid.sub_counts) * _codec.subchunk_bytes(node.grid, 2)
+    for bit in range(8 * covered):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        objects.data[key] = bytes(flipped)
+        with pytest.raises(CorruptCheckpointError, match=r"a/c\.0\.0"):
+            read_box(objects, node, table)  # type: ignore[arg-type]
+
+
+def test_a_chunk_in_the_place_of_another_is_found() -> None:
+    node = ArrayNode("a", Grid((4,), (2,)), by_name("int16"))
+    objects, table = store_array(node, np.arange(4, dtype="<u2"))
+    one, other = objects.data["a/c.0"], objects.data["a/c.1"]
+    objects.data |= {"a/c.0": other, "a/c.1": one}
+    with pytest.raises(CorruptCheckpointError):
+        read_box(objects, node, table)  # type: ignore[arg-type]
+
+
+def test_a_missing_or_short_chunk_is_found() -> None:
+    node = ArrayNode("a", Grid((4,), (2,)), by_name("int16"))
+    objects, table = store_array(node, np.arange(4, dtype="<u2"))
+    objects.data["a/c.1"] = objects.data["a/c.1"][:-1]
+    with pytest.raises(CorruptCheckpointError):
+        read_box(objects, node, table)  # type: ignore[arg-type]
+    del objects.data["a/c.1"]
+    with pytest.raises(CorruptCheckpointError):
+        read_box(objects, node, table)  # type: ignore[arg-type]
+
+
+def test_a_whole_contiguous_chunk_is_not_copied() -> None:
+    piece = np.arange(12, dtype="<u4").reshape(3, 4)
+    buffers, _ = _codec.encode_chunk(Grid((3, 4), (3, 4)), piece)
+    assert np.shares_memory(np.frombuffer(buffers[0], np.uint8), piece)
+
+
+@given(st.lists(st.integers(0, 40), unique=True).map(sorted), st.integers(1, 6))
+def test_runs_are_neighbours_in_order(places: list[int], longest: int) -> None:
+    found = _codec.runs(places, longest)
+    assert [first + i for first, count in found for i in range(count)] == places
+    assert all(1 <= count <= longest for _, count in found)
+    for (first, count), (after, _) in itertools.pairwise(found):
+        assert first + count < after or count == longest
+
+
+def test_documents_are_what_zarr_writes_for_the_same_array(tmp_path: Path) -> None:
+    """Field by field, zarr-python's own document of an array made with these parameters."""
+    node = ArrayNode("a", Grid((8, 6), (4, 6), (2, 3)), by_name("float32"))
+    zarr.create_array(
+        tmp_path / "z",
+        shape=(8, 6),
+        shards=(4, 6),
+        chunks=(2, 3),
+        dtype="float32",
+        fill_value=np.nan,
+        compressors=zarr.codecs.Crc32cCodec(),
+        chunk_key_encoding={"name": "default", "separator": "."},
+        dimension_names=["dim0_8", "dim1_6"],
+    )
+    document = json.loads((tmp_path / "z/zarr.json").read_bytes())
+    document.pop("storage_transformers", None)
+    assert document == node.document()
+
+
+def test_run_keeps_order_and_draws_jobs_as_threads_come_free() -> None:
+    drawn, gate = [], threading.Event()
+
+    def jobs() -> Iterator[Any]:
+        for i in range(50):
+            drawn.append(i)
+            yield lambda i=i: gate.wait(10) and i
+
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(run(jobs(), 3)))
+    thread.start()
+    thread.join(0.3)
+    assert len(drawn) <= 8
+    gate.set()
+    thread.join()
+    assert found == list(range(50))
+
+
+def test_run_raises_the_first_error_and_starts_no_more() -> None:
+    started = []
+
+    def job(i: int) -> None:
+        started.append(i)
+        if i == 3:
+            raise KeyError(i)
+
+    with pytest.raises(KeyError):
+        run(((lambda i=i: job(i)) for i in range(1000)), 2)
+    assert len(started) < 1000
+
+
+def test_the_budget_bounds_bytes_and_lets_a_large_job_run_alone() -> None:
+    budget, used, most, lock = BytesBudget(100), 0, 0, threading.Lock()
+
+    def job(nbytes: int) -> None:
+        nonlocal used, most
+        with budget.hold(nbytes):
+            with lock:
+                used += nbytes
+                most = max(most, used)
+                assert used <= 100 or used == nbytes
+            with lock:
+                used -= nbytes
+
+    run(((lambda n=n: job(n)) for n in [30, 60, 250, 50, 100, 1] * 20), 8)
+    assert most == 250

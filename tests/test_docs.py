@@ -1,0 +1,65 @@
+"""The code in README.md and docs/ runs, and what they link to is there.
+
+A page's ```python blocks are one program: they run in order, in one process, in an empty folder. A block that is marked
+```python no-run is left out. Code that a page needs but does not show stands in a comment: <!-- test-setup: ... -->
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CODE = re.compile(r"^```python\n(.*?)^```$|^<!-- test-setup:(.*?)-->", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^( *)```(.*)$", re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)")
+
+
+def program(page: str) -> str:
+    """The code of a page, each piece on the lines that it has there, so that tracebacks point into the page."""
+    lines = 0
+    code = ""
+    for match in CODE.finditer(page):
+        group = 1 if match[1] is not None else 2
+        gap = page.count("\n", 0, match.start(group)) - lines
+        code += "\n" * gap + match[group].rstrip(" ")
+        code += "" if code.endswith("\n") else "\n"
+        lines = code.count("\n")
+    return code
+
+
+RUNNABLE = [page for page in PAGES if program(page.read_text()).strip()]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_runs(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(program(page.read_text()))
+    work = tmp_path / "work"
+    work.mkdir()
+    done = subprocess.run([sys.executable, script], cwd=work, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{page.name}, lines as in the page:\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_is_marked_so_that_it_is_found(page: Path) -> None:
+    """A block with another spelling of its language would never run, and nobody would know."""
+    marks = [match for match in FENCE.finditer(page.read_text())]
+    for opening in marks[::2]:
+        assert not opening[1] or "py" not in opening[2], f"{page.name}: indented {opening[2]!r} block"
+        assert "py" not in opening[2] or opening[2] in ("python", "python no-run"), f"{page.name}: {opening[2]!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_readme_and_the_tutorial_have_code() -> None:
+    assert {page.name for page in RUNNABLE} >= {"README.md", "tutorial.md"}

@@ -1,0 +1,62 @@
+"""The example's main path on a small model: train, kill, resume on 2 processes, look inside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "train_fsdp2.py"
+SMALL = ["--layers", "1", "--width", "64", "--length", "64", "--batch", "8"]
+SHORT = ["--steps", "9", "--every", "3", "--kill-at", "5"]
+
+
+def run_example(*options: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLE), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("options", [[], ["--s3", "--async", "--tp", "2"]], ids=["local", "s3-async-tp"])
+def test_the_loss_curve_continues(options: list[str], tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    done = run_example(*SMALL, *SHORT, *options, "--json", str(summary))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(summary.read_text())
+
+    step = found["resumed_step"]
+    assert step in (3, 6)  # the 6 where the kill came late
+    assert found["resumed_from"].endswith(f"/run/step-000{step}")
+    assert found["restored_exactly"]
+    assert list(found["resumed"]) == [str(number) for number in range(step + 1, 10)]
+    assert found["repeatable"]
+    for number, loss in found["resumed"].items():
+        assert loss == pytest.approx(found["uninterrupted"][number], rel=1e-5)
+    assert found["largest_difference"] < 1e-5
+    assert found["continues"]
+
+    assert len(found["rank_bytes"]) == 4 and all(found["rank_bytes"])
+    assert found["inside"]["step"] == step
+    assert found["inside"]["xarray_variables"] == 18
+    assert found["inside"]["tensors"] == 18 * 4 + 1  # parameters, their step and two moments; torch's RNG state
+    assert "continues where it was" in done.stdout
+    assert done.stdout.count("\n") < 60
+
+
+def test_a_failing_worker_is_shown(tmp_path: Path) -> None:
+    """The error of the rank that failed is in the output, and the file that has all of it is named."""
+    folder = tmp_path / "demo"
+    done = run_example(*SMALL, *SHORT, "--lr", "-1", "--dir", str(folder))
+    assert done.returncode == 1
+    assert "ValueError: Invalid learning rate: -1.0" in done.stdout
+    assert str(folder / "logs" / "uninterrupted") in done.stdout
+
+
+def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    assert "--worker needs --checkpoints" in run_example("--worker").stderr
+    assert "can't split a batch of 7" in run_example("--batch", "7").stderr
+    (tmp_path / "file").touch()
+    assert "not an empty folder" in run_example("--dir", str(tmp_path)).stderr

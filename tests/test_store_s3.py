@@ -1,0 +1,606 @@
+"""S3 by obstore and by s3fs: options, credentials, faults of servers, and errors that carry no secret."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import ssl
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from s3_stub import S3Stub
+from store_servers import S3Place, free_port, make_certificate
+
+from zarrckpt._errors import ObjectExistsError, ObjectNotFoundError, StorageError
+from zarrckpt._store import Store, open_store
+
+QUICK = {"retry_config": {"max_retries": 1, "retry_timeout": 5}}
+
+
+def stub_store(stub: S3Stub, path: str = "run", **options: Any) -> Store:
+    place = stub.bucket()
+    return open_store(place.url(path), storage_options={**place.storage_options, **options})
+
+
+@pytest.fixture(params=["obstore", "fsspec"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# -- servers that ignore conditions
+
+
+class TestSloppyServer:
+    """A server that takes conditional puts and ignores the condition: best effort, said once."""
+
+    @pytest.fixture
+    def store(self, backend: str, sloppy_bucket: S3Place) -> Store:
+        options = sloppy_bucket.storage_options if backend == "obstore" else sloppy_bucket.fsspec_options
+        return open_store(sloppy_bucket.url("run"), storage_options=options)
+
+    def test_create_still_refuses_what_it_sees_and_warns_once(self, store: Store) -> None:
+        with pytest.warns(UserWarning, match="best effort") as caught:
+            store.create("claim", b"mine")
+            for key in ("claim", "claim"):
+                with pytest.raises(ObjectExistsError):
+                    store.create(key, b"theirs")
+            store.create("root", b"mine")
+        assert len(caught) == 1
+        assert store.get("claim") == store.get("root") == b"mine"
+
+    def test_the_very_first_create_does_not_destroy_what_is_there(self, store: Store) -> None:
+        store.put("root", [b"committed by another"])
+        with pytest.raises(ObjectExistsError):
+            store.create("root", b"mine")
+        assert store.get("root") == b"committed by another"
+
+    def test_replace_still_refuses_what_it_sees_and_leaves_no_probe(self, store: Store) -> None:
+        with pytest.warns(UserWarning, match="best effort") as caught:
+            store.create("root", b"1")
+            seen = store.get_versioned("root")
+            store.replace("root", b"2", seen.version)
+            with pytest.raises(ObjectExistsError):
+                store.replace("root", b"3", seen.version)
+        assert len(caught) == 1
+        assert store.get("root") == b"2"
+        assert [item.key for item in store.list()] == ["root"]
+
+    def test_threads_of_one_process_still_have_one_winner(self, store: Store) -> None:
+        def create(number: int) -> bool:
+            try:
+                store.create("root", b"%d" % number)
+            except ObjectExistsError:
+                return False
+            return True
+
+        with pytest.warns(UserWarning, match="best effort"), ThreadPoolExecutor(12) as pool:
+            assert list(pool.map(create, range(12))).count(True) == 1
+
+
+def test_an_honest_server_is_not_warned_about(backend: str, s3_stub: S3Stub) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = stub_store(s3_stub, backend=backend)
+        store.create("root", b"1")
+        store.replace("root", b"2", store.get_versioned("root").version)
+    assert [item.key for item in store.list()] == ["root"]
+
+
+def test_learning_costs_a_few_requests_once(s3_stub: S3Stub) -> None:
+    def methods() -> list[str]:
+        seen = [request.method for request in s3_stub.requests]
+        s3_stub.requests.clear()
+        return seen
+
+    store = stub_store(s3_stub)
+    store.create("claim", b"1")
+    assert methods() == ["GET", "PUT", "PUT"]
+    store.create("root", b"1")
+    assert methods() == ["PUT"]
+    version = store.get_versioned("root").version
+    assert methods() == ["GET"]
+    store.replace("root", b"2", version)
+    assert len(methods()) <= 8
+    version = store.get_versioned("root").version
+    methods()
+    store.replace("root", b"3", version)
+    assert methods() == ["PUT"]
+
+
+def test_amazon_itself_is_trusted_without_trying(s3_stub: S3Stub) -> None:
+    options = {"key": "k", "secret": "s", "endpoint_url": "http://s3.eu-west-1.amazonaws.com"}
+    store = open_store("s3://bucket/run", storage_options={**options, "proxy_url": s3_stub.endpoint})
+    store.create("root", b"1")
+    assert [request.method for request in s3_stub.requests] == ["PUT"]
+    with pytest.raises(ObjectExistsError):
+        store.create("root", b"2")
+
+
+def test_a_server_that_refuses_every_if_match_gets_best_effort(backend: str, s3_stub: S3Stub) -> None:
+    store = stub_store(s3_stub, backend=backend)
+    store.create("root", b"1")
+    s3_stub.faults.refuse_matches = True
+    seen = store.get_versioned("root")
+    with pytest.warns(UserWarning, match="best effort"):
+        store.replace("root", b"2", seen.version)
+    assert store.get("root") == b"2"
+    with pytest.raises(ObjectExistsError):
+        store.replace("root", b"3", seen.version)
+    assert [item.key for item in store.list()] == ["root"]
+
+
+# -- lost answers and servers in trouble
+
+
+def test_a_lost_answer_is_no_conflict(backend: str, s3_stub: S3Stub) -> None:
+    store = stub_store(s3_stub, backend=backend)
+    store.create("first", b"1")
+    s3_stub.faults.lose_answers = 1
+    store.create("root", b"mine, unique")
+    assert store.get("root") == b"mine, unique"
+    seen = store.get_versioned("root")
+    s3_stub.faults.lose_answers = 1
+    store.replace("root", b"mine again, unique", seen.version)
+    assert store.get("root") == b"mine again, unique"
+    s3_stub.faults.lose_answers = 1
+    store.put("chunk", [b"data"])
+    assert store.get("chunk") == b"data"
+
+
+def test_a_lost_answer_does_not_hide_a_real_conflict(s3_stub: S3Stub) -> None:
+    store = stub_store(s3_stub)
+    store.create("root", b"theirs")
+    s3_stub.faults.lose_answers = 1
+    with pytest.raises(ObjectExistsError):
+        store.create("root", b"mine")
+    assert store.get("root") == b"theirs"
+
+
+def test_a_busy_server_is_tried_again(s3_stub: S3Stub) -> None:
+    store = stub_store(s3_stub)
+    s3_stub.faults.server_errors = 2
+    store.put("k", [b"x"])
+    s3_stub.faults.server_errors = 2
+    assert store.get("k") == b"x"
+
+
+def test_retries_are_bounded(s3_stub: S3Stub) -> None:
+    store = stub_store(s3_stub, **QUICK)
+    s3_stub.faults.server_errors = 100
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="503"):
+        store.put("k", [b"x"])
+    assert time.monotonic() - began < 5
+    assert len(s3_stub.requests) == 2
+
+
+def test_a_server_that_hangs_is_given_up(s3_stub: S3Stub) -> None:
+    store = stub_store(s3_stub, timeout=0.5, retry_config={"max_retries": 0})
+    s3_stub.faults.stall_seconds = 3
+    began = time.monotonic()
+    with pytest.raises(StorageError):
+        store.get("k")
+    assert time.monotonic() - began < 2.5
+
+
+def test_e_tags_without_quotes(backend: str, s3_stub: S3Stub) -> None:
+    store = stub_store(s3_stub, backend=backend)
+    s3_stub.faults.bare_e_tags = True
+    store.create("root", b"1")
+    seen = store.get_versioned("root")
+    store.replace("root", b"2", seen.version)
+    with pytest.raises(ObjectExistsError):
+        store.replace("root", b"3", seen.version)
+    assert store.get("root") == b"2"
+
+
+def test_listings_of_many_pages(backend: str, s3_stub: S3Stub) -> None:
+    s3_stub.faults.page = 3
+    store = stub_store(s3_stub, backend=backend)
+    keys = {f"{folder}/{number}" for folder in ("a", "b") for number in range(5)}
+    for key in keys | {"x", "y"}:
+        store.put(key, [b"z"])
+    assert {item.key for item in store.list()} == keys | {"x", "y"}
+    assert store.list_dir() == (["x", "y"], ["a", "b"])
+    assert store.list_dir("a") == ([str(number) for number in range(5)], [])
+
+
+def test_gcs_generations_are_the_versions(s3_stub: S3Stub) -> None:
+    options = {"bearer_token": "t", "endpoint_url": s3_stub.endpoint}
+    store = open_store("gs://bucket/run", storage_options=options)
+    store.create("root", b"1")
+    seen = store.get_versioned("root")
+    store.replace("root", b"2", seen.version)
+    assert "x-goog-if-generation-match" in s3_stub.requests[-1].headers
+    with pytest.raises(ObjectExistsError):
+        store.replace("root", b"3", seen.version)
+
+
+# -- errors
+
+
+def everything_in(error: BaseException) -> str:
+    """All that a log of the error can show: its traceback, and every exception that hangs on it."""
+    texts = traceback.format_exception(error)
+    seen: list[BaseException] = []
+    todo: list[BaseException | None] = [error]
+    while todo:
+        item = todo.pop()
+        if item is not None and item not in seen:
+            seen.append(item)
+            texts += [str(item), repr(item)]
+            todo += [item.__cause__, item.__context__]
+    return "\n".join(texts)
+
+
+def test_errors_never_quote_credentials(backend: str, s3_stub: S3Stub) -> None:
+    key, secret, token = "AKIAEXAMPLEEXAMPLE", "wJalrXUtnFEMI+K7/MDENG", "FwoGZXIvYXdzE-session"
+    options = {"key": key, "secret": secret, "token": token, "backend": backend}
+    store = stub_store(s3_stub, **options)
+    s3_stub.faults.refusal = (
+        "<Error><Code>SignatureDoesNotMatch</Code><Message>The signature does not match</Message>"
+        f"<AWSAccessKeyId>{key}</AWSAccessKeyId><StringToSign>AWS4 {key}</StringToSign>"
+        f"<CanonicalRequest>PUT\nx-amz-security-token:{token}\n</CanonicalRequest>"
+        f"<Detail>{secret} {token} sig={secret}</Detail></Error>"
+    )
+    calls = [
+        lambda: store.get("k"),
+        lambda: store.put("k", [b"x"]),
+        lambda: store.create("k", b"x"),
+        lambda: store.read_into("k", 0, memoryview(bytearray(3))),
+        lambda: store.list_dir(),
+        lambda: [*store.list()],
+    ]
+    for call in calls:
+        with pytest.raises(StorageError, match="failed") as caught:
+            call()
+        shown = everything_in(caught.value)
+        for hidden in (key, secret, token):
+            assert hidden not in shown
+        assert store.url in str(caught.value)
+
+
+def test_credentials_of_a_provider_are_not_quoted(s3_stub: S3Stub) -> None:
+    def provider() -> dict[str, Any]:
+        raise RuntimeError("cannot renew: Authorization: Bearer abc.def.ghi")
+
+    place = s3_stub.bucket()
+    store = open_store(
+        place.url(), storage_options={"endpoint_url": place.endpoint, **QUICK}, credential_provider=provider
+    )
+    with pytest.raises(StorageError, match="cannot renew") as caught:
+        store.get("k")
+    assert "abc.def.ghi" not in everything_in(caught.value)
+
+
+@pytest.mark.parametrize("server", ["moto", pytest.param("ceph", marks=pytest.mark.ceph)])
+def test_a_missing_bucket_is_named(server: str, backend: str, request: pytest.FixtureRequest) -> None:
+    endpoint = request.getfixturevalue(f"{server}_endpoint")
+    place = S3Place(endpoint, "no-such-bucket-anywhere")
+    store = open_store(place.url("run"), storage_options={**place.storage_options, "backend": backend})
+    for write in (lambda: store.put("k", [b"x"]), lambda: store.create("k", b"x")):
+        with pytest.raises(StorageError, match=r"(?s)no-such-bucket-anywhere.*bucket.*exists") as caught:
+            write()
+        assert not isinstance(caught.value, ObjectExistsError | ObjectNotFoundError)
+    with pytest.raises(ObjectNotFoundError):
+        store.get("k")
+    if backend == "obstore":
+        with pytest.raises(StorageError, match="NoSuchBucket"):
+            store.list_dir()
+
+
+@pytest.mark.ceph
+def test_wrong_credentials_are_refused_clearly(backend: str, ceph_bucket: S3Place) -> None:
+    options = {**ceph_bucket.storage_options, "secret": "wrong-secret-123", "backend": backend}
+    store = open_store(ceph_bucket.url("run"), storage_options=options)
+    for call in (lambda: store.get("k"), lambda: store.put("k", [b"x"]), lambda: store.create("k", b"x")):
+        with pytest.raises(StorageError, match="Check the credentials") as caught:
+            call()
+        assert not isinstance(caught.value, FileNotFoundError | FileExistsError)
+        assert "wrong-secret-123" not in everything_in(caught.value)
+
+
+def test_an_unreachable_endpoint_is_given_up_in_time(backend: str) -> None:
+    place = S3Place(f"http://127.0.0.1:{free_port()}", "bucket", secret="secret-of-mine")
+    once = {"backend": "fsspec", "config_kwargs": {"retries": {"max_attempts": 0}}}
+    quick = QUICK if backend == "obstore" else once
+    store = open_store(place.url("run"), storage_options={**place.storage_options, **quick})
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="Check the") as caught:
+        store.get("k")
+    assert time.monotonic() - began < 15
+    assert "secret-of-mine" not in everything_in(caught.value)
+
+
+# -- options
+
+
+def put_headers(stub: S3Stub, **options: Any) -> dict[str, str]:
+    """The headers with which an object arrives under these options."""
+    store = stub_store(stub, **options)
+    store.put("k", [b"x"])
+    assert store.get("k") == b"x"
+    return next(request.headers for request in stub.requests if request.method == "PUT")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"server_side_encryption": "aws:kms", "sse_kms_key_id": "the-key", "sse_bucket_key_enabled": True},
+        {
+            "s3_additional_kwargs": {
+                "ServerSideEncryption": "aws:kms",
+                "SSEKMSKeyId": "the-key",
+                "BucketKeyEnabled": True,
+            }
+        },
+    ],
+)
+def test_sse_kms(options: dict[str, Any], s3_stub: S3Stub) -> None:
+    headers = put_headers(s3_stub, **options)
+    assert headers["x-amz-server-side-encryption"] == "aws:kms"
+    assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "the-key"
+    assert headers["x-amz-server-side-encryption-bucket-key-enabled"] == "true"
+
+
+def test_sse_with_a_customer_key(s3_stub: S3Stub) -> None:
+    extra = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": b"0" * 32}
+    headers = put_headers(s3_stub, s3_additional_kwargs=extra)
+    assert headers["x-amz-server-side-encryption-customer-algorithm"] == "AES256"
+    read = s3_stub.requests[-1]
+    assert read.method == "GET"
+    assert "x-amz-server-side-encryption-customer-key" in read.headers
+
+
+@pytest.mark.parametrize("options", [{"requester_pays": True}, {"request_payer": True}])
+def test_requester_pays(options: dict[str, Any], s3_stub: S3Stub) -> None:
+    assert put_headers(s3_stub, **options)["x-amz-request-payer"] == "requester"
+    assert s3_stub.requests[-1].headers["x-amz-request-payer"] == "requester"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"storage_class": "STANDARD_IA", "tags": {"team": "a b", "run": "7"}, "metadata": {"origin": "here"}},
+        {
+            "s3_additional_kwargs": {
+                "StorageClass": "STANDARD_IA",
+                "Tagging": "team=a%20b&run=7",
+                "Metadata": {"origin": "here"},
+            }
+        },
+    ],
+)
+@pytest.mark.parametrize("how", ["put", "create", "multipart"])
+def test_storage_class_tags_and_metadata(
+    options: dict[str, Any], how: str, s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zarrckpt._store import _obstore
+
+    store = stub_store(s3_stub, **options)
+    if how == "create":
+        store.create("k", b"x")
+    else:
+        monkeypatch.setattr(_obstore, "SINGLE_PUT", 10 if how == "multipart" else 2**20)
+        store.put("k", [b"x" * 20])
+    (kept,) = s3_stub.objects.values()
+    assert kept.headers["x-amz-storage-class"] == "STANDARD_IA"
+    assert kept.headers["x-amz-meta-origin"] == "here"
+    assert sorted(kept.headers["x-amz-tagging"].split("&")) in (["run=7", "team=a%20b"], ["run=7", "team=a+b"])
+
+
+def test_anonymous_requests_are_not_signed(s3_stub: S3Stub) -> None:
+    store = open_store("s3://public/run", storage_options={"anon": True, "endpoint_url": s3_stub.endpoint})
+    with pytest.raises(ObjectNotFoundError):
+        store.get("k")
+    assert "authorization" not in s3_stub.requests[-1].headers
+
+
+def test_given_keys_do_not_mix_with_a_token_of_the_environment(
+    s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token-of-the-environment")
+    headers = put_headers(s3_stub)
+    assert "Credential=test/" in headers["authorization"]
+    assert "x-amz-security-token" not in headers
+    s3_stub.requests.clear()
+    assert put_headers(s3_stub, token="mine")["x-amz-security-token"] == "mine"
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_the_environment_alone_is_enough(variable: str, s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3_stub.bucket().environment.items():
+        monkeypatch.setenv(name.replace("AWS_ENDPOINT_URL", variable), value)
+    store = open_store("s3://bucket/run")
+    store.put("k", [b"x"])
+    assert f"/{'us-east-1'}/s3/" in s3_stub.requests[-1].headers["authorization"]
+    assert s3_stub.objects["bucket/run/k"].data == b"x"
+
+
+def test_an_option_beats_the_environment(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    headers = put_headers(s3_stub, region="ap-south-1", **QUICK)
+    assert "/ap-south-1/s3/" in headers["authorization"]
+
+
+def test_a_profile_gives_keys_region_and_endpoint(
+    s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config"
+    config.write_text(
+        "[profile research]\nregion = eu-north-1\naws_access_key_id = of-profile\n"
+        f"aws_secret_access_key = s3cret\nendpoint_url = {s3_stub.endpoint}\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    store = open_store("s3://bucket/run", storage_options={"profile": "research"})
+    store.put("k", [b"x"])
+    assert "Credential=of-profile/" in s3_stub.requests[-1].headers["authorization"]
+    assert "/eu-north-1/s3/" in s3_stub.requests[-1].headers["authorization"]
+    monkeypatch.setenv("AWS_PROFILE", "research")
+    open_store("s3://bucket/run").put("k", [b"y"])
+    assert "Credential=of-profile/" in s3_stub.requests[-1].headers["authorization"]
+    with pytest.raises(StorageError, match="'nobody'"):
+        open_store("s3://bucket/run", storage_options={"profile": "nobody"})
+
+
+def test_no_credentials_at_all_is_said_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"no AWS credentials were found.*AWS_PROFILE.*anon"):
+        open_store("s3://bucket/run")
+    assert time.monotonic() - began < 5
+
+
+def test_a_provider_is_asked_again_when_its_credentials_expire(s3_stub: S3Stub) -> None:
+    asked: list[int] = []
+
+    def provider() -> dict[str, Any]:
+        asked.append(len(asked))
+        expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=1)
+        return {"access_key_id": f"key-{len(asked)}", "secret_access_key": "s", "token": "t", "expires_at": expires}
+
+    store = open_store(
+        "s3://bucket/run", storage_options={"endpoint_url": s3_stub.endpoint}, credential_provider=provider
+    )
+    store.put("k", [b"x"])
+    time.sleep(1.1)
+    store.put("k", [b"x"])
+    assert len(asked) >= 2
+    assert f"Credential=key-{len(asked)}/" in s3_stub.requests[-1].headers["authorization"]
+
+
+def test_a_proxy_is_used(s3_stub: S3Stub) -> None:
+    for options in ({"proxy_url": s3_stub.endpoint}, {"config_kwargs": {"proxies": {"http": s3_stub.endpoint}}}):
+        s3_stub.requests.clear()
+        store = open_store(
+            "s3://bucket/run",
+            storage_options={"key": "k", "secret": "s", "endpoint_url": "http://unreachable.invalid", **options},
+        )
+        store.put("k", [b"x"])
+        assert s3_stub.requests[-1].target == "http://unreachable.invalid/bucket/run/k"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1 that no machine trusts, with its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, private = make_certificate()
+    (folder / "cert.pem").write_text(certificate)
+    (folder / "key.pem").write_text(private)
+    return folder / "cert.pem"
+
+
+@pytest.fixture
+def tls_stub(certificate: Path) -> Iterator[S3Stub]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, certificate.with_name("key.pem"))
+    with S3Stub(tls=context) as stub:
+        yield stub
+
+
+@pytest.mark.parametrize("how", ["path", "pem", "verify", "client_kwargs", "environment", "unverified"])
+def test_an_own_certificate_authority(
+    how: str, tls_stub: S3Stub, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {
+        "path": {"root_certificate": str(certificate)},
+        "pem": {"client_options": {"root_certificate": certificate.read_bytes()}},
+        "verify": {"verify": str(certificate)},
+        "client_kwargs": {"client_kwargs": {"verify": str(certificate), "region_name": "us-east-1"}},
+        "environment": {},
+        "unverified": {"verify": False},
+    }[how]
+    if how == "environment":
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    store = stub_store(tls_stub, **options)
+    store.put("k", [b"x"])
+    assert store.get("k") == b"x"
+
+
+def test_an_unknown_certificate_authority_is_refused(tls_stub: S3Stub) -> None:
+    with pytest.raises(StorageError):
+        stub_store(tls_stub, **QUICK).put("k", [b"x"])
+    with pytest.raises(StorageError, match=r"/no/such\.pem"):
+        stub_store(tls_stub, verify="/no/such.pem")
+
+
+def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Stub) -> None:
+    for options in (
+        {"virtual_hosted_style_request": True},
+        {"config_kwargs": {"s3": {"addressing_style": "virtual"}}},
+    ):
+        s3_stub.requests.clear()
+        store = open_store(
+            "s3://bucket/run",
+            storage_options={
+                "key": "k",
+                "secret": "s",
+                "endpoint_url": "http://s3.invalid",
+                "proxy_url": s3_stub.endpoint,
+                **options,
+            },
+        )
+        store.put("k", [b"x"])
+        assert s3_stub.requests[-1].target == "http://bucket.s3.invalid/run/k"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"regoin": "x"}, "did you mean 'region'"),
+        ({"client_kwargs": {"endpoint": "x"}}, r"client_kwargs\['endpoint'\].*endpoint_url"),
+        ({"client_options": {"time_out": 3}}, "timeout"),
+        ({"retry_config": {"retries": 3}}, "max_retries"),
+        ({"s3_additional_kwargs": {"ACL": "private"}}, "bucket policy"),
+        ({"use_listings_cache": False}, "belongs to s3fs"),
+        ({"session": object()}, "credential_provider"),
+        ({"completely_different": 1}, "known are"),
+        ({"backend": "boto"}, "'obstore' or 'fsspec'"),
+        ({"use_ssl": False}, "needs an endpoint_url"),
+        ({"key": "only half"}, "only one of key and secret"),
+        ({"profile": "p", "key": "k", "secret": "s", "anon": False}, None),
+        ({"config_kwargs": {"signature_version": "s3"}}, "s3v4"),
+    ],
+)
+def test_options_that_cannot_be_served_are_refused(options: dict[str, Any], reason: str | None) -> None:
+    if reason is None:
+        open_store("s3://bucket", storage_options=options)
+        return
+    with pytest.raises(StorageError, match=reason):
+        open_store("s3://bucket", storage_options={"anon": "key" not in options, **options})
+
+
+def test_a_provider_and_keys_are_too_much() -> None:
+    with pytest.raises(StorageError, match="not several"):
+        open_store("s3://bucket", storage_options={"key": "k", "secret": "s"}, credential_provider=dict)
+
+
+def test_options_reach_s3fs_as_they_are(moto_bucket: S3Place) -> None:
+    options = {**moto_bucket.fsspec_options, "s3_additional_kwargs": {"Metadata": {"origin": "here"}}}
+    open_store(moto_bucket.url("run"), storage_options=options).put("k", [b"x"])
+    found = moto_bucket.client().head_object(Bucket=moto_bucket.bucket, Key="run/k")
+    assert found["Metadata"] == {"origin": "here"}
+
+
+def test_large_objects_go_up_in_parts(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zarrckpt._store import _obstore
+
+    monkeypatch.setattr(_obstore, "SINGLE_PUT", 8 * 2**20)
+    monkeypatch.setattr(_obstore, "_PART", 5 * 2**20)
+    store = stub_store(s3_stub)
+    data = os.urandom(2**20)
+    store.put("small", [data] * 8)
+    assert [request.method for request in s3_stub.requests] == ["PUT"]
+    s3_stub.requests.clear()
+    store.put("big", [data] * 13)
+    assert sum("partNumber" in request.target for request in s3_stub.requests) == 3
+    assert store.get("big") == data * 13

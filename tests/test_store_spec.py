@@ -1,0 +1,290 @@
+"""The recipe of a store: picklable without secrets, opened once per process, clear in forked children."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zarr
+from s3_stub import S3Stub
+from store_servers import S3Place
+
+from zarrckpt._errors import StorageError
+from zarrckpt._store import Store, StoreSpec, open_store
+
+SECRET = "hunter2-very-secret"
+
+SECRET_OPTIONS: list[dict[str, Any]] = [
+    {"key": SECRET, "secret": SECRET, "token": SECRET},
+    {"access_key_id": SECRET, "secret_access_key": SECRET, "session_token": SECRET},
+    {"aws_secret_access_key": SECRET, "AWS_SESSION_TOKEN": SECRET},
+    {"client_kwargs": {"aws_secret_access_key": SECRET, "aws_access_key_id": SECRET}},
+    {"s3_additional_kwargs": {"SSECustomerKey": SECRET.encode(), "SSECustomerAlgorithm": "AES256"}},
+    {"client_options": {"default_headers": {"Authorization": f"Bearer {SECRET}"}}},
+    {"client_options": {"proxy_url": f"http://user:{SECRET}@proxy:3128"}},
+    {"account_key": SECRET, "sas_token": f"sv=1&sig={SECRET}", "connection_string": f"AccountKey={SECRET}"},
+    {"token": {"private_key": SECRET, "client_email": "x@y"}},
+    {"password": SECRET, "passwd": SECRET, "client_secret": SECRET},
+    {"credential": SECRET, "credentials": [SECRET]},
+]
+
+
+@pytest.mark.parametrize("options", SECRET_OPTIONS, ids=lambda options: next(iter(options)))
+def test_neither_pickle_nor_repr_holds_a_secret(options: dict[str, Any]) -> None:
+    spec = StoreSpec("s3://bucket/run", storage_options=options)
+    for text in (pickle.dumps(spec), repr(spec).encode(), str(spec).encode(), pickle.dumps({"a": [spec]})):
+        assert SECRET.encode() not in text
+    with pytest.raises(StorageError, match=r"secrets are not pickled.*environment") as caught:
+        pickle.loads(pickle.dumps(spec)).open()
+    assert SECRET not in str(caught.value)
+
+
+def test_what_is_no_secret_survives_pickling() -> None:
+    options = {
+        "endpoint_url": "http://host:9000",
+        "client_kwargs": {"region_name": "eu-west-1"},
+        "profile": "research",
+        "anon": False,
+        "server_side_encryption": "aws:kms",
+        "sse_kms_key_id": "arn:aws:kms:eu:1:key/2",
+        "s3_additional_kwargs": {"SSEKMSKeyId": "arn:aws:kms:eu:1:key/2", "BucketKeyEnabled": True},
+        "web_identity_token_file": "/var/run/token",
+        "token": None,
+        "tags": {"team": "a"},
+        "retry_config": {"max_retries": 2},
+    }
+    spec = StoreSpec("s3://bucket/run", storage_options=options, durable=False)
+    copied = pickle.loads(pickle.dumps(spec))
+    assert copied == spec
+    assert copied.url == "s3://bucket/run"
+    assert copied._options == options
+    assert (
+        pickle.loads(pickle.dumps(StoreSpec("gs://b", storage_options={"token": "anon"})))._options["token"] == "anon"
+    )
+
+
+def test_a_password_in_the_url_is_not_pickled() -> None:
+    spec = StoreSpec(f"sftp://user:{SECRET}@host/run")
+    data = pickle.dumps(spec)
+    assert SECRET.encode() not in data
+    copied = pickle.loads(data)
+    assert copied.url == "sftp://***@host/run"
+    with pytest.raises(StorageError, match="secrets are not pickled"):
+        copied.open()
+
+
+def test_copies_within_a_process_keep_everything() -> None:
+    spec = StoreSpec("s3://bucket", storage_options={"key": "k", "secret": SECRET})
+    assert copy.deepcopy({"spec": spec})["spec"] is spec
+    assert copy.copy(spec) is spec
+
+
+class Provider:
+    """A credential provider that pickles."""
+
+    def __call__(self) -> dict[str, Any]:
+        return {"access_key_id": "test", "secret_access_key": "testsecret", "token": None, "expires_at": None}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Provider)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_picklable_provider_goes_along(s3_stub: S3Stub) -> None:
+    options = {"endpoint_url": s3_stub.endpoint, "region": "eu-west-1"}
+    spec = StoreSpec("s3://bucket/run", None, options, Provider())
+    store = pickle.loads(pickle.dumps(spec)).open()
+    store.put("k", [b"x"])
+    assert store.get("k") == b"x"
+    assert "Credential=test/" in s3_stub.requests[-1].headers["authorization"]
+
+
+def test_a_provider_that_does_not_pickle_is_an_error_of_ours() -> None:
+    spec = StoreSpec("s3://bucket/run", credential_provider=lambda: {})
+    with pytest.raises(StorageError, match="credential_provider cannot be pickled"):
+        pickle.dumps(spec)
+
+
+def test_opens_lazily_and_after_pickling(tmp_path: Path) -> None:
+    spec = StoreSpec(tmp_path / "run")
+    copied = pickle.loads(pickle.dumps(spec))
+    copied.open().put("k", [b"x"])
+    assert spec.open().get("k") == b"x"
+    assert not pickle.loads(pickle.dumps(copied))._opened
+
+
+def test_at_and_child(tmp_path: Path) -> None:
+    spec = StoreSpec(None, storage_options={"endpoint_url": "http://h"})
+    assert spec.url == ""
+    with pytest.raises(StorageError, match="no url"):
+        spec.open()
+    moved = spec.at(Path("s3://bucket/run"))
+    assert moved.url == "s3://bucket/run"
+    assert moved.child("step-7").url == "s3://bucket/run/step-7"
+    assert moved.child("step-7")._options == {"endpoint_url": "http://h"}
+    assert StoreSpec(tmp_path).child("a/b").url == str(tmp_path / "a/b")
+
+
+# -- ready stores
+
+
+def test_paths_inside_a_ready_store() -> None:
+    memory = zarr.storage.MemoryStore()
+    StoreSpec("run/step-1", memory).open().put("k", [b"x"])
+    StoreSpec(None, memory).at("/run/step-2/").open().put("k", [b"xx"])
+    StoreSpec("run", memory).child("step-3").open().put("k", [b"xxx"])
+    root = open_store(None, store=memory)
+    assert {item.key: item.size for item in root.list()} == {"run/step-1/k": 1, "run/step-2/k": 2, "run/step-3/k": 3}
+    assert StoreSpec("run", memory).url == "MemoryStore/run"
+    assert open_store("run", store=zarr.storage.StorePath(memory, "x")).url == "MemoryStore/x/run"
+    with pytest.raises(StorageError, match="path inside that store"):
+        StoreSpec("s3://bucket/run", memory)
+
+
+def test_a_local_zarr_store_takes_the_direct_path(tmp_path: Path) -> None:
+    spec = StoreSpec("run", zarr.storage.LocalStore(tmp_path))
+    assert spec.url == str(tmp_path / "run")
+    spec.open().create("k", b"x")
+    assert (tmp_path / "run/k").read_bytes() == b"x"
+    assert pickle.loads(pickle.dumps(spec)).open().get("k") == b"x"
+    assert type(spec.open()) is type(open_store(tmp_path))
+
+
+def test_an_obstore_store_keeps_its_options(moto_bucket: S3Place) -> None:
+    from obstore.store import S3Store
+
+    inner = S3Store(
+        moto_bucket.bucket,
+        prefix="some/prefix",
+        endpoint=moto_bucket.endpoint,
+        access_key_id="test",
+        secret_access_key=SECRET,
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+    for ready in (inner, zarr.storage.ObjectStore(inner)):
+        spec = StoreSpec("run", ready)
+        assert spec.url == moto_bucket.url("some/prefix/run")
+        spec.open().put("k", [b"x"])
+        found = moto_bucket.client().get_object(Bucket=moto_bucket.bucket, Key="some/prefix/run/k")
+        assert found["Body"].read() == b"x"
+        assert SECRET.encode() not in pickle.dumps(spec)
+        with pytest.raises(StorageError, match="secrets are not pickled"):
+            pickle.loads(pickle.dumps(spec)).open()
+
+
+def test_an_fsspec_zarr_store_keeps_its_filesystem(moto_bucket: S3Place) -> None:
+    ready = zarr.storage.FsspecStore.from_url(moto_bucket.url("pre fix"), storage_options=moto_bucket.storage_options)
+    spec = StoreSpec("run", ready)
+    store = spec.open()
+    assert type(store).__name__ == "FsspecStore"
+    store.create("k", b"x")
+    found = moto_bucket.client().get_object(Bucket=moto_bucket.bucket, Key="pre fix/run/k")
+    assert found["Body"].read() == b"x"
+    assert b"testsecret" not in pickle.dumps(spec)
+
+
+def test_memory_does_not_leave_its_process() -> None:
+    memory = StoreSpec("run", zarr.storage.MemoryStore())
+    with pytest.raises(StorageError, match="lives in this process's memory"):
+        pickle.dumps(memory)
+    spec = pickle.loads(pickle.dumps(StoreSpec("memory://run")))
+    spec.open().put("k", [b"x"])
+
+    def in_child() -> None:
+        with pytest.raises(StorageError, match="memory of another process"):
+            spec.open()
+
+    assert in_forked_child(in_child) == ""
+
+
+def test_other_objects_are_refused(tmp_path: Path) -> None:
+    for wrong in (tmp_path, "s3://x", object()):
+        with pytest.raises(StorageError, match="expected a zarr store"):
+            StoreSpec("run", wrong)
+    with pytest.raises(StorageError, match="belong to a url"):
+        StoreSpec("run", zarr.storage.MemoryStore(), {"key": "x"})
+    with pytest.raises(StorageError, match="through obstore only"):
+        StoreSpec("memory://x", credential_provider=Provider()).open()
+
+
+def test_a_read_only_store_says_so() -> None:
+    store = open_store("run", store=zarr.storage.MemoryStore(read_only=True))
+    assert store.list_dir() == ([], [])
+    with pytest.raises(StorageError, match="read-only: pass one that writes"):
+        store.put("k", [b"x"])
+
+
+# -- forked children
+
+
+def in_forked_child(work: Callable[[], None]) -> str:
+    """Run ``work`` in a child made by fork; returns what it raised, "" for nothing. Bounded in time."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        try:
+            work()
+            answer = b""
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}".encode()
+        os.write(write, answer or b"-")
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as file:
+        answer = file.read()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the child hung or crashed: {status}"
+    return "" if answer == b"-" else answer.decode()
+
+
+def test_an_object_store_raises_in_a_forked_child(moto_bucket: S3Place) -> None:
+    spec = StoreSpec(moto_bucket.url("run"), storage_options=moto_bucket.storage_options)
+    store = spec.open()
+    store.put("k", [b"x"])
+    array = zarr.create_array(zarr.storage.MemoryStore(), shape=(3,), dtype="f4")
+    for key, value in array.store._store_dict.items():
+        store.put(key, [value.to_bytes()])
+    remote = zarr.open_array(store.zarr_store(), mode="r")
+    assert remote[:].tolist() == [0, 0, 0]
+
+    for use in (
+        lambda: store.get("k"),
+        lambda: store.put("k", [b"y"]),
+        lambda: store.list_dir(),
+        lambda: spec.open(),
+        lambda: spec.child("x").open(),
+        lambda: store.zarr_store(),
+        lambda: remote[:],
+    ):
+        answer = in_forked_child(use)
+        assert answer.startswith("StorageError: this process was forked"), answer
+        assert "spawn" in answer
+    assert store.get("k") == b"x"
+
+
+@pytest.mark.parametrize("kind", ["local", "s3fs"])
+def test_other_stores_work_in_a_forked_child(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if kind == "local":
+        spec = StoreSpec(tmp_path)
+    else:
+        place: S3Place = request.getfixturevalue("moto_bucket")
+        spec = StoreSpec(place.url("run"), storage_options=place.fsspec_options)
+    store: Store = spec.open()
+    store.put("k", [b"x"])
+
+    def use() -> None:
+        assert store.get("k") == b"x"
+        store.put("from-child", [b"y"])
+
+    assert in_forked_child(use) == ""
+    assert store.get("from-child") == b"y"

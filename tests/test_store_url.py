@@ -1,0 +1,133 @@
+"""Urls and paths: never mangled, understood or refused with a reason."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zarrckpt._errors import StorageError
+from zarrckpt._store import StoreSpec, join_url, open_store
+from zarrckpt._store._url import Place, normalize, parse
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("s3://bucket/run/step-7", "s3://bucket/run/step-7"),
+        ("s3://bucket/run/step-7//", "s3://bucket/run/step-7"),
+        (Path("s3://bucket/run"), "s3://bucket/run"),
+        (str(Path("gs://bucket/run")), "gs://bucket/run"),
+        (Path("az://container/run"), "az://container/run"),
+        (Path("abfss://c@account.dfs.core.windows.net/run"), "abfss://c@account.dfs.core.windows.net/run"),
+        (Path("memory://run"), "memory://run"),
+        (Path("sftp://host/run"), "sftp://host/run"),
+        (Path("file:///tmp/run"), "/tmp/run"),
+        ("file:///tmp/a%20b", "/tmp/a b"),
+        (Path("/tmp/a b").as_uri(), "/tmp/a b"),
+        ("file://localhost/tmp/run", "/tmp/run"),
+        ("file:/tmp/run", "/tmp/run"),
+        ("local:///tmp/run", "/tmp/run"),
+        ("/tmp/run/", "/tmp/run"),
+        ("/tmp/x/../run", "/tmp/run"),
+        ("/tmp/per%20cent", "/tmp/per%20cent"),
+        ("memory://", "memory://"),
+        ("simplecache::s3://bucket/run", "simplecache::s3://bucket/run"),
+    ],
+)
+def test_normalizes(typed: str | Path, expected: str) -> None:
+    assert normalize(typed) == expected
+
+
+def test_a_colon_is_no_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert normalize("run:1/step") == str(tmp_path / "run:1/step")
+    assert normalize("step:/x") == str(tmp_path / "step:/x")
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "expected"),
+    [
+        ("s3://bucket", "run", "s3://bucket/run"),
+        ("s3://bucket/", "run/step-7", "s3://bucket/run/step-7"),
+        (Path("s3://bucket/run"), "step-7", "s3://bucket/run/step-7"),
+        ("s3://bucket/a b#%", "c", "s3://bucket/a b#%/c"),
+        ("/", "run", "/run"),
+        ("/tmp", "a/b/", "/tmp/a/b"),
+        ("/tmp", "", "/tmp"),
+        (Path("/tmp"), "run", "/tmp/run"),
+        ("memory://", "run", "memory://run"),
+        ("memory://run", "x", "memory://run/x"),
+        ("file:///tmp", "x", "/tmp/x"),
+    ],
+)
+def test_joins(base: str | Path, name: str, expected: str) -> None:
+    assert join_url(base, name) == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("s3://bucket/a//b/", Place("s3", "s3://bucket/a//b", "bucket", "a//b")),
+        ("s3a://bucket", Place("s3", "s3a://bucket", "bucket", "")),
+        ("gcs://bucket/x", Place("gs", "gcs://bucket/x", "bucket", "x")),
+        ("az://container/x", Place("az", "az://container/x", "container", "x")),
+        (
+            "abfss://c@acc.dfs.core.windows.net/x",
+            Place("az", "abfss://c@acc.dfs.core.windows.net/x", "c", "x", "acc"),
+        ),
+        ("sftp://host/x", Place("fsspec", "sftp://host/x")),
+        ("/tmp", Place("local", "/tmp", path="/tmp")),
+    ],
+)
+def test_parses(typed: str, expected: Place) -> None:
+    assert parse(typed) == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "reason"),
+    [
+        ("", "empty"),
+        ("s3://", "names no bucket"),
+        ("s3:///run", "names no bucket"),
+        ("file://tmp/run", "three slashes"),
+        (b"/tmp", "not bytes"),
+        (7, "not int"),
+    ],
+)
+def test_refuses(typed: str, reason: str) -> None:
+    with pytest.raises(StorageError, match=reason):
+        parse(typed)
+
+
+def test_bytes_paths_are_refused() -> None:
+    class BytesPath(os.PathLike):  # type: ignore[type-arg]
+        def __fspath__(self) -> bytes:
+            return b"/tmp"
+
+    with pytest.raises(StorageError, match="fsdecode"):
+        parse(BytesPath())  # type: ignore[arg-type]
+
+
+def test_credentials_in_a_bucket_url_are_refused_without_being_shown() -> None:
+    with pytest.raises(StorageError, match="storage_options") as caught:
+        open_store("s3://AKIAKEY:hunter2secret@bucket/run")
+    assert "hunter2secret" not in str(caught.value)
+
+
+def test_a_password_in_a_url_is_never_shown() -> None:
+    spec = StoreSpec("sftp://user:hunter2secret@host/run")
+    assert (
+        "hunter2secret" not in spec.url + repr(spec) + repr(spec.child("x")) + spec.at("sftp://u:hunter2secret@h/").url
+    )
+
+
+def test_an_unknown_protocol_is_an_error() -> None:
+    with pytest.raises(StorageError, match="nosuch://x/y"):
+        open_store("nosuch://x/y")
+
+
+def test_local_paths_take_no_options(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="takes no storage_options"):
+        open_store(tmp_path, storage_options={"key": "x"})

@@ -1,0 +1,13 @@
+"""What holds the bytes: a local folder, an object store, an fsspec filesystem, or a ready Zarr store.
+
+``open_store(url)`` gives a :class:`Store`; a :class:`StoreSpec` is the picklable recipe for one. Nothing
+here knows what a checkpoint is, and importing this package imports neither zarr nor any client library.
+"""
+
+from __future__ import annotations
+
+from zarrckpt._store._base import Buffer, ObjectInfo, Store, Versioned
+from zarrckpt._store._spec import StoreSpec, open_store
+from zarrckpt._store._url import join_url
+
+__all__ = ["Buffer", "ObjectInfo", "Store", "StoreSpec", "Versioned", "join_url", "open_store"]

@@ -1,0 +1,114 @@
+"""The one seam between zarrckpt and what holds the bytes.
+
+Every store is used through these few synchronous verbs. Calls come from many threads at once; an
+implementation must be safe for that. Keys are relative to the checkpoint's url, separated by "/",
+and never begin or end with "/".
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from zarr.abc.store import Store as ZarrStore
+
+Listing = tuple[list[str], list[str]]
+"""The names of (objects, folders) right below one folder, each sorted."""
+
+Buffer = bytes | bytearray | memoryview
+"""What is written: any C-contiguous buffer of bytes. It must not change until the call returns."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """One stored object: its key and its size in bytes."""
+
+    key: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Versioned:
+    """An object's bytes and the version that :meth:`Store.replace` takes (opaque, from this store only)."""
+
+    data: bytes
+    version: Any
+
+
+class Store(abc.ABC):
+    """Objects under one url.
+
+    Errors: :class:`~zarrckpt.ObjectNotFoundError` for an absent object,
+    :class:`~zarrckpt.ObjectExistsError` for a lost condition, any other failure as
+    :class:`~zarrckpt.StorageError` that names the operation, the key and the url, with the client's own
+    error as its cause, and never a credential.
+    """
+
+    url: str
+    """What the user typed, normalised and without credentials: for messages."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} holds a live client; pickle the StoreSpec that opened it")
+
+    @abc.abstractmethod
+    def get(self, key: str) -> bytes:
+        """Return a whole object. One request."""
+
+    @abc.abstractmethod
+    def get_versioned(self, key: str) -> Versioned:
+        """Return a whole object with its version. One request; three through s3fs, which tells no version with data."""
+
+    @abc.abstractmethod
+    def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` (writable, format "B") with the object's bytes from ``byte_offset`` on.
+
+        An object that ends earlier raises :class:`~zarrckpt.CorruptCheckpointError` naming it. One request;
+        none for an empty buffer.
+        """
+
+    @abc.abstractmethod
+    def put(self, key: str, buffers: Sequence[Buffer]) -> None:
+        """Write an object, the buffers one after the other, replacing any old one. A reader never sees a part."""
+
+    @abc.abstractmethod
+    def create(self, key: str, data: bytes) -> None:
+        """Write an object only where none is; durable on return. Exactly one of several racing calls wins.
+
+        A retry whose first answer was lost meets its own object: the bytes are read back and compared
+        before that is called a conflict (so ``data`` must be unique to the caller). A server that ignores
+        conditions gets check-then-put instead, with one UserWarning per store that the guard is best effort.
+        """
+
+    @abc.abstractmethod
+    def replace(self, key: str, data: bytes, version: Any) -> None:
+        """Write an object only where ``version`` (of :meth:`get_versioned`) is what is there; durable on return.
+
+        An absent object is a conflict as well. Lost answers, and servers that ignore conditions, as in
+        :meth:`create`.
+        """
+
+    @abc.abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; absent ones are no error. Local folders left empty below the url go too."""
+
+    @abc.abstractmethod
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object whose key begins with the folder ``prefix`` ("" for all), at any depth, in no order."""
+
+    @abc.abstractmethod
+    def list_dir(self, prefix: str = "") -> Listing:
+        """The names right below the folder ``prefix``: (objects, folders), each sorted; ([], []) if absent."""
+
+    @abc.abstractmethod
+    def sync(self, keys: Iterable[str]) -> None:
+        """Return when these objects (and the folders that name them) survive a power cut.
+
+        Object stores are durable when a put returns, so there this does nothing.
+        """
+
+    @abc.abstractmethod
+    def zarr_store(self) -> ZarrStore:
+        """A read-only Zarr store on the same place, for zarr-python. Imports zarr."""

@@ -1,0 +1,70 @@
+"""A client's exception -> our own error: what was done, where, why, and the next step; never a secret."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
+from zarrckpt._store._secrets import scrub
+
+_LONGEST = 500
+# obstore appends the same facts once more, as a Rust structure over many lines.
+_DETAILS = "\n\nDebug source"
+
+
+def storage_error(what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "") -> StorageError:
+    """A StorageError with a scrubbed reason and a scrubbed cause."""
+    failure = StorageError(f"{what} in {url} failed: {reason(error, known)}{'. ' + hint if hint else ''}")
+    failure.__cause__ = clean_cause(error, known)
+    return failure
+
+
+def not_found(key: str, url: str, error: BaseException | None = None, known: Sequence[str] = ()) -> ObjectNotFoundError:
+    """The object is not there; the store's own words tell whether a bucket is missing."""
+    said = f" ({reason(error, known)})" if error is not None else ""
+    failure = ObjectNotFoundError(f"there is no object {key!r} in {url}{said}")
+    failure.__cause__ = None if error is None else clean_cause(error, known)
+    return failure
+
+
+def conflict(key: str, url: str, replacing: bool) -> ObjectExistsError:
+    """A condition was lost."""
+    if replacing:
+        return ObjectExistsError(f"{key!r} in {url} is not the version that was read: somebody wrote it meanwhile")
+    return ObjectExistsError(f"{key!r} exists already in {url}")
+
+
+def short_object(key: str, url: str, expected: int, found: int) -> CorruptCheckpointError:
+    """The object ends before the bytes that were asked for."""
+    return CorruptCheckpointError(
+        f"object {key!r} in {url} is too short: {expected} bytes were expected, {found} are there"
+    )
+
+
+def reason(error: BaseException, known: Sequence[str]) -> str:
+    """The client's own words on one line, scrubbed and cut."""
+    text = str(error).split(_DETAILS, 1)[0]
+    if error.__cause__ is not None and str(error.__cause__) not in text:
+        # s3fs puts the server's error code into the cause only.
+        text = f"{text} ({error.__cause__})"
+    text = " ".join(scrub(text, known).split())
+    text = text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def clean_cause(error: BaseException, known: Sequence[str]) -> BaseException:
+    """The exception itself, or a stand-in where it or one that it came from quotes a secret."""
+    if all(scrub(text, known) == text for item in _chain(error) for text in (str(item), repr(item))):
+        return error
+    return RuntimeError(reason(error, known))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        item = todo.pop()
+        if item is not None and id(item) not in seen:
+            seen.add(id(item))
+            yield item
+            todo += [item.__cause__, item.__context__]

@@ -1,0 +1,154 @@
+"""Create-only and compare-and-swap puts, on servers that honour conditions and on those that ignore them.
+
+A store offers four primitives (:class:`Conditional`); the guard settles lost answers, finds out whether
+the server honours conditions at all, and falls back to check-then-put, with one warning, where not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from zarrckpt._errors import StorageError
+from zarrckpt._store import _failures
+from zarrckpt._store._base import Buffer, Versioned
+
+_ATTEMPTS = 5
+
+
+class Conditional(Protocol):
+    """What a store must be able to do for a :class:`Guard`. ``False`` means that the condition was lost."""
+
+    url: str
+
+    def read_if_any(self, key: str) -> Versioned | None:
+        """The object, or None where there is none."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """One put that the server is asked to refuse where an object exists."""
+
+    def put_if_version(self, key: str, data: bytes, version: Any) -> bool:
+        """One put that the server is asked to refuse where the object is not ``version``, or absent."""
+
+    def put(self, key: str, buffers: Sequence[Buffer]) -> None:
+        """As in :class:`Store`."""
+
+    def get_versioned(self, key: str) -> Versioned:
+        """As in :class:`Store`."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """As in :class:`Store`."""
+
+
+class Guard:
+    """Conditional puts over one store. Safe for many threads.
+
+    ``creates`` and ``matches`` say whether the store honours either condition: True where that is known,
+    False where it has none (check-then-put, with one warning), None to find out by the first puts. That
+    costs one read before and one repeated put after the first create, and five small requests on a probe
+    object before the first replace. Threads that share ``lock`` are exact even on a server that is not.
+    """
+
+    def __init__(
+        self,
+        store: Conditional,
+        creates: bool | None,
+        matches: bool | None,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self._store = store
+        self._create_honoured = creates
+        self._match_honoured = matches
+        self._lock = lock or threading.Lock()
+        self._warned = False
+
+    def create(self, key: str, data: bytes) -> None:
+        """Put ``data`` only where nothing is; raises ObjectExistsError otherwise."""
+        with nullcontext() if self._create_honoured else self._lock:
+            if not self._create_honoured:
+                if self._is_own(key, data):
+                    return
+                if self._create_honoured is False:
+                    self._warn()
+            for attempt in range(_ATTEMPTS):
+                if self._store.put_if_absent(key, data):
+                    self._learn(key, data)
+                    return
+                if self._create_honoured is None:
+                    self._create_honoured = True
+                if self._is_own(key, data):
+                    return
+                # Refused, and yet nothing is there: another put is under way, or was taken back.
+                time.sleep(0.05 * 2**attempt)
+        raise StorageError(
+            f"{key!r} in {self._store.url} cannot be created: the store says that it exists, and does not "
+            "find it. Try again; if it stays so, the server's conditional puts are broken"
+        )
+
+    def replace(self, key: str, data: bytes, version: Any) -> None:
+        """Put ``data`` only where ``version`` is; raises ObjectExistsError otherwise."""
+        if self._match_honoured is None:
+            self._match_honoured = self._server_honours_match()
+        if not self._match_honoured:
+            return self._check_and_put(key, data, version)
+        for attempt in range(_ATTEMPTS):
+            if self._store.put_if_version(key, data, version):
+                return
+            found = self._store.read_if_any(key)
+            if found is not None and found.data == data:
+                # Ours already: an earlier answer was lost.
+                return
+            if found is None or found.version != version:
+                break
+            # Refused, and yet nothing changed: another put is under way.
+            time.sleep(0.05 * 2**attempt)
+        raise _failures.conflict(key, self._store.url, replacing=True)
+
+    def _check_and_put(self, key: str, data: bytes, version: Any) -> None:
+        with self._lock:
+            self._warn()
+            found = self._store.read_if_any(key)
+            if found is not None and found.version == version:
+                self._store.put(key, [data])
+            elif found is None or found.data != data:
+                raise _failures.conflict(key, self._store.url, replacing=True)
+
+    def _server_honours_match(self) -> bool:
+        """Try on an object of our own: some servers ignore If-Match, some always refuse it (Ceph 16, versioned)."""
+        probe = f"@zarrckpt/probe-{uuid.uuid4().hex}"
+        self._store.put(probe, [b"1"])
+        try:
+            first = self._store.get_versioned(probe).version
+            return self._store.put_if_version(probe, b"2", first) and not self._store.put_if_version(probe, b"3", first)
+        finally:
+            self._store.delete([probe])
+
+    def _is_own(self, key: str, data: bytes) -> bool:
+        """True: the object is there and ours (an earlier answer was lost). Raises where it is another's."""
+        found = self._store.read_if_any(key)
+        if found is not None and found.data != data:
+            raise _failures.conflict(key, self._store.url, replacing=False)
+        return found is not None
+
+    def _learn(self, key: str, data: bytes) -> None:
+        """The first create succeeded: does a second one, of the same bytes, fail as it must?"""
+        if self._create_honoured is None:
+            self._create_honoured = not self._store.put_if_absent(key, data)
+            if not self._create_honoured:
+                self._warn()
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._store.url}: this store does not honour conditional puts, so the guard against two saves to "
+                "one path is best effort: of two that commit at the same moment both may succeed, and one is lost. "
+                "Make sure that only one save writes to a path at a time.",
+                UserWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,269 @@
+"""A folder on a local or shared filesystem, with plain system calls.
+
+Objects are files. Every file is written under a helper name in its folder and renamed, so a reader
+never sees a part. That name is a function of the final one: what a crash leaves behind is removed when
+the object's key is deleted, by whoever cleans up after the dead attempt.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from zarrckpt._errors import CheckpointError, StorageError
+from zarrckpt._store import _failures
+from zarrckpt._store import _local_commit as files
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, Versioned
+from zarrckpt._store._keys import byte_views, check_key
+
+if TYPE_CHECKING:
+    from zarr.abc.store import Store as ZarrStore
+
+T = TypeVar("T")
+
+Entries = list[tuple[str, bool, int]]
+"""(name, whether it is a folder, size in bytes) of what lies in a folder."""
+
+_THREADS = 16
+_TRIES = 20
+_STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY)
+
+_NEXT_STEP = {
+    errno.ENOSPC: "The disk is full: free space, or save elsewhere",
+    errno.EDQUOT: "The disk quota is used up: free space, or save elsewhere",
+    errno.EROFS: "The filesystem is read-only: save elsewhere",
+    errno.EACCES: "Permission is denied: check the owner and the mode of the folder",
+    errno.EPERM: "The operation is not permitted: check the owner, the mode and the mount of the folder",
+    errno.ENAMETOOLONG: "The name is too long for this filesystem: use a shorter path",
+    errno.ENOTDIR: "A file stands where a folder is needed: choose another path",
+    errno.EEXIST: "A file stands where a folder is needed: choose another path",
+    errno.EISDIR: "A folder stands where a file is needed: choose another path",
+    errno.ESTALE: "The network filesystem lost the file: check the mount, and try again",
+    errno.EMFILE: "Too many files are open: raise the limit (ulimit -n)",
+}
+
+
+class LocalStore(Store):
+    """Objects as files below the folder ``root`` (absolute; made by the first write).
+
+    ``durable=False`` leaves out the fsyncs of :meth:`sync`; conditional puts are always durable.
+    """
+
+    def __init__(self, root: str, durable: bool = True) -> None:
+        self.url = root
+        self._root = root
+        self._durable = durable
+        self._folders: set[str] = set()
+        # Folders above the root that got a new entry: they are synced with the rest.
+        self._grown: set[str] = set()
+
+    def get(self, key: str) -> bytes:
+        return self._read(key, files.read_file)
+
+    def get_versioned(self, key: str) -> Versioned:
+        data = self.get(key)
+        return Versioned(data, files.version_of(data))
+
+    def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
+        done = self._read(key, lambda path: _fill(path, byte_offset, buffer))
+        if done != len(buffer):
+            raise _failures.short_object(key, self.url, byte_offset + len(buffer), byte_offset + done)
+
+    def put(self, key: str, buffers: Sequence[Buffer]) -> None:
+        self._write("writing", key, lambda path: files.put_file(path, byte_views(buffers)))
+
+    def create(self, key: str, data: bytes) -> None:
+        def work(path: str) -> None:
+            files.refuse_mount(path)
+            if not files.create_file(path, data) and files.read_file(path) != data:
+                raise _failures.conflict(key, self.url, replacing=False)
+
+        self._write("creating", key, work)
+        self._sync_folders([key])
+
+    def replace(self, key: str, data: bytes, version: Any) -> None:
+        def work(path: str) -> None:
+            files.refuse_mount(path)
+            if not files.replace_file(path, data, version):
+                raise _failures.conflict(key, self.url, replacing=True)
+
+        self._write("replacing", key, work)
+        self._sync_folders([key])
+
+    def delete(self, keys: Iterable[str]) -> None:
+        paths = [self._path(key) for key in keys]
+        self._each("deleting", paths, _remove)
+        folders = {folder for path in paths for folder in self._parents(path)} - {self._root}
+        # Deepest first, so that a folder is empty when its turn comes.
+        for folder in sorted(folders, key=lambda name: name.count("/"), reverse=True):
+            self._folders.discard(folder)
+            self._run("deleting", folder, _remove_folder)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        todo = [check_key(prefix) if prefix else ""]
+        while todo:
+            folder = todo.pop()
+            for name, is_folder, size in self._scan(folder):
+                key = f"{folder}/{name}" if folder else name
+                if is_folder:
+                    todo.append(key)
+                else:
+                    yield ObjectInfo(key, size)
+
+    def list_dir(self, prefix: str = "") -> Listing:
+        entries = self._scan(prefix)
+        objects = sorted(name for name, is_folder, _ in entries if not is_folder)
+        return objects, sorted(name for name, is_folder, _ in entries if is_folder)
+
+    def sync(self, keys: Iterable[str]) -> None:
+        if not self._durable:
+            return
+        keys = [*keys]
+        self._each("syncing", [self._path(key) for key in keys], files.sync_path)
+        self._sync_folders(keys)
+
+    def zarr_store(self) -> ZarrStore:
+        from zarr.storage import LocalStore as ZarrLocalStore
+
+        return ZarrLocalStore(self._root, read_only=True)
+
+    # -- paths and folders
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self._root, check_key(key))
+
+    def _parents(self, path: str) -> Iterator[str]:
+        """The folders that lead to ``path``, from the innermost up to the root."""
+        while path != self._root:
+            path = os.path.dirname(path)
+            yield path
+
+    def _make_folder(self, folder: str) -> None:
+        if folder in self._folders:
+            return
+        if not self._folders:
+            above = self._root
+            while not os.path.isdir(above) and above != os.path.dirname(above):
+                above = os.path.dirname(above)
+                self._grown.add(above)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except FileExistsError as error:
+            if os.path.lexists(error.filename):
+                raise
+            # It was there, and a clean-up has removed it since.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
+        self._folders.add(folder)
+
+    def _sync_folders(self, keys: Iterable[str]) -> None:
+        """The folders of the keys up to the root, its parent, and what grew above it."""
+        folders = {folder for key in keys for folder in self._parents(self._path(key))}
+        self._each("syncing", sorted(folders | {os.path.dirname(self._root), *self._grown}), files.sync_path)
+
+    def _scan(self, prefix: str) -> Entries:
+        return self._run("listing", self._path(prefix) if prefix else self._root, _entries)
+
+    # -- running an operation with our own errors
+
+    def _read(self, key: str, work: Callable[[str], T]) -> T:
+        path = self._path(key)
+        try:
+            return work(path)
+        except files.ABSENT as error:
+            raise _failures.not_found(key, self.url, error) from error
+        except OSError as error:
+            raise self._failure("reading", path, error) from error
+
+    def _write(self, verb: str, key: str, work: Callable[[str], None]) -> None:
+        path = self._path(key)
+        folder = os.path.dirname(path)
+
+        def attempt(path: str) -> bool:
+            try:
+                self._make_folder(folder)
+                work(path)
+            except FileNotFoundError:
+                # A clean-up took the folder away while it was empty.
+                self._folders.discard(folder)
+                return False
+            return True
+
+        if not any(self._run(verb, path, attempt) for _ in range(_TRIES)):
+            raise StorageError(f"{verb} {path!r} failed: its folder is removed as often as it is made; try again")
+
+    def _each(self, verb: str, paths: Sequence[str], work: Callable[[str], None]) -> None:
+        """The same call on many paths, several at a time: one fsync after the other is many times slower."""
+        if len(paths) <= 1:
+            for path in paths:
+                self._run(verb, path, work)
+            return
+        with ThreadPoolExecutor(min(_THREADS, len(paths)), "zarrckpt-files") as pool:
+            for _ in pool.map(lambda path: self._run(verb, path, work), paths):
+                pass
+
+    def _run(self, verb: str, path: str, work: Callable[[str], T]) -> T:
+        try:
+            return work(path)
+        except CheckpointError:
+            # Some of ours are OSErrors as well.
+            raise
+        except OSError as error:
+            raise self._failure(verb, path, error) from error
+
+    def _failure(self, verb: str, path: str, error: OSError) -> StorageError:
+        return _failures.storage_error(f"{verb} {path!r}", self.url, error, (), _NEXT_STEP.get(error.errno or 0, ""))
+
+
+def _fill(path: str, byte_offset: int, buffer: memoryview) -> int:
+    """Read into the buffer until it is full or the file ends; returns the bytes read."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(file, [buffer[done:]], byte_offset + done)
+            if not count:
+                break
+            done += count
+        return done
+    finally:
+        os.close(file)
+
+
+def _entries(folder: str) -> Entries:
+    """(name, is a folder, size) of what lies in a folder; [] for an absent one. Links to folders are not followed."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for item in entries if (entry := _entry(item)) is not None]
+    except files.ABSENT:
+        return []
+
+
+def _entry(item: os.DirEntry[str]) -> tuple[str, bool, int] | None:
+    if files.is_own_name(item.name):
+        return None
+    try:
+        if item.is_dir(follow_symlinks=False):
+            return item.name, True, 0
+        return item.name, False, item.stat().st_size
+    except FileNotFoundError:
+        # Deleted since the folder was read, or a link that leads nowhere.
+        return (item.name, False, 0) if item.is_symlink() else None
+
+
+def _remove(path: str) -> None:
+    for name in (path, files.own_name(path, "part")):
+        try:
+            os.unlink(name)
+        except files.ABSENT:
+            continue
+
+
+def _remove_folder(folder: str) -> None:
+    try:
+        os.rmdir(folder)
+    except OSError as error:
+        if error.errno not in _STAYS:
+            raise

@@ -1,0 +1,262 @@
+"""Conditional writes on a filesystem: create-only by a hard link, compare-and-swap under a lock.
+
+Both are durable on return (the file's bytes; the caller syncs the folders), and at every instant the
+final name holds a whole file or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Sequence
+
+from zarrckpt._errors import StorageError
+
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+_LOCK_SECONDS = 60.0
+# One lock for the process: POSIX locks belong to processes and do not keep threads apart.
+_THREADS_LOCK = threading.Lock()
+
+# Filesystems without hard links (exFAT, some FUSE and SMB mounts) refuse one in these ways.
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+
+# Object stores mounted as folders: they rename by copying, or not at all.
+_BUCKET_MOUNTS = ("mountpoint-s3", "blobfuse", "blobfuse2", "goofys", "s3fs", "gcsfuse")
+
+_OWN_NAME = re.compile(r"\.zarrckpt-[0-9a-f]{16}(-[0-9a-f]{32})?\.(part|lock)")
+_IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
+
+
+def own_name(path: str, suffix: str, unique: bool = False) -> str:
+    """The name of a helper file ("part" or "lock") beside ``path``: never an object, never too long."""
+    folder, name = os.path.split(path)
+    digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+    return os.path.join(folder, f".zarrckpt-{digest}{'-' + uuid.uuid4().hex if unique else ''}.{suffix}")
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a file of this name is a helper file, and no object."""
+    return _OWN_NAME.fullmatch(name) is not None
+
+
+def version_of(data: bytes) -> str:
+    """What :func:`replace_file` compares: a digest of the content."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_file(path: str) -> bytes:
+    """A whole file."""
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
+
+
+def put_file(path: str, views: Sequence[memoryview], *, unique: bool = False, sync: bool = False) -> None:
+    """Write a file under a helper name and rename it: readers see the old one or the whole new one."""
+    temp = write_temp(path, views, unique=unique, sync=sync)
+    try:
+        os.replace(temp, path)
+    except OSError:
+        _unlink(temp)
+        raise
+
+
+def write_temp(path: str, views: Sequence[memoryview], *, unique: bool, sync: bool) -> str:
+    """Write the helper file of ``path`` and return its name. It is removed again where that fails."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    temp = own_name(path, "part", unique)
+    try:
+        file = os.open(temp, flags, 0o666)
+    except FileExistsError:
+        # A crash left it behind, or another thread writes the same key: a name of our own then.
+        temp = own_name(path, "part", unique=True)
+        file = os.open(temp, flags, 0o666)
+    try:
+        try:
+            _write_all(file, list(views))
+            if sync:
+                os.fsync(file)
+        finally:
+            # Network filesystems report a full disk here.
+            os.close(file)
+    except OSError:
+        _unlink(temp)
+        raise
+    return temp
+
+
+def create_file(path: str, data: bytes) -> bool:
+    """Make a file only where none is. False: there is one already."""
+    temp = write_temp(path, [memoryview(data)], unique=True, sync=True)
+    try:
+        os.link(temp, path)
+    except FileExistsError:
+        # An NFS client repeats a call whose answer was lost, and then meets its own link.
+        return os.stat(temp).st_nlink == 2
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_exclusively(path, data)
+    finally:
+        _unlink(temp)
+    return True
+
+
+def replace_file(path: str, data: bytes, version: str) -> bool:
+    """Replace a file only where its content is ``version``. False: it is not, or there is none."""
+    with _locked(path):
+        try:
+            found = read_file(path)
+            if version_of(found) != version:
+                # A repeated call meets its own content.
+                return found == data
+        except ABSENT:
+            return False
+        put_file(path, [memoryview(data)], unique=True, sync=True)
+    return True
+
+
+def sync_path(path: str) -> None:
+    """fsync a file or a folder."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        # Some filesystems cannot sync a folder, and then keep its names without.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not os.path.isdir(path):
+            raise
+    finally:
+        os.close(file)
+
+
+def refuse_mount(path: str) -> None:
+    """Raise StorageError where ``path`` lies on an object store mounted as a folder."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            kind = bucket_mount(path, file.read())
+    except OSError:
+        return
+    if kind:
+        raise StorageError(
+            f"{path!r} lies on {kind}, an object store mounted as a folder: it cannot rename a file atomically, so no "
+            "save there could be safe. Save to the bucket's own url instead (s3://, gs://, az://)"
+        )
+
+
+def bucket_mount(path: str, mountinfo: str) -> str:
+    """The kind of bucket mount that ``path`` lies on, by the text of ``/proc/self/mountinfo``; "" for none."""
+    longest, kind = -1, ""
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, described = left.split(), right.split()
+        if len(fields) < 5 or len(described) < 2:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= longest:
+            names = {described[0].removeprefix("fuse."), described[1]} if described[0].startswith("fuse") else set()
+            longest, kind = len(point), next((name for name in _BUCKET_MOUNTS if name in names), "")
+    return kind
+
+
+def _create_exclusively(path: str, data: bytes) -> bool:
+    # Without hard links a crash in the middle can leave a part under the final name; readers then report
+    # a damaged document. There is no better call that such filesystems offer.
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
+        return False
+    try:
+        try:
+            _write_all(file, [memoryview(data)])
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError:
+        _unlink(path)
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold the lock of ``path`` against threads and processes (of other machines too, where the mount does that)."""
+    name = own_name(path, "lock")
+    with _THREADS_LOCK:
+        file = _open_locked(name)
+        try:
+            yield
+        finally:
+            # Removed while it is held: whoever waits on this file sees that it is gone, and opens a new one.
+            _unlink(name)
+            os.close(file)
+
+
+def _open_locked(name: str) -> int:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if _lock(file, name) and _same_file(file, name):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"the lock {name!r} was held by another process for {_LOCK_SECONDS:.0f} s: wait for the other save "
+                "to end, or end it"
+            )
+        time.sleep(0.01)
+
+
+def _lock(file: int, name: str) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warnings.warn(
+            f"{name!r}: this filesystem has no file locks, so the guard between processes that replace one checkpoint "
+            "at the same moment is best effort. Make sure that only one save writes to a path at a time.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return True
+
+
+def _same_file(file: int, name: str) -> bool:
+    """Whether the open file still is the one of this name (its last holder removes it)."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(name))
+    except FileNotFoundError:
+        return False
+
+
+def _write_all(file: int, views: list[memoryview]) -> None:
+    """Write all the views; a call takes at most IOV_MAX of them and may write less than it was given."""
+    views.reverse()
+    while views:
+        batch = views[: -_IOV_MAX - 1 : -1]
+        written = os.writev(file, batch)
+        while views and written >= len(views[-1]):
+            written -= len(views.pop())
+        if written:
+            views[-1] = views[-1][written:]
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,129 @@
+"""Which options are secret, and how to keep them out of pickles, reprs and messages."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+MARKER = "<secret, not pickled>"
+"""Stands where a secret was, in a pickled or printed recipe."""
+
+HIDDEN = "***"
+
+_SECRET_NAME = re.compile(
+    r"secret|token|key|passw|passphrase|credential|connection_?string|authorization|cookie|private"
+    r"|(^|_)(sas|pass|pwd|cert)($|_)|^session$",
+    re.IGNORECASE,
+)
+# Names that look secret and are not: identifiers, switches, and paths of files. Compared without "_",
+# "-" and the vendor's prefix.
+_PUBLIC = {
+    "bucketkeyenabled",
+    "containerauthorizationtokenfile",
+    "containercredentialsfulluri",
+    "containercredentialsrelativeuri",
+    "credentialtype",
+    "fabrictokenserviceurl",
+    "federatedtokenfile",
+    "keyfilename",
+    "ssebucketkeyenabled",
+    "ssekmskeyid",
+    "webidentitytokenfile",
+    "applicationcredentials",
+}
+# What gcsfs takes for ``token`` besides a token.
+_PUBLIC_VALUES = {"anon", "cloud", "google_default", "browser", "cache"}
+
+# Servers quote what was signed and by whom in their refusals; presigned urls carry their signature.
+_TAGS = "AWSAccessKeyId|SignatureProvided|StringToSign(?:Bytes)?|CanonicalRequest(?:Bytes)?|AuthenticationErrorDetail"
+_PATTERNS = [
+    (re.compile(rf"<({_TAGS})>.*?</\1>", re.IGNORECASE | re.DOTALL), rf"<\1>{HIDDEN}</\1>"),
+    (
+        re.compile(
+            r"\b(X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|sig|token|password)"
+            r"=[^&\s\"'<>]+",
+            re.IGNORECASE,
+        ),
+        rf"\1={HIDDEN}",
+    ),
+    (re.compile(r"\b(authorization|x-amz-security-token|cookie)(\"?\s*:\s*)[^\n<]+", re.IGNORECASE), rf"\1\2{HIDDEN}"),
+    (re.compile(r"\bBearer\s+[\w\-.~+/=]+", re.IGNORECASE), f"Bearer {HIDDEN}"),
+    # user:password@host. A bare name before "@" is Azure's container or a login name: no secret.
+    (re.compile(r"://[^/@\s:]*:[^/@\s]*@"), f"://{HIDDEN}@"),
+]
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether an option, header or environment variable of this name holds a secret."""
+    if not _SECRET_NAME.search(name):
+        return False
+    bare = re.sub(r"^(aws|azure|google|gcs)_|[_\-]", "", name.lower())
+    return bare not in _PUBLIC
+
+
+def redact(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``options``, nested ones too, with :data:`MARKER` in the place of each secret."""
+    return {name: _redacted(name, value) for name, value in options.items()}
+
+
+def redact_url(url: str) -> str:
+    """A url whose password or signature, if any, gave way to :data:`HIDDEN`."""
+    return scrub(url)
+
+
+def has_marker(value: Any) -> bool:
+    """Whether a secret was taken out of this value by :func:`redact`."""
+    if isinstance(value, Mapping):
+        return any(has_marker(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(has_marker(item) for item in value)
+    return isinstance(value, str) and MARKER in value
+
+
+def secret_values(options: Mapping[str, Any]) -> list[str]:
+    """Every secret text in ``options`` and in the environment variables of the clouds: for :func:`scrub`."""
+    clouds = {
+        name: value for name, value in os.environ.items() if name.upper().startswith(("AWS_", "AZURE_", "GOOGLE_"))
+    }
+    return [*_secrets_in(options), *_secrets_in(clouds)]
+
+
+def scrub(text: str, known: Iterable[str] = ()) -> str:
+    """``text`` without the ``known`` secrets and without whatever looks like one."""
+    for secret in sorted(set(known), key=len, reverse=True):
+        # A very short one would tear words apart; the patterns below still hide the usual places.
+        if len(secret) >= 6:
+            text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
+    for pattern, instead in _PATTERNS:
+        text = pattern.sub(instead, text)
+    return text
+
+
+def _redacted(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        # A service account's key is a whole dict; so is a table of headers, where each name decides.
+        return MARKER if is_secret_name(name) else redact(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_redacted(name, item) for item in value)
+    if _is_secret(name, value):
+        return MARKER
+    if isinstance(value, str) and "://" in value and scrub(value) != value:
+        return MARKER
+    return value
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    if value is None or isinstance(value, bool) or value in _PUBLIC_VALUES:
+        return False
+    return is_secret_name(name)
+
+
+def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from (map(str, value.values()) if is_secret_name(name) else _secrets_in(value))
+        elif _is_secret(name, value):
+            yield value.decode("latin-1") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,129 @@
+"""Urls and paths: what the user typed -> protocol and place, without ever mangling ``s3://``."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from zarrckpt._errors import StorageError
+from zarrckpt._store._secrets import redact_url
+
+_PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)://", re.DOTALL)
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/(?!/)(.*)", re.DOTALL)
+
+CLOUD = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "az": "az",
+    "azure": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "adl": "az",
+}
+"""Protocols that obstore serves -> the cloud's short name."""
+
+_LOCAL = ("file", "local")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parsed url: ``kind`` is "local", "s3", "gs", "az" or "fsspec"."""
+
+    kind: str
+    address: str
+    """The normalised url or path: still with what credentials the user put there."""
+    bucket: str = ""
+    path: str = ""
+    """Local: the absolute path. Cloud: the key prefix, with no "/" at either end."""
+    account: str = ""
+    """Azure's storage account, where the url names one (``container@account.dfs...``)."""
+
+
+def normalize(url: str | os.PathLike[str]) -> str:
+    """A url as it is, less trailing "/"; a local path made absolute.
+
+    ``str(Path("s3://b/x"))`` is "s3:/b/x": one slash behind a known protocol is repaired.
+    """
+    text = _text(url)
+    if not text:
+        raise StorageError("the url is empty; expected a local path or a url such as 's3://bucket/run/step-7'")
+    text = _repair(text)
+    found = _PROTOCOL.match(text)
+    if found is None and "::" not in text:
+        return os.path.abspath(os.path.expanduser(text))
+    if found is not None and found[1].lower() in _LOCAL:
+        return _local_path(text, text[found.end() :])
+    root = found.end() if found else 0
+    return text[:root] + text[root:].rstrip("/")
+
+
+def parse(url: str | os.PathLike[str]) -> Place:
+    """What a url names. Raises StorageError for a url that no store can serve."""
+    address = normalize(url)
+    found = _PROTOCOL.match(address)
+    if found is None and "::" not in address:
+        return Place("local", address, path=address)
+    protocol = found[1].lower() if found else ""
+    if found is None or protocol not in CLOUD:
+        return Place("fsspec", address)
+    bucket, _, path = address[found.end() :].partition("/")
+    account = ""
+    if CLOUD[protocol] == "az" and "@" in bucket:
+        bucket, _, host = bucket.partition("@")
+        account = host.partition(".")[0]
+    if not bucket or "@" in bucket or ":" in bucket:
+        raise StorageError(
+            f"{redact_url(address)!r} names no bucket: expected {protocol}://bucket/path; "
+            "credentials go into the environment or storage_options, an endpoint into storage_options"
+        )
+    return Place(CLOUD[protocol], address, bucket, path.strip("/"), account)
+
+
+def has_protocol(text: str) -> bool:
+    """Whether a text is a url and no plain path."""
+    return _PROTOCOL.match(_repair(text)) is not None
+
+
+def join_url(url: str | os.PathLike[str], name: str) -> str:
+    """``url`` with ``name`` (one or more path components) below it; works for paths and for every url."""
+    base, tail = normalize(url), name.strip("/")
+    if not tail:
+        return base
+    return f"{base}{tail}" if base.endswith("/") else f"{base}/{tail}"
+
+
+def _text(url: str | os.PathLike[str]) -> str:
+    if not isinstance(url, str | os.PathLike):
+        raise StorageError(f"a url must be a str or a path, not {type(url).__name__}: pass str(...) of it")
+    text = os.fspath(url)
+    if not isinstance(text, str):
+        raise StorageError("a path must be text, not bytes: pass os.fsdecode(...) of it")
+    return text
+
+
+def _repair(text: str) -> str:
+    found = _ONE_SLASH.match(text)
+    if found is None or not _known(found[1].lower()):
+        return text
+    # "file:/tmp/x" is a valid url with an empty host; every other protocol lost one slash in a Path.
+    lost = "//" if found[1].lower() in _LOCAL else "/"
+    return f"{found[1]}:{lost}/{found[2]}"
+
+
+def _known(protocol: str) -> bool:
+    if protocol in CLOUD or protocol in _LOCAL:
+        return True
+    import fsspec
+
+    return protocol in fsspec.available_protocols()
+
+
+def _local_path(url: str, rest: str) -> str:
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise StorageError(f"{url!r} names the host {host!r}: a local file url is 'file:///path', with three slashes")
+    return os.path.abspath(unquote(f"/{path}"))

@@ -1,0 +1,101 @@
+"""Read-only Zarr stores that other libraries get: zarr's own, with what is missing in them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from typing import Any
+
+from zarr.abc.store import ByteRequest, Store
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import ObjectStore
+
+from zarrckpt._store._fork import check_fork
+
+
+class ForkCheckedStore(ObjectStore[Any]):
+    """zarr's store on obstore, which raises in a forked child where it would hang."""
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        check_fork()
+        return await super().get(key, prototype, byte_range)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        check_fork()
+        return await super().get_partial_values(prototype, key_ranges)
+
+    async def exists(self, key: str) -> bool:
+        check_fork()
+        return await super().exists(key)
+
+    def list_prefix(self, prefix: str) -> AsyncGenerator[str, None]:
+        check_fork()
+        return super().list_prefix(prefix)
+
+    def list_dir(self, prefix: str) -> AsyncGenerator[str, None]:
+        check_fork()
+        return super().list_dir(prefix)
+
+
+class PrefixStore(Store):
+    """The part of a Zarr store below a path, for reading."""
+
+    supports_writes = False
+    supports_deletes = False
+
+    def __init__(self, store: Store, path: str) -> None:
+        super().__init__(read_only=True)
+        self._store = store
+        self._path = path
+
+    @property
+    def supports_listing(self) -> bool:
+        return self._store.supports_listing
+
+    def with_read_only(self, read_only: bool = False) -> Store:
+        if not read_only:
+            raise ValueError("this store is for reading only")
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrefixStore) and (self._store, self._path) == (other._store, other._path)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._path))
+
+    def __str__(self) -> str:
+        return f"{type(self._store).__name__}/{self._path}"
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        return await self._store.get(self._full(key), prototype, byte_range)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return await self._store.get_partial_values(
+            prototype, [(self._full(key), byte_range) for key, byte_range in key_ranges]
+        )
+
+    async def exists(self, key: str) -> bool:
+        return await self._store.exists(self._full(key))
+
+    async def set(self, key: str, value: Buffer) -> None:
+        self._check_writable()
+
+    async def delete(self, key: str) -> None:
+        self._check_writable()
+
+    def list(self) -> AsyncIterator[str]:
+        return self.list_prefix("")
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        async for key in self._store.list_prefix(self._full(prefix)):
+            yield key[len(self._path) + 1 :]
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        async for name in self._store.list_dir(self._full(prefix)):
+            yield name
+
+    def _full(self, key: str) -> str:
+        return f"{self._path}/{key}"
