@@ -1,0 +1,42 @@
+# make demo     train, kill and resume a model, look into its checkpoint (ARGS=--s3, ARGS="--tp 2 --async", ...)
+# make test     all tests (ARGS="-k name" for some)
+# make lint     ruff and mypy
+# make clean    remove what these made
+#
+# Each sets up what it needs in .venv first, and again when pyproject.toml or constraints.txt have changed. Needed are
+# Python 3.11 or newer with its venv module (make PYTHON=python3.12 for another than python3) and network access.
+# PIP_ARGS goes to pip: --extra-index-url https://download.pytorch.org/whl/cpu, say, for torch without CUDA.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+ARGS ?=
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint clean
+.DEFAULT_GOAL := demo
+
+demo: .venv/.demo
+	$(BIN)/python examples/train_fsdp2.py $(ARGS)
+
+test: .venv/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("zarrckpt needs Python 3.11 or newer; this is " + sys.version.split()[0] + ": make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	$(PYTHON) -m venv .venv
+
+.venv/.demo .venv/.dev: .venv/.%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing what 'make $(MAKECMDGOALS)' needs into .venv; the first time takes a few minutes"
+	$(INSTALL) -e '.[$*]'
+	@touch $@

@@ -1,0 +1,50 @@
+"""Look into a checkpoint with zarrckpt, plain zarr and xarray. No torch, no process group."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import xarray as xr
+import zarr
+
+import zarrckpt
+
+SHOWN = (
+    "model.embedding.weight",
+    "model.blocks.0.attention.query.weight",
+    "model.blocks.0.down.weight",
+    "model.norm.weight",
+    "optim.state.blocks.0.down.weight.exp_avg",
+    "optim.state.blocks.0.down.weight.step",
+    "rng.torch",
+)
+
+
+def look_inside(url: str) -> dict[str, Any]:
+    """Print what is in a checkpoint and who wrote it; returns the same for a program."""
+    checkpoint = zarrckpt.open(url)
+    print(
+        f"   zarrckpt.open: {len(checkpoint.tensors)} tensors, {len(checkpoint.non_tensors)} values, "
+        f"{checkpoint.nbytes:,} bytes, saved by {checkpoint.world_size} ranks"
+    )
+    print(f"      {'name':42s} {'shape':11s} {'dtype':8s} {'chunks':11s} written by rank")
+    for name in SHOWN:
+        array = checkpoint[name]
+        ranks = " ".join(map(str, checkpoint.writers(name).ravel()))
+        print(f"      {name:42s} {array.shape!s:11s} {array.dtype!s:8s} {array.chunks!s:11s} {ranks}")
+    print(
+        f"      ... and {len(checkpoint) - len(SHOWN)} more; values: "
+        + ", ".join(f"{name} = {checkpoint[name]}" for name in ("step", "data.position", "schedule.last_epoch"))
+    )
+    path = checkpoint.node_path("model.head.weight")
+    weight = zarr.open_group(url, mode="r")[path]
+    assert isinstance(weight, zarr.Array)
+    print(f"   zarr.open_group(url)[{path!r}]: first numbers", weight[0, :4])
+    model = xr.open_zarr(url, group="model")
+    mean = float(abs(model["blocks.0.up.weight"]).mean())
+    print(
+        f"   xr.open_zarr(url, group='model'): {len(model.data_vars)} variables; mean |blocks.0.up.weight| {mean:.5f}"
+    )
+    assert "torch" not in sys.modules
+    return {"tensors": len(checkpoint.tensors), "step": checkpoint["step"], "xarray_variables": len(model.data_vars)}
