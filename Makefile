@@ -11,7 +11,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 ARGS ?=
 BIN := .venv/bin
-INSTALL = $(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt
+INSTALL = $(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test lint clean
@@ -34,9 +34,9 @@ clean:
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("zarrckpt needs Python 3.11 or newer; this is " + sys.version.split()[0] + ": make PYTHON=python3.12 $(MAKECMDGOALS)")'
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 .venv/.demo .venv/.dev: .venv/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing what 'make $(MAKECMDGOALS)' needs into .venv; the first time takes a few minutes"
-	$(INSTALL) -e '.[$*]'
+	@$(INSTALL) -e '.[$*]'
 	@touch $@

@@ -61,6 +61,8 @@ class Demo:
         where = f"{args.resume_on} processes ({_mesh(args.resume_tp)})"
         print(f"\n3. Resume on {where}, from zarrckpt.latest({self.url!r})")
         self.resume()
+        if not found.resumed:
+            raise TrainingFailed("the training was over before it was killed: use more --steps, or a smaller --kill-at")
         print(f"\n4. Look into {found.resumed_from}, without torch")
         found.inside = look_inside(found.resumed_from)
         if found.rank_bytes:

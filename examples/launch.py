@@ -61,7 +61,8 @@ class Training:
     def kill(self) -> None:
         """End all workers at once, with a signal that no program can catch, as a lost machine would."""
         for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself a moment ago
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def _failure(self) -> str:
@@ -78,8 +79,5 @@ class Training:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.process.poll() is None:
-            for pid in self.pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.terminate()
-            self.process.wait()
+            self.process.terminate()  # if the workers are not known yet, torchrun ends them
+            self.kill()

@@ -12,10 +12,10 @@ import pytest
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_fsdp2.py"
 SMALL = ["--layers", "1", "--width", "64", "--length", "64", "--batch", "8"]
-SHORT = ["--steps", "9", "--every", "3", "--kill-at", "5"]
+SHORT = ["--steps", "12", "--every", "3", "--kill-at", "5"]
 
 
-def run_example(*options: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+def run_example(*options: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLE), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
 
@@ -28,10 +28,10 @@ def test_the_loss_curve_continues(options: list[str], tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads(summary.read_text())
 
     step = found["resumed_step"]
-    assert step in (3, 6)  # the 6 where the kill came late
+    assert step in (3, 6, 9)  # more than 3 where the kill came late
     assert found["resumed_from"].endswith(f"/run/step-000{step}")
     assert found["restored_exactly"]
-    assert list(found["resumed"]) == [str(number) for number in range(step + 1, 10)]
+    assert list(found["resumed"]) == [str(number) for number in range(step + 1, 13)]
     assert found["repeatable"]
     for number, loss in found["resumed"].items():
         assert loss == pytest.approx(found["uninterrupted"][number], rel=1e-5)

@@ -243,6 +243,17 @@ def test_fsdp2_over_tp_is_saved_right_or_refused_before_anything_is_written(tmp_
     assert 16 not in refused and 25 in refused
 
 
+def _save_without_one_ranks_part(url: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    whole = {"w": distribute_tensor(_source((8, 3)), mesh, [Shard(0)], src_data_rank=None), "b": torch.ones(3)}
+    zarrckpt.save({"b": whole["b"]} if dist.get_rank() == 1 else whole, url)
+
+
+def test_a_missing_shard_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    message = all_ranks_raise(zarrckpt.CheckpointError, _save_without_one_ranks_part, str(tmp_path / "one"))
+    assert "w" in message and not (tmp_path / "one").exists()
+
+
 # -- kinds of tensors
 
 DTYPES = [

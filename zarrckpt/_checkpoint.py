@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from zarrckpt import _commit
 from zarrckpt._catalog import Catalog
+from zarrckpt._documents import NODE
 from zarrckpt._errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     ForeignObjectsError,
     KeyMismatchError,
+    ObjectNotFoundError,
     StorageError,
 )
-from zarrckpt._store import StoreSpec, join_url
+from zarrckpt._store import Store, StoreSpec, join_url
 from zarrckpt._transfer import DEFAULT_CONCURRENCY, run
 
 if TYPE_CHECKING:
@@ -168,9 +169,9 @@ def latest(
     saves and what is no checkpoint. All ranks that call it get the same answer as long as no save is being
     committed.
     """
-    spec = StoreSpec(prefix, store, storage_options, credential_provider)
-    names = [name for name in spec.open().list_dir()[1] if not name.startswith("@")]
-    found = [entry for entry in run((partial(_committed, spec, name) for name in names), DEFAULT_CONCURRENCY) if entry]
+    place = StoreSpec(prefix, store, storage_options, credential_provider).open()
+    names = [name for name in place.list_dir()[1] if not name.startswith("@")]
+    found = [entry for entry in run((partial(_committed, place, name) for name in names), DEFAULT_CONCURRENCY) if entry]
     if not found:
         return None
     newest = max(found)[1]
@@ -180,15 +181,16 @@ def latest(
     return join_url(prefix, newest)
 
 
-def _committed(spec: StoreSpec, name: str) -> tuple[str, str] | None:
+def _committed(place: Store, name: str) -> tuple[str, str] | None:
     """When the checkpoint in a folder was committed, and the folder's name; None where there is none."""
+    url = join_url(place.url, name)
     try:
-        root = _commit.load_root(spec.child(name).open())
+        root = _commit.parse_committed(place.get(f"{name}/{NODE}"), url)
+    except (ObjectNotFoundError, ForeignObjectsError):
+        return None
     except StorageError:
         raise
-    except (CheckpointNotFoundError, ForeignObjectsError):
-        return None
     except CheckpointError as err:
-        warnings.warn(f"latest() passes over {spec.child(name).url}: {err}", stacklevel=2)
+        warnings.warn(f"latest() passes over {url}: {err}", stacklevel=2)
         return None
     return root.created, name

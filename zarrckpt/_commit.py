@@ -8,7 +8,8 @@ the tree that it stands for. ``docs/explanation/commit.md`` has the reasons and 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from zarrckpt._errors import (
     ForeignObjectsError,
     ObjectExistsError,
     ObjectNotFoundError,
+    StorageError,
 )
 from zarrckpt._root import (
     HISTORY,
@@ -67,6 +69,11 @@ class Attempt:
     @property
     def tree(self) -> str:
         return self.marker.tree
+
+    @property
+    def base_id(self) -> str:
+        """The save that was there at begin, or ""."""
+        return self.history[0] if self.history else ""
 
 
 def load_root(store: Store) -> Root:
@@ -210,10 +217,33 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
         # Ours was put, its answer was lost, and another save has replaced it since: that is a success.
         if attempt.save_id in (winner.save_id, *winner.history):
             return
-        raise CheckpointExistsError(
-            f"Checkpoint already exists at {store.url}: save {winner.save_id[:8]} committed while this one "
-            f"({attempt.save_id[:8]}) was being written; nothing of it was changed"
-        ) from err
+        raise _lost(store, attempt.save_id, winner) from err
+
+
+def _lost(store: Store, save_id: str, winner: Root) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"Checkpoint already exists at {store.url}: save {winner.save_id[:8]} committed while this one "
+        f"({save_id[:8]}) was being written; nothing of it was changed"
+    )
+
+
+@contextmanager
+def losing_is_named(store: Store, save_id: str, base_id: str) -> Iterator[None]:
+    """A storage failure as CheckpointExistsError where another save has committed since the attempt began.
+
+    The winner's clean-up takes the objects of the others away while they may still be writing. ``base_id`` is the save
+    that was there at begin, or "". One request, after a failure only.
+    """
+    try:
+        yield
+    except StorageError as err:
+        try:
+            winner = load_root(store)
+        except CheckpointError:
+            raise err from None
+        if winner.save_id in (save_id, base_id):
+            raise
+        raise _lost(store, save_id, winner) from err
 
 
 def clean(store: Store, markers: Iterable[Marker], *, finished: Iterable[str] = ()) -> int:

@@ -103,9 +103,7 @@ def encode_blob(fqn: str, value: object) -> Blob:
     return blob
 
 
-def decode_blob(
-    fqn: str, encoding: str, kind: str | None, payload: Buffer, *, allow_pickle: bool = False
-) -> Any:
+def decode_blob(fqn: str, encoding: str, kind: str | None, payload: Buffer, *, allow_pickle: bool = False) -> Any:
     """Restore a value from a blob. Nothing shares memory with ``payload`` afterwards.
 
     Raises UnsafeValueError for a pickle without ``allow_pickle``, CorruptCheckpointError for damage,
@@ -224,9 +222,7 @@ def _read_npy(payload: memoryview) -> Any:
     shape, fortran, dtype, start = _read_npy_header(np, payload)
     count = math.prod(shape)
     if count * dtype.itemsize != len(payload) - start or count > sys.maxsize:
-        raise CorruptCheckpointError(
-            f"an array of {dtype} with the shape {shape} in {len(payload) - start} bytes"
-        )
+        raise CorruptCheckpointError(f"an array of {dtype} with the shape {shape} in {len(payload) - start} bytes")
     order: Any = "F" if fortran else "C"
     try:
         array = np.empty(shape, dtype, order=order)
@@ -370,9 +366,7 @@ def _decode_torch(fqn: str, payload: memoryview) -> Any:
                 "if you know them to be safe, allow them with torch.serialization.add_safe_globals; "
                 "or leave the key out"
             ) from err
-        raise CorruptCheckpointError(
-            f"the value {fqn!r} is damaged: torch.load failed: {type(err).__name__}"
-        ) from err
+        raise CorruptCheckpointError(f"the value {fqn!r} is damaged: torch.load failed: {type(err).__name__}") from err
 
 
 def _refused_globals(torch: Any, payload: memoryview) -> list[str]:
@@ -412,6 +406,4 @@ def _decode_pickle(fqn: str, kind: str | None, payload: memoryview, allow_pickle
             f"the value {fqn!r} is a pickle of something that does not exist in this program: {err}"
         ) from err
     except Exception as err:  # a parser on any input, and the code of any class
-        raise CorruptCheckpointError(
-            f"the value {fqn!r} could not be unpickled: {type(err).__name__}: {err}"
-        ) from err
+        raise CorruptCheckpointError(f"the value {fqn!r} could not be unpickled: {type(err).__name__}: {err}") from err

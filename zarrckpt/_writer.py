@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from zarrckpt._grid import MAX_CHUNK_BYTES
 from zarrckpt._plan import Layout, RankPlan
 from zarrckpt._rank_work import Progress, RankWork
 from zarrckpt._root import now
-from zarrckpt._store import StoreSpec
+from zarrckpt._store import Store, StoreSpec
 from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES
 
 _inbox = threading.local()
@@ -39,13 +40,14 @@ class Ticket:
 
     save_id: str
     tree: str
+    base_id: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_receive, (self.save_id, self.tree))
+        return (_receive, (self.save_id, self.tree, self.base_id))
 
 
-def _receive(save_id: str, tree: str) -> Ticket:
-    ticket = Ticket(save_id, tree)
+def _receive(save_id: str, tree: str, base_id: str) -> Ticket:
+    ticket = Ticket(save_id, tree, base_id)
     _inbox.ticket = ticket
     return ticket
 
@@ -154,7 +156,7 @@ class ZarrStorageWriter(StorageWriter):
             plans, portable_dtypes=self._portable_dtypes, max_chunk_bytes=self._max_chunk_bytes
         )
         self._attempt = _commit.begin(store, self._layout.marker(save_id, now()), overwrite=self._overwrite)
-        ticket = Ticket(save_id, self._attempt.tree)
+        ticket = Ticket(save_id, self._attempt.tree, self._attempt.base_id)
         _inbox.ticket = ticket
         return [dataclasses.replace(plan, storage_data=(rank, ticket)) for plan, rank in zip(plans, ranks, strict=True)]
 
@@ -169,9 +171,11 @@ class ZarrStorageWriter(StorageWriter):
         ticket = _inbox.ticket
         if ticket is None:
             raise CheckpointError("this save's ticket did not arrive: was write_data called outside dcp.save?")
-        work = RankWork(self._spec.open(), ticket.tree, rank_plan, planner, self._max_inflight_bytes, self._progress)
+        store = self._spec.open()
+        work = RankWork(store, ticket.tree, rank_plan, planner, self._max_inflight_bytes, self._progress)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(work.write(plan.items, self._concurrency))
+        with _commit.losing_is_named(store, ticket.save_id, ticket.base_id):
+            future.set_result(work.write(plan.items, self._concurrency))
         return future
 
     # -- the coordinator
@@ -184,15 +188,27 @@ class ZarrStorageWriter(StorageWriter):
         assert self._attempt is not None and self._layout is not None
         store, attempt, layout = self._spec.open(), self._attempt, self._layout
         try:
-            root, report = finish_save(store, attempt, layout, metadata, results)
-            _commit.commit(store, attempt, root)
+            with _commit.losing_is_named(store, attempt.save_id, attempt.base_id):
+                root, report = finish_save(store, attempt, layout, metadata, results)
+                _commit.commit(store, attempt, root)
         except (IncompleteSaveError, CheckpointExistsError):
             _commit.abandon(store, attempt)
             raise
-        replaced = None if attempt.base is None else attempt.history[0]
-        stale = [m for m in attempt.older if not (self._keep_replaced and m.attempt == replaced)]
-        _commit.clean(store, stale, finished=[replaced] if replaced else [])
+        self._clean(store, attempt)
         metadata.storage_data = dataclasses.replace(report, seconds=time.monotonic() - self._began)
+
+    def _clean(self, store: Store, attempt: _commit.Attempt) -> None:
+        replaced = attempt.base_id
+        stale = [m for m in attempt.older if not (self._keep_replaced and m.attempt == replaced)]
+        try:
+            _commit.clean(store, stale, finished=[replaced] if replaced else [])
+        except CheckpointError as err:
+            # The save is committed: that must not look like a failure.
+            warnings.warn(
+                f"the checkpoint at {store.url} is saved, but objects of earlier ones could not be removed; the next "
+                f"save there tries again: {err}",
+                stacklevel=2,
+            )
 
 
 def _whole_plans(plans: list[SavePlan]) -> list[SavePlan]:

@@ -1,8 +1,8 @@
 """S3, Google Cloud Storage and Azure through obstore.
 
-A put is one request up to 64 MiB (no copy of its buffers) and a multipart upload above. Failed requests
-are repeated by obstore itself, within the bounds of ``retry_config``. Where a server has no conditional
-puts, :mod:`zarrckpt._store._guard` takes over.
+A put is one request up to 64 MiB (no copy of its buffers), and above a multipart upload, which holds up
+to 32 MiB more. Failed requests are repeated by obstore itself, within the bounds of ``retry_config``.
+Where a server has no conditional puts, :mod:`zarrckpt._store._guard` takes over.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SINGLE_PUT = 64 * 2**20
 """Larger objects go up in parts (bytes)."""
 
 _PART = 16 * 2**20
-_PARTS_AT_ONCE = 4
+_PARTS_AT_ONCE = 2
 _DELETES_AT_ONCE = 16
 
 _BUCKET_HINT = "Check that the bucket (or container) exists and that the endpoint and the region are its own"

@@ -1,0 +1,127 @@
+"""Filesystems of fsspec with the habits of sftp and HDFS: not for two threads at once, no rename over a file."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from zarrckpt._errors import ObjectExistsError, StorageError
+from zarrckpt._store import Store, open_store
+
+
+class StiffFileSystem(LocalFileSystem):  # type: ignore[misc]
+    """Local files behind a connection that serves one thread at a time, and renames over nothing."""
+
+    protocol = "stiff"
+    local_file = False
+    instances: ClassVar[set[int]] = set()
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.busy = threading.Lock()
+        StiffFileSystem.instances.add(id(self))
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(LocalFileSystem._strip_protocol(path.removeprefix("stiff://")))
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        if not self.busy.acquire(blocking=False):
+            raise RuntimeError("two threads at once on one connection")
+        try:
+            time.sleep(0.001)
+            super().pipe_file(path, value, mode=mode, **options)
+        finally:
+            self.busy.release()
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        if self.exists(path2):
+            raise OSError("rename: the destination exists")
+        super().mv(path1, path2, **options)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    fsspec.register_implementation("stiff", StiffFileSystem, clobber=True)
+    StiffFileSystem.instances.clear()
+    yield open_store(f"stiff://{tmp_path}/{uuid.uuid4().hex}")
+
+
+def test_connections_are_lent_to_one_call_each_and_bounded(store: Store) -> None:
+    def work(number: int) -> None:
+        store.put(f"{number % 5}/{number}", [b"%d" % number])
+        assert store.get(f"{number % 5}/{number}") == b"%d" % number
+
+    with ThreadPoolExecutor(24) as pool:
+        list(pool.map(work, range(200)))
+    assert len([*store.list()]) == 200
+    assert len(StiffFileSystem.instances) <= 8 + 1
+
+
+def test_replaces_where_rename_does_not(store: Store) -> None:
+    with pytest.warns(UserWarning, match="best effort"):
+        store.create("root", b"1")
+    seen = store.get_versioned("root")
+    store.put("chunk", [b"old"])
+    store.put("chunk", [b"new"])
+    store.replace("root", b"2", seen.version)
+    assert (store.get("root"), store.get("chunk")) == (b"2", b"new")
+    with pytest.raises(ObjectExistsError):
+        store.replace("root", b"3", seen.version)
+    assert {item.key for item in store.list()} == {"root", "chunk"}
+
+
+def test_a_write_that_fails_leaves_nothing(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("k", [b"old"])
+
+    def broken(self: Any, path1: str, path2: str, **options: Any) -> None:
+        raise OSError("the connection is gone")
+
+    monkeypatch.setattr(StiffFileSystem, "mv", broken)
+    monkeypatch.setattr(StiffFileSystem, "exists", lambda self, path, **options: False)
+    with pytest.raises(StorageError, match="the connection is gone"):
+        store.put("k", [b"new"])
+    assert store.get("k") == b"old"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["k"]
+
+
+def test_helper_files_are_no_objects(store: Store, tmp_path: Path) -> None:
+    store.put("a/k", [b"x"])
+    (found,) = tmp_path.rglob("k")
+    found.with_name(f"k.{uuid.uuid4().hex}.zarrckpt-part").write_bytes(b"half")
+    assert [item.key for item in store.list()] == ["a/k"]
+    assert store.list_dir("a") == (["k"], [])
+
+
+def test_the_warning_comes_once(store: Store) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for key in ("a", "b", "c"):
+            store.create(key, b"x")
+            store.replace(key, b"y", store.get_versioned(key).version)
+    assert len(caught) == 1
+
+
+class MissingFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """A filesystem whose package is not installed."""
+
+    protocol = "missing"
+
+    def __init__(self, **options: Any) -> None:
+        raise ImportError("Install missinglib to access this")
+
+
+def test_a_missing_package_is_named() -> None:
+    fsspec.register_implementation("missing", MissingFileSystem, clobber=True)
+    with pytest.raises(StorageError, match=r"missinglib.*pip install"):
+        open_store("missing://host/run")

@@ -1,0 +1,190 @@
+"""fsspec filesystems: what matters about each kind, and instances for many threads and for forked children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+
+if TYPE_CHECKING:
+    from zarr.abc.store import Store as ZarrStore
+
+_S3 = {"s3", "s3a"}
+# Flat stores: a put is atomic, and there are no folders to make (s3fs would make a bucket instead).
+_FLAT = _S3 | {"gcs", "gs", "abfs", "abfss", "az", "adl", "oss", "oci", "tos", "memory", "http", "https"}
+# Those whose own mode="create" is a condition on the server.
+_CREATES = _S3 | {"gcs", "gs", "abfs", "abfss", "az", "adl"}
+# One instance may serve all threads, though it is not an asynchronous one.
+_SHARED = {"memory", "file", "local"}
+
+_CONNECTIONS = 8
+_TRIES = 5
+
+_PART = re.compile(r"\.[0-9a-f]{32}\.zarrckpt-part")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What matters about a kind of filesystem."""
+
+    s3: bool
+    flat: bool
+    """Without folders: a put is atomic."""
+    creates: bool
+    """``mode="create"`` is a condition on the server."""
+    memory: bool
+    shared: bool
+    """One instance may serve all threads."""
+    renames: bool
+
+    @classmethod
+    def of(cls, fs: Any) -> Traits:
+        """By the filesystem's protocols."""
+        names = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+        return cls(
+            s3=bool(names & _S3),
+            flat=bool(names & _FLAT),
+            creates=bool(names & _CREATES),
+            memory="memory" in names,
+            shared=bool(fs.async_impl or names & _SHARED),
+            # The base class renames by copying, which is no better than writing in place.
+            renames=type(fs).mv is not fsspec.AbstractFileSystem.mv,
+        )
+
+
+@dataclass
+class _Opened:
+    """The instances of one process."""
+
+    pid: int
+    idle: queue.LifoQueue[Any] = field(default_factory=queue.LifoQueue)
+    slots: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(_CONNECTIONS))
+
+
+class Filesystems:
+    """Instances of one filesystem: one for all threads, or, as for sftp, a few that are lent to one call each."""
+
+    def __init__(self, address: str, options: Mapping[str, Any]) -> None:
+        self._address = address
+        self._options = dict(options)
+        first, root = fsspec.core.url_to_fs(address, **self._options)
+        self.root: str = root.rstrip("/")
+        self.traits = Traits.of(first)
+        self._opened = _Opened(os.getpid())
+        self._opened.idle.put(first)
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Any]:
+        """A filesystem that nobody else uses meanwhile, or one that may be shared."""
+        opened = self._of_this_process()
+        if self.traits.shared:
+            yield opened.idle.queue[0]
+            return
+        with opened.slots:
+            try:
+                fs = opened.idle.get_nowait()
+            except queue.Empty:
+                fs = self._open()
+            try:
+                yield fs
+            finally:
+                opened.idle.put(fs)
+
+    def zarr_store(self) -> ZarrStore:
+        """zarr's own read-only store on the same place."""
+        import asyncio
+
+        from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+        from zarr.storage import FsspecStore
+
+        fs = self._open()
+        if fs.async_impl:
+            fs = type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": True})
+        else:
+            one_at_a_time = None if self.traits.shared else asyncio.Semaphore(1)
+            fs = AsyncFileSystemWrapper(fs, asynchronous=True, semaphore=one_at_a_time)
+        return FsspecStore(fs, path=self.root, read_only=True)
+
+    def _of_this_process(self) -> _Opened:
+        if self._opened.pid != os.getpid():
+            # Connections and event loops do not survive a fork.
+            opened = _Opened(os.getpid())
+            if self.traits.shared:
+                opened.idle.put(self._open())
+            self._opened = opened
+        return self._opened
+
+    def _open(self) -> Any:
+        fresh = {} if self.traits.shared else {"skip_instance_cache": True}
+        return fsspec.core.url_to_fs(self._address, **{**self._options, **fresh})[0]
+
+
+def is_part(path: str) -> bool:
+    """Whether a path is a helper file of :func:`write_file`, and no object."""
+    return _PART.search(path) is not None
+
+
+def write_file(fs: Any, traits: Traits, path: str, data: bytes, condition: Mapping[str, Any]) -> None:
+    """Write a whole object so that readers see the old one or the new one, where the filesystem allows it."""
+    if traits.flat:
+        fs.pipe_file(path, data, **condition)
+        return
+    temp = f"{path}.{uuid.uuid4().hex}.zarrckpt-part" if traits.renames else path
+    try:
+        fs.pipe_file(temp, data)
+    except FileNotFoundError:
+        _make_folder(fs, path.rpartition("/")[0])
+        fs.pipe_file(temp, data)
+    if temp != path:
+        _rename(fs, temp, path)
+
+
+def remove_file(fs: Any, path: str) -> None:
+    """Delete an object; an absent one is no error."""
+    try:
+        fs.rm_file(path)
+    except FileNotFoundError:
+        return
+    except NotImplementedError:
+        if fs.exists(path):
+            fs.rm(path)
+
+
+def _rename(fs: Any, temp: str, path: str) -> None:
+    try:
+        try:
+            fs.mv(temp, path)
+        except Exception:
+            if not fs.exists(path):
+                raise
+            # HDFS does not rename over a file.
+            fs.rm(path)
+            fs.mv(temp, path)
+    except Exception:
+        with contextlib.suppress(Exception):
+            fs.rm(temp)
+        raise
+
+
+def _make_folder(fs: Any, folder: str) -> None:
+    """Make a folder and those above it, while other threads and processes do the same."""
+    for attempt in range(_TRIES):
+        try:
+            fs.makedirs(folder, exist_ok=True)
+            return
+        except Exception:
+            # Not every ``makedirs`` minds a folder that appears between its look and its call.
+            if fs.isdir(folder):
+                return
+            if attempt == _TRIES - 1:
+                raise
+            time.sleep(0.01 * 2**attempt)
