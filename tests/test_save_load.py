@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import zarrckpt
 
@@ -216,13 +217,31 @@ def _save_strided(rows: int, url: str) -> bool | tuple[str, list[str]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
+    held = model[0].weight.to_local()
+    mine = _part(_part(source, 2, mesh["tp"].get_local_rank()), mesh["dp"].size(), mesh["dp"].get_local_rank())
+    assert torch.equal(held, mine)
     try:
         zarrckpt.save({"model": model}, url)
     except zarrckpt.UnsupportedLayoutError as err:
-        return str(err), _objects(url)
-    target = torch.zeros_like(source)
-    zarrckpt.load({"model": {"0.weight": target}}, url)
-    return torch.equal(target, source)
+        refused = str(err), _objects(url)
+    else:
+        refused = None
+        target = torch.zeros_like(source)
+        zarrckpt.load({"model": {"0.weight": target}}, url)
+        assert torch.equal(target, source)
+    # Into uneven shards everything loads.
+    whole = f"{url}-whole"
+    zarrckpt.save({"model": {"0.weight": source}}, whole)
+    with torch.no_grad():
+        held.zero_()
+    zarrckpt.load({"model": model}, whole)
+    assert torch.equal(held, mine)
+    return refused or True
+
+
+def _part(rows: torch.Tensor, parts: int, number: int) -> torch.Tensor:
+    chunks = rows.chunk(parts)
+    return chunks[number] if number < len(chunks) else rows[:0]
 
 
 def _objects(url: str | Path) -> list[str]:
@@ -241,6 +260,26 @@ def test_fsdp2_over_tp_is_saved_right_or_refused_before_anything_is_written(tmp_
         for message, objects in answers:
             assert message == answers[0][0] and "0.weight" in message and objects == []
     assert 16 not in refused and 25 in refused
+
+
+def _save_interleaved(url: str, rows: int) -> None:
+    """Strides that really interleave: a rank holds several boxes."""
+    mesh = init_device_mesh("cpu", (4,))
+    placement = _StridedShard(0, split_factor=2)
+    local = placement._split_tensor(_source((rows, 3)), 4, with_padding=False)[0][dist.get_rank()]
+    tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=(rows, 3), stride=(3, 1))
+    zarrckpt.save({"w": tensor}, url)
+    target = torch.zeros(rows, 3)
+    zarrckpt.load({"w": target}, url)
+    assert torch.equal(target, _source((rows, 3)))
+    local.zero_()
+    zarrckpt.load({"w": tensor}, url)
+    assert torch.equal(local, placement._split_tensor(target, 4, with_padding=False)[0][dist.get_rank()])
+
+
+@pytest.mark.parametrize("rows", [16, 13, 5])
+def test_interleaved_shards_are_several_boxes(rows: int, tmp_path: Path) -> None:
+    run_ranks(_save_interleaved, str(tmp_path / "one"), rows)
 
 
 def _save_without_one_ranks_part(url: str) -> None:

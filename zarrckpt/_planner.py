@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._flatten import build, flatten, set_leaf
+from zarrckpt._held import HeldTensor
 from zarrckpt._state_path import StatePath
 
 
@@ -41,26 +43,13 @@ class ZarrSavePlanner(DefaultSavePlanner):
         flat, paths = flatten(state_dict)
         _refuse_unsaveable(flat)
         self.mappings = dict(paths)
-        self.state_dict = _with_flat_shards(flat)
+        self.state_dict = _with_pieces(flat)
         self.is_coordinator = is_coordinator
 
-    def create_local_plan(self) -> SavePlan:
-        """This rank's items. Raises UnsupportedLayoutError where a DTensor's local shape is not what its box says.
-
-        torch's rule for boxes is wrong where two mesh dimensions cut one tensor dimension unevenly (FSDP2 x TP); such a
-        tensor would be saved in the wrong place.
-        """
-        plan = super().create_local_plan()
-        for item in plan.items:
-            if item.tensor_data is not None:
-                planned, held = tuple(item.tensor_data.chunk.sizes), tuple(self.lookup_object(item.index).shape)
-                if planned != held:
-                    raise UnsupportedLayoutError(
-                        f"{item.index.fqn!r}: torch says that this rank holds a piece of shape {planned}, but it holds "
-                        f"{held}: two mesh dimensions cut one dimension of {tuple(item.tensor_data.size)} unevenly: "
-                        "make it divisible, or save full_tensor()"
-                    )
-        return plan
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What an item of the plan stands for: of a tensor, the piece that begins at the index's offset."""
+        piece = _piece(self.state_dict, index)
+        return super().lookup_object(index) if piece is None else piece
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge all ranks' plans. Raises UnsupportedLayoutError where their boxes overlap or leave gaps."""
@@ -70,13 +59,24 @@ class ZarrSavePlanner(DefaultSavePlanner):
             raise UnsupportedLayoutError(f"the shards of some tensors overlap or leave gaps: {err}") from err
 
 
-def _with_flat_shards(flat: dict[str, Any]) -> dict[str, Any]:
-    """DCP's flattening of ShardedTensors that hold ShardedTensors (FSDP1 in two dimensions).
+def _with_pieces(flat: dict[str, Any]) -> dict[str, Any]:
+    """Tensors in the form that plans are made from: DTensors as the boxes that are held here.
 
-    Only they are passed to it, since it drops empty containers.
+    ShardedTensors go through DCP's own flattening of those that hold ShardedTensors (FSDP1 in two dimensions); only
+    they, since it drops empty containers.
     """
     nested = {fqn: leaf for fqn, leaf in flat.items() if isinstance(leaf, ShardedTensor)}
-    return {**flat, **_flatten_sharded_tensors(nested)}
+    held = {fqn: HeldTensor(fqn, leaf) for fqn, leaf in flat.items() if isinstance(leaf, DTensor)}
+    return {**flat, **_flatten_sharded_tensors(nested), **held}
+
+
+def _piece(flat: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None:
+    """The piece of a DTensor at an index; None for what is none."""
+    leaf = flat.get(index.fqn)
+    if not isinstance(leaf, HeldTensor):
+        return None
+    assert index.offset is not None
+    return leaf.piece(tuple(index.offset))
 
 
 def _refuse_unsaveable(flat: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         self.mappings: dict[str, Any] = {fqn: paths[fqn] for fqn in self.loaded}
         # In the checkpoint's order, which rebuilt dicts then have.
         self._values = [f for f in entries if f in selected and not isinstance(selected[f], torch.Tensor)]
-        self.state_dict = _with_flat_shards({fqn: self._target(fqn, selected[fqn]) for fqn in self.loaded})
+        self.state_dict = _with_pieces({fqn: self._target(fqn, selected[fqn]) for fqn in self.loaded})
 
     def _expand(self, selected: dict[str, Any], paths: dict[str, StatePath]) -> None:
         """Where a non-tensor target stands for a whole subtree of the checkpoint, ask for the entries below it."""
@@ -219,10 +219,13 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         items: list[ReadItem] = []
         for fqn, target in self.state_dict.items():
-            if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
-                continue
             items += _create_read_items(fqn, self.metadata.state_dict_metadata[fqn], target)
         return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The memory of this rank's piece that begins at the index's offset."""
+        piece = _piece(self.state_dict, index)
+        return super().lookup_tensor(index) if piece is None else piece
 
     def load_value(self, read_item: ReadItem, value: object) -> None:
         """Take a non-tensor entry as the object that it is. Called by our reader in place of ``load_bytes``."""

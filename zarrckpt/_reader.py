@@ -24,7 +24,7 @@ from torch.futures import Future
 from zarrckpt import _codec
 from zarrckpt._catalog import Catalog
 from zarrckpt._documents import ArrayNode
-from zarrckpt._errors import CheckpointError, KeyMismatchError
+from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedLayoutError
 from zarrckpt._grid import Box
 from zarrckpt._planner import ZarrLoadPlanner
 from zarrckpt._root import Root
@@ -225,6 +225,11 @@ class _Target:
         self._node = catalog.root.tensors[fqn]
         self._box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         self._tensor = planner.resolve_tensor(item)
+        if tuple(self._tensor.shape) != self._box.shape:
+            raise UnsupportedLayoutError(
+                f"{fqn!r}: DCP's planner says that this rank holds a piece of shape {self._box.shape}, but it holds "
+                f"{tuple(self._tensor.shape)}: load with zarrckpt.load, or pass planner=zarrckpt.ZarrLoadPlanner()"
+            )
         self._staged: torch.Tensor | None = None
 
     @property

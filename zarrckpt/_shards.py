@@ -1,0 +1,120 @@
+"""Which part of a tensor a rank holds, from its mesh and placements: integers only.
+
+torch's own ``compute_local_shape_and_global_offset`` is wrong where two mesh dimensions cut one tensor dimension
+unevenly (FSDP2 over tensor parallelism: 25 rows over 4 x 2), since it cuts in the order of the mesh and not in the
+order in which the tensor was really cut. This rule cuts in the true order wherever the placements tell it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zarrckpt._grid import Box, Ints
+
+
+class Cut(NamedTuple):
+    """How one mesh dimension shards a tensor: along ``dim``, in ``factor`` interleaved strides (1: in one piece)."""
+
+    dim: int
+    factor: int = 1
+
+
+Run = tuple[int, int]
+"""(offset, length) of consecutive elements along one dimension."""
+
+
+class Held(NamedTuple):
+    """A box of the global tensor, and where it lies in the local one."""
+
+    box: Box
+    local: Ints
+
+
+def held_boxes(shape: Ints, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | None]) -> list[Held]:
+    """The boxes that a rank holds, in the order of its local tensor; empty ones are left out.
+
+    ``mesh`` has the mesh's sizes, ``coordinate`` the rank's place in it, ``cuts`` one entry a mesh dimension (None:
+    replicated). One box in all layouts that FSDP2, TP and their mixes make; several where strides interleave.
+    """
+    runs = [
+        _runs(n, mesh, coordinate, [cut if cut and cut.dim == d else None for cut in cuts]) for d, n in enumerate(shape)
+    ]
+    held = []
+    for parts in itertools.product(*map(_with_starts, runs)):
+        box = Box(tuple(offset for offset, _, _ in parts), tuple(length for _, length, _ in parts))
+        if box.size:
+            held.append(Held(box, tuple(start for _, _, start in parts)))
+    return held
+
+
+def _with_starts(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
+    out, start = [], 0
+    for offset, length in runs:
+        out.append((offset, length, start))
+        start += length
+    return out
+
+
+def _runs(n: int, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | None]) -> list[Run]:
+    """What is left of a dimension of length n after all cuts."""
+    order = _true_order(mesh, cuts)
+    if order is not None:
+        offset, length = 0, n
+        for m in order:
+            step = -(-length // mesh[m])
+            begin = min(step * coordinate[m], length)
+            offset, length = offset + begin, min(step, length - begin)
+        return [(offset, length)]
+    runs = [(0, n)]
+    for m, cut in enumerate(cuts):
+        if cut is not None:
+            runs = _interleaved(runs, mesh[m], coordinate[m], cut.factor)
+    return runs
+
+
+def _true_order(mesh: Ints, cuts: Sequence[Cut | None]) -> list[int] | None:
+    """The mesh dimensions in the order in which they cut, outermost first; None where strides really interleave.
+
+    A cut with a stride factor was made after (inside of) the later mesh dimensions whose sizes multiply to that factor.
+    """
+    order: list[int] = []
+    for m in reversed(range(len(cuts))):
+        cut = cuts[m]
+        if cut is None:
+            continue
+        before = 1
+        for place in range(len(order) + 1):
+            if before == cut.factor:
+                order.insert(place, m)
+                break
+            if place < len(order):
+                before *= mesh[order[place]]
+        else:
+            return None
+    return order
+
+
+def _interleaved(runs: list[Run], parts: int, mine: int, factor: int) -> list[Run]:
+    """torch's ``_StridedShard``: cut into ``factor`` pieces, each of them into ``parts``, and hold one part of each."""
+    total = sum(length for _, length in runs)
+    outer = -(-total // factor)
+    out: list[Run] = []
+    for piece in range(factor):
+        begin, end = min(piece * outer, total), min((piece + 1) * outer, total)
+        inner = -(-(end - begin) // parts)
+        out += _cut_out(runs, min(begin + mine * inner, end), min(begin + (mine + 1) * inner, end))
+    return out
+
+
+def _cut_out(runs: list[Run], begin: int, end: int) -> list[Run]:
+    """The positions from begin to end of a concatenation of runs, merged with what they touch."""
+    out: list[Run] = []
+    at = 0
+    for offset, length in runs:
+        lo, hi = max(begin, at), min(end, at + length)
+        if lo < hi:
+            out.append((offset + lo - at, hi - lo))
+        at += length
+    return out
