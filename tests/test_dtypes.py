@@ -246,7 +246,7 @@ def test_portable_types_are_core_types_of_the_same_size(name: str) -> None:
     assert (dtype.core, dtype.portable_name) == (name not in ML_NAMES, expected)
     assert dtype.portable is by_name(expected)
     assert (dtype.portable.core, dtype.portable.itemsize) == (True, dtype.itemsize)
-    assert dtype.portable_fill_value == by_name(expected).fill_value
+    assert dtype.portable.fill_value == by_name(expected).fill_value
 
 
 def test_data_types_pickle_as_equals() -> None:

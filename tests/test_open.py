@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +153,33 @@ def test_a_store_in_memory(state: dict[str, Any]) -> None:
     zarrckpt.save(state, "runs/one", store=store)
     opened = zarrckpt.open("runs/one", store=store)
     assert list(opened) == NAMES and np.array_equal(opened["model.w.x"][...], state["model"]["w.x"])
+
+
+def _first_rows(checkpoint: zarrckpt.Checkpoint, array: Any, connection: Any) -> None:
+    connection.send((checkpoint["model.weight"][:2].tolist(), array[:2].tolist(), len(checkpoint)))
+
+
+def test_it_goes_to_other_processes(tmp_path: Path) -> None:
+    weight = torch.randn(6, 4)
+    zarrckpt.save({"model": {"weight": weight}, "step": 3}, tmp_path / "one")
+    checkpoint = zarrckpt.open(tmp_path / "one")
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_first_rows, args=(checkpoint, checkpoint["model.weight"], there))
+    process.start()
+    assert here.poll(60)
+    assert here.recv() == (weight[:2].tolist(), weight[:2].tolist(), 2)
+    process.join()
+    assert copy.deepcopy(checkpoint)["step"] == 3
+    zarrckpt.save({"model": {"weight": weight + 1}}, tmp_path / "one", overwrite=True)
+    # A copy is the same checkpoint, not whatever is at the url now.
+    with pytest.raises(zarrckpt.CheckpointReplacedError):
+        pickle.loads(pickle.dumps(checkpoint))["model.weight"][:]
+
+
+def test_latest_says_that_it_was_given_a_checkpoint(url: str) -> None:
+    with pytest.warns(UserWarning, match="pass the folder that holds it"):
+        assert zarrckpt.latest(url) is None
 
 
 def test_pickled_values_load_only_on_request(tmp_path: Path) -> None:
@@ -414,6 +444,26 @@ def test_damage_in_a_store_in_memory(state: dict[str, Any]) -> None:
     zarrckpt.save(state, "one", store=store, overwrite=True)
     with pytest.raises(CheckpointReplacedError):
         weight[...]
+
+
+class _FailingStore(MemoryStore):
+    fails = False
+
+    async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        if self.fails and "/c." in key:
+            raise OSError("the network is down")
+        return await super().get(key, *args, **kwargs)
+
+
+def test_a_store_that_fails_says_why(state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _FailingStore()
+    zarrckpt.save(state, "one", store=store)
+    weight = zarrckpt.open("one", store=store)["model.w.x"]
+    monkeypatch.setattr(_FailingStore, "fails", True)
+    with pytest.raises(OSError, match="the network is down"):
+        weight[...]
+    monkeypatch.setattr(_FailingStore, "fails", False)
+    assert np.array_equal(weight[...], state["model"]["w.x"].numpy())
 
 
 @pytest.mark.parametrize("fsspec", [False, True])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from ast import literal_eval
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -667,6 +671,92 @@ def test_dtypes_are_converted_only_on_request(tmp_path: Path) -> None:
         zarrckpt.load(target, tmp_path / "one")
     zarrckpt.load(target, tmp_path / "one", allow_cast=True)
     assert target["w"].tolist() == [1.5, -2.5]
+
+
+@pytest.mark.parametrize("saved", [torch.int64, torch.bool, torch.bfloat16, torch.float64, torch.complex128])
+def test_casts_of_pieces_that_do_not_lie_like_the_chunks(saved: torch.dtype, tmp_path: Path) -> None:
+    """Every piece is converted by itself: parts of subchunks, whatever their size and alignment."""
+    whole = torch.arange(3 * 5 * 7).reshape(3, 5, 7).to(saved)
+    parts = {"w": whole, "scalar": whole[1, 2, 3].clone(), "empty": whole[:0]}
+    zarrckpt.save(parts, tmp_path / "one", max_chunk_bytes=40 * whole.element_size())
+    wide = torch.complex128 if saved.is_complex else torch.float32
+    strided = torch.zeros(7, 5, 3, dtype=wide).permute(2, 1, 0)
+    target = {"w": strided, "scalar": torch.zeros((), dtype=wide), "empty": torch.zeros(0, 5, 7, dtype=wide)}
+    if saved.is_complex:
+        target = {name: tensor.conj() for name, tensor in target.items()}
+    with torch.inference_mode():
+        made_inside = {"w": torch.zeros(3, 5, 7, dtype=torch.float16)}
+        zarrckpt.load(target, tmp_path / "one", allow_cast=True)
+        if not saved.is_complex:
+            zarrckpt.load(made_inside, tmp_path / "one", allow_cast=True, keys="w")
+            assert torch.equal(made_inside["w"], whole.half())
+    assert torch.equal(target["w"], whole.to(wide)) and torch.equal(target["scalar"], parts["scalar"].to(wide))
+
+
+_CAST = """
+import sys, torch, zarrckpt
+
+def peak():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+target = {str(i): torch.ones(4 << 20, dtype=torch.float64) for i in range(8)}
+zarrckpt.load({"small": torch.zeros(2, dtype=torch.float64)}, sys.argv[1], keys="small", allow_cast=True)
+before = peak()
+zarrckpt.load(target, sys.argv[1], allow_cast=True, strict=False, max_inflight_bytes=16 << 20, concurrency=2)
+assert target["7"].eq(7).all()
+print(peak() - before)
+"""
+
+
+def test_converting_needs_no_second_copy_of_the_state(tmp_path: Path) -> None:
+    state = {str(i): torch.full((4 << 20,), float(i)) for i in range(8)}
+    zarrckpt.save({**state, "small": torch.ones(2)}, tmp_path / "one")
+    found = subprocess.run(
+        [sys.executable, "-c", _CAST, str(tmp_path / "one")], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert int(found.stdout) < 64 << 20  # the state is 128 MiB as it was saved
+
+
+def test_a_failure_of_the_store_keeps_the_client_s_error_as_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(zarrckpt.StorageError) as caught:
+        zarrckpt.save({"w": torch.ones(2)}, tmp_path / "file" / "one")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_containers_of_objects_stay_the_user_s_own(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    zarrckpt.save({"held": UserDict(model=model, step=3)}, tmp_path / "one")
+    held = UserDict(model=nn.Linear(2, 2), step=0)
+    state = {"held": held}
+    zarrckpt.load(state, tmp_path / "one")
+    assert state["held"] is held and held["step"] == 3 and torch.equal(held["model"].weight, model.weight)
+
+
+def test_the_marker_is_on_disk_before_the_first_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut must not keep chunks and lose the list that tells whose they are."""
+    events: list[str] = []
+    sync, rename = os.fsync, os.replace
+
+    def record_sync(file: int) -> None:
+        events.append(f"sync {os.readlink(f'/proc/self/fd/{file}')}")
+        sync(file)
+
+    def record_rename(old: str, new: str) -> None:
+        events.append(f"put {new}")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_rename)
+    for overwrite in (False, True):
+        events.clear()
+        zarrckpt.save({"w": torch.ones(2)}, tmp_path / "one", overwrite=overwrite)
+        before = events[: next(i for i, event in enumerate(events) if "/w/" in event)]
+        ids = {event.split("/")[-2] for event in before if event.startswith("put") and "/@zarrckpt/" in event}
+        (save_id,) = ids
+        house = tmp_path / "one" / "@zarrckpt"
+        assert {f"sync {house / save_id / 'zarr.json'}", f"sync {house / save_id}", f"sync {house}"} <= {*before}
+        assert (f"sync {tmp_path / 'one' / f'@{save_id}' / 'zarr.json'}" in before) == overwrite
 
 
 def _sharded_model(rows: int, extra: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -567,6 +567,7 @@ def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Stub) -> None:
         ({"backend": "boto"}, "'obstore' or 'fsspec'"),
         ({"use_ssl": False}, "needs an endpoint_url"),
         ({"key": "only half"}, "only one of key and secret"),
+        ({"token": "alone", "anon": False}, "a token without them"),
         ({"profile": "p", "key": "k", "secret": "s", "anon": False}, None),
         ({"config_kwargs": {"signature_version": "s3"}}, "s3v4"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import pickle
@@ -16,9 +17,24 @@ from s3_stub import S3Stub
 from store_servers import S3Place
 
 from zarrckpt._errors import StorageError
-from zarrckpt._store import Store, StoreSpec, open_store
+from zarrckpt._store import Store, StoreSpec, _azure_options, open_store
+from zarrckpt._store._secrets import MARKER, redact, secret_values
 
 SECRET = "hunter2-very-secret"
+
+
+def test_every_part_of_an_azure_connection_string_counts() -> None:
+    def config(text: str) -> dict[str, Any]:
+        return _azure_options.translate({"connection_string": text}, "", None).config
+
+    abroad = "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=a2V5;EndpointSuffix=core.chinacloudapi.cn"
+    expected = {"account_name": "me", "account_key": "a2V5", "endpoint": "https://me.blob.core.chinacloudapi.cn"}
+    assert config(abroad) == expected
+    assert "endpoint" not in config("AccountName=me;AccountKey=a2V5;EndpointSuffix=core.windows.net")
+    assert config("UseDevelopmentStorage=true") == {"use_emulator": "true"}
+    with pytest.raises(StorageError, match="customthing"):
+        config("AccountName=me;CustomThing=1")
+
 
 SECRET_OPTIONS: list[dict[str, Any]] = [
     {"key": SECRET, "secret": SECRET, "token": SECRET},
@@ -77,6 +93,13 @@ def test_a_password_in_the_url_is_not_pickled() -> None:
     assert copied.url == "sftp://***@host/run"
     with pytest.raises(StorageError, match="secrets are not pickled"):
         copied.open()
+
+
+def test_lists_among_the_options(tmp_path: Path) -> None:
+    options = {"key": ["a-secret", "another-one"], "disabled": {"names": ["rsa"]}, "passwords": ("third-one",)}
+    assert secret_values(options)[:3] == ["a-secret", "another-one", "third-one"]
+    assert redact(options) == {"key": [MARKER, MARKER], "disabled": {"names": ["rsa"]}, "passwords": (MARKER,)}
+    StoreSpec("memory://lists", storage_options={"disabled": {"names": ["x"]}}).open()
 
 
 def test_copies_within_a_process_keep_everything() -> None:
@@ -254,7 +277,8 @@ def test_an_object_store_raises_in_a_forked_child(moto_bucket: S3Place) -> None:
     array = zarr.create_array(zarr.storage.MemoryStore(), shape=(3,), dtype="f4")
     for key, value in array.store._store_dict.items():
         store.put(key, [value.to_bytes()])
-    remote = zarr.open_array(store.zarr_store(), mode="r")
+    zarr_store = store.zarr_store()
+    remote = zarr.open_array(zarr_store, mode="r")
     assert remote[:].tolist() == [0, 0, 0]
 
     for use in (
@@ -265,6 +289,7 @@ def test_an_object_store_raises_in_a_forked_child(moto_bucket: S3Place) -> None:
         lambda: spec.child("x").open(),
         lambda: store.zarr_store(),
         lambda: remote[:],
+        lambda: asyncio.run(zarr_store.getsize("k")),
     ):
         answer = in_forked_child(use)
         assert answer.startswith("StorageError: this process was forked"), answer

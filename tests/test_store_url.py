@@ -111,9 +111,17 @@ def test_bytes_paths_are_refused() -> None:
 
 
 def test_credentials_in_a_bucket_url_are_refused_without_being_shown() -> None:
-    with pytest.raises(StorageError, match="storage_options") as caught:
-        open_store("s3://AKIAKEY:hunter2secret@bucket/run")
+    for secret in ("hunter2secret", "hunter2/secret", "9hunter/2/secret"):
+        with pytest.raises(StorageError, match="storage_options") as caught:
+            open_store(f"s3://AKIAKEY:{secret}@bucket/run")
+        assert "hunter" not in str(caught.value) and "secret" not in str(caught.value)
+    with pytest.raises(StorageError, match="three slashes") as caught:
+        open_store("file://user:hunter2secret@host/run")
     assert "hunter2secret" not in str(caught.value)
+
+
+def test_a_port_is_no_password() -> None:
+    assert StoreSpec("sftp://host:22/run@noon").url == "sftp://host:22/run@noon"
 
 
 def test_a_password_in_a_url_is_never_shown() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -15,14 +15,14 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from zarrckpt import _state
 from zarrckpt._catalog import Catalog
 from zarrckpt._distributed import from_coordinator, in_use, own_errors
+from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._grid import MAX_CHUNK_BYTES
 from zarrckpt._object_planners import ObjectLoadPlanner, ObjectSavePlanner
-from zarrckpt._rank_work import Progress
 from zarrckpt._reader import ZarrStorageReader
 from zarrckpt._report import LoadReport, SaveReport
 from zarrckpt._root import Root
 from zarrckpt._store import StoreSpec
-from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES
+from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES, Progress
 from zarrckpt._writer import ZarrStorageWriter
 
 
@@ -81,9 +81,10 @@ def save_with(
     planner: SavePlanner, state: Mapping[str, Any], writer: ZarrStorageWriter, process_group: dist.ProcessGroup | None
 ) -> SaveReport:
     """Save what a planner makes of a state through a writer. Collective over the group."""
-    with own_errors():
+    with own_errors(process_group):
         writer.reset()
-        metadata = _save_state_dict(dict(state), writer, process_group, no_dist=not in_use(), planner=planner)
+        taken = cast("dict[str, Any]", state)  # the planner checks it
+        metadata = _save_state_dict(taken, writer, process_group, no_dist=not in_use(), planner=planner)
     report: SaveReport = metadata.storage_data
     return report
 
@@ -115,7 +116,8 @@ def load(
         strict: targets that the checkpoint lacks are an error, and so are entries below a requested module or
             optimizer that find no target; otherwise both are only reported.
         keys: load a part: flat names, their beginnings up to a dot, or glob patterns (``"model"``, ``"optim.state"``,
-            ``"*.bias"``). One that matches nothing is an error.
+            ``"*.bias"``). One that matches nothing in the checkpoint is an error, and with ``strict`` so is one that
+            matches no target on any rank.
         allow_pickle: also load values that were saved pickled, which can run any code that the checkpoint holds.
         allow_cast: convert where dtypes differ, instead of raising.
 
@@ -124,6 +126,9 @@ def load(
     Raises CheckpointNotFoundError, KeyMismatchError (all differences at once; nothing was loaded), UnsafeValueError,
     CorruptCheckpointError (the targets are undefined then), CheckpointReplacedError.
     """
+    if not isinstance(state, MutableMapping):
+        found = type(state).__name__
+        raise UnsupportedValueError(f"the state is a {found}, expected a dict such as {{'model': model}} to load into")
     began = time.monotonic()
     spec = StoreSpec(url, store, storage_options, credential_provider)
     reader = ZarrStorageReader(
@@ -136,10 +141,10 @@ def load(
         max_inflight_bytes=max_inflight_bytes,
         progress=progress,
     )
-    root: Root = from_coordinator(lambda: Catalog(spec.open()).root, process_group)
+    root: Root = from_coordinator(lambda: Catalog(spec).root, process_group)
     reader.use_root(root)
     planner = ObjectLoadPlanner(keys, strict=strict, allow_cast=allow_cast)
-    with own_errors(), planner.fresh_on_error():
+    with own_errors(process_group), planner.fresh_on_error():
         _load_state_dict(state, reader, process_group, no_dist=not in_use(), planner=planner)
     plain = planner.plain
     for restore in plain.restore:
@@ -162,7 +167,9 @@ def _hand_back(state: Any, plain: Any) -> None:
     items = plain.items() if isinstance(plain, dict) else enumerate(plain)
     for key, value in items:
         target = state[key]
-        if isinstance(value, (dict, list)) and isinstance(target, type(value)) and _state.holds_objects(target):
+        if _state.is_object(target):
+            continue
+        if _state.holds_objects(target):
             _hand_back(target, value)
-        elif not _state.is_object(target):
+        else:
             state[key] = value

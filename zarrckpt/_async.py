@@ -93,7 +93,8 @@ class _Stager:
             pinned = source.device.type == "cuda"
             buffer = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
             self._buffers[index] = buffer
-        return buffer.copy_(source, non_blocking=True)
+        # Only CUDA's copies are waited for.
+        return buffer.copy_(source, non_blocking=source.device.type == "cuda")
 
 
 class _Saver:

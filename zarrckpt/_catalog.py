@@ -20,19 +20,26 @@ from zarrckpt._errors import (
 )
 from zarrckpt._grid import Ints
 from zarrckpt._root import CHECKSUMS, WRITERS, Root, Table, ValueEntry, table_node
-from zarrckpt._store import Store
+from zarrckpt._store import Store, StoreSpec
 from zarrckpt._transfer import read_box
 
 
 class Catalog:
-    """One committed checkpoint, opened once: one request for the root, one for the checksums when first needed."""
+    """One committed checkpoint, opened once: one request for the root, one for the checksums when first needed.
 
-    def __init__(self, store: Store, root: Root | None = None) -> None:
-        self.store = store
-        self.root = root if root is not None else _commit.load_root(store)
+    A pickle holds the root and the recipe for the store; the copy opens the store anew, without asking for the root.
+    """
+
+    def __init__(self, spec: StoreSpec, root: Root | None = None) -> None:
+        self._spec = spec
+        self.store: Store = spec.open()
+        self.root = root if root is not None else _commit.load_root(self.store)
         self._lock = threading.Lock()
         self._checksums: _codec.RawArray | None = None
         self._first: Mapping[str, int] | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Catalog, (self._spec, self.root))
 
     def checksums(self, node: ArrayNode) -> _codec.RawArray:
         """An array's part of the checksum table (uint32, chunks and their subchunks in C order)."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zarrckpt import _commit
 from zarrckpt._catalog import Catalog
-from zarrckpt._documents import NODE
+from zarrckpt._documents import NODE, join
 from zarrckpt._errors import (
     CheckpointError,
     ForeignObjectsError,
@@ -18,6 +18,7 @@ from zarrckpt._errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from zarrckpt._root import HOUSE
 from zarrckpt._store import Store, StoreSpec, join_url
 from zarrckpt._transfer import DEFAULT_CONCURRENCY, run
 
@@ -71,7 +72,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def tensors(self) -> list[str]:
-        """The names of the entries that are arrays, in the order of the state dict's names."""
+        """The names of the entries that are arrays, in the order of the state dict."""
         return list(self._catalog.root.tensors)
 
     @property
@@ -122,9 +123,9 @@ class Checkpoint(Mapping[str, Any]):
     @cached_property
     def _zarr_store(self) -> Any:
         from zarrckpt import _zarr_dtypes  # noqa: F401 - importing it registers bfloat16 and float8
-        from zarrckpt._strict_store import StrictStore
+        from zarrckpt._strict_store import reopen
 
-        return StrictStore(self._catalog.store.zarr_store(), self._catalog)
+        return reopen(self._catalog)
 
     def _array(self, fqn: str) -> zarr.Array[Any]:
         import zarr
@@ -153,7 +154,7 @@ def open(
     UnsupportedFormatError, CorruptCheckpointError.
     """
     spec = StoreSpec(url, store, storage_options, credential_provider)
-    return Checkpoint(Catalog(spec.open()), allow_pickle=allow_pickle)
+    return Checkpoint(Catalog(spec), allow_pickle=allow_pickle)
 
 
 def latest(
@@ -170,7 +171,10 @@ def latest(
     committed.
     """
     place = StoreSpec(prefix, store, storage_options, credential_provider).open()
-    names = [name for name in place.list_dir()[1] if not name.startswith("@")]
+    folders = place.list_dir()[1]
+    if HOUSE in folders:
+        warnings.warn(f"latest({place.url!r}) looks below a checkpoint: pass the folder that holds it", stacklevel=2)
+    names = [name for name in folders if not name.startswith("@")]
     found = [entry for entry in run((partial(_committed, place, name) for name in names), DEFAULT_CONCURRENCY) if entry]
     if not found:
         return None
@@ -183,7 +187,7 @@ def latest(
 
 def _committed(place: Store, name: str) -> tuple[str, str] | None:
     """When the checkpoint in a folder was committed, and the folder's name; None where there is none."""
-    url = join_url(place.url, name)
+    url = join(place.url, name)
     try:
         root = _commit.parse_committed(place.get(f"{name}/{NODE}"), url)
     except (ObjectNotFoundError, ForeignObjectsError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import google_crc32c
 import numpy as np
@@ -20,6 +20,18 @@ from zarrckpt._grid import Box, Grid, Ints, intersect, ravel, ravel_f, unravel_f
 
 RawArray = np.ndarray[Any, np.dtype[Any]]
 """Elements as raw bits, see :func:`raw_dtype`."""
+
+
+class Target(Protocol):
+    """What takes the elements of a box: an array of raw elements, or what passes them on to other memory."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The raw type of the elements."""
+
+    def __setitem__(self, place: tuple[slice, ...], cells: RawArray, /) -> None:
+        """Take the elements of a part of the box."""
+
 
 CRC_BYTES = 4
 _RAW: dict[int, np.dtype[Any]] = {
@@ -125,8 +137,8 @@ def check_part(grid: Grid, itemsize: int, byte_offset: int, stored: RawArray, ta
     return stored[index_at - byte_offset :].tobytes() == _index(grid, itemsize)
 
 
-def copy_subchunk(grid: Grid, chunk: Ints, cell: Ints, stored: RawArray, box: Box, target: RawArray) -> int:
-    """Copy what a stored subchunk and a wanted box share into ``target``, an array of the box's shape.
+def copy_subchunk(grid: Grid, chunk: Ints, cell: Ints, stored: RawArray, box: Box, target: Target) -> int:
+    """Copy what a stored subchunk and a wanted box share into ``target``, which has the box's shape.
 
     Returns the number of bytes copied.
     """

@@ -119,8 +119,12 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     tree = "" if not claimed and _put_claim(store, marker.attempt) else f"@{marker.attempt}"
     own = Marker(marker.attempt, tree, marker.arrays, marker.groups, marker.started)
     store.put(marker_key(own.attempt), [dumps(own.document())])
+    keys = [marker_key(own.attempt)]
     if tree:
-        store.put(f"{tree}/{NODE}", [dumps(group_document())])
+        keys.append(f"{tree}/{NODE}")
+        store.put(keys[-1], [dumps(group_document())])
+    # Chunks that outlive a power cut must not outlive their list: nobody could tell then whose they are.
+    store.sync(keys)
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]
     return Attempt(own, base, history, tuple(older))
 
@@ -241,7 +245,7 @@ def losing_is_named(store: Store, save_id: str, base_id: str) -> Iterator[None]:
             winner = load_root(store)
         except CheckpointError:
             raise err from None
-        if winner.save_id in (save_id, base_id):
+        if winner.save_id == base_id or save_id in (winner.save_id, *winner.history):
             raise
         raise _lost(store, save_id, winner) from err
 
@@ -274,4 +278,4 @@ def abandon(store: Store, attempt: Attempt) -> None:
     try:
         clean(store, [attempt.marker], finished=[attempt.save_id])
     except CheckpointError:
-        return  # the error that lost the attempt matters more; the next save or a recover cleans up
+        return  # the error that lost the attempt matters more; the next save cleans up

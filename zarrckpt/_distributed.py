@@ -45,8 +45,11 @@ def _coordinator(group: dist.ProcessGroup | None) -> int:
 
 
 @contextmanager
-def own_errors() -> Iterator[None]:
+def own_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Raise what DCP gathered from all ranks as one of this package's errors, the same on every rank.
+
+    But a rank that was interrupted (KeyboardInterrupt, SystemExit) raises just that: an ``except CheckpointError`` must
+    not swallow it.
 
     The message is that of the lowest failed rank; a note names all of them. Any other exception becomes the cause of a
     CheckpointError that names it.
@@ -55,12 +58,16 @@ def own_errors() -> Iterator[None]:
         yield
     except CheckpointException as err:
         failures = sorted(err.failures.items())
+        mine = err.failures.get(dist.get_rank(group) if in_use() else 0)
+        if mine is not None and not isinstance(mine[0], Exception):
+            raise mine[0] from None
         own = [(rank, error) for rank, (error, _) in failures if isinstance(error, CheckpointError)]
         ranks = ", ".join(str(rank) for rank, _ in failures)
         if own:
             error: CheckpointError = own[0][1]
             error.add_note(f"(failed on rank {ranks})")
-            raise error from None
+            # Its own cause is the client's error; DCP's wrapper around it says nothing more.
+            raise error from error.__cause__
         rank, (other, _) = failures[0]
         text = f"rank {rank} failed with {type(other).__name__}: {other} (failed ranks: {ranks})"
         raise CheckpointError(text) from other

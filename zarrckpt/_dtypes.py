@@ -89,11 +89,6 @@ class DType:
         """The core type that can hold the same bits: this one, or an unsigned integer."""
         return DTYPES[self.portable_name]
 
-    @property
-    def portable_fill_value(self) -> FillValue:
-        """The fill value of :attr:`portable`."""
-        return self.portable.fill_value
-
 
 DTYPES: dict[str, DType] = {
     dtype.name: dtype

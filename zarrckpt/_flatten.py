@@ -58,13 +58,6 @@ def _entered(items: list[Any]) -> bool:
     )
 
 
-def is_leaf(value: Any) -> bool:
-    """Whether :func:`flatten` keeps a value whole."""
-    if isinstance(value, Mapping):
-        return not value
-    return not (isinstance(value, list) and _entered(value))
-
-
 def set_leaf(state: Any, path: StatePath, value: Any) -> None:
     """Replace one entry of a nested state in place; its containers must exist."""
     for key in path.keys[:-1]:

@@ -6,15 +6,18 @@ of them instead of leaving the others in a collective that this rank never joins
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from zarrckpt import _state
 from zarrckpt._errors import KeyMismatchError
+from zarrckpt._flatten import flatten
 from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner
 
 
@@ -53,6 +56,22 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         self.plain = _state.for_load(state_dict, wanted, self.plain)
         _state.drop_unsaved(self.plain, asked_for, self._is_asked_for)
         super().set_up_planner(self.plain.state, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """This rank's plan, with the patterns that match none of its targets."""
+        names = [*self.loaded, *self.missing]
+        idle = [p for p in self._patterns or () if not any(_matches(name, p) for name in names)]
+        return dataclasses.replace(super().create_local_plan(), planner_data=idle)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Raises KeyMismatchError where a pattern matches no target on any rank, unless not strict."""
+        idle = [p for p in self._patterns or () if all(p in plan.planner_data for plan in global_plan)]
+        if idle and not self.allow_partial_load:
+            raise KeyMismatchError(
+                f"keys={idle} match no target in the state, so nothing would be loaded for them; it has, for example, "
+                f"{sorted(flatten(self.plain.state)[0])[:5]}"
+            )
+        return super().create_global_plan(global_plan)
 
     @contextmanager
     def fresh_on_error(self) -> Iterator[None]:

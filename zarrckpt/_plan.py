@@ -86,7 +86,6 @@ def plan_save(
     entries = {fqn: paths.get(fqn) or StatePath.of((fqn,)) for fqn in ordered}
     by_path = _names.unique_paths([tuple(path) for path in entries.values()])
     node_paths = {fqn: by_path[tuple(path)] for fqn, path in entries.items()}
-    _refuse_nested(node_paths)
     tensors = {
         fqn: _array_node(fqn, node_paths[fqn], items, portable_dtypes, max_chunk_bytes)
         for fqn, items in _tensor_items(plans).items()
@@ -122,17 +121,6 @@ def _tensor_items(plans: Iterable[SavePlan]) -> dict[str, list[WriteItem]]:
             if item.type != WriteItemType.BYTE_IO:
                 items.setdefault(item.index.fqn, []).append(item)
     return items
-
-
-def _refuse_nested(node_paths: Mapping[str, str]) -> None:
-    """An array cannot hold other nodes: a tensor at ``a`` and another at ``a/b`` have no Zarr form."""
-    by_path = {path: fqn for fqn, path in node_paths.items()}
-    for group in parent_groups(by_path):
-        if group in by_path:
-            below = next(fqn for path, fqn in by_path.items() if path.startswith(group + "/"))
-            raise UnsupportedValueError(
-                f"{by_path[group]!r} is an entry on one rank and holds {below!r} on another: rename one of them"
-            )
 
 
 def _array_node(

@@ -24,6 +24,7 @@ from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError, Unsupport
 from zarrckpt._flatten import build, flatten, set_leaf
 from zarrckpt._held import HeldTensor
 from zarrckpt._state_path import StatePath
+from zarrckpt._tensors import OVERLAPS, overlaps
 
 
 class ZarrSavePlanner(DefaultSavePlanner):
@@ -142,8 +143,7 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         self._expand(selected, paths)
         entries = metadata.state_dict_metadata
         self.missing = sorted(selected.keys() - entries.keys())
-        self.unexpected = sorted(fqn for fqn in entries.keys() - flat.keys() if self._select(fqn))
-        self.unexpected = [fqn for fqn in self.unexpected if fqn not in selected]
+        self.unexpected = sorted(filter(self._select, entries.keys() - flat.keys() - selected.keys()))
         self.loaded = sorted(selected.keys() & entries.keys())
         self._refuse({fqn: selected[fqn] for fqn in self.loaded})
         self.mappings: dict[str, Any] = {fqn: paths[fqn] for fqn in self.loaded}
@@ -212,6 +212,9 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
             return f"{fqn!r} has dtype {leaf.dtype}, the checkpoint has {entry.properties.dtype}"
         if not isinstance(leaf, ShardedTensor) and leaf.is_meta:
             return f"{fqn!r} is on the meta device and has no memory to fill: materialise it (to_empty) first"
+        local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if not isinstance(local, ShardedTensor) and local.layout == torch.strided and overlaps(local):
+            return f"{fqn!r} {OVERLAPS}"
         return None
 
     def create_local_plan(self) -> LoadPlan:

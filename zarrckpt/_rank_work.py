@@ -24,9 +24,7 @@ from zarrckpt._plan import RankPlan, expect_piece, item_box
 from zarrckpt._root import BlobEntry, ValueEntry
 from zarrckpt._store import Store
 from zarrckpt._tensors import raw_tensor, torch_dtype
-from zarrckpt._transfer import BytesBudget, run
-
-Progress = Callable[[int, int], None]
+from zarrckpt._transfer import BytesBudget, Progress, run
 
 
 @dataclass(frozen=True)

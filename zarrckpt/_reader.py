@@ -29,18 +29,18 @@ from zarrckpt._grid import Box
 from zarrckpt._planner import ZarrLoadPlanner
 from zarrckpt._root import Root
 from zarrckpt._store import StoreSpec
-from zarrckpt._tensors import can_view, raw_view, torch_dtype
+from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype
 from zarrckpt._transfer import (
     DEFAULT_CONCURRENCY,
     DEFAULT_MAX_INFLIGHT_BYTES,
     BytesBudget,
     ChunkRead,
+    Progress,
+    check_limits,
     plan_reads,
     read_chunk,
     run,
 )
-
-Progress = Callable[[int, int], None]
 
 
 class ZarrStorageReader(StorageReader):
@@ -74,6 +74,7 @@ class ZarrStorageReader(StorageReader):
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         progress: Progress | None = None,
     ) -> None:
+        check_limits(concurrency=concurrency, max_inflight_bytes=max_inflight_bytes)
         self._spec = StoreSpec(url, store, storage_options, credential_provider)
         self._allow_pickle = allow_pickle
         self._allow_cast = allow_cast
@@ -118,7 +119,7 @@ class ZarrStorageReader(StorageReader):
         parameters on purpose: one named ``kwargs`` makes DCP retry in a mode without collectives, with another error.)
         """
         try:
-            self._catalog = Catalog(self._spec.open(), self._root)
+            self._catalog = Catalog(self._spec, self._root)
         except CheckpointError as err:
             return _NoMetadata(err)
         root = self._catalog.root
@@ -150,7 +151,7 @@ class ZarrStorageReader(StorageReader):
         """
         catalog = self._catalog
         if catalog is None:
-            raise KeyMismatchError("read_data needs read_metadata first: load with dcp.load or zarrckpt.load")
+            raise CheckpointError("read_data needs read_metadata first: load with dcp.load or zarrckpt.load")
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         self._check_dtypes(catalog.root, tensors, planner)
@@ -186,6 +187,10 @@ class ZarrStorageReader(StorageReader):
         budget = BytesBudget(self._max_inflight_bytes)
         targets = [_Target(catalog, item, planner) for item in items]
         total, done, lock = sum(target.nbytes for target in targets), 0, threading.Lock()
+        for device in {target.device for target in targets}:
+            if device.type == "cuda":
+                # Threads copy on streams of their own: what still writes to the targets must have ended.
+                torch.cuda.current_stream(device).synchronize()
 
         def job(target: _Target, read: ChunkRead) -> None:
             nonlocal done
@@ -215,7 +220,7 @@ class _NoMetadata(Metadata):
 
 
 class _Target:
-    """The memory that one read item fills: the tensor's own where it can be seen as raw CPU memory, else a copy."""
+    """The memory that one read item fills: the tensor's own where it can be seen as raw CPU memory, else by copies."""
 
     def __init__(self, catalog: Catalog, item: ReadItem, planner: LoadPlanner) -> None:
         fqn = item.storage_index.fqn
@@ -230,7 +235,12 @@ class _Target:
                 f"{fqn!r}: DCP's planner says that this rank holds a piece of shape {self._box.shape}, but it holds "
                 f"{tuple(self._tensor.shape)}: load with zarrckpt.load, or pass planner=zarrckpt.ZarrLoadPlanner()"
             )
-        self._staged: torch.Tensor | None = None
+        if overlaps(self._tensor):
+            raise KeyMismatchError(f"{fqn!r} {OVERLAPS}")
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
 
     @property
     def nbytes(self) -> int:
@@ -239,18 +249,14 @@ class _Target:
     def reads(self) -> Iterator[ChunkRead]:
         checksums = self._catalog.checksums(self._node)
         node = self._node.under(self._catalog.root.tree)
-        return plan_reads(node, self._box, self._raw(), checksums)
+        return plan_reads(node, self._box, self._memory(), checksums)
 
-    def _raw(self) -> _codec.RawArray:
+    def _memory(self) -> _codec.Target:
         dtype = torch_dtype(self._node)
         tensor = self._tensor.detach()
-        if not can_view(tensor, dtype):
-            self._staged = tensor = torch.empty(self._box.shape, dtype=dtype)
-        return raw_view(tensor)
+        return raw_view(tensor) if can_view(tensor, dtype) else CopiedTensor(tensor, dtype)
 
     def finish(self) -> None:
-        if self._staged is not None:
-            self._tensor.detach().copy_(self._staged)
         self._planner.commit_tensor(self._item, self._tensor)
 
 

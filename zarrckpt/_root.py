@@ -15,7 +15,7 @@ from typing import Any
 import google_crc32c
 
 from zarrckpt import _dtypes, _names, _values
-from zarrckpt._documents import ATTRIBUTE, ArrayNode, Json, dumps, group_document, join, loads, parse_array
+from zarrckpt._documents import ATTRIBUTE, NODE, ArrayNode, Json, dumps, group_document, join, loads, parse_array
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, UnsupportedFormatError
 from zarrckpt._grid import Grid
 from zarrckpt._state_path import CONTAINERS, DICT, LIST, StatePath
@@ -405,7 +405,7 @@ class Marker:
         if self.tree and relative == key:
             return False
         node, _, name = relative.rpartition("/")
-        if name == "zarr.json":
+        if name == NODE:
             return node in self._groups or node in self._arrays or (not node and bool(self.tree))
         return node in self._arrays and _CHUNK_KEY.fullmatch(name) is not None
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     _init_optim_state,
@@ -63,12 +63,18 @@ def for_load(state: Mapping[Any, Any], wanted: Callable[[str], bool], plain: Pla
     return _convert(state, _loaded_optimizer, wanted, plain)
 
 
+_NO_OBJECTS = frozenset({int, float, bool, str, bytes, type(None), list, dict, tuple, Tensor, nn.Parameter})
+
 Convert = Callable[["PlainState", str, Optimizer, "nn.Module | None"], dict[str, Any]]
 
 
 def _convert(
     state: Mapping[Any, Any], optimizer: Convert, wanted: Callable[[str], bool], plain: PlainState
 ) -> PlainState:
+    if not isinstance(state, Mapping):
+        raise UnsupportedValueError(
+            f"the state is a {type(state).__name__}, expected a dict such as {{'model': model, 'step': step}}"
+        )
     modules = [value for value in _objects(state) if isinstance(value, nn.Module)]
 
     def convert(value: Any, prefix: str) -> Any:
@@ -84,6 +90,10 @@ def _convert(
             return {key: convert(item, f"{prefix}{key}.") for key, item in value.items()}
         if isinstance(value, list) and holds_objects(value):
             return [convert(item, f"{prefix}{i}.") for i, item in enumerate(value)]
+        if isinstance(value, tuple) and any(map(is_object, value)):
+            raise UnsupportedValueError(
+                f"{prefix[:-1]!r} is a tuple of objects that have state dicts: put them into a list or a dict"
+            )
         if isinstance(value, Stateful):
             return _stateful(plain, value)
         return value
@@ -99,13 +109,16 @@ def _objects(value: Any) -> Iterator[Any]:
     elif isinstance(value, list):
         for item in value:
             yield from _objects(item)
+    elif isinstance(value, tuple):
+        yield from filter(is_object, value)  # which will be refused
     elif is_object(value):
         yield value
 
 
 def is_object(value: Any) -> bool:
     """Whether a value is saved through its state dict."""
-    return isinstance(value, (nn.Module, Optimizer, Stateful))
+    # Asking a protocol costs microseconds, which count in lists of a million numbers.
+    return type(value) not in _NO_OBJECTS and isinstance(value, (nn.Module, Optimizer, Stateful))
 
 
 def holds_objects(value: Any) -> bool:
@@ -150,7 +163,7 @@ def _saved_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, modul
     if module is None:
         return optimizer.state_dict()
     fresh = not optimizer.state
-    with _gradients_kept(optimizer):
+    with _gradients_kept(optimizer), _first_step_named(prefix, optimizer):
         state_dict: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
     if fresh:
         # Getting the state dict made a first step with zero gradients, which would count as one.
@@ -161,7 +174,7 @@ def _saved_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, modul
 
 def _loaded_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any]:
     fresh = not optimizer.state
-    with _gradients_kept(optimizer):
+    with _gradients_kept(optimizer), _first_step_named(prefix, optimizer):
         if module is None:
             _init_optim_state(optimizer)
             state_dict = optimizer.state_dict()
@@ -192,6 +205,22 @@ def _gradients_kept(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def _first_step_named(prefix: str, optimizer: Optimizer) -> Iterator[None]:
+    """Say of an optimizer without state why a first step, which makes its state, failed: LBFGS needs a closure."""
+    fresh = not optimizer.state
+    try:
+        yield
+    except Exception as err:
+        if not fresh:
+            raise
+        raise UnsupportedValueError(
+            f"{prefix[:-1]!r}: the state of a {type(optimizer).__name__} that made no step yet could not be made, "
+            f"step() without a closure failed with {type(err).__name__}: {err}; save optimizer.state_dict(), and give "
+            "what a load puts into None to load_state_dict()"
+        ) from err
 
 
 def drop_unsaved(plain: PlainState, saved: set[str], asked_for: Callable[[str], bool]) -> None:

@@ -34,6 +34,10 @@ class StrictStore(WrapperStore[Any]):
         self._catalog = catalog
         self._nodes = {node.under(catalog.root.tree).path: node for node in catalog.root.arrays()}
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # The store anew, and with it a client of the process that unpickles.
+        return (reopen, (self._catalog,))
+
     def _with_store(self, store: Any) -> StrictStore:
         return StrictStore(store, self._catalog)
 
@@ -47,7 +51,7 @@ class StrictStore(WrapperStore[Any]):
             value = await self._get(key, prototype, byte_range)
         except Exception:
             # Some stores raise for a range behind the end of an object: only its size tells.
-            if await self.getsize(key) == _codec.chunk_object_size(node.grid, node.dtype.itemsize):
+            if not await self._has_other_size(node, key):
                 raise
             value = prototype.buffer.from_bytes(b"")
         # In a thread: it may wait for a request, and zarr's own stores answer on this loop.
@@ -57,6 +61,17 @@ class StrictStore(WrapperStore[Any]):
     async def _get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
         value: Buffer | None = await self._store.get(key, prototype, byte_range)
         return value
+
+    async def getsize(self, key: str) -> int:
+        """An object's size by the store's own cheapest way."""
+        size: int = await self._store.getsize(key)
+        return size
+
+    async def _has_other_size(self, node: ArrayNode, key: str) -> bool:
+        try:
+            return await self.getsize(key) != _codec.chunk_object_size(node.grid, node.dtype.itemsize)
+        except Exception:
+            return False  # the store fails altogether; the first error says why
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -76,6 +91,11 @@ class StrictStore(WrapperStore[Any]):
             table = self._catalog.chunk_checksums(node, chunk)
             if len(stored) != stop - start or not _codec.check_part(grid, itemsize, start, stored, table):
                 raise CorruptCheckpointError(f"{where} is not what was saved: its size or a checksum differs")
+
+
+def reopen(catalog: Catalog) -> StrictStore:
+    """The Zarr store of a checkpoint."""
+    return StrictStore(catalog.store.zarr_store(), catalog)
 
 
 def _extent(byte_range: ByteRequest | None, size: int) -> tuple[int, int]:

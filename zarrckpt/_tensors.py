@@ -11,6 +11,8 @@ from zarrckpt._codec import RawArray, raw_dtype
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import UnsupportedValueError
 
+OVERLAPS = "is an expanded view, several elements of which share one place in memory: load into a clone() of it"
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -50,6 +52,35 @@ def can_view(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         and tensor.layout == torch.strided
         and not (tensor.is_conj() or tensor.is_neg())
     )
+
+
+class CopiedTensor:
+    """Raw elements are copied into a tensor that :func:`raw_view` cannot give: one on another device, of another dtype.
+
+    Piece by piece, in whatever thread brings them, so no second tensor of its size is needed.
+    """
+
+    def __init__(self, tensor: torch.Tensor, saved: torch.dtype) -> None:
+        self._tensor = tensor
+        self._saved = saved
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The raw type of the elements that are given."""
+        return raw_dtype(self._saved.itemsize)
+
+    def __setitem__(self, place: tuple[slice, ...], cells: RawArray, /) -> None:
+        """Convert and copy the elements of one part; they are in place on return."""
+        plain = np.require(cells, requirements=["C", "A", "W"])
+        part = torch.from_numpy(plain.reshape(-1).view(np.uint8)).view(self._saved).reshape(plain.shape)
+        # Inference mode belongs to threads, and its tensors change within it only.
+        with torch.inference_mode(self._tensor.is_inference()):
+            self._tensor[place].copy_(part)
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several elements of a tensor are one place in memory, as after ``expand``: it can't be filled."""
+    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def torch_dtype(node: ArrayNode) -> torch.dtype:

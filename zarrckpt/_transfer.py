@@ -14,19 +14,31 @@ import numpy as np
 
 from zarrckpt import _codec
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
-from zarrckpt._grid import Box, Ints, ravel, unravel_f
+from zarrckpt._grid import Box, Ints, intersect, ravel, unravel_f
 
 if TYPE_CHECKING:
-    from zarrckpt._codec import RawArray
+    from zarrckpt._codec import RawArray, Target
     from zarrckpt._documents import ArrayNode
     from zarrckpt._store import Store
 
 T = TypeVar("T")
 
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all, one call at a time."""
+
 DEFAULT_MAX_INFLIGHT_BYTES = 512 << 20
 DEFAULT_CONCURRENCY = 16
 READ_BYTES = 16 << 20
 """Neighbouring subchunks are fetched together up to this many bytes a request."""
+
+
+def check_limits(**limits: int) -> None:
+    """Refuse limits that are no positive integers. Raises TypeError and ValueError naming the argument."""
+    for name, value in limits.items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 class BytesBudget:
@@ -60,7 +72,7 @@ def run(jobs: Iterable[Callable[[], T]], concurrency: int) -> list[T]:
         for future in done:
             results[pending.pop(future)] = future.result()
 
-    pool = ThreadPoolExecutor(max(1, concurrency), thread_name_prefix="zarrckpt")
+    pool = ThreadPoolExecutor(concurrency, thread_name_prefix="zarrckpt")
     try:
         for number, job in enumerate(jobs):
             # Jobs are drawn as threads come free: a generator then never holds more than these alive.
@@ -83,7 +95,7 @@ class ChunkRead:
     first: int
     count: int
     box: Box
-    target: RawArray
+    target: Target
     table: RawArray
 
     @property
@@ -91,7 +103,7 @@ class ChunkRead:
         return self.count * _codec.subchunk_bytes(self.node.grid, self.node.dtype.itemsize)
 
 
-def plan_reads(node: ArrayNode, box: Box, target: RawArray, checksums: RawArray) -> Iterator[ChunkRead]:
+def plan_reads(node: ArrayNode, box: Box, target: Target, checksums: RawArray) -> Iterator[ChunkRead]:
     """The requests that fill ``target`` (raw elements, the box's shape) with a box of a stored array.
 
     ``checksums`` is the array's part of the checksum table. Nothing outside the box is fetched but what shares a
@@ -102,11 +114,9 @@ def plan_reads(node: ArrayNode, box: Box, target: RawArray, checksums: RawArray)
     longest = max(1, READ_BYTES // _codec.subchunk_bytes(grid, node.dtype.itemsize))
     for chunk in grid.chunks_of(box):
         origin = tuple(c * n for c, n in zip(chunk, grid.chunk_shape, strict=True))
-        inside = Box(tuple(max(b - o, 0) for b, o in zip(box.offset, origin, strict=True)), ())
-        end = tuple(
-            min(b + n - o, c) for b, n, o, c in zip(box.offset, box.shape, origin, grid.chunk_shape, strict=True)
-        )
-        inside = Box(inside.offset, tuple(e - o for e, o in zip(end, inside.offset, strict=True)))
+        shared = intersect(Box(origin, grid.chunk_shape), box)
+        assert shared is not None
+        inside = Box(tuple(s - o for s, o in zip(shared.offset, origin, strict=True)), shared.shape)
         places = sorted(_codec.subchunk_place(grid, cell) for cell in grid.subchunks_of(inside))
         number = grid.chunk_number(chunk)
         table = checksums[number * per_chunk : (number + 1) * per_chunk]

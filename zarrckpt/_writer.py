@@ -21,10 +21,10 @@ from zarrckpt._errors import CheckpointError, CheckpointExistsError, IncompleteS
 from zarrckpt._finish import finish_save
 from zarrckpt._grid import MAX_CHUNK_BYTES
 from zarrckpt._plan import Layout, RankPlan
-from zarrckpt._rank_work import Progress, RankWork
+from zarrckpt._rank_work import RankWork
 from zarrckpt._root import now
 from zarrckpt._store import Store, StoreSpec
-from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES
+from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
 
 _inbox = threading.local()
 
@@ -89,6 +89,7 @@ class ZarrStorageWriter(StorageWriter):
         durable: bool = True,
         progress: Progress | None = None,
     ) -> None:
+        check_limits(max_chunk_bytes=max_chunk_bytes, concurrency=concurrency, max_inflight_bytes=max_inflight_bytes)
         self._spec = StoreSpec(url, store, storage_options, credential_provider, durable)
         self._overwrite = overwrite
         self._keep_replaced = keep_replaced
@@ -167,10 +168,10 @@ class ZarrStorageWriter(StorageWriter):
 
         One put an object. Raises before the first put where a resolved tensor is not what was planned.
         """
-        rank_plan: RankPlan = plan.storage_data[0]
-        ticket = _inbox.ticket
+        ticket: Ticket | None = getattr(_inbox, "ticket", None)
         if ticket is None:
             raise CheckpointError("this save's ticket did not arrive: was write_data called outside dcp.save?")
+        rank_plan: RankPlan = plan.storage_data[0]
         store = self._spec.open()
         work = RankWork(store, ticket.tree, rank_plan, planner, self._max_inflight_bytes, self._progress)
         future: Future[list[WriteResult]] = Future()

@@ -69,14 +69,17 @@ def resolve(config: dict[str, Any], profile: str | None, provider: Callable[...,
     """Decide who gives the credentials; takes explicit ones out of ``config``."""
     key, secret, token = (config.pop(name, None) for name in ("access_key_id", "secret_access_key", "session_token"))
     if provider is not None:
-        if key or secret or profile:
+        if key or secret or token or profile:
             raise StorageError("give either credential_provider= or keys or a profile, not several of them")
         return Found(provider)
     if is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE"))):
         return Found()
-    if key or secret:
+    if key or secret or token:
         if not (key and secret):
-            raise StorageError("storage_options hold only one of key and secret (access key id and secret access key)")
+            raise StorageError(
+                "storage_options hold only one of key and secret (access key id and secret access key), or a token "
+                "without them: give both, and the token with them"
+            )
         return Found(StaticCredentials(str(key), str(secret), None if token is None else str(token)))
     if profile is None and _obstore_finds_them(config, os.environ):
         return Found()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from zarrckpt._errors import StorageError
 from zarrckpt._store._options import COMMON, Table, Translated, Translator, allow_plain_http, is_true
 
 _CONFIG = """
@@ -20,7 +21,9 @@ _CONNECTION = {
     "accountkey": "account_key",
     "sharedaccesssignature": "sas_key",
     "blobendpoint": "endpoint",
+    "usedevelopmentstorage": "use_emulator",
 }
+_NOT_FOR_BLOBS = ("defaultendpointsprotocol", "queueendpoint", "tableendpoint", "fileendpoint", "dfsendpoint")
 
 
 class AzureTranslator(Translator):
@@ -44,10 +47,20 @@ class AzureTranslator(Translator):
     }
 
     def set_connection_string(self, value: str) -> None:
-        for part in value.split(";"):
-            name, _, item = part.partition("=")
-            if name.strip().lower() in _CONNECTION and item:
-                self.out.config[_CONNECTION[name.strip().lower()]] = item
+        pairs = (part.partition("=") for part in value.split(";"))
+        parts = {name.strip().lower(): item for name, _, item in pairs if item}
+        suffix = parts.pop("endpointsuffix", "core.windows.net")
+        for name, item in parts.items():
+            if name in _CONNECTION:
+                self.out.config[_CONNECTION[name]] = item
+            elif name not in _NOT_FOR_BLOBS:
+                raise StorageError(
+                    f"storage_options['connection_string'] has the part {name!r}, which is not known here: expected "
+                    f"{', '.join(_CONNECTION)} and endpointsuffix"
+                )
+        if suffix != "core.windows.net" and "accountname" in parts:
+            # A cloud of its own (China, US government).
+            self.out.config.setdefault("endpoint", f"https://{parts['accountname']}.blob.{suffix}")
 
 
 def translate(options: Mapping[str, Any], account: str, provider: Callable[..., Any] | None) -> Translated:

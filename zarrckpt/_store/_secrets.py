@@ -52,7 +52,8 @@ _PATTERNS = [
     (re.compile(r"\b(authorization|x-amz-security-token|cookie)(\"?\s*:\s*)[^\n<]+", re.IGNORECASE), rf"\1\2{HIDDEN}"),
     (re.compile(r"\bBearer\s+[\w\-.~+/=]+", re.IGNORECASE), f"Bearer {HIDDEN}"),
     # user:password@host. A bare name before "@" is Azure's container or a login name: no secret.
-    (re.compile(r"://[^/@\s:]*:[^/@\s]*@"), f"://{HIDDEN}@"),
+    # A secret may hold a "/"; what looks like a port before it is none.
+    (re.compile(r"://[^/@\s:]*:(?!\d*/)[^@\s]*@"), f"://{HIDDEN}@"),
 ]
 
 
@@ -116,7 +117,7 @@ def _redacted(name: str, value: Any) -> Any:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    if value is None or isinstance(value, bool) or value in _PUBLIC_VALUES:
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and value in _PUBLIC_VALUES):
         return False
     return is_secret_name(name)
 
@@ -125,5 +126,8 @@ def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from (map(str, value.values()) if is_secret_name(name) else _secrets_in(value))
+        elif isinstance(value, list | tuple):
+            for item in value:
+                yield from _secrets_in({name: item})
         elif _is_secret(name, value):
             yield value.decode("latin-1") if isinstance(value, bytes) else str(value)

@@ -125,5 +125,5 @@ def _known(protocol: str) -> bool:
 def _local_path(url: str, rest: str) -> str:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
-        raise StorageError(f"{url!r} names the host {host!r}: a local file url is 'file:///path', with three slashes")
+        raise StorageError(f"{redact_url(url)!r} names a host: a local file url is 'file:///path', with three slashes")
     return os.path.abspath(unquote(f"/{path}"))

@@ -29,6 +29,10 @@ class ForkCheckedStore(ObjectStore[Any]):
         check_fork()
         return await super().exists(key)
 
+    async def getsize(self, key: str) -> int:
+        check_fork()
+        return await super().getsize(key)
+
     def list_prefix(self, prefix: str) -> AsyncGenerator[str, None]:
         check_fork()
         return super().list_prefix(prefix)
@@ -79,6 +83,9 @@ class PrefixStore(Store):
 
     async def exists(self, key: str) -> bool:
         return await self._store.exists(self._full(key))
+
+    async def getsize(self, key: str) -> int:
+        return await self._store.getsize(self._full(key))
 
     async def set(self, key: str, value: Buffer) -> None:
         self._check_writable()

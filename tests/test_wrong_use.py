@@ -1,0 +1,115 @@
+"""Wrong arguments, states and targets, and interrupts: each is named before it does harm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+import zarrckpt
+from zarrckpt import _state
+
+
+@pytest.mark.parametrize("name", ["concurrency", "max_inflight_bytes", "max_chunk_bytes"])
+def test_limits_without_meaning_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one", **{name: 1})  # type: ignore[arg-type]
+    for value, error in {0: ValueError, -1: ValueError, 1.5: TypeError, "8": TypeError}.items():
+        options: dict[str, Any] = {name: value}
+        with pytest.raises(error, match=name):
+            zarrckpt.save({"w": torch.ones(3)}, tmp_path / "two", **options)
+        if name != "max_chunk_bytes":
+            with pytest.raises(error, match=name):
+                zarrckpt.load({"w": torch.ones(3)}, tmp_path / "one", **options)
+    assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize("state", [nn.Linear(2, 2), [torch.ones(2)], torch.ones(2), None])
+def test_a_state_that_is_no_dict_is_refused(state: Any, tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
+    expected = f"{type(state).__name__}, expected a dict"
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=expected):
+        zarrckpt.save(state, tmp_path / "two")
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=expected):
+        zarrckpt.async_save(state, tmp_path / "two").result()
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=expected):
+        zarrckpt.load(state, tmp_path / "one")
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_tuple_of_objects_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"'a\.nets' is a tuple of objects"):
+        zarrckpt.save({"a": {"nets": (nn.Linear(2, 2), nn.Linear(2, 2))}}, tmp_path / "one")
+
+
+def test_an_expanded_target_is_refused_before_it_is_touched(tmp_path: Path) -> None:
+    zarrckpt.save({"a": torch.ones(6), "w": torch.arange(6.0)}, tmp_path / "one")
+    target = {"a": torch.zeros(6), "w": torch.zeros(1).expand(6)}
+    with pytest.raises(zarrckpt.KeyMismatchError, match="'w' is an expanded view"):
+        zarrckpt.load(target, tmp_path / "one")
+    reader = zarrckpt.ZarrStorageReader(tmp_path / "one")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+    assert "'w' is an expanded view" in str(caught.value.failures[0][0])
+    assert not target["a"].any() and not target["w"].any()
+
+
+def test_an_optimizer_whose_state_cannot_be_made_is_named(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"'optim'.*LBFGS.*closure"):
+        zarrckpt.save({"net": net, "optim": torch.optim.LBFGS(net.parameters())}, tmp_path / "one")
+
+
+def _load_own_part(url: str) -> None:
+    rank = dist.get_rank()
+    target = {f"part{rank}": torch.zeros(2)}
+    zarrckpt.load(target, url, keys=["part0", "part1"])
+    assert target[f"part{rank}"].eq(rank + 1).all()
+
+
+def test_keys_without_a_target_on_any_rank_are_an_error(tmp_path: Path) -> None:
+    url = str(tmp_path / "one")
+    zarrckpt.save({"part0": torch.full((2,), 1.0), "part1": torch.full((2,), 2.0)}, url)
+    run_ranks(_load_own_part, url, world_size=2)
+    target = {"part1": torch.zeros(2), "net": torch.zeros(2)}
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"\['part0'\] match no target.*'net'"):
+        zarrckpt.load(target, url, keys=["part0", "part1"])
+    assert not target["part1"].any()
+    assert zarrckpt.load(target, url, keys=["part0", "part1"], strict=False).unexpected == ("part0",)
+    assert target["part1"].eq(2).all()
+
+
+def test_an_interrupt_stays_one_and_the_save_can_be_repeated(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    state = {"w": torch.ones(100)}
+    with pytest.raises(KeyboardInterrupt):
+        zarrckpt.save(state, tmp_path / "one", progress=interrupt)
+    with pytest.raises(zarrckpt.CheckpointNotFoundError, match="never committed"):
+        zarrckpt.open(tmp_path / "one")
+    zarrckpt.save(state, tmp_path / "one")
+    with pytest.raises(KeyboardInterrupt):
+        zarrckpt.load(state, tmp_path / "one", progress=interrupt)
+
+
+def test_long_lists_of_numbers_are_not_searched_for_objects_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    class Asking(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            asked.append(value)
+            return False
+
+    monkeypatch.setattr(_state, "Stateful", Asking("Stateful", (), {}))
+    zarrckpt.save({"seen": list(range(5000)), "names": ["a"] * 5000}, tmp_path / "one")
+    assert len(asked) < 100
