@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
+import warnings
 from ast import literal_eval
 from collections import UserDict
 from pathlib import Path
@@ -284,6 +286,57 @@ def _save_interleaved(url: str, rows: int) -> None:
 @pytest.mark.parametrize("rows", [16, 13, 5])
 def test_interleaved_shards_are_several_boxes(rows: int, tmp_path: Path) -> None:
     run_ranks(_save_interleaved, str(tmp_path / "one"), rows)
+
+
+def _save_drifted(url: str) -> list[str]:
+    """What is not the same on all ranks, beside what is."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (4,))
+    drifted = torch.zeros(200_000)
+    drifted[::2] = rank
+    state = {
+        "rng": torch.full((16,), rank, dtype=torch.uint8),
+        "lr": 0.1 * (rank // 2),
+        "shape": torch.zeros(2 + rank // 3),
+        "dtype": torch.zeros(2, dtype=torch.int32 if rank else torch.int64),
+        "replica": DTensor.from_local(drifted, mesh, [Replicate()], run_check=False),
+        "blob": bytes([rank]),
+        "same": {"t": torch.arange(100_000).float().t(), "v": [1, float("nan")], "b": b"x", "o": {1, 2}},
+        "shard": distribute_tensor(_source((10, 3)), mesh, [Shard(0)]),
+        **({"only": 1} if rank == 2 else {}),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zarrckpt.save(state, url)
+    return [str(warning.message) for warning in caught if "differ between ranks" in str(warning.message)]
+
+
+def test_what_ranks_do_not_agree_on_is_named_and_saved_as_the_lowest_has_it(tmp_path: Path) -> None:
+    url = str(tmp_path / "one")
+    messages = run_ranks(_save_drifted, url)
+    assert [len(found) for found in messages] == [1, 0, 0, 0]
+    named = set(re.findall(r"'(\w+)' \(ranks 0, 1, 2, 3\)", messages[0][0]))
+    assert named == {"rng", "lr", "shape", "dtype", "replica", "blob"}
+    saved = zarrckpt.open(url)
+    assert saved["rng"][:].max() == 0 and saved["lr"] == 0 and saved["shape"].shape == (2,) and saved["blob"] == b"\0"
+    assert saved["dtype"].dtype == "int64" and saved["replica"][:].max() == 0 and saved["only"] == 1
+
+
+def _save_on_two_meshes(url: str) -> None:
+    """Experts: the same name on disjoint meshes stands for different tensors."""
+    rank = dist.get_rank()
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    local = torch.full((2, 3), float(rank // 2))
+    expert = DTensor.from_local(local, meshes[rank // 2], [Shard(0)], run_check=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zarrckpt.save({"expert": expert}, url)
+    assert rank or any("'expert' (ranks 0, 1, 2, 3)" in str(warning.message) for warning in caught)
+
+
+def test_one_name_on_disjoint_meshes_is_named(tmp_path: Path) -> None:
+    run_ranks(_save_on_two_meshes, str(tmp_path / "one"))
+    assert zarrckpt.open(tmp_path / "one")["expert"][:].tolist() == [[0.0] * 3] * 4
 
 
 def _save_without_one_ranks_part(url: str) -> None:

@@ -85,7 +85,7 @@ class _Stager:
                 torch.cuda.current_stream(device).synchronize()
         # Buffers of entries that are gone would be kept for ever.
         self._buffers = {index: self._buffers[index] for index in data if index in self._buffers}
-        return _Stage(SavePlan(plan.items, planner_data=planner.mappings), data)
+        return _Stage(plan, data)
 
     def _copy(self, index: MetadataIndex, source: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(index)

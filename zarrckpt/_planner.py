@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torch.distributed.tensor import DTensor
 
+from zarrckpt._digests import digests_of, disagreeing
 from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._flatten import build, flatten, set_leaf
 from zarrckpt._held import HeldTensor
@@ -52,12 +55,47 @@ class ZarrSavePlanner(DefaultSavePlanner):
         piece = _piece(self.state_dict, index)
         return super().lookup_object(index) if piece is None else piece
 
+    def create_local_plan(self) -> SavePlan:
+        """This rank's items, with digests of what they stand for."""
+        plan = super().create_local_plan()
+        if not plan.usable:
+            return plan
+        return dataclasses.replace(plan, storage_data=digests_of(plan, self.lookup_object))
+
+    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        """DCP's choice of one rank for what several hold, after what they do not agree on was left to the lowest."""
+        return super()._dedup_save_plans(_settle(all_plans))
+
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge all ranks' plans. Raises UnsupportedLayoutError where their boxes overlap or leave gaps."""
         try:
             return super().create_global_plan(all_plans)
         except ValueError as err:
             raise UnsupportedLayoutError(f"the shards of some tensors overlap or leave gaps: {err}") from err
+
+
+def _settle(plans: list[SavePlan]) -> list[SavePlan]:
+    """Drop what ranks hold differently from all plans but the lowest rank's, with a warning that names it.
+
+    Left to DCP, replicas that drifted apart would become a mixture that no rank ever had.
+    """
+    differing = disagreeing(plans)
+    if not differing:
+        return plans
+    ranks_of: dict[str, set[int]] = {}
+    for index, ranks in differing.items():
+        ranks_of.setdefault(index.fqn, set()).update(ranks)
+    shown = ", ".join(f"{fqn!r} (ranks {', '.join(map(str, sorted(r)))})" for fqn, r in list(ranks_of.items())[:10])
+    more = f" and {len(ranks_of) - 10} more" if len(ranks_of) > 10 else ""
+    warnings.warn(
+        f"{len(ranks_of)} entries differ between ranks, and each is saved once, as the lowest of these ranks has it: "
+        f"{shown}{more}; to keep every rank's, put the rank into the key: {{'rng': {{str(rank): ...}}}}",
+        stacklevel=2,
+    )
+    return [
+        dataclasses.replace(plan, items=[i for i in plan.items if rank == min(differing.get(i.index, [rank]))])
+        for rank, plan in enumerate(plans)
+    ]
 
 
 def _with_pieces(flat: dict[str, Any]) -> dict[str, Any]:

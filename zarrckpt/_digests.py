@@ -1,0 +1,74 @@
+"""Short digests of what each rank is about to save under a name, to see whether ranks agree on it.
+
+DCP keeps one of several ranks' values, plain tensors and replicas, in silence. Digests travel with the plans, so that
+the coordinator can name what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+
+from zarrckpt import _documents, _values
+from zarrckpt._tensors import raw_tensor
+
+Digests = Mapping[MetadataIndex, bytes]
+
+_WHOLE_BYTES = 64 << 10
+"""Tensors up to this size (RNG states among them) are digested whole, larger ones by a sample."""
+
+_SAMPLE = 512
+
+
+def digests_of(plan: SavePlan, lookup: Callable[[MetadataIndex], Any]) -> dict[MetadataIndex, bytes]:
+    """A digest of every item of a plan that has one. Copies at most 64 KiB of each tensor to the host."""
+    found = {item.index: _digest(item.index.fqn, lookup(item.index)) for item in plan.items}
+    return {index: digest for index, digest in found.items() if digest is not None}
+
+
+def disagreeing(plans: Sequence[SavePlan]) -> dict[MetadataIndex, list[int]]:
+    """The items that ranks hold with different digests, and these ranks. Plans without digests do not count."""
+    seen: dict[MetadataIndex, dict[int, bytes]] = {}
+    for rank, plan in enumerate(plans):
+        if isinstance(plan.storage_data, Mapping):
+            for index, digest in plan.storage_data.items():
+                seen.setdefault(index, {})[rank] = digest
+    return {index: sorted(ranks) for index, ranks in seen.items() if len(set(ranks.values())) > 1}
+
+
+def _digest(fqn: str, value: Any) -> bytes | None:
+    if isinstance(value, torch.Tensor):
+        form: object = (str(value.dtype), tuple(value.shape))
+        content = raw_tensor(fqn, _sample(value.detach())).tobytes()
+    else:
+        # Equal values have equal JSON, while their pickles may differ.
+        form, content = _value_bytes(value)
+        if form is None:
+            return None
+    return hashlib.blake2b(repr(form).encode() + b"\0" + content, digest_size=8).digest()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a small tensor, else elements spread over it: enough for tensors that drifted, not for one flipped bit."""
+    if tensor.numel() * tensor.element_size() <= _WHOLE_BYTES:
+        return tensor
+    places = torch.linspace(0, tensor.numel() - 1, _SAMPLE, dtype=torch.float64, device=tensor.device).long()
+    # By coordinates: flattening would copy a tensor that is not contiguous.
+    return tensor[torch.unravel_index(places, tensor.shape)]
+
+
+def _value_bytes(value: Any) -> tuple[str | None, bytes]:
+    encoded = _values.encode_json(value)
+    if encoded is not _values.NOT_JSON:
+        return "json", _documents.dumps({"value": encoded})
+    if isinstance(value, bytes | bytearray):
+        return type(value).__name__, bytes(value)
+    if isinstance(value, io.BytesIO):
+        return "BytesIO", value.getvalue()
+    return None, b""
