@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,13 @@ import pytest
 import tensorstore
 import torch
 import zarr
+from random_tensors import random_tensor
 from store_servers import REGION, S3Place
 
 import zarrckpt
 from zarrckpt._dtypes import DTYPES
 
 NAMES = ["layers.0.weight", "a%b", "a/b", "@home", "__meta", "c", "c.0", "ünï✓", "zarr.json", "x y", "q?*#1"]
-
-
-def random_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Random bits; numbers of a nan's pattern too."""
-    count, size = math.prod(shape), DTYPES[name].itemsize
-    if name == "bool":
-        return torch.randint(0, 2, shape).bool()
-    raw = torch.randint(0, 256, (count * size,), dtype=torch.uint8)
-    if name.startswith("complex"):
-        part = torch.float32 if size == 8 else torch.float64
-        return torch.view_as_complex(raw.view(part).reshape(count, 2)).reshape(shape)
-    return raw.view(getattr(torch, name)).reshape(shape)
 
 
 def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from independent_reader import ITEMSIZE, PORTABLE, Reader
+from random_tensors import random_tensor
 from ranks import run_ranks
 
 import zarrckpt
@@ -28,18 +29,6 @@ def bits(tensor: torch.Tensor) -> bytes:
     """A tensor's elements in C order."""
     tensor = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(torch.uint8).numpy().tobytes()
-
-
-def random_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Random bits, so infinities, subnormals and NaNs of all kinds are among them."""
-    count, size = math.prod(shape), DTYPES[name].itemsize
-    if name == "bool":
-        return torch.randint(0, 2, shape).bool()
-    raw = torch.randint(0, 256, (count * size,), dtype=torch.uint8)
-    if name.startswith("complex"):
-        part = torch.float32 if size == 8 else torch.float64
-        return torch.view_as_complex(raw.view(part).reshape(count, 2)).reshape(shape)
-    return raw.view(getattr(torch, name)).reshape(shape)
 
 
 def check_tensors(reader: Reader, flat: dict[str, torch.Tensor]) -> None:

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from zarrckpt import _state
-from zarrckpt._catalog import Catalog
 from zarrckpt._distributed import from_coordinator, in_use, own_errors
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._grid import MAX_CHUNK_BYTES
@@ -21,7 +20,6 @@ from zarrckpt._object_planners import ObjectLoadPlanner, ObjectSavePlanner
 from zarrckpt._reader import ZarrStorageReader
 from zarrckpt._report import LoadReport, SaveReport
 from zarrckpt._root import Root
-from zarrckpt._store import StoreSpec
 from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES, Progress
 from zarrckpt._writer import ZarrStorageWriter
 
@@ -130,7 +128,6 @@ def load(
         found = type(state).__name__
         raise UnsupportedValueError(f"the state is a {found}, expected a dict such as {{'model': model}} to load into")
     began = time.monotonic()
-    spec = StoreSpec(url, store, storage_options, credential_provider)
     reader = ZarrStorageReader(
         url,
         store=store,
@@ -141,7 +138,7 @@ def load(
         max_inflight_bytes=max_inflight_bytes,
         progress=progress,
     )
-    root: Root = from_coordinator(lambda: Catalog(spec).root, process_group)
+    root: Root = from_coordinator(reader.read_root, process_group)
     reader.use_root(root)
     planner = ObjectLoadPlanner(keys, strict=strict, allow_cast=allow_cast)
     with own_errors(process_group), planner.fresh_on_error():

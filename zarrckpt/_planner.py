@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torch.distributed.tensor import DTensor
 
 from zarrckpt._digests import digests_of, disagreeing
+from zarrckpt._distributed import in_use
 from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._flatten import build, flatten, set_leaf
 from zarrckpt._held import HeldTensor
@@ -56,9 +57,9 @@ class ZarrSavePlanner(DefaultSavePlanner):
         return super().lookup_object(index) if piece is None else piece
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's items, with digests of what they stand for."""
+        """This rank's items, with digests of what they stand for where there are other ranks to compare with."""
         plan = super().create_local_plan()
-        if not plan.usable:
+        if not plan.usable or not in_use():
             return plan
         return dataclasses.replace(plan, storage_data=digests_of(plan, self.lookup_object))
 

@@ -99,6 +99,10 @@ class ZarrStorageReader(StorageReader):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_catalog": None}
 
+    def read_root(self) -> Root:
+        """The root document, for :meth:`use_root` on every rank. One request; errors as in :func:`zarrckpt.open`."""
+        return Catalog(self._spec).root
+
     def use_root(self, root: Root) -> None:
         """Take a root document that another rank has read, instead of reading it again."""
         self._root = root

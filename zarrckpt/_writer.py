@@ -98,7 +98,6 @@ class ZarrStorageWriter(StorageWriter):
         self._concurrency = concurrency
         self._max_inflight_bytes = max_inflight_bytes
         self._progress = progress
-        self._is_coordinator = True
         self._attempt: _commit.Attempt | None = None
         self._layout: Layout | None = None
         self._began = 0.0
@@ -132,7 +131,6 @@ class ZarrStorageWriter(StorageWriter):
                 "use_collectives=False is not supported: zarrckpt commits once, on one rank, after all have "
                 "written; leave it out"
             )
-        self._is_coordinator = is_coordinator
         self._attempt = self._layout = None
         self._began = time.monotonic()
         _inbox.ticket = None
