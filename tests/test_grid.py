@@ -11,20 +11,15 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from zarrckpt._grid import (
+from zarrckpt._chunking import (
     MAX_CHUNK_BYTES,
     MAX_SUBCHUNK_BYTES,
     MIN_SUBCHUNK_BYTES,
     SUBCHUNK_ABOVE,
-    Box,
-    Grid,
     fit_grid,
-    intersect,
-    ravel,
-    ravel_f,
     subchunk_shape,
-    unravel_f,
 )
+from zarrckpt._grid import Box, Grid, intersect, ravel, ravel_f, unravel_f
 
 Ints = tuple[int, ...]
 

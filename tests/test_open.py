@@ -557,6 +557,8 @@ PUBLIC = [
     "LoadReport",
     "ObjectExistsError",
     "ObjectNotFoundError",
+    "PerRank",
+    "PlanReport",
     "SaveReport",
     "StorageError",
     "UnsafeValueError",
@@ -572,5 +574,6 @@ PUBLIC = [
     "latest",
     "load",
     "open",
+    "plan_report",
     "save",
 ]

@@ -201,20 +201,32 @@ def test_any_layout_loads_into_any_other(tmp_path: Path) -> None:
     run_ranks(_load_layouts, back, saved)
 
 
-def _save_rows(url: str) -> zarrckpt.SaveReport:
+def _save_rows(url: str, **options: Any) -> zarrckpt.SaveReport:
     mesh = init_device_mesh("cpu", (4,))
-    return zarrckpt.save({"w": distribute_tensor(_source((10, 3)), mesh, [Shard(0)])}, url)
+    return zarrckpt.save({"w": distribute_tensor(_source((10, 3)), mesh, [Shard(0)])}, url, **options)
+
+
+def _save_rows_unmerged(url: str) -> zarrckpt.SaveReport:
+    return _save_rows(url, min_piece_bytes=0)
 
 
 def test_each_rank_writes_its_own_chunks(tmp_path: Path) -> None:
-    report = run_ranks(_save_rows, str(tmp_path / "one"))[0]
+    report = run_ranks(_save_rows_unmerged, str(tmp_path / "one"))[0]
     assert zarrckpt.open(tmp_path / "one").writers("w").tolist() == [[0], [1], [2], [3]]
     assert zarrckpt.open(tmp_path / "one")["w"].chunks == (3, 3)
     # Three rows of three float32 and a checksum; the last chunk is stored padded.
     assert report.rank_bytes == (40, 40, 40, 40) and report.nbytes == 160 and report.objects == 4
 
 
-def _save_strided(rows: int, url: str) -> bool | tuple[str, list[str]]:
+def test_small_pieces_are_merged_into_one_chunk(tmp_path: Path) -> None:
+    report = run_ranks(_save_rows, str(tmp_path / "one"))[0]
+    checkpoint = zarrckpt.open(tmp_path / "one")
+    assert checkpoint["w"].chunks == (10, 3) and report.objects == 1 and report.nbytes == 124
+    assert sorted(report.rank_bytes) == [0, 0, 0, 124]
+    assert (checkpoint["w"][...] == _source((10, 3)).numpy()).all()
+
+
+def _save_strided(rows: int, url: str) -> None:
     """One weight under FSDP2 over TP, both cutting its rows."""
     source = _source((rows, 3))
     model = nn.Sequential(nn.Linear(3, rows, bias=False))
@@ -226,15 +238,10 @@ def _save_strided(rows: int, url: str) -> bool | tuple[str, list[str]]:
     held = model[0].weight.to_local()
     mine = _part(_part(source, 2, mesh["tp"].get_local_rank()), mesh["dp"].size(), mesh["dp"].get_local_rank())
     assert torch.equal(held, mine)
-    try:
-        zarrckpt.save({"model": model}, url)
-    except zarrckpt.UnsupportedLayoutError as err:
-        refused = str(err), _objects(url)
-    else:
-        refused = None
-        target = torch.zeros_like(source)
-        zarrckpt.load({"model": {"0.weight": target}}, url)
-        assert torch.equal(target, source)
+    zarrckpt.save({"model": model}, url)
+    target = torch.zeros_like(source)
+    zarrckpt.load({"model": {"0.weight": target}}, url)
+    assert torch.equal(target, source)
     # Into uneven shards everything loads.
     whole = f"{url}-whole"
     zarrckpt.save({"model": {"0.weight": source}}, whole)
@@ -242,7 +249,6 @@ def _save_strided(rows: int, url: str) -> bool | tuple[str, list[str]]:
         held.zero_()
     zarrckpt.load({"model": model}, whole)
     assert torch.equal(held, mine)
-    return refused or True
 
 
 def _part(rows: torch.Tensor, parts: int, number: int) -> torch.Tensor:
@@ -250,22 +256,9 @@ def _part(rows: torch.Tensor, parts: int, number: int) -> torch.Tensor:
     return chunks[number] if number < len(chunks) else rows[:0]
 
 
-def _objects(url: str | Path) -> list[str]:
-    """Every file below a folder."""
-    return sorted(str(path.relative_to(url)) for path in Path(url).rglob("*") if path.is_file())
-
-
-def test_fsdp2_over_tp_is_saved_right_or_refused_before_anything_is_written(tmp_path: Path) -> None:
-    refused = []
+def test_fsdp2_over_tp_on_one_dimension_is_saved_right(tmp_path: Path) -> None:
     for rows in range(1, 27):
-        answers = run_ranks(_save_strided, rows, str(tmp_path / str(rows)))
-        if answers[0] is True:
-            assert answers == [True] * 4
-            continue
-        refused.append(rows)
-        for message, objects in answers:
-            assert message == answers[0][0] and "0.weight" in message and objects == []
-    assert 16 not in refused and 25 in refused
+        run_ranks(_save_strided, rows, str(tmp_path / str(rows)))
 
 
 def _save_interleaved(url: str, rows: int) -> None:
@@ -442,7 +435,7 @@ def _save_sharded_tensor(url: str) -> None:
     rank, source = dist.get_rank(), _source((10, 4))
     rows = source[3 * rank : 3 * rank + 3].clone()
     shards = [SpecShard.from_tensor_and_offsets(rows, [3 * rank, 0], rank)]
-    zarrckpt.save({"w": init_from_local_shards(shards, [10, 4])}, url)
+    zarrckpt.save({"w": init_from_local_shards(shards, [10, 4])}, url, min_piece_bytes=0)
     target = init_from_local_shards([SpecShard.from_tensor_and_offsets(rows * 0, [3 * rank, 0], rank)], [10, 4])
     zarrckpt.load({"w": target}, url)
     assert torch.equal(target.local_shards()[0].tensor, rows)
@@ -878,6 +871,7 @@ def _in_a_group_of_three(url: str) -> tuple[zarrckpt.SaveReport, zarrckpt.LoadRe
         {"w": distribute_tensor(source, mesh, [Shard(0)], src_data_rank=None), "who": "three"},
         url,
         process_group=group,
+        min_piece_bytes=0,
     )
     targets = {"w": distribute_tensor(source * 0, mesh, [Shard(1)], src_data_rank=None), "who": ""}
     loaded = zarrckpt.load(targets, url, process_group=group)

@@ -26,14 +26,16 @@ from zarrckpt._errors import (
     UnsupportedLayoutError,
     UnsupportedValueError,
 )
-from zarrckpt._report import LoadReport, SaveReport
+from zarrckpt._report import LoadReport, PlanReport, SaveReport
 from zarrckpt._version import __version__
 
 if TYPE_CHECKING:
     from zarrckpt._api import load, save
     from zarrckpt._async import async_save
     from zarrckpt._checkpoint import Checkpoint, latest, open
+    from zarrckpt._per_rank import PerRank
     from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner
+    from zarrckpt._planning import plan_report
     from zarrckpt._reader import ZarrStorageReader
     from zarrckpt._writer import ZarrStorageWriter
 
@@ -50,6 +52,8 @@ __all__ = [
     "LoadReport",
     "ObjectExistsError",
     "ObjectNotFoundError",
+    "PerRank",
+    "PlanReport",
     "SaveReport",
     "StorageError",
     "UnsafeValueError",
@@ -65,11 +69,13 @@ __all__ = [
     "latest",
     "load",
     "open",
+    "plan_report",
     "save",
 ]
 
 _LAZY = {
     "Checkpoint": "_checkpoint",
+    "PerRank": "_per_rank",
     "ZarrLoadPlanner": "_planner",
     "ZarrSavePlanner": "_planner",
     "ZarrStorageReader": "_reader",
@@ -78,9 +84,10 @@ _LAZY = {
     "latest": "_checkpoint",
     "load": "_api",
     "open": "_checkpoint",
+    "plan_report": "_planning",
     "save": "_api",
 }
-_NEED_TORCH = {"_planner", "_reader", "_writer", "_async", "_api"}
+_NEED_TORCH = {"_per_rank", "_planner", "_planning", "_reader", "_writer", "_async", "_api"}
 
 
 def __getattr__(name: str) -> Any:

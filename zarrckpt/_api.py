@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from zarrckpt import _state
+from zarrckpt._chunking import FILL_BYTES, MAX_CHUNK_BYTES
 from zarrckpt._distributed import from_coordinator, in_use, own_errors
 from zarrckpt._errors import UnsupportedValueError
-from zarrckpt._grid import MAX_CHUNK_BYTES
 from zarrckpt._object_planners import ObjectLoadPlanner, ObjectSavePlanner
 from zarrckpt._reader import ZarrStorageReader
 from zarrckpt._report import LoadReport, SaveReport
@@ -36,6 +38,8 @@ def save(
     keep_replaced: bool = False,
     portable_dtypes: bool = False,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    min_piece_bytes: int | None = None,
+    fill_bytes: int = FILL_BYTES,
     concurrency: int = DEFAULT_CONCURRENCY,
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
     durable: bool = True,
@@ -67,6 +71,8 @@ def save(
         credential_provider=credential_provider,
         portable_dtypes=portable_dtypes,
         max_chunk_bytes=max_chunk_bytes,
+        min_piece_bytes=min_piece_bytes,
+        fill_bytes=fill_bytes,
         concurrency=concurrency,
         max_inflight_bytes=max_inflight_bytes,
         durable=durable,
@@ -99,6 +105,7 @@ def load(
     credential_provider: Callable[..., Any] | None = None,
     allow_pickle: bool = False,
     allow_cast: bool = False,
+    share_reads: bool | None = None,
     concurrency: int = DEFAULT_CONCURRENCY,
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
     progress: Progress | None = None,
@@ -112,7 +119,7 @@ def load(
     Args:
         state: as for :func:`save`. A non-tensor target stands for whatever the checkpoint has under its name.
         strict: targets that the checkpoint lacks are an error, and so are entries below a requested module or
-            optimizer that find no target; otherwise both are only reported.
+            optimizer that find no target on any rank; otherwise both are only reported.
         keys: load a part: flat names, their beginnings up to a dot, or glob patterns (``"model"``, ``"optim.state"``,
             ``"*.bias"``). One that matches nothing in the checkpoint is an error, and with ``strict`` so is one that
             matches no target on any rank.
@@ -134,6 +141,7 @@ def load(
         storage_options=storage_options,
         credential_provider=credential_provider,
         allow_pickle=allow_pickle,
+        share_reads=share_reads,
         concurrency=concurrency,
         max_inflight_bytes=max_inflight_bytes,
         progress=progress,
@@ -143,10 +151,9 @@ def load(
     planner = ObjectLoadPlanner(keys, strict=strict, allow_cast=allow_cast)
     with own_errors(process_group), planner.fresh_on_error():
         _load_state_dict(state, reader, process_group, no_dist=not in_use(), planner=planner)
-    plain = planner.plain
-    for restore in plain.restore:
-        restore()
-    _hand_back(state, plain.state)
+        # Gathers errors, as the steps before it do: an object that fails on one rank fails the load on all.
+        ranks = _DistWrapper(process_group, in_use(), coordinator_rank=0)
+        ranks.all_gather("restore", partial(_restore, state, planner.plain))
     return LoadReport(
         url=reader.checkpoint_id,
         save_id=root.save_id,
@@ -158,15 +165,9 @@ def load(
     )
 
 
-def _hand_back(state: Any, plain: Any) -> None:
-    """Put loaded values into the user's own containers, where these were copied to replace Modules in them."""
-    items: Iterable[tuple[Any, Any]]
-    items = plain.items() if isinstance(plain, dict) else enumerate(plain)
-    for key, value in items:
-        target = state[key]
-        if _state.is_object(target):
-            continue
-        if _state.holds_objects(target):
-            _hand_back(target, value)
-        else:
-            state[key] = value
+def _restore(state: dict[str, Any], plain: _state.PlainState) -> None:
+    """Objects take their loaded state dicts back, in one order on all ranks; then the user's containers the rest."""
+    for restore in plain.restore:
+        restore()
+    for key, value in plain.state.items():
+        state[key] = _state.given_back(state[key], value)

@@ -126,6 +126,7 @@ class _Saver:
         """A gloo group of the same ranks for the background's collectives.
 
         On the group that trains, they would interleave with training's own in another order on each rank, and deadlock.
+        So it does not matter whether that group has a CPU backend, only whether torch has one.
         """
         members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         default = dist.group.WORLD
@@ -147,9 +148,14 @@ class _Saver:
 def _new_gloo_group(members: tuple[int, ...], like: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A gloo group of the ranks of ``like``. Collective over them.
 
-    Raises CheckpointError where torch has no common name for a group of some ranks: it names one that not all ranks
-    make after the number of groups that a rank knows.
+    Raises CheckpointError where torch was built without gloo, and where it has no common name for a group of some
+    ranks: it names one that not all ranks make after the number of groups that a rank knows.
     """
+    if not dist.is_gloo_available():
+        raise CheckpointError(
+            "a background save needs a CPU backend for its collectives, and this torch was built without gloo: use "
+            "save, or a torch with gloo"
+        )
     group: dist.ProcessGroup
     if len(members) == dist.get_world_size():
         group = dist.new_group(backend="gloo")
@@ -192,7 +198,7 @@ def async_save(
     Takes the arguments of :func:`zarrckpt.save`. Training is held up for the copy only, and for the end of the previous
     background save if that still runs: there are never two at once. The buffers of the copy are kept for the next
     call. The collectives of the background run over a gloo group of its own, made by the first call: every rank
-    must call it.
+    must call it, and ``process_group`` needs no CPU backend.
 
     Returns a future of :class:`SaveReport`; its ``result()`` raises what :func:`zarrckpt.save` would. At the end of the
     process a save under way is finished.

@@ -32,13 +32,12 @@ def digests_of(plan: SavePlan, lookup: Callable[[MetadataIndex], Any]) -> dict[M
     return {index: digest for index, digest in found.items() if digest is not None}
 
 
-def disagreeing(plans: Sequence[SavePlan]) -> dict[MetadataIndex, list[int]]:
-    """The items that ranks hold with different digests, and these ranks. Plans without digests do not count."""
+def disagreeing(digests: Sequence[Digests]) -> dict[MetadataIndex, list[int]]:
+    """The items that ranks (by position) hold with different digests, and these ranks."""
     seen: dict[MetadataIndex, dict[int, bytes]] = {}
-    for rank, plan in enumerate(plans):
-        if isinstance(plan.storage_data, Mapping):
-            for index, digest in plan.storage_data.items():
-                seen.setdefault(index, {})[rank] = digest
+    for rank, own in enumerate(digests):
+        for index, digest in own.items():
+            seen.setdefault(index, {})[rank] = digest
     return {index: sorted(ranks) for index, ranks in seen.items() if len(set(ranks.values())) > 1}
 
 

@@ -19,6 +19,11 @@ def in_use() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def global_rank() -> int:
+    """This process's rank in the default group; 0 where there is none."""
+    return dist.get_rank() if in_use() else 0
+
+
 def is_coordinator(group: dist.ProcessGroup | None) -> bool:
     """Whether this process coordinates: rank 0 of the group, or the only process."""
     return not in_use() or dist.get_rank(group) == 0

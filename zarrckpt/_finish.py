@@ -17,7 +17,7 @@ from zarrckpt._commit import Attempt
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
 from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
 from zarrckpt._plan import Layout
-from zarrckpt._rank_work import ArrayResult, ObjectResult
+from zarrckpt._rank_work import ArrayResult, LostPeer, ObjectResult
 from zarrckpt._report import SaveReport
 from zarrckpt._root import CHECKSUMS, WRITERS, BlobEntry, Root, Table, ValueEntry, now, parent_groups, table_node
 from zarrckpt._state_path import DICT, LIST, StatePath
@@ -37,6 +37,7 @@ def finish_save(
 
     Raises IncompleteSaveError naming an entry that is missing from what the ranks wrote.
     """
+    _refuse_lost(results)
     values, blobs, written = _collect(results)
     _check_entries(layout, metadata, {*written, *values})
     entries: dict[str, ArrayNode | ValueEntry | BlobEntry] = {**layout.tensors, **values, **blobs}
@@ -66,6 +67,20 @@ def finish_save(
     rank_bytes = tuple(sum(result.size_in_bytes for result in rank) for rank in results)
     report = SaveReport(store.url, attempt.save_id, sum(rank_bytes), len(writers), rank_bytes)
     return root, report
+
+
+def _refuse_lost(results: Sequence[Sequence[WriteResult]]) -> None:
+    lost = {
+        rank: result.storage_data.reason
+        for rank, rank_results in enumerate(results)
+        for result in rank_results
+        if isinstance(result.storage_data, LostPeer)
+    }
+    if lost:
+        raise IncompleteSaveError(
+            f"nothing was committed: ranks {sorted(lost)} lost the connection to other ranks while pieces moved "
+            f"between them ({lost[min(lost)]}); save again"
+        )
 
 
 def _collect(

@@ -8,26 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 Ints = tuple[int, ...]
-
-MAX_CHUNK_BYTES = 128 << 20
-"""One stream to an object store is slow, so larger chunks would make one rank wait for one connection."""
-
-SUBCHUNK_ABOVE = 16 << 20
-"""Chunks above this many bytes carry subchunks, so that a partial read need not fetch all of them."""
-
-MAX_SUBCHUNK_BYTES = 4 << 20
-"""Small enough for partial reads, large enough that foreign readers are not slowed by many small requests."""
-
-MIN_SUBCHUNK_BYTES = 128 << 10
-
-_ODD_GRID_MIN_CHUNK = 1 << 20
-
-_MAX_EXCESS = 8
-"""A divisor this many times below the wanted extent is of no use: the cells would be too many and too small."""
 
 
 class Box(NamedTuple):
@@ -131,90 +115,3 @@ def _cells_of(box: Box, cell: Ints) -> Iterator[Ints]:
         return
     ranges = (range(o // c, -(-(o + n) // c)) for o, n, c in zip(*box, cell, strict=True))
     yield from itertools.product(*ranges)
-
-
-def fit_grid(shape: Ints, boxes: Iterable[Box], itemsize: int, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> Grid | None:
-    """The regular grid in which every box is made of whole chunks (clipped at the array's end), or None.
-
-    ``torch.chunk`` cuts a dimension of n in w into steps of ceil(n / w), which *is* such a grid. Chunks above
-    ``max_chunk_bytes`` are divided further, still along the boxes' edges, where a useful divisor allows it.
-    """
-    boxes = [b for b in boxes if b.size]
-    steps = [_step(dim, shape[dim], boxes) for dim in range(len(shape))]
-    chunk = tuple(step or max(n, 1) for step, n in zip(steps, shape, strict=True))
-    grid = Grid(shape, chunk)
-    # A greatest common divisor always exists, but rows cut at 0, 3, 5, 8 would give one object a row.
-    odd = grid.num_chunks > 4 * max(len(boxes), 1) and math.prod(chunk) * itemsize < _ODD_GRID_MIN_CHUNK
-    if odd:
-        return None
-    chunk = _divide(chunk, [step is None for step in steps], itemsize, max_chunk_bytes)
-    return Grid(shape, chunk, subchunk_shape(shape, chunk, itemsize))
-
-
-def _step(dim: int, n: int, boxes: Iterable[Box]) -> int | None:
-    """The largest step of which every inner cut along a dimension is a multiple; None where nothing is cut."""
-    cuts = {c for b in boxes for c in (b.offset[dim], b.offset[dim] + b.shape[dim]) if 0 < c < n}
-    return math.gcd(*cuts) if cuts else None
-
-
-def _divide(chunk: Ints, free: Sequence[bool], itemsize: int, limit: int) -> Ints:
-    """Divide a chunk, first dimension first, until it is at most ``limit`` bytes.
-
-    A dimension that no box cuts may be divided anywhere (``free``); one that is cut, by a divisor only. Where that
-    has no useful one (16001 rows), the next dimension is divided, or the chunk stays larger than the limit.
-    """
-    out = list(chunk)
-    for dim, extent in enumerate(chunk):
-        total = math.prod(out) * itemsize
-        if total <= limit:
-            break
-        wanted = max(1, limit * extent // total)
-        even = _useful_divisor(extent, wanted)
-        if free[dim] and (even is None or even * 2 < wanted):
-            pieces = -(-extent // wanted)
-            # A multiple of 64 has divisors that subchunks need.
-            out[dim] = min(wanted, _round_up(-(-extent // pieces), 64 if wanted >= 128 else 1))
-        else:
-            out[dim] = even or extent
-    return tuple(out)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _largest_divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most ``limit`` (at least 1)."""
-    best = 1
-    for small in range(1, math.isqrt(n) + 1):
-        if n % small == 0:
-            for divisor in (small, n // small):
-                if best < divisor <= limit:
-                    best = divisor
-    return best
-
-
-def _useful_divisor(n: int, wanted: int) -> int | None:
-    """The largest divisor of n that is at most ``wanted``; None where that is far below."""
-    best = _largest_divisor(n, wanted)
-    return best if best * _MAX_EXCESS >= wanted else None
-
-
-def subchunk_shape(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
-    """The subchunks of a chunk, or None for a chunk that is small or has no useful divisors.
-
-    The last dimension is cut to about an eighth of the array's width, so that a column shard of eight reads
-    its columns only; the others, first to last, until a subchunk is at most MAX_SUBCHUNK_BYTES. In storage the
-    subchunks lie first dimension fastest, so that such a column stripe is one range of bytes.
-    """
-    if math.prod(chunk) * itemsize <= SUBCHUNK_ABOVE:
-        return None
-    sub = list(chunk)
-    if len(chunk) > 1:
-        sub[-1] = _useful_divisor(chunk[-1], max(64, shape[-1] // 8)) or chunk[-1]
-    for dim in range(len(chunk)):
-        total = math.prod(sub) * itemsize
-        if total <= MAX_SUBCHUNK_BYTES:
-            break
-        sub[dim] = _useful_divisor(sub[dim], max(1, MAX_SUBCHUNK_BYTES * sub[dim] // total)) or sub[dim]
-    return tuple(sub) if MIN_SUBCHUNK_BYTES <= math.prod(sub) * itemsize <= SUBCHUNK_ABOVE else None

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from zarrckpt import _dtypes, _names
+from zarrckpt import _names
+from zarrckpt._chunking import FILL_BYTES, MAX_CHUNK_BYTES, choose_grid, default_min_piece_bytes
 from zarrckpt._documents import ArrayNode, Json, group_document
-from zarrckpt._errors import CheckpointError, UnsupportedLayoutError, UnsupportedValueError
-from zarrckpt._grid import MAX_CHUNK_BYTES, Box, Grid, fit_grid
+from zarrckpt._errors import CheckpointError
+from zarrckpt._grid import Box, Grid, Ints
+from zarrckpt._holdings import Holdings, TensorHolders, hold, item_box
+from zarrckpt._mail import Facts
+from zarrckpt._owners import Owned, Spread, deal, schedule_chunks
 from zarrckpt._root import Marker, parent_groups
 from zarrckpt._state_path import StatePath
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES
 
 
 @dataclass(frozen=True)
@@ -33,76 +39,120 @@ class Layout:
         return Marker(attempt, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
 
 
+class Part(NamedTuple):
+    """A part of a chunk that this rank writes: held in one of its own items, or sent by another rank."""
+
+    box: Box
+    item: int | None
+    source: int | None
+
+
+class ChunkPlan(NamedTuple):
+    """A chunk that this rank writes."""
+
+    fqn: str
+    cell: Ints
+    parts: tuple[Part, ...]
+
+
+class Sending(NamedTuple):
+    """A part of one of this rank's items that another rank writes."""
+
+    to: int
+    item: int
+    box: Box
+
+
+@dataclass
+class Round:
+    """What this rank sends in one round of the exchange, and the chunks that it can write after it."""
+
+    sends: list[Sending] = field(default_factory=list)
+    chunks: list[ChunkPlan] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank writes besides its items' data. DCP may cache it with the plan, so it is of no one attempt."""
+    """What one rank does. DCP may cache it with the plan, so it is of no one attempt.
+
+    Items are named by their position in the plan's, which are those that this rank writes or sends something of.
+    Parts arrive in the order in which the sender's plan has them.
+    """
 
     arrays: Mapping[str, ArrayNode]
     object_paths: Mapping[str, str]
     documents: Mapping[str, Json]
+    chunks: Sequence[ChunkPlan]
+    rounds: Mapping[int, Round]
 
 
-def item_box(item: WriteItem) -> Box:
-    """The region of the global tensor that an item holds (DCP calls it a chunk)."""
-    assert item.tensor_data is not None
-    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of bytes that steer a plan, see :class:`ZarrStorageWriter`. None: chosen by the number of ranks."""
+
+    max_chunk: int = MAX_CHUNK_BYTES
+    min_piece: int | None = None
+    fill: int = FILL_BYTES
+    per_round: int = DEFAULT_MAX_INFLIGHT_BYTES // 4
+    """What a rank may hold for one round of the exchange."""
 
 
-def check_item(item: WriteItem) -> None:
-    """Refuse what has no place in a checkpoint before anything is planned. Raises UnsupportedValueError."""
-    if item.tensor_data is None:
-        return
-    properties = item.tensor_data.properties
-    if properties.layout != torch.strided:
-        raise UnsupportedValueError(
-            f"{item.index.fqn!r} is a tensor with layout {properties.layout}; only strided (dense) tensors can be "
-            "saved: convert it with .to_dense(), or save its parts"
-        )
-    _dtype(item.index.fqn, properties.dtype)
+@dataclass(frozen=True)
+class SavePlans:
+    """A whole save as planned: the layout, and each rank's plan and items."""
 
+    layout: Layout
+    ranks: Sequence[RankPlan]
+    items: Sequence[Sequence[WriteItem]]
+    owned: Sequence[Owned]
+    differing: Mapping[str, Sequence[int]]
+    """fqns of what ranks hold differently, and these ranks; the lowest one's is saved."""
 
-def _dtype(fqn: str, dtype: torch.dtype) -> _dtypes.DType:
-    try:
-        return _dtypes.by_torch_name(str(dtype))
-    except UnsupportedValueError as err:
-        raise UnsupportedValueError(f"{fqn!r}: {err}") from err
+    @property
+    def moves(self) -> bool:
+        """Whether any piece moves between ranks."""
+        return any(rank.rounds for rank in self.ranks)
 
 
 def plan_save(
-    plans: Sequence[SavePlan],
-    *,
-    portable_dtypes: bool = False,
-    max_chunk_bytes: int = MAX_CHUNK_BYTES,
-) -> tuple[Layout, list[RankPlan]]:
-    """Lay out a checkpoint from every rank's plan (replicas removed), and say what each rank writes.
+    plans: Sequence[SavePlan], facts: Sequence[Facts], *, portable_dtypes: bool = False, sizes: Sizes | None = None
+) -> SavePlans:
+    """Lay out a checkpoint from every rank's plan and facts, and say what each rank writes and sends.
 
-    Called by the coordinator; no I/O. Raises UnsupportedLayoutError naming the fqn where the ranks' boxes do not fit a
-    regular chunk grid, overlap, or do not cover the tensor.
+    Called by the coordinator; no I/O. Raises UnsupportedLayoutError naming the fqn where the ranks' boxes overlap, or
+    do not cover the tensor.
     """
+    sizes = sizes or Sizes()
+    held = hold(facts)
     paths = _state_paths(plans)
-    fqns = {item.index.fqn for plan in plans for item in plan.items}
+    fqns = {*held.tensors, *held.objects}
     # In the order of the state dict, which the plans themselves lose where replicas are dealt over ranks.
     ordered = [fqn for fqn in paths if fqn in fqns] + sorted(fqns - paths.keys())
     entries = {fqn: paths.get(fqn) or StatePath.of((fqn,)) for fqn in ordered}
     by_path = _names.unique_paths([tuple(path) for path in entries.values()])
     node_paths = {fqn: by_path[tuple(path)] for fqn, path in entries.items()}
-    tensors = {
-        fqn: _array_node(fqn, node_paths[fqn], items, portable_dtypes, max_chunk_bytes)
-        for fqn, items in _tensor_items(plans).items()
-    }
-    layout = Layout(entries, node_paths, tensors, frozenset(fqns - tensors.keys()), len(plans))
+    grids = _Grids(sizes, len(plans))
+    tensors: dict[str, ArrayNode] = {}
+    spreads = []
+    for fqn, tensor in held.tensors.items():
+        grid = grids.of(tensor)
+        portable = portable_dtypes and tensor.dtype.portable is not tensor.dtype
+        tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable=portable)
+        spreads.append(Spread(fqn, grid, tensor.dtype.itemsize, tensor.spread(), tensor.whole))
+    layout = Layout(entries, node_paths, tensors, frozenset(held.objects), len(plans))
+    owned = deal(spreads, len(plans))
+    schedule_chunks(owned, len(plans), sizes.per_round)
+    ranks = [_RankPlanner(rank, layout, held) for rank in range(len(plans))]
+    for chunk in owned:
+        _deal_chunk(chunk, held.tensors[chunk.spread.name], ranks)
     documents = _deal_documents(tensors.values(), len(plans))
-    ranks = []
-    for rank, plan in enumerate(plans):
-        own = {item.index.fqn for item in plan.items}
-        ranks.append(
-            RankPlan(
-                arrays={fqn: tensors[fqn] for fqn in own if fqn in tensors},
-                object_paths={fqn: node_paths[fqn] for fqn in own if fqn not in tensors},
-                documents=documents[rank],
-            )
-        )
-    return layout, ranks
+    return SavePlans(
+        layout,
+        [rank.plan(documents[number]) for number, rank in enumerate(ranks)],
+        [rank.items for rank in ranks],
+        owned,
+        held.differing,
+    )
 
 
 def _state_paths(plans: Iterable[SavePlan]) -> dict[str, StatePath]:
@@ -114,63 +164,76 @@ def _state_paths(plans: Iterable[SavePlan]) -> dict[str, StatePath]:
     return paths
 
 
-def _tensor_items(plans: Iterable[SavePlan]) -> dict[str, list[WriteItem]]:
-    items: dict[str, list[WriteItem]] = {}
-    for plan in plans:
-        for item in plan.items:
-            if item.type != WriteItemType.BYTE_IO:
-                items.setdefault(item.index.fqn, []).append(item)
-    return items
+class _Grids:
+    """The grids of tensors: the same for the same boxes, so that thousands of alike layers are looked at once."""
 
+    def __init__(self, sizes: Sizes, world_size: int) -> None:
+        self._sizes = sizes
+        self._min_piece = default_min_piece_bytes(world_size) if sizes.min_piece is None else sizes.min_piece
+        self._known: dict[tuple[Ints, int, tuple[Box, ...]], Grid] = {}
 
-def _array_node(
-    fqn: str, path: str, items: Sequence[WriteItem], portable_dtypes: bool, max_chunk_bytes: int
-) -> ArrayNode:
-    first = items[0].tensor_data
-    assert first is not None
-    shape, torch_dtype = tuple(first.size), first.properties.dtype
-    for item in items:
-        data = item.tensor_data
-        assert data is not None
-        if tuple(data.size) != shape or data.properties.dtype != torch_dtype:
-            raise UnsupportedLayoutError(
-                f"{fqn!r} is {torch_dtype} {shape} on one rank and {data.properties.dtype} {tuple(data.size)} on "
-                "another: give the two different names"
+    def of(self, tensor: TensorHolders) -> Grid:
+        boxes = tuple(tensor.boxes)
+        key = (tensor.shape, tensor.dtype.itemsize, boxes)
+        grid = self._known.get(key)
+        if grid is None:
+            grid = self._known[key] = choose_grid(
+                tensor.shape,
+                boxes,
+                tensor.dtype.itemsize,
+                max_chunk_bytes=self._sizes.max_chunk,
+                min_piece_bytes=self._min_piece,
+                fill_bytes=self._sizes.fill,
             )
-    dtype = _dtype(fqn, torch_dtype)
-    boxes = [box for item in items if (box := item_box(item)).size]
-    grid = fit_grid(shape, boxes, dtype.itemsize, max_chunk_bytes)
-    if grid is None:
-        raise UnsupportedLayoutError(
-            f"the shards of {fqn!r} (shape {shape}) do not fit a regular chunk grid: {_shown(boxes)}; "
-            "shard it evenly, or save it from one rank (full_tensor())"
-        )
-    _check_cover(fqn, grid, boxes)
-    return ArrayNode(path, grid, dtype, portable=portable_dtypes and dtype.portable is not dtype)
+        return grid
 
 
-def _shown(boxes: Sequence[Box]) -> str:
-    shown = [f"offset {box.offset} shape {box.shape}" for box in sorted(boxes)[:6]]
-    return "; ".join(shown) + ("; ..." if len(boxes) > 6 else "")
+class _RankPlanner:
+    """One rank's plan in the making."""
+
+    def __init__(self, rank: int, layout: Layout, held: Holdings) -> None:
+        self._layout = layout
+        own = {fqn: item for fqn, (writer, item) in held.objects.items() if writer == rank}
+        self.items: list[WriteItem] = list(own.values())
+        self._places: dict[int, int] = {}
+        self._object_paths = {fqn: layout.node_paths[fqn] for fqn in own}
+        self.chunks: list[ChunkPlan] = []
+        self.rounds: dict[int, Round] = {}
+
+    def place(self, item: WriteItem) -> int:
+        """An item's position among this rank's items."""
+        known = self._places.get(id(item))
+        if known is None:
+            known = self._places[id(item)] = len(self.items)
+            self.items.append(item)
+        return known
+
+    def round(self, number: int) -> Round:
+        return self.rounds.setdefault(number, Round())
+
+    def plan(self, documents: Mapping[str, Json]) -> RankPlan:
+        named = {item.index.fqn for item in self.items} - self._object_paths.keys()
+        arrays = {fqn: self._layout.tensors[fqn] for fqn in named}
+        return RankPlan(arrays, self._object_paths, documents, self.chunks, dict(sorted(self.rounds.items())))
 
 
-def _check_cover(fqn: str, grid: Grid, boxes: Sequence[Box]) -> None:
-    """Every chunk must have exactly one owner."""
-    owned: set[tuple[int, ...]] = set()
-    total = 0
-    for box in boxes:
-        if any(o < 0 or o + n > s for o, n, s in zip(*box, grid.shape, strict=True)):
-            raise UnsupportedLayoutError(f"a shard of {fqn!r} is outside its shape {grid.shape}: {_shown([box])}")
-        chunks = list(grid.chunks_of(box))
-        owned.update(chunks)
-        total += len(chunks)
-    if total != len(owned):
-        raise UnsupportedLayoutError(f"shards of {fqn!r} (shape {grid.shape}) overlap: {_shown(boxes)}")
-    if len(owned) != grid.num_chunks:
-        raise UnsupportedLayoutError(
-            f"the shards of {fqn!r} cover {len(owned)} of {grid.num_chunks} chunks of shape {grid.chunk_shape}: "
-            f"{_shown(boxes)}; is a rank missing from the save, or its state dict without this key?"
-        )
+def _deal_chunk(chunk: Owned, tensor: TensorHolders, ranks: Sequence[_RankPlanner]) -> None:
+    """Enter one chunk into the plans of its owner and of the ranks that send to it."""
+    owner = ranks[chunk.owner]
+    boxes = chunk.spread.held
+    parts = []
+    for (number, box), source in zip(chunk.pieces, chunk.sources, strict=True):
+        place = ranks[source].place(tensor.boxes[boxes[number].box][source])
+        if source == chunk.owner:
+            parts.append(Part(box, place, None))
+        else:
+            parts.append(Part(box, None, source))
+            ranks[source].round(chunk.round).sends.append(Sending(chunk.owner, place, box))
+    planned = ChunkPlan(chunk.spread.name, chunk.index, tuple(parts))
+    if chunk.round < 0:
+        owner.chunks.append(planned)
+    else:
+        owner.round(chunk.round).chunks.append(planned)
 
 
 def _deal_documents(nodes: Iterable[ArrayNode], world_size: int) -> list[dict[str, Json]]:
@@ -183,11 +246,12 @@ def _deal_documents(nodes: Iterable[ArrayNode], world_size: int) -> list[dict[st
     return dealt
 
 
-def expect_piece(fqn: str, tensor: torch.Tensor, box: Box, dtype: torch.dtype) -> None:
+def expect_piece(item: WriteItem, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """A planner's data must be what its plan said, or it would fill the wrong region, or be read as other numbers."""
+    box = item_box(item)
     if tuple(tensor.shape) != box.shape or tensor.dtype != dtype:
         raise CheckpointError(
-            f"{fqn!r}: this rank planned a piece of shape {box.shape} and {dtype} at {box.offset}, but its tensor has "
-            f"shape {tuple(tensor.shape)} and {tensor.dtype}; was the state changed after planning, or the plan cached "
-            "from another state? Save without plan caching then"
+            f"{item.index.fqn!r}: this rank planned a piece of shape {box.shape} and {dtype} at {box.offset}, but its "
+            f"tensor has shape {tuple(tensor.shape)} and {tensor.dtype}; was the state changed after planning, or the "
+            "plan cached from another state? Save without plan caching then"
         )

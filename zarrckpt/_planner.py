@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,13 +21,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torch.distributed.tensor import DTensor
 
-from zarrckpt._digests import digests_of, disagreeing
+from zarrckpt._digests import digests_of
 from zarrckpt._distributed import in_use
 from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._flatten import build, flatten, set_leaf
 from zarrckpt._held import HeldTensor
+from zarrckpt._mail import Notes
+from zarrckpt._per_rank import PerRank
 from zarrckpt._state_path import StatePath
 from zarrckpt._tensors import OVERLAPS, overlaps
+
+_PER_RANK = "is a PerRank, which zarrckpt.save, async_save and load take, and DCP's own calls do not"
 
 
 class ZarrSavePlanner(DefaultSavePlanner):
@@ -57,15 +60,13 @@ class ZarrSavePlanner(DefaultSavePlanner):
         return super().lookup_object(index) if piece is None else piece
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's items, with digests of what they stand for where there are other ranks to compare with."""
+        """This rank's items, with notes of what they stand for where there are other ranks to compare with."""
         plan = super().create_local_plan()
-        if not plan.usable or not in_use():
+        if not in_use():
             return plan
-        return dataclasses.replace(plan, storage_data=digests_of(plan, self.lookup_object))
-
-    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
-        """DCP's choice of one rank for what several hold, after what they do not agree on was left to the lowest."""
-        return super()._dedup_save_plans(_settle(all_plans))
+        # Of a plan that the cache keeps from being sent as well: what it stands for may have changed.
+        notes = Notes(digests_of(self.plan, self.lookup_object), self.dedup_save_to_lowest_rank)
+        return dataclasses.replace(plan, storage_data=notes)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge all ranks' plans. Raises UnsupportedLayoutError where their boxes overlap or leave gaps."""
@@ -73,30 +74,6 @@ class ZarrSavePlanner(DefaultSavePlanner):
             return super().create_global_plan(all_plans)
         except ValueError as err:
             raise UnsupportedLayoutError(f"the shards of some tensors overlap or leave gaps: {err}") from err
-
-
-def _settle(plans: list[SavePlan]) -> list[SavePlan]:
-    """Drop what ranks hold differently from all plans but the lowest rank's, with a warning that names it.
-
-    Left to DCP, replicas that drifted apart would become a mixture that no rank ever had.
-    """
-    differing = disagreeing(plans)
-    if not differing:
-        return plans
-    ranks_of: dict[str, set[int]] = {}
-    for index, ranks in differing.items():
-        ranks_of.setdefault(index.fqn, set()).update(ranks)
-    shown = ", ".join(f"{fqn!r} (ranks {', '.join(map(str, sorted(r)))})" for fqn, r in list(ranks_of.items())[:10])
-    more = f" and {len(ranks_of) - 10} more" if len(ranks_of) > 10 else ""
-    warnings.warn(
-        f"{len(ranks_of)} entries differ between ranks, and each is saved once, as the lowest of these ranks has it: "
-        f"{shown}{more}; to keep every rank's, put the rank into the key: {{'rng': {{str(rank): ...}}}}",
-        stacklevel=2,
-    )
-    return [
-        dataclasses.replace(plan, items=[i for i in plan.items if rank == min(differing.get(i.index, [rank]))])
-        for rank, plan in enumerate(plans)
-    ]
 
 
 def _with_pieces(flat: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +103,8 @@ def _refuse_unsaveable(flat: Mapping[str, Any]) -> None:
 
 
 def _fault_of(leaf: Any) -> str | None:
+    if isinstance(leaf, PerRank):
+        return _PER_RANK
     if isinstance(leaf, DTensor):
         if any(placement.is_partial() for placement in leaf.placements):
             return f"is a DTensor with the placements {leaf.placements}: redistribute() it, partial sums are no values"
@@ -178,6 +157,9 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         flat, paths = flatten(state_dict)
+        for fqn, leaf in flat.items():
+            if isinstance(leaf, PerRank):
+                raise UnsupportedValueError(f"{fqn!r} {_PER_RANK}")
         selected = {fqn: leaf for fqn, leaf in flat.items() if self._select(fqn)}
         self._expand(selected, paths)
         entries = metadata.state_dict_metadata

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,17 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zarrckpt import _codec, _values
+from zarrckpt._chunking import MAX_CHUNK_BYTES
+from zarrckpt._codec import RawArray
 from zarrckpt._documents import NODE, ArrayNode, Json, dumps, join
 from zarrckpt._dtypes import by_name
 from zarrckpt._errors import CheckpointError
-from zarrckpt._grid import MAX_CHUNK_BYTES, Box, Grid, Ints
-from zarrckpt._plan import RankPlan, expect_piece, item_box
+from zarrckpt._exchange import Channel, Joining, PeerLost
+from zarrckpt._grid import Box, Grid, Ints
+from zarrckpt._holdings import item_box
+from zarrckpt._plan import ChunkPlan, RankPlan, expect_piece
 from zarrckpt._root import BlobEntry, ValueEntry
 from zarrckpt._store import Store
+from zarrckpt._swap import Received, Swap
 from zarrckpt._tensors import raw_tensor, torch_dtype
 from zarrckpt._transfer import BytesBudget, Progress, run
 
@@ -45,9 +52,16 @@ class ObjectResult:
     array: ArrayResult | None = None
 
 
+@dataclass(frozen=True)
+class LostPeer:
+    """In place of results: this rank stopped, since another one failed or is gone."""
+
+    reason: str
+
+
 @dataclass
 class _Written:
-    """Results of one item, gathered from its chunk jobs in whatever order they end."""
+    """Results of one tensor, gathered from its chunk jobs in whatever order they end."""
 
     chunks: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
@@ -70,6 +84,7 @@ class RankWork:
         store: Store,
         tree: str,
         plan: RankPlan,
+        items: Sequence[WriteItem],
         planner: SavePlanner,
         max_inflight_bytes: int,
         progress: Progress | None,
@@ -77,58 +92,116 @@ class RankWork:
         self._store = store
         self._tree = tree
         self._plan = plan
+        self._items = items
         self._planner = planner
-        self._budget = BytesBudget(max_inflight_bytes)
+        # What moves between ranks may take the other half: a quarter for each of two rounds.
+        self._budget = BytesBudget(max(1, max_inflight_bytes // 2 if plan.rounds else max_inflight_bytes))
         self._progress = progress
         self._lock = threading.Lock()
         self._keys: list[str] = []
+        self._written: dict[str, _Written] = {}
         self._done = self._total = 0
 
-    def write(self, items: Sequence[WriteItem], concurrency: int) -> list[WriteResult]:
-        """Write everything and make it durable; one result an item, in the items' order."""
-        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-        objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
-        for item in tensors:
-            node = self._plan.arrays[item.index.fqn]
-            expect_piece(item.index.fqn, self._resolve(item), item_box(item), torch_dtype(node))
-            self._total += item_box(item).size * node.dtype.itemsize
+    def write(self, concurrency: int, joining: Joining | None) -> list[WriteResult]:
+        """Write everything and make it durable; one result an entry that this rank has written something of.
+
+        ``joining`` is the mesh that pieces move on. Where a peer is lost, the only result is a :class:`LostPeer`: it is
+        the peer's error that counts.
+        """
+        channel = None
+        try:
+            # First of all, so that the others hear of whatever fails here.
+            channel = joining.enter() if joining is not None else None
+            results = self._write(concurrency, channel)
+        except PeerLost as err:
+            if channel is not None:
+                channel.close()
+            return [WriteResult(MetadataIndex(""), 0, LostPeer(str(err)))]
+        except BaseException:
+            if channel is not None:
+                channel.close()
+            raise
+        if channel is not None:
+            channel.release()
+        return results
+
+    def _write(self, concurrency: int, channel: Channel | None) -> list[WriteResult]:
+        objects = [item for item in self._items if item.type == WriteItemType.BYTE_IO]
+        for item in self._items:
+            if item.type != WriteItemType.BYTE_IO:
+                expect_piece(item, self._resolve(item), torch_dtype(self._plan.arrays[item.index.fqn]))
+        rounds = self._plan.rounds.values()
+        chunks = [*self._plan.chunks, *(chunk for round in rounds for chunk in round.chunks)]
+        self._written = {chunk.fqn: _Written() for chunk in chunks}
+        self._total = sum(self._chunk_bytes(chunk) for chunk in chunks)
         # Values first: what can't be kept is found before gigabytes are on their way.
-        results: dict[int, Any] = {id(item): self._write_object(item) for item in objects}
-        written = {id(item): _Written() for item in tensors}
-
-        def jobs() -> Iterator[Callable[[], None]]:
-            for path, document in self._plan.documents.items():
-                yield partial(self._put_document, path, document)
-            for item in tensors:
-                yield from self._chunk_jobs(item, written[id(item)])
-
-        run(jobs(), concurrency)
+        results: dict[str, Any] = {item.index.fqn: self._write_object(item) for item in objects}
+        run(self._jobs(concurrency, channel), concurrency)
         self._store.sync(self._keys)
-        results |= {number: part.result() for number, part in written.items()}
-        return [WriteResult(item.index, getattr(results[id(item)], "nbytes", 0), results[id(item)]) for item in items]
+        results |= {fqn: part.result() for fqn, part in self._written.items()}
+        return [WriteResult(MetadataIndex(fqn), getattr(res, "nbytes", 0), res) for fqn, res in results.items()]
+
+    def _jobs(self, concurrency: int, channel: Channel | None) -> Iterator[Callable[[], None]]:
+        """Jobs for the threads. Drawn in the calling thread, which swaps pieces in between: others wait for those."""
+        for path, document in self._plan.documents.items():
+            yield partial(self._put_document, path, document)
+        own = (partial(self._put_chunk, chunk, {}) for chunk in self._plan.chunks)
+        yield from itertools.islice(own, concurrency)
+        if channel is not None:
+            swap = Swap(channel, self._plan, self._take)
+            for number, chunks in swap.rounds():
+                while chunks:
+                    # Not kept here: what was received is freed with its job.
+                    yield swap.counted(number, partial(self._put_chunk, *chunks.pop()))
+                yield from itertools.islice(own, concurrency)
+        yield from own
 
     def _resolve(self, item: WriteItem) -> torch.Tensor:
         tensor = self._planner.resolve_data(item)
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{item.index.fqn!r} was planned as a tensor, but is a {type(tensor).__name__}")
-        return tensor
+        return tensor.detach()
 
-    def _chunk_jobs(self, item: WriteItem, written: _Written) -> Iterator[Callable[[], None]]:
-        node, box = self._plan.arrays[item.index.fqn], item_box(item)
-        tensor = self._resolve(item).detach()
-        for chunk in node.grid.chunks_of(box):
-            # Cut on the tensor's own device: only what a chunk needs is copied to the host, in the job.
-            piece = tensor[node.grid.chunk_box(chunk).slices(box.offset)]
-            yield partial(self._put_chunk, item.index.fqn, node, chunk, piece, written)
+    def _cut(self, place: int, box: Box) -> torch.Tensor:
+        """A part of one of this rank's items, on the tensor's own device."""
+        item = self._items[place]
+        return self._resolve(item)[box.slices(item_box(item).offset)]
 
-    def _put_chunk(self, fqn: str, node: ArrayNode, chunk: Ints, piece: torch.Tensor, written: _Written) -> None:
-        with self._budget.hold(_codec.chunk_object_size(node.grid, node.dtype.itemsize)):
-            nbytes, checksums = self._put_array_chunk(node, chunk, raw_tensor(fqn, piece))
+    def _take(self, place: int, box: Box) -> RawArray:
+        return raw_tensor(self._items[place].index.fqn, self._cut(place, box))
+
+    def _chunk_bytes(self, chunk: ChunkPlan) -> int:
+        node = self._plan.arrays[chunk.fqn]
+        return node.grid.chunk_box(chunk.cell).size * node.dtype.itemsize
+
+    def _put_chunk(self, chunk: ChunkPlan, received: Received) -> None:
+        node = self._plan.arrays[chunk.fqn]
+        with self._budget.hold(self._memory(chunk, node)):
+            nbytes, checksums = self._put_array_chunk(node, chunk.cell, self._assembled(chunk, node, received))
         with self._lock:
-            written.add(node.grid.chunk_number(chunk), checksums, nbytes)
-            self._done += piece.numel() * piece.element_size()
+            self._written[chunk.fqn].add(node.grid.chunk_number(chunk.cell), checksums, nbytes)
+            self._done += self._chunk_bytes(chunk)
             if self._progress is not None:
                 self._progress(self._done, self._total)
+
+    def _memory(self, chunk: ChunkPlan, node: ArrayNode) -> int:
+        """The bytes that a chunk takes while it is put: its buffers, and what they are made from if that is no view."""
+        size = _codec.chunk_object_size(node.grid, node.dtype.itemsize)
+        (item, *others) = (part.item for part in chunk.parts)
+        is_view = not others and item is not None and self._resolve(self._items[item]).device.type == "cpu"
+        return size if is_view or node.grid.subchunk_shape is None else 2 * size
+
+    def _assembled(self, chunk: ChunkPlan, node: ArrayNode, received: Received) -> RawArray:
+        """The elements of a chunk: a view of this rank's own where all are in one item, else put together."""
+        first = chunk.parts[0]
+        if len(chunk.parts) == 1 and first.item is not None:
+            return self._take(first.item, first.box)
+        whole = node.grid.chunk_box(chunk.cell)
+        out: RawArray = np.empty(whole.shape, _codec.raw_dtype(node.dtype.itemsize))
+        for place, part in enumerate(chunk.parts):
+            piece = received[place] if part.item is None else self._take(part.item, part.box)
+            out[part.box.slices(whole.offset)] = piece.view(out.dtype).reshape(part.box.shape)
+        return out
 
     def _put_array_chunk(self, node: ArrayNode, chunk: Ints, raw: _codec.RawArray) -> tuple[int, list[int]]:
         buffers, checksums = _codec.encode_chunk(node.grid, raw)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,26 +20,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zarrckpt import _codec
+from zarrckpt import _mail
 from zarrckpt._catalog import Catalog
 from zarrckpt._documents import ArrayNode
-from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedLayoutError
-from zarrckpt._grid import Box
+from zarrckpt._errors import CheckpointError, KeyMismatchError
+from zarrckpt._exchange import choose
+from zarrckpt._mail import Ticket
 from zarrckpt._planner import ZarrLoadPlanner
+from zarrckpt._reading import TensorReads, item_box
 from zarrckpt._root import Root
+from zarrckpt._sharing import Shares, plan_shares, wanted_boxes
 from zarrckpt._store import StoreSpec
-from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype
-from zarrckpt._transfer import (
-    DEFAULT_CONCURRENCY,
-    DEFAULT_MAX_INFLIGHT_BYTES,
-    BytesBudget,
-    ChunkRead,
-    Progress,
-    check_limits,
-    plan_reads,
-    read_chunk,
-    run,
-)
+from zarrckpt._tensors import torch_dtype
+from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
 
 
 class ZarrStorageReader(StorageReader):
@@ -56,6 +48,9 @@ class ZarrStorageReader(StorageReader):
         credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
         allow_pickle: also load values that were saved pickled, which can run any code that the checkpoint holds.
         allow_cast: with planners other than :class:`ZarrLoadPlanner`, convert to the target's dtype instead of raising.
+        share_reads: what several ranks need (replicas, small chunks) is fetched by one of them and handed on over a
+        private gloo mesh; if false, each rank fetches all that it needs. The coordinator's choice counts. Default: in
+        object stores yes; in local paths no, since the machine's file cache is faster than the mesh.
         concurrency: requests at once, a rank (default 16).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the targets (default 512 MiB).
         progress: called as ``progress(bytes_done, bytes_total)`` while chunks are read.
@@ -70,6 +65,7 @@ class ZarrStorageReader(StorageReader):
         credential_provider: Callable[..., Any] | None = None,
         allow_pickle: bool = False,
         allow_cast: bool = False,
+        share_reads: bool | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         progress: Progress | None = None,
@@ -78,6 +74,7 @@ class ZarrStorageReader(StorageReader):
         self._spec = StoreSpec(url, store, storage_options, credential_provider)
         self._allow_pickle = allow_pickle
         self._allow_cast = allow_cast
+        self._share_reads = share_reads
         self._concurrency = concurrency
         self._max_inflight_bytes = max_inflight_bytes
         self._progress = progress
@@ -138,14 +135,33 @@ class ZarrStorageReader(StorageReader):
         if isinstance(metadata, _NoMetadata):
             raise metadata.error
         self.bytes_read = 0
+        _mail.clear()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is: each box turns into requests when it is read."""
-        return plan
+        """The plan as it is, each box turns into requests when it is read; with what the coordinator must know."""
+        return dataclasses.replace(plan, storage_data=_mail.own_facts())
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are: every rank reads for itself. Called by the coordinator."""
-        return plans
+        """With ``share_reads``, say which rank fetches what several need. Called by the coordinator; no I/O."""
+        facts = _mail.all_facts(plans)
+        shares: list[Shares] = [{}] * len(plans)
+        if len(plans) > 1 and self._catalog is not None and self._shares(self._catalog):
+            nodes = self._catalog.root.tensors
+            targets = [
+                [(i.storage_index.fqn, item_box(i)) for i in plan.items if i.type != LoadItemType.BYTE_IO]
+                for plan in plans
+            ]
+            shares = plan_shares(nodes, wanted_boxes(targets), len(plans), max(1, self._max_inflight_bytes // 4))
+        mesh = None
+        if any(shares):
+            mesh = choose(tuple(fact.rank for fact in facts), [fact.meshes for fact in facts])
+        ticket = Ticket(mesh)
+        return [dataclasses.replace(p, storage_data=(own, ticket)) for p, own in zip(plans, shares, strict=True)]
+
+    def _shares(self, catalog: Catalog) -> bool:
+        return not catalog.store.is_local if self._share_reads is None else self._share_reads
+
+    # -- all ranks
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill this rank's targets. Dtypes of all targets are checked before the first is written.
@@ -162,8 +178,14 @@ class ZarrStorageReader(StorageReader):
         values = [
             (item, catalog.read_object(item.storage_index.fqn, allow_pickle=self._allow_pickle)) for item in objects
         ]
+        # None from a planner that makes plans anew: then this rank takes no part, and reads for itself.
+        shares: Shares | None = plan.storage_data[0] if plan.storage_data else None
         with catalog.guard():
-            self._read_tensors(catalog, tensors, planner)
+            reads = TensorReads(catalog, tensors, planner, self._max_inflight_bytes, self._progress)
+            try:
+                reads.read(self._concurrency, shares, _mail.joining())
+            finally:
+                self.bytes_read = reads.bytes_read
         for item, value in values:
             _deliver(planner, item, value)
         if isinstance(planner, ZarrLoadPlanner):
@@ -187,29 +209,6 @@ class ZarrStorageReader(StorageReader):
                 + "; pass allow_cast=True to convert"
             )
 
-    def _read_tensors(self, catalog: Catalog, items: list[ReadItem], planner: LoadPlanner) -> None:
-        budget = BytesBudget(self._max_inflight_bytes)
-        targets = [_Target(catalog, item, planner) for item in items]
-        total, done, lock = sum(target.nbytes for target in targets), 0, threading.Lock()
-        for device in {target.device for target in targets}:
-            if device.type == "cuda":
-                # Threads copy on streams of their own: what still writes to the targets must have ended.
-                torch.cuda.current_stream(device).synchronize()
-
-        def job(target: _Target, read: ChunkRead) -> None:
-            nonlocal done
-            with budget.hold(read.nbytes):
-                fetched, filled = read_chunk(catalog.store, read)
-            with lock:
-                self.bytes_read += fetched
-                done += filled
-                if self._progress is not None:
-                    self._progress(done, total)
-
-        run((partial(job, target, read) for target in targets for read in target.reads()), self._concurrency)
-        for target in targets:
-            target.finish()
-
 
 class _NoMetadata(Metadata):
     """Metadata that could not be read: raises the reason when its entries are asked for."""
@@ -221,47 +220,6 @@ class _NoMetadata(Metadata):
         if name == "state_dict_metadata":
             raise self.error
         return super().__getattribute__(name)
-
-
-class _Target:
-    """The memory that one read item fills: the tensor's own where it can be seen as raw CPU memory, else by copies."""
-
-    def __init__(self, catalog: Catalog, item: ReadItem, planner: LoadPlanner) -> None:
-        fqn = item.storage_index.fqn
-        self._catalog = catalog
-        self._item = item
-        self._planner = planner
-        self._node = catalog.root.tensors[fqn]
-        self._box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        self._tensor = planner.resolve_tensor(item)
-        if tuple(self._tensor.shape) != self._box.shape:
-            raise UnsupportedLayoutError(
-                f"{fqn!r}: DCP's planner says that this rank holds a piece of shape {self._box.shape}, but it holds "
-                f"{tuple(self._tensor.shape)}: load with zarrckpt.load, or pass planner=zarrckpt.ZarrLoadPlanner()"
-            )
-        if overlaps(self._tensor):
-            raise KeyMismatchError(f"{fqn!r} {OVERLAPS}")
-
-    @property
-    def device(self) -> torch.device:
-        return self._tensor.device
-
-    @property
-    def nbytes(self) -> int:
-        return self._box.size * self._node.dtype.itemsize
-
-    def reads(self) -> Iterator[ChunkRead]:
-        checksums = self._catalog.checksums(self._node)
-        node = self._node.under(self._catalog.root.tree)
-        return plan_reads(node, self._box, self._memory(), checksums)
-
-    def _memory(self) -> _codec.Target:
-        dtype = torch_dtype(self._node)
-        tensor = self._tensor.detach()
-        return raw_view(tensor) if can_view(tensor, dtype) else CopiedTensor(tensor, dtype)
-
-    def finish(self) -> None:
-        self._planner.commit_tensor(self._item, self._tensor)
 
 
 def _tensor_metadata(node: ArrayNode) -> TensorStorageMetadata:

@@ -1,4 +1,4 @@
-"""What a save or a load did, for the caller to look at."""
+"""What a save or a load did, or would do, for the caller to look at."""
 
 from __future__ import annotations
 
@@ -36,3 +36,48 @@ class LoadReport:
     unexpected: tuple[str, ...]
     nbytes: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a save would do, the same on every rank.
+
+    ``nbytes`` counts the bytes of all tensors and ``objects`` their chunks, ``documents`` the Zarr documents and tables
+    beside them (blobs of non-tensor values are not counted: they are encoded only by a save). ``rank_bytes`` holds the
+    part that each rank would write, ``moved_bytes`` the bytes that would go from one rank to another before, in
+    ``rounds`` rounds; ``merged`` counts the chunks that span pieces of several ranks.
+    """
+
+    ranks: int
+    tensors: int
+    nbytes: int
+    objects: int
+    documents: int
+    rank_bytes: tuple[int, ...]
+    moved_bytes: int
+    merged: int
+    rounds: int
+
+    @property
+    def balance(self) -> float:
+        """The largest part of a rank over the mean: 1.0 is even."""
+        mean = sum(self.rank_bytes) / len(self.rank_bytes)
+        return max(self.rank_bytes) / mean if mean else 1.0
+
+    @property
+    def puts(self) -> int:
+        """Requests that put an object."""
+        return self.objects + self.documents
+
+    def put_cost(self, usd_per_1000: float = 0.005) -> float:
+        """What the puts cost, in US dollars. The default is the price of S3 Standard in us-east-1 in 2026."""
+        return self.puts * usd_per_1000 / 1000
+
+    def __str__(self) -> str:
+        share = 100 * self.moved_bytes / self.nbytes if self.nbytes else 0.0
+        return (
+            f"{self.tensors} tensors, {self.nbytes / 1e9:.3f} GB from {self.ranks} ranks: {self.objects} chunk objects "
+            f"({self.merged} merged) and {self.documents} documents, ${self.put_cost():.4f} of puts at S3's price; "
+            f"{self.moved_bytes / 1e9:.3f} GB ({share:.0f} %) move between ranks in {self.rounds} rounds; "
+            f"the rank with most writes {self.balance:.2f} of the mean"
+        )

@@ -25,7 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from zarrckpt._distributed import global_rank
 from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._per_rank import PerRank, refuse_sharded
 
 
 @dataclass
@@ -52,24 +54,27 @@ class OptimizerState:
 
 def for_save(state: Mapping[Any, Any]) -> PlainState:
     """The state to save. An optimizer that has made no step yet is saved as such, and is not changed."""
-    return _convert(state, _saved_optimizer, lambda prefix: True, PlainState({}))
+    return _convert(state, _saved_optimizer, lambda prefix: True, lambda prefix, entry: global_rank(), PlainState({}))
 
 
-def for_load(state: Mapping[Any, Any], wanted: Callable[[str], bool], plain: PlainState) -> PlainState:
+def for_load(state: Mapping[Any, Any], wanted: Callable[[str], bool], source: RankOf, plain: PlainState) -> PlainState:
     """The targets of a load, gathered in ``plain`` (an empty one): fresh optimizers get their state allocated.
 
     Objects below whose flat-name prefix nothing is wanted are left alone, and stay as they are in the plain state.
+    ``source`` says which rank's state a PerRank takes, if any.
     """
-    return _convert(state, _loaded_optimizer, wanted, plain)
+    return _convert(state, _loaded_optimizer, wanted, source, plain)
 
 
 _NO_OBJECTS = frozenset({int, float, bool, str, bytes, type(None), list, dict, tuple, Tensor, nn.Parameter})
 
 Convert = Callable[["PlainState", str, Optimizer, "nn.Module | None"], dict[str, Any]]
+RankOf = Callable[[str, PerRank], int | None]
+"""The rank under whose number a PerRank at a flat-name prefix stands; None where it is left out."""
 
 
 def _convert(
-    state: Mapping[Any, Any], optimizer: Convert, wanted: Callable[[str], bool], plain: PlainState
+    state: Mapping[Any, Any], optimizer: Convert, wanted: Callable[[str], bool], rank_of: RankOf, plain: PlainState
 ) -> PlainState:
     if not isinstance(state, Mapping):
         raise UnsupportedValueError(
@@ -77,7 +82,24 @@ def _convert(
         )
     modules = [value for value in _objects(state) if isinstance(value, nn.Module)]
 
+    within: int | None = None
+
+    def per_rank(entry: PerRank, prefix: str) -> dict[str, Any]:
+        nonlocal within
+        around = within
+        # Inside another PerRank it is of the same rank.
+        rank = rank_of(prefix, entry) if around is None else around
+        if rank is None:
+            return {}
+        within = rank
+        own = convert(entry.value, f"{prefix}{rank}.")
+        within = around
+        refuse_sharded(f"{prefix}{rank}", own)
+        return {str(rank): own}
+
     def convert(value: Any, prefix: str) -> Any:
+        if isinstance(value, PerRank):
+            return per_rank(value, prefix)
         if is_object(value) and not wanted(prefix):
             return value
         if isinstance(value, nn.Module):
@@ -87,25 +109,34 @@ def _convert(
         if isinstance(value, Mapping) and not isinstance(value, Stateful):
             if not holds_objects(value):
                 return value
-            return {key: convert(item, f"{prefix}{key}.") for key, item in value.items()}
+            return in_order(value, lambda key: convert(value[key], f"{prefix}{key}."))
         if isinstance(value, list) and holds_objects(value):
             return [convert(item, f"{prefix}{i}.") for i, item in enumerate(value)]
         if isinstance(value, tuple) and any(map(is_object, value)):
             raise UnsupportedValueError(
-                f"{prefix[:-1]!r} is a tuple of objects that have state dicts: put them into a list or a dict"
+                f"{prefix[:-1]!r} is a tuple of objects that are saved in parts: put them into a list or a dict"
             )
         if isinstance(value, Stateful):
-            return _stateful(plain, value)
+            return _stateful(plain, value, lambda item: convert(item, prefix))
         return value
 
-    plain.state = {key: convert(item, f"{key}.") for key, item in state.items()}
+    plain.state = in_order(state, lambda key: convert(state[key], f"{key}."))
     return plain
+
+
+def in_order(state: Mapping[Any, Any], make: Callable[[Any], Any]) -> dict[Any, Any]:
+    """A dict of what ``make`` gives for each key, called in one order on all ranks, whatever order their dicts have.
+
+    State dicts may be made and taken back with collectives (FSDP1 does): in another order on each rank they deadlock.
+    """
+    made = {key: make(key) for key in sorted(state, key=str)}
+    return {key: made[key] for key in state}
 
 
 def _objects(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _objects(item)
+        for key in sorted(value, key=str):
+            yield from _objects(value[key])
     elif isinstance(value, list):
         for item in value:
             yield from _objects(item)
@@ -113,17 +144,39 @@ def _objects(value: Any) -> Iterator[Any]:
         yield from filter(is_object, value)  # which will be refused
     elif is_object(value):
         yield value
+        if isinstance(value, PerRank):
+            yield from _objects(value.value)
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is saved through its state dict."""
+    """Whether a value is taken apart to be saved: what has a state dict, and PerRanks."""
     # Asking a protocol costs microseconds, which count in lists of a million numbers.
-    return type(value) not in _NO_OBJECTS and isinstance(value, (nn.Module, Optimizer, Stateful))
+    return type(value) not in _NO_OBJECTS and isinstance(value, (nn.Module, Optimizer, PerRank, Stateful))
 
 
 def holds_objects(value: Any) -> bool:
-    """Whether a container holds, at any depth, what is saved through its state dict."""
+    """Whether a container holds, at any depth, what is taken apart to be saved."""
     return next(_objects(value), None) is not None
+
+
+def given_back(target: Any, loaded: Any) -> Any:
+    """What stands in the user's state after a load: the target's own objects and containers, holding loaded values.
+
+    ``loaded`` is the part of a plain state that the target became.
+    """
+    if isinstance(target, PerRank):
+        for value in loaded.values():  # one, or none where the target is left alone
+            target.value = given_back(target.value, value)
+        return target
+    if is_object(target):
+        return target
+    if not holds_objects(target):
+        return loaded
+    for key, value in loaded.items() if isinstance(loaded, dict) else enumerate(loaded):
+        back = given_back(target[key], value)
+        if back is not target[key]:
+            target[key] = back
+    return target
 
 
 def _module(plain: PlainState, prefix: str, module: nn.Module) -> dict[str, Any]:
@@ -139,10 +192,14 @@ def void(_: object) -> None:
     """Drop a result."""
 
 
-def _stateful(plain: PlainState, value: Stateful) -> dict[str, Any]:
+def _stateful(plain: PlainState, value: Stateful, convert: Callable[[Any], Any]) -> Any:
     state_dict = value.state_dict()
-    plain.restore.append(lambda: value.load_state_dict(state_dict))
-    return state_dict
+    if not any(isinstance(item, PerRank) for item in _objects(state_dict)):
+        plain.restore.append(lambda: value.load_state_dict(state_dict))
+        return state_dict
+    taken = convert(state_dict)
+    plain.restore.append(lambda: value.load_state_dict(given_back(state_dict, taken)))
+    return taken
 
 
 def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | None:
@@ -182,16 +239,31 @@ def _loaded_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, modu
             state_dict = dict(get_optimizer_state_dict(module, optimizer))
     plain.exact.append(prefix)
     plain.optimizers.append(OptimizerState(prefix, optimizer, state_dict, fresh))
+    names = [group["params"] for group in state_dict["param_groups"]]
 
     def restore() -> None:
         if module is None:
             optimizer.load_state_dict(state_dict)
         else:
+            state_dict["param_groups"] = _own_groups(names, state_dict["param_groups"])
             # strict=False: a parameter that never had a gradient has no state.
             set_optimizer_state_dict(module, optimizer, state_dict, options=StateDictOptions(strict=False))
 
     plain.restore.append(restore)
     return state_dict
+
+
+def _own_groups(names: list[list[str]], loaded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Loaded parameter groups for this rank's parameters: each as the first that names one of them, else by position.
+
+    A checkpoint names a group's parameters as one rank had them. A stage of a pipeline may find none of its own there,
+    and torch then leaves its group without a learning rate, in silence.
+    """
+    groups = []
+    for place, own in enumerate(names):
+        sharing = [group for group in loaded if not {*own}.isdisjoint(group["params"])]
+        groups.append({**(sharing or loaded[place:])[0], "params": own})
+    return groups
 
 
 @contextmanager

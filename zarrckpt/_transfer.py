@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import numpy as np
 
 from zarrckpt import _codec
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
-from zarrckpt._grid import Box, Ints, intersect, ravel, unravel_f
+from zarrckpt._grid import Box, Grid, Ints, intersect, ravel, unravel_f
 
 if TYPE_CHECKING:
     from zarrckpt._codec import RawArray, Target
@@ -32,13 +32,13 @@ READ_BYTES = 16 << 20
 """Neighbouring subchunks are fetched together up to this many bytes a request."""
 
 
-def check_limits(**limits: int) -> None:
-    """Refuse limits that are no positive integers. Raises TypeError and ValueError naming the argument."""
+def check_limits(least: int = 1, /, **limits: int) -> None:
+    """Refuse limits that are no integers, or too small. Raises TypeError and ValueError naming the argument."""
     for name, value in limits.items():
         if not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 class BytesBudget:
@@ -103,25 +103,40 @@ class ChunkRead:
         return self.count * _codec.subchunk_bytes(self.node.grid, self.node.dtype.itemsize)
 
 
-def plan_reads(node: ArrayNode, box: Box, target: Target, checksums: RawArray) -> Iterator[ChunkRead]:
+def plan_reads(
+    node: ArrayNode, box: Box, target: Target, checksums: RawArray, skip: Mapping[Ints, Set[int]] | None = None
+) -> Iterator[ChunkRead]:
     """The requests that fill ``target`` (raw elements, the box's shape) with a box of a stored array.
 
     ``checksums`` is the array's part of the checksum table. Nothing outside the box is fetched but what shares a
-    subchunk with it.
+    subchunk with it, and nothing of the subchunks (by chunk and place in it) to ``skip``.
     """
     grid = node.grid
-    per_chunk = math.prod(grid.sub_counts)
     longest = max(1, READ_BYTES // _codec.subchunk_bytes(grid, node.dtype.itemsize))
     for chunk in grid.chunks_of(box):
-        origin = tuple(c * n for c, n in zip(chunk, grid.chunk_shape, strict=True))
-        shared = intersect(Box(origin, grid.chunk_shape), box)
-        assert shared is not None
-        inside = Box(tuple(s - o for s, o in zip(shared.offset, origin, strict=True)), shared.shape)
-        places = sorted(_codec.subchunk_place(grid, cell) for cell in grid.subchunks_of(inside))
-        number = grid.chunk_number(chunk)
-        table = checksums[number * per_chunk : (number + 1) * per_chunk]
+        left_out = skip.get(chunk, ()) if skip else ()
+        places = [place for place in places_in(grid, chunk, box) if place not in left_out]
         for first, count in _codec.runs(places, longest):
-            yield ChunkRead(node, chunk, first, count, box, target, table)
+            yield chunk_read(node, chunk, (first, count), box, target, checksums)
+
+
+def places_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
+    """The places, counted from a chunk object's begin, of its subchunks that share elements with a box, sorted."""
+    origin = tuple(c * n for c, n in zip(chunk, grid.chunk_shape, strict=True))
+    shared = intersect(Box(origin, grid.chunk_shape), box)
+    if shared is None:
+        return []
+    inside = Box(tuple(s - o for s, o in zip(shared.offset, origin, strict=True)), shared.shape)
+    return sorted(_codec.subchunk_place(grid, cell) for cell in grid.subchunks_of(inside))
+
+
+def chunk_read(
+    node: ArrayNode, chunk: Ints, run: tuple[int, int], box: Box, target: Target, checksums: RawArray
+) -> ChunkRead:
+    """The request for a run (first place, count) of one chunk's subchunks."""
+    per_chunk = math.prod(node.grid.sub_counts)
+    number = node.grid.chunk_number(chunk)
+    return ChunkRead(node, chunk, *run, box, target, checksums[number * per_chunk : (number + 1) * per_chunk])
 
 
 def read_chunk(store: Store, read: ChunkRead) -> tuple[int, int]:
@@ -129,25 +144,39 @@ def read_chunk(store: Store, read: ChunkRead) -> tuple[int, int]:
 
     Raises CorruptCheckpointError naming the array and the object for an absent, short or altered object.
     """
-    grid = read.node.grid
-    size = _codec.subchunk_bytes(grid, read.node.dtype.itemsize)
+    stored: RawArray = np.empty(read.nbytes, np.uint8)
+    fetch(store, read, stored)
+    return read.nbytes, deliver(store, read, stored)
+
+
+def fetch(store: Store, read: ChunkRead, stored: RawArray) -> None:
+    """Fill bytes with stored subchunks, unchecked. One request. Raises CorruptCheckpointError for an absent object."""
     key = read.node.chunk_key(read.chunk)
-    stored = np.empty(read.count * size, np.uint8)
+    size = _codec.subchunk_bytes(read.node.grid, read.node.dtype.itemsize)
     try:
         store.read_into(key, read.first * size, stored.data)
     except ObjectNotFoundError as err:
         raise CorruptCheckpointError(f"chunk {key!r} of array {read.node.path!r} is missing in {store.url}") from err
+
+
+def deliver(store: Store, read: ChunkRead, stored: RawArray) -> int:
+    """Check stored subchunks and copy them into the target; return the bytes filled. No requests.
+
+    Raises CorruptCheckpointError naming the array and the object where they are not what was saved.
+    """
+    grid = read.node.grid
+    size = _codec.subchunk_bytes(grid, read.node.dtype.itemsize)
     filled = 0
     for i in range(read.count):
         cell = unravel_f(read.first + i, grid.sub_counts)
         part = stored[i * size : (i + 1) * size]
         if not _codec.check_subchunk(part, int(read.table[ravel(cell, grid.sub_counts)])):
             raise CorruptCheckpointError(
-                f"chunk {key!r} of array {read.node.path!r} in {store.url} is not what was saved: "
-                f"the checksum of bytes {(read.first + i) * size}-{(read.first + i + 1) * size} differs"
+                f"chunk {read.node.chunk_key(read.chunk)!r} of array {read.node.path!r} in {store.url} is not what was "
+                f"saved: the checksum of bytes {(read.first + i) * size}-{(read.first + i + 1) * size} differs"
             )
         filled += _codec.copy_subchunk(grid, read.chunk, cell, part, read.box, read.target)
-    return read.nbytes, filled
+    return filled
 
 
 def read_box(store: Store, node: ArrayNode, checksums: RawArray, box: Box | None = None) -> RawArray:

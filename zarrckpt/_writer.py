@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,40 +14,19 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zarrckpt import _commit, _plan
+from zarrckpt import _commit, _mail, _plan
+from zarrckpt._chunking import FILL_BYTES, MAX_CHUNK_BYTES
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, IncompleteSaveError
+from zarrckpt._exchange import choose
 from zarrckpt._finish import finish_save
-from zarrckpt._grid import MAX_CHUNK_BYTES
-from zarrckpt._plan import Layout, RankPlan
+from zarrckpt._gathered import whole_facts, whole_plans
+from zarrckpt._holdings import check_item
+from zarrckpt._mail import Notes, Ticket
+from zarrckpt._plan import Layout, RankPlan, Sizes
 from zarrckpt._rank_work import RankWork
 from zarrckpt._root import now
 from zarrckpt._store import Store, StoreSpec
 from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
-
-_inbox = threading.local()
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """Which attempt a save belongs to: chosen by the coordinator, sent to all ranks with the global plan.
-
-    A planner that caches plans may keep an earlier save's instead of what it is sent. The scatter still unpickles the
-    ticket on every rank, in the thread that calls ``write_data`` a moment later: so its arrival is what counts, and
-    unpickling puts it into that thread's inbox.
-    """
-
-    save_id: str
-    tree: str
-    base_id: str
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_receive, (self.save_id, self.tree, self.base_id))
-
-
-def _receive(save_id: str, tree: str, base_id: str) -> Ticket:
-    ticket = Ticket(save_id, tree, base_id)
-    _inbox.ticket = ticket
-    return ticket
 
 
 class ZarrStorageWriter(StorageWriter):
@@ -67,8 +44,11 @@ class ZarrStorageWriter(StorageWriter):
         under the names of fsspec or obstore (``docs/how-to/stores.md``). credential_provider: a picklable callable
         that returns fresh credentials, for tokens that expire. portable_dtypes: keep bfloat16 and float8 as
         unsigned integers, for readers that know neither. max_chunk_bytes: larger pieces become several chunks
-        (default 128 MiB). concurrency: chunks and documents in transfer at once, a rank (default 16).
-        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB).
+        (default 128 MiB). min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks
+        and are merged into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB;
+        0: no merging, except where pieces fit no regular grid). fill_bytes: default 32 MiB. concurrency: chunks and
+        documents in transfer at once, a rank (default 16). max_inflight_bytes: bound on a rank's memory for chunks in
+        transfer, beyond the state (default 512 MiB, at least one chunk).
         durable: local files are synced to disk before the commit. progress: called on each rank as
         ``progress(bytes_done, bytes_total)`` while its chunks are written.
     """
@@ -84,17 +64,26 @@ class ZarrStorageWriter(StorageWriter):
         credential_provider: Callable[..., Any] | None = None,
         portable_dtypes: bool = False,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        min_piece_bytes: int | None = None,
+        fill_bytes: int = FILL_BYTES,
         concurrency: int = DEFAULT_CONCURRENCY,
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         durable: bool = True,
         progress: Progress | None = None,
     ) -> None:
-        check_limits(max_chunk_bytes=max_chunk_bytes, concurrency=concurrency, max_inflight_bytes=max_inflight_bytes)
+        check_limits(
+            max_chunk_bytes=max_chunk_bytes,
+            fill_bytes=fill_bytes,
+            concurrency=concurrency,
+            max_inflight_bytes=max_inflight_bytes,
+        )
+        if min_piece_bytes is not None:
+            check_limits(0, min_piece_bytes=min_piece_bytes)
+        self._sizes = Sizes(max_chunk_bytes, min_piece_bytes, fill_bytes, max(1, max_inflight_bytes // 4))
         self._spec = StoreSpec(url, store, storage_options, credential_provider, durable)
         self._overwrite = overwrite
         self._keep_replaced = keep_replaced
         self._portable_dtypes = portable_dtypes
-        self._max_chunk_bytes = max_chunk_bytes
         self._concurrency = concurrency
         self._max_inflight_bytes = max_inflight_bytes
         self._progress = progress
@@ -133,31 +122,42 @@ class ZarrStorageWriter(StorageWriter):
             )
         self._attempt = self._layout = None
         self._began = time.monotonic()
-        _inbox.ticket = None
+        _mail.clear()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse what can't be saved. Raises UnsupportedValueError naming the fqn."""
+        """Refuse what can't be saved; add what the coordinator must know.
+
+        Raises UnsupportedValueError naming the fqn.
+        """
         for item in plan.items:
-            _plan.check_item(item)
-        return plan
+            check_item(item)
+        notes = plan.storage_data if isinstance(plan.storage_data, Notes) else None
+        return dataclasses.replace(plan, storage_data=_mail.own_facts(plan.items, notes))
 
     # -- the coordinator
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lay the checkpoint out, then begin the attempt: existing checkpoint, claim, marker.
 
-        About 5 requests. Raises CheckpointExistsError, ForeignObjectsError, UnsupportedLayoutError.
+        About 5 requests. Raises CheckpointExistsError, ForeignObjectsError, UnsupportedLayoutError. Warns of what ranks
+        hold differently under one name.
         """
-        plans = _whole_plans(plans)
-        store = self._spec.open()
-        save_id = _commit.new_id()
-        self._layout, ranks = _plan.plan_save(
-            plans, portable_dtypes=self._portable_dtypes, max_chunk_bytes=self._max_chunk_bytes
-        )
+        told = _mail.all_facts(plans)
+        plans = whole_plans(plans)
+        facts = whole_facts(plans, told)
+        planned = _plan.plan_save(plans, facts, portable_dtypes=self._portable_dtypes, sizes=self._sizes)
+        _warn_of(planned.differing)
+        self._layout = planned.layout
+        store, save_id = self._spec.open(), _commit.new_id()
         self._attempt = _commit.begin(store, self._layout.marker(save_id, now()), overwrite=self._overwrite)
-        ticket = Ticket(save_id, self._attempt.tree, self._attempt.base_id)
-        _inbox.ticket = ticket
-        return [dataclasses.replace(plan, storage_data=(rank, ticket)) for plan, rank in zip(plans, ranks, strict=True)]
+        mesh = choose(tuple(fact.rank for fact in facts), [fact.meshes for fact in facts]) if planned.moves else None
+        ticket = Ticket(mesh, save_id, self._attempt.tree, self._attempt.base_id)
+        if len(plans) == 1:
+            _mail.accept(ticket)  # nothing is sent, so nothing arrives
+        return [
+            dataclasses.replace(plan, items=list(items), storage_data=(rank, ticket))
+            for plan, items, rank in zip(plans, planned.items, planned.ranks, strict=True)
+        ]
 
     # -- all ranks
 
@@ -166,15 +166,15 @@ class ZarrStorageWriter(StorageWriter):
 
         One put an object. Raises before the first put where a resolved tensor is not what was planned.
         """
-        ticket: Ticket | None = getattr(_inbox, "ticket", None)
+        ticket = _mail.ticket()
         if ticket is None:
             raise CheckpointError("this save's ticket did not arrive: was write_data called outside dcp.save?")
         rank_plan: RankPlan = plan.storage_data[0]
         store = self._spec.open()
-        work = RankWork(store, ticket.tree, rank_plan, planner, self._max_inflight_bytes, self._progress)
+        work = RankWork(store, ticket.tree, rank_plan, plan.items, planner, self._max_inflight_bytes, self._progress)
         future: Future[list[WriteResult]] = Future()
         with _commit.losing_is_named(store, ticket.save_id, ticket.base_id):
-            future.set_result(work.write(plan.items, self._concurrency))
+            future.set_result(work.write(self._concurrency, _mail.joining()))
         return future
 
     # -- the coordinator
@@ -210,24 +210,13 @@ class ZarrStorageWriter(StorageWriter):
             )
 
 
-def _whole_plans(plans: list[SavePlan]) -> list[SavePlan]:
-    """The plans of all ranks, those included that DCP's plan cache left out as unchanged.
-
-    Such a rank would take the last plan that it got; but DCP fills its caches before a save is through, so after one
-    that failed this may be the plan of another state. The coordinator has all plans in its cache and sends them all.
-    Raises CheckpointError where the cache does not say which they are.
-    """
-    if all(plan.usable for plan in plans):
-        return plans
-    found = [
-        cached
-        for cached in SavePlanner._cached_global_plan.values()
-        if len(cached) == len(plans)
-        and all(whole.usable and (plan is whole or not plan.usable) for plan, whole in zip(plans, cached, strict=True))
-    ]
-    if len(found) != 1:
-        raise CheckpointError(
-            f"DCP's plan cache holds {len(found)} sets of plans for these {len(plans)} ranks, expected 1: with plan "
-            "caching, use one planner class and one coordinator for all saves of a process"
-        )
-    return found[0]
+def _warn_of(differing: Mapping[str, Sequence[int]]) -> None:
+    if not differing:
+        return
+    shown = ", ".join(f"{fqn!r} (ranks {', '.join(map(str, ranks))})" for fqn, ranks in list(differing.items())[:10])
+    more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
+    warnings.warn(
+        f"{len(differing)} entries differ between ranks, and each is saved once, as the lowest of these ranks has it: "
+        f"{shown}{more}; to keep every rank's, wrap it: zarrckpt.PerRank(value)",
+        stacklevel=2,
+    )

@@ -50,6 +50,9 @@ class Store(abc.ABC):
     url: str
     """What the user typed, normalised and without credentials: for messages."""
 
+    is_local = False
+    """Whether objects are files that this machine keeps in its file cache."""
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} holds a live client; pickle the StoreSpec that opened it")
 

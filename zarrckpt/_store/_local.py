@@ -52,6 +52,8 @@ class LocalStore(Store):
     ``durable=False`` leaves out the fsyncs of :meth:`sync`; conditional puts are always durable.
     """
 
+    is_local = True
+
     def __init__(self, root: str, durable: bool = True) -> None:
         self.url = root
         self._root = root

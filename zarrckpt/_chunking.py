@@ -1,0 +1,202 @@
+"""Which regular grid a tensor is stored in, from the boxes that the ranks hold: integers only.
+
+Where the boxes are large and fit a regular grid, each becomes whole chunks, so that no byte moves between ranks. Where
+they fit none, or are too small to deserve an object each, a chunk spans several of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from zarrckpt._grid import Box, Grid, Ints
+
+MAX_CHUNK_BYTES = 128 << 20
+"""One stream to an object store is slow, so larger chunks would make one rank wait for one connection."""
+
+SUBCHUNK_ABOVE = 16 << 20
+"""Chunks above this many bytes carry subchunks, so that a partial read need not fetch all of them."""
+
+MAX_SUBCHUNK_BYTES = 4 << 20
+"""Small enough for partial reads, large enough that foreign readers are not slowed by many small requests."""
+
+MIN_SUBCHUNK_BYTES = 128 << 10
+
+_ODD_GRID_MIN_CHUNK = 1 << 20
+
+_MAX_EXCESS = 8
+"""A divisor this many times below the wanted extent is of no use: the cells would be too many and too small."""
+
+FILL_BYTES = 32 << 20
+"""Chunks that span several ranks' pieces are about this large."""
+
+_MERGED_SUBCHUNKS_ABOVE = 1 << 20
+_MIN_MERGED_SUBCHUNK = 256 << 10
+
+
+def default_min_piece_bytes(ranks: int) -> int:
+    """Below how many bytes pieces of several ranks are merged into one chunk, where the caller does not say.
+
+    An object store takes a fixed number of puts a second for all ranks together, while each rank that joins brings the
+    same bandwidth for handing pieces over: so what a piece may cost grows with the ranks. The figures behind it are in
+    ``docs/explanation/exchange.md``.
+    """
+    return min(ranks * (256 << 10), FILL_BYTES // 2)
+
+
+def choose_grid(
+    shape: Ints,
+    boxes: Sequence[Box],
+    itemsize: int,
+    *,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    min_piece_bytes: int = 0,
+    fill_bytes: int = FILL_BYTES,
+) -> Grid:
+    """The grid of a tensor whose pieces are these boxes (replicas once, empty ones left out).
+
+    Every box is whole chunks if they fit a regular grid and have ``min_piece_bytes`` on average; otherwise chunks of
+    about ``fill_bytes`` span several boxes.
+    """
+    aligned = fit_grid(shape, boxes, itemsize, max_chunk_bytes)
+    if aligned is not None and (len(boxes) < 2 or math.prod(shape) * itemsize >= min_piece_bytes * len(boxes)):
+        return aligned
+    return _merged_grid(shape, boxes, itemsize, min(fill_bytes, max_chunk_bytes))
+
+
+def _merged_grid(shape: Ints, boxes: Sequence[Box], itemsize: int, limit: int) -> Grid:
+    """Steps of the boxes' cuts, put together, last dimension first, while they stay within ``limit`` bytes."""
+    steps = [_step(dim, shape[dim], boxes) for dim in range(len(shape))]
+    chunk = [step or max(n, 1) for step, n in zip(steps, shape, strict=True)]
+    for dim in reversed(range(len(shape))):
+        step = steps[dim]
+        if step is not None:
+            room = max(1, limit // (math.prod(chunk) * itemsize))
+            full = -(-shape[dim] // step)
+            # Chunks of one size, instead of full ones and a small rest.
+            chunk[dim] = min(step * -(-full // -(-full // room)), shape[dim])
+    out = _divide(tuple(chunk), [True] * len(shape), itemsize, limit)
+    mean = math.prod(shape) * itemsize // max(1, len(boxes))
+    return Grid(shape, out, _merged_subchunks(out, steps, itemsize, mean))
+
+
+def _merged_subchunks(chunk: Ints, steps: Sequence[int | None], itemsize: int, piece_bytes: int) -> Ints | None:
+    """Subchunks about as large as a piece, so that who held a piece before reads little more than it again."""
+    if math.prod(chunk) * itemsize <= _MERGED_SUBCHUNKS_ABOVE:
+        return None
+    target = min(max(piece_bytes, _MIN_MERGED_SUBCHUNK), MAX_SUBCHUNK_BYTES)
+    sub = list(chunk)
+    for dim, extent in enumerate(chunk):
+        total = math.prod(sub) * itemsize
+        if total <= target:
+            break
+        step = steps[dim] or extent
+        wanted = max(1, target * extent // total)
+        if extent % step == 0 and wanted >= step:
+            sub[dim] = step * _largest_divisor(extent // step, wanted // step)
+        else:
+            sub[dim] = _useful_divisor(math.gcd(extent, step), wanted) or _useful_divisor(extent, wanted) or extent
+    return tuple(sub) if tuple(sub) != chunk else None
+
+
+def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share elements, if any do."""
+    if len(boxes) < 2:
+        return None
+    begin = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), -1)
+    end = begin + np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), -1)
+    for number in range(1, len(boxes)):
+        shared = (begin[:number] < end[number]) & (begin[number] < end[:number])
+        hits = np.flatnonzero(shared.all(axis=1))
+        if len(hits):
+            return boxes[int(hits[0])], boxes[number]
+    return None
+
+
+def fit_grid(shape: Ints, boxes: Iterable[Box], itemsize: int, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> Grid | None:
+    """The regular grid in which every box is made of whole chunks (clipped at the array's end), or None.
+
+    ``torch.chunk`` cuts a dimension of n in w into steps of ceil(n / w), which *is* such a grid. Chunks above
+    ``max_chunk_bytes`` are divided further, still along the boxes' edges, where a useful divisor allows it.
+    """
+    boxes = [b for b in boxes if b.size]
+    steps = [_step(dim, shape[dim], boxes) for dim in range(len(shape))]
+    chunk = tuple(step or max(n, 1) for step, n in zip(steps, shape, strict=True))
+    grid = Grid(shape, chunk)
+    # A greatest common divisor always exists, but rows cut at 0, 3, 5, 8 would give one object a row.
+    odd = grid.num_chunks > 4 * max(len(boxes), 1) and math.prod(chunk) * itemsize < _ODD_GRID_MIN_CHUNK
+    if odd:
+        return None
+    chunk = _divide(chunk, [step is None for step in steps], itemsize, max_chunk_bytes)
+    return Grid(shape, chunk, subchunk_shape(shape, chunk, itemsize))
+
+
+def _step(dim: int, n: int, boxes: Iterable[Box]) -> int | None:
+    """The largest step of which every inner cut along a dimension is a multiple; None where nothing is cut."""
+    cuts = {c for b in boxes for c in (b.offset[dim], b.offset[dim] + b.shape[dim]) if 0 < c < n}
+    return math.gcd(*cuts) if cuts else None
+
+
+def _divide(chunk: Ints, free: Sequence[bool], itemsize: int, limit: int) -> Ints:
+    """Divide a chunk, first dimension first, until it is at most ``limit`` bytes.
+
+    A dimension that no box cuts may be divided anywhere (``free``); one that is cut, by a divisor only. Where that
+    has no useful one (16001 rows), the next dimension is divided, or the chunk stays larger than the limit.
+    """
+    out = list(chunk)
+    for dim, extent in enumerate(chunk):
+        total = math.prod(out) * itemsize
+        if total <= limit:
+            break
+        wanted = max(1, limit * extent // total)
+        even = _useful_divisor(extent, wanted)
+        if free[dim] and (even is None or even * 2 < wanted):
+            pieces = -(-extent // wanted)
+            # A multiple of 64 has divisors that subchunks need.
+            out[dim] = min(wanted, _round_up(-(-extent // pieces), 64 if wanted >= 128 else 1))
+        else:
+            out[dim] = even or extent
+    return tuple(out)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _largest_divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most ``limit`` (at least 1)."""
+    best = 1
+    for small in range(1, math.isqrt(n) + 1):
+        if n % small == 0:
+            for divisor in (small, n // small):
+                if best < divisor <= limit:
+                    best = divisor
+    return best
+
+
+def _useful_divisor(n: int, wanted: int) -> int | None:
+    """The largest divisor of n that is at most ``wanted``; None where that is far below."""
+    best = _largest_divisor(n, wanted)
+    return best if best * _MAX_EXCESS >= wanted else None
+
+
+def subchunk_shape(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
+    """The subchunks of a chunk, or None for a chunk that is small or has no useful divisors.
+
+    The last dimension is cut to about an eighth of the array's width, so that a column shard of eight reads
+    its columns only; the others, first to last, until a subchunk is at most MAX_SUBCHUNK_BYTES. In storage the
+    subchunks lie first dimension fastest, so that such a column stripe is one range of bytes.
+    """
+    if math.prod(chunk) * itemsize <= SUBCHUNK_ABOVE:
+        return None
+    sub = list(chunk)
+    if len(chunk) > 1:
+        sub[-1] = _useful_divisor(chunk[-1], max(64, shape[-1] // 8)) or chunk[-1]
+    for dim in range(len(chunk)):
+        total = math.prod(sub) * itemsize
+        if total <= MAX_SUBCHUNK_BYTES:
+            break
+        sub[dim] = _useful_divisor(sub[dim], max(1, MAX_SUBCHUNK_BYTES * sub[dim] // total)) or sub[dim]
+    return tuple(sub) if MIN_SUBCHUNK_BYTES <= math.prod(sub) * itemsize <= SUBCHUNK_ABOVE else None

@@ -1,0 +1,115 @@
+"""What ranks tell the coordinator with their plans, and what it tells them: by way of being unpickled.
+
+A planner that caches plans passes on an earlier save's instead of what was sent. But DCP's gather and scatter still
+unpickle everything that is sent, in the thread that needs it a moment later: so its arrival is what counts, and
+unpickling puts it into that thread's inbox.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+
+from zarrckpt._distributed import global_rank
+from zarrckpt._exchange import Joining, MeshId, idle_meshes
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What our save planner knows and DCP's plan has no place for."""
+
+    digests: Mapping[MetadataIndex, bytes]
+    """Of what each item stands for, see ``_digests``."""
+    lowest_rank_saves: bool
+    """Whether replicas are all saved by the lowest rank that holds them, instead of being dealt."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank, as the coordinator must know it. Items are those before DCP leaves all but one of the replicas out."""
+
+    rank: int
+    meshes: Mapping[tuple[int, ...], str]
+    items: Sequence[WriteItem] = ()
+    notes: Notes | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In a plan's pickle the items cost nothing: it has them already.
+        return (_receive_facts, (self.rank, self.meshes, self.items, self.notes))
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Which attempt a save belongs to, and the mesh on which pieces move, where any do. For a load: the mesh alone."""
+
+    mesh: MeshId | None
+    save_id: str = ""
+    tree: str = ""
+    base_id: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_receive_ticket, (self.mesh, self.save_id, self.tree, self.base_id))
+
+
+class _Inbox(threading.local):
+    def __init__(self) -> None:
+        self.facts: list[Facts] = []
+        self.ticket: Ticket | None = None
+        self.joining: Joining | None = None
+
+
+_inbox = _Inbox()
+
+
+def _receive_facts(*fields: Any) -> Facts:
+    facts = Facts(*fields)
+    _inbox.facts.append(facts)
+    return facts
+
+
+def _receive_ticket(*fields: Any) -> Ticket:
+    ticket = Ticket(*fields)
+    accept(ticket)
+    return ticket
+
+
+def accept(ticket: Ticket) -> None:
+    """Take a ticket for what this thread is about to write or read, and begin to join its mesh."""
+    if _inbox.joining is not None:
+        _inbox.joining.abandon()
+    _inbox.ticket = ticket
+    _inbox.joining = Joining(ticket.mesh) if ticket.mesh is not None else None
+
+
+def clear() -> None:
+    """A new save or load begins in this thread."""
+    if _inbox.joining is not None:
+        _inbox.joining.abandon()
+    _inbox.facts, _inbox.ticket, _inbox.joining = [], None, None
+
+
+def own_facts(items: Sequence[WriteItem] = (), notes: Notes | None = None) -> Facts:
+    """What this rank tells the coordinator."""
+    return Facts(global_rank(), idle_meshes(), items, notes)
+
+
+def all_facts(plans: Sequence[SavePlan] | Sequence[LoadPlan]) -> list[Facts]:
+    """What all ranks told, in their order. Called by the coordinator, once it has their plans."""
+    arrived = _inbox.facts
+    # A process alone has nothing unpickled.
+    return arrived if len(arrived) == len(plans) else [plan.storage_data for plan in plans]
+
+
+def ticket() -> Ticket | None:
+    """The ticket that this thread was given last."""
+    return _inbox.ticket
+
+
+def joining() -> Joining | None:
+    """The mesh that this thread is to take part in."""
+    return _inbox.joining

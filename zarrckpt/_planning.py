@@ -1,0 +1,84 @@
+"""``plan_report``: what a save would write, move and cost, before it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from zarrckpt import _mail
+from zarrckpt._chunking import FILL_BYTES, MAX_CHUNK_BYTES
+from zarrckpt._distributed import in_use, own_errors
+from zarrckpt._holdings import check_item
+from zarrckpt._mail import Facts, Notes
+from zarrckpt._object_planners import ObjectSavePlanner
+from zarrckpt._plan import SavePlans, Sizes, plan_save
+from zarrckpt._report import PlanReport
+from zarrckpt._root import parent_groups
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES
+
+_BESIDE = 7
+"""Claim, marker, root, and a document and a chunk for each of the two tables."""
+
+
+def plan_report(
+    state: Mapping[str, Any],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    min_piece_bytes: int | None = None,
+    fill_bytes: int = FILL_BYTES,
+    max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+) -> PlanReport:
+    """What :func:`save` would do with a state: objects, bytes by rank, bytes between ranks, cost of the puts.
+
+    Every rank of the process group calls it. Plans as a save does and stops there: no request, no data moves. The
+    arguments are those of :func:`save`; raises what it raises for a state that cannot be saved.
+    """
+    planner = ObjectSavePlanner()
+
+    def local() -> SavePlan:
+        planner.set_up_planner(cast("dict[str, Any]", state))
+        plan = planner.create_local_plan()
+        for item in plan.items:
+            check_item(item)
+        notes = plan.storage_data if isinstance(plan.storage_data, Notes) else None
+        return dataclasses.replace(plan, storage_data=_mail.own_facts(plan.items, notes))
+
+    def report(plans: list[SavePlan]) -> PlanReport:
+        facts: list[Facts] = [plan.storage_data for plan in plans]
+        sizes = Sizes(max_chunk_bytes, min_piece_bytes, fill_bytes, max(1, max_inflight_bytes // 4))
+        return report_of(plan_save(plans, facts, sizes=sizes))
+
+    _mail.clear()
+    with own_errors(process_group):
+        # With our own errors on all ranks, as in a save.
+        return _DistWrapper(process_group, in_use(), 0).all_reduce("plan", local, report)
+
+
+def report_of(plans: SavePlans) -> PlanReport:
+    """The report of a whole plan."""
+    nodes = plans.layout.tensors.values()
+    rank_bytes = [0] * plans.layout.world_size
+    for chunk in plans.owned:
+        rank_bytes[chunk.owner] += chunk.nbytes
+    return PlanReport(
+        ranks=plans.layout.world_size,
+        tensors=len(nodes),
+        nbytes=sum(rank_bytes),
+        objects=len(plans.owned),
+        documents=len(nodes) + len(parent_groups(node.path for node in nodes)) + _BESIDE,
+        rank_bytes=tuple(rank_bytes),
+        moved_bytes=sum(chunk.piece_bytes(box) for chunk in plans.owned for _, box in chunk.foreign),
+        merged=sum(len(chunk.pieces) > 1 for chunk in plans.owned),
+        rounds=_rounds(plans),
+    )
+
+
+def _rounds(plans: SavePlans) -> int:
+    numbers: Sequence[int] = [chunk.round for chunk in plans.owned]
+    return max(numbers, default=-1) + 1

@@ -1,0 +1,242 @@
+"""Fill one rank's tensors: what other ranks need too is fetched by one of them and handed on, the rest by itself."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from zarrckpt import _codec
+from zarrckpt._catalog import Catalog
+from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError
+from zarrckpt._exchange import Channel, Joining, PeerLost
+from zarrckpt._grid import Box, Ints, intersect
+from zarrckpt._sharing import Run, ShareRound, Shares
+from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype
+from zarrckpt._transfer import BytesBudget, ChunkRead, Progress, chunk_read, deliver, fetch, plan_reads, run
+
+
+class _Target:
+    """The memory that one read item fills: the tensor's own where it can be seen as raw CPU memory, else by copies."""
+
+    def __init__(self, catalog: Catalog, item: ReadItem, planner: LoadPlanner) -> None:
+        self.fqn = item.storage_index.fqn
+        self.box = item_box(item)
+        self._catalog = catalog
+        self._item = item
+        self._planner = planner
+        self._node = catalog.root.tensors[self.fqn]
+        self._tensor = planner.resolve_tensor(item)
+        if tuple(self._tensor.shape) != self.box.shape:
+            raise UnsupportedLayoutError(
+                f"{self.fqn!r}: DCP's planner says that this rank holds a piece of shape {self.box.shape}, but it "
+                f"holds {tuple(self._tensor.shape)}: load with zarrckpt.load, or with "
+                "planner=zarrckpt.ZarrLoadPlanner()"
+            )
+        if overlaps(self._tensor):
+            raise KeyMismatchError(f"{self.fqn!r} {OVERLAPS}")
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self._node.dtype.itemsize
+
+    def reads(self, skip: Mapping[Ints, set[int]]) -> Iterator[ChunkRead]:
+        """The requests that fill it, but for subchunks that have been delivered already."""
+        node = self._node.under(self._catalog.root.tree)
+        return plan_reads(node, self.box, self._memory(), self._catalog.checksums(self._node), skip)
+
+    def read(self, wanted: Run) -> ChunkRead | None:
+        """A run as a request of this target; None where the target needs nothing of its chunk."""
+        if intersect(self._node.grid.chunk_box(wanted.chunk), self.box) is None:
+            return None
+        node = self._node.under(self._catalog.root.tree)
+        place = (wanted.first, wanted.cells)
+        return chunk_read(node, wanted.chunk, place, self.box, self._memory(), self._catalog.checksums(self._node))
+
+    def _memory(self) -> _codec.Target:
+        dtype = torch_dtype(self._node)
+        tensor = self._tensor.detach()
+        return raw_view(tensor) if can_view(tensor, dtype) else CopiedTensor(tensor, dtype)
+
+    def finish(self) -> None:
+        self._planner.commit_tensor(self._item, self._tensor)
+
+
+def item_box(item: ReadItem) -> Box:
+    """The region of the stored tensor that an item asks for."""
+    return Box(tuple(item.storage_offsets), tuple(item.lengths))
+
+
+class TensorReads:
+    """The tensor reads of one rank in one load."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        items: Sequence[ReadItem],
+        planner: LoadPlanner,
+        max_inflight_bytes: int,
+        progress: Progress | None,
+    ) -> None:
+        self._catalog = catalog
+        self._budget = BytesBudget(max_inflight_bytes)
+        self._progress = progress
+        self._targets: dict[str, list[_Target]] = {}
+        for item in items:
+            self._targets.setdefault(item.storage_index.fqn, []).append(_Target(catalog, item, planner))
+        self._delivered: dict[str, dict[Ints, set[int]]] = {}
+        self._lock = threading.Lock()
+        self._total = sum(target.nbytes for target in self._all())
+        self._done = 0
+        self.bytes_read = 0
+        """Bytes that this rank has fetched."""
+
+    def _all(self) -> Iterator[_Target]:
+        return (target for targets in self._targets.values() for target in targets)
+
+    def read(self, concurrency: int, shares: Shares | None, joining: Joining | None) -> None:
+        """Fill all targets. Raises CorruptCheckpointError naming array and object."""
+        for device in {target.device for target in self._all()}:
+            if device.type == "cuda":
+                # Threads copy on streams of their own: what still writes to the targets must have ended.
+                torch.cuda.current_stream(device).synchronize()
+        if joining is not None:
+            self._share(concurrency, shares, joining)
+        run((partial(self._read_one, read) for read in self._own_reads()), concurrency)
+        for target in self._all():
+            target.finish()
+
+    def _own_reads(self) -> Iterator[ChunkRead]:
+        for target in self._all():
+            yield from target.reads(self._delivered.get(target.fqn, {}))
+
+    def _read_one(self, read: ChunkRead) -> None:
+        with self._budget.hold(read.nbytes):
+            stored = self._fetch(read, np.empty(read.nbytes, np.uint8))
+            self._deliver(read, stored)
+
+    def _fetch(self, read: ChunkRead, stored: _codec.RawArray) -> _codec.RawArray:
+        fetch(self._catalog.store, read, stored)
+        with self._lock:
+            self.bytes_read += read.nbytes
+        return stored
+
+    def _deliver(self, read: ChunkRead, stored: _codec.RawArray) -> None:
+        filled = deliver(self._catalog.store, read, stored)
+        with self._lock:
+            self._done += filled
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    # -- together with other ranks
+
+    def _share(self, concurrency: int, shares: Shares | None, joining: Joining) -> None:
+        """Fetch what this rank is to hand on, hand it on, and take what others have fetched.
+
+        Ends early where a peer is lost: what has not been delivered then, this rank fetches by itself.
+        """
+        channel = None
+        try:
+            channel = joining.enter()
+            if shares is None:
+                raise PeerLost("this rank was not told its part")
+            with ThreadPoolExecutor(concurrency, thread_name_prefix="zarrckpt") as pool:
+                self._rounds(pool, shares, channel)
+        except PeerLost:
+            if channel is not None:
+                channel.close()
+            return
+        except BaseException:
+            if channel is not None:
+                channel.close()
+            raise
+        channel.release()
+
+    def _rounds(self, pool: ThreadPoolExecutor, shares: Shares, channel: Channel) -> None:
+        """One round after the other; while its messages are on their way, the next round's are fetched."""
+        steps = list(shares.items())
+        ahead = _Fetched(self, pool, steps[0][1]) if steps else None
+        for place, (number, step) in enumerate(steps):
+            assert ahead is not None
+            fetched = ahead
+            fetched.wait()
+            ahead = _Fetched(self, pool, steps[place + 1][1]) if place + 1 < len(steps) else None
+            lengths: dict[int, int] = {}
+            for wanted, source in step.receives:
+                lengths[source] = lengths.get(source, 0) + self.nbytes(wanted)
+            messages = channel.swap(fetched.messages(), lengths, number)
+            stored = [*fetched.parts(), *self._received(step, messages)]
+            for job in [pool.submit(self._deliver_run, wanted, data) for wanted, data in stored]:
+                job.result()
+
+    def _received(
+        self, step: ShareRound, messages: Mapping[int, _codec.RawArray]
+    ) -> Iterator[tuple[Run, _codec.RawArray]]:
+        at = dict.fromkeys(messages, 0)
+        for wanted, source in step.receives:
+            begin, at[source] = at[source], at[source] + self.nbytes(wanted)
+            yield wanted, messages[source][begin : at[source]]
+
+    def _deliver_run(self, wanted: Run, stored: _codec.RawArray) -> None:
+        """Copy a run into all targets here that need it: checked again, since it came over a network."""
+        for target in self._targets.get(wanted.fqn, ()):
+            read = target.read(wanted)
+            if read is not None:
+                self._deliver(read, stored)
+        with self._lock:
+            places = self._delivered.setdefault(wanted.fqn, {}).setdefault(wanted.chunk, set())
+            places.update(range(wanted.first, wanted.first + wanted.cells))
+
+    def fetch_run(self, wanted: Run, stored: _codec.RawArray) -> None:
+        """Fetch a run that several ranks need, this one among them."""
+        read = next(read for target in self._targets[wanted.fqn] if (read := target.read(wanted)) is not None)
+        self._fetch(read, stored)
+
+    def nbytes(self, wanted: Run) -> int:
+        """The stored size of a run."""
+        node = self._catalog.root.tensors[wanted.fqn]
+        return wanted.cells * _codec.subchunk_bytes(node.grid, node.dtype.itemsize)
+
+
+class _Fetched:
+    """What one rank fetches for a round: one buffer, so that receivers of the same runs get the same message."""
+
+    def __init__(self, reads: TensorReads, pool: ThreadPoolExecutor, step: ShareRound) -> None:
+        self._step = step
+        ends = np.cumsum([0, *(reads.nbytes(wanted) for wanted, _ in step.reads)]).tolist()
+        self._buffer: _codec.RawArray = np.empty(ends[-1], np.uint8)
+        self._spans = list(itertools.pairwise(ends))
+        self._jobs: list[Future[None]] = [pool.submit(reads.fetch_run, wanted, part) for wanted, part in self.parts()]
+
+    def wait(self) -> None:
+        """Until all is here. Raises what a request raised."""
+        for job in self._jobs:
+            job.result()
+
+    def parts(self) -> Iterator[tuple[Run, _codec.RawArray]]:
+        """The runs and their bytes."""
+        for (wanted, _), (begin, end) in zip(self._step.reads, self._spans, strict=True):
+            yield wanted, self._buffer[begin:end]
+
+    def messages(self) -> dict[int, _codec.RawArray]:
+        """The bytes for each other rank: a part of the buffer itself where that is one."""
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for (_, others), (begin, end) in zip(self._step.reads, self._spans, strict=True):
+            for rank in others:
+                mine = spans.setdefault(rank, [])
+                if mine and mine[-1][1] == begin:
+                    mine[-1] = (mine[-1][0], end)
+                else:
+                    mine.append((begin, end))
+        parts = {rank: [self._buffer[begin:end] for begin, end in mine] for rank, mine in spans.items()}
+        return {rank: own[0] if len(own) == 1 else np.concatenate(own) for rank, own in parts.items()}

@@ -1,0 +1,103 @@
+"""The rounds of an exchange: pack what others write, receive what this rank writes, two rounds in memory at most."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zarrckpt._codec import RawArray
+from zarrckpt._grid import Box
+
+if TYPE_CHECKING:
+    from zarrckpt._exchange import Channel
+    from zarrckpt._plan import ChunkPlan, RankPlan, Round
+
+Take = Callable[[int, Box], RawArray]
+"""Gives a part of one of this rank's items as raw elements."""
+
+Received = Mapping[int, RawArray]
+"""A chunk's parts that came from other ranks, by their position in the chunk's plan: flat bytes."""
+
+
+class Swap:
+    """One rank's side of an exchange. Used in one thread; the jobs that it counts run in others."""
+
+    def __init__(self, channel: Channel, plan: RankPlan, take: Take) -> None:
+        self._channel = channel
+        self._plan = plan
+        self._take = take
+        self._left: dict[int, int] = {}
+        self._changed = threading.Condition()
+
+    def rounds(self) -> Iterator[tuple[int, list[tuple[ChunkPlan, Received]]]]:
+        """Swap one round after the other; give its number, and the chunks that can be written then.
+
+        Every chunk must become a job passed through :meth:`counted`: a round begins when the jobs of the last but one
+        are done. Raises PeerLost.
+        """
+        before: list[int] = []
+        for number, step in self._plan.rounds.items():
+            if len(before) > 1:
+                self._wait_for(before[-2])
+            self._left[number] = len(step.chunks)
+            messages = self._channel.swap(self._messages(step), self._lengths(step), number)
+            yield number, list(self._unpacked(step, messages))
+            before.append(number)
+
+    def counted(self, number: int, job: Callable[[], None]) -> Callable[[], None]:
+        """A job of a round, whose end is noted."""
+
+        def run() -> None:
+            try:
+                job()
+            finally:
+                with self._changed:
+                    self._left[number] -= 1
+                    self._changed.notify_all()
+
+        return run
+
+    def _wait_for(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._left[number] == 0)
+
+    def _messages(self, step: Round) -> dict[int, RawArray]:
+        """One message to each receiver, the parts in the order of the plan."""
+        parts: dict[int, list[tuple[int, Box]]] = {}
+        for sending in step.sends:
+            parts.setdefault(sending.to, []).append((sending.item, sending.box))
+        return {to: self._packed(rows) for to, rows in parts.items()}
+
+    def _packed(self, parts: list[tuple[int, Box]]) -> RawArray:
+        raws = [self._take(item, box) for item, box in parts]
+        out = np.empty(sum(raw.nbytes for raw in raws), np.uint8)
+        at = 0
+        for raw in raws:
+            # Through a view of the message: a strided part is copied once.
+            out[at : at + raw.nbytes].view(raw.dtype).reshape(raw.shape)[...] = raw
+            at += raw.nbytes
+        return out
+
+    def _nbytes(self, chunk: ChunkPlan, box: Box) -> int:
+        return box.size * self._plan.arrays[chunk.fqn].dtype.itemsize
+
+    def _lengths(self, step: Round) -> dict[int, int]:
+        lengths: dict[int, int] = {}
+        for chunk in step.chunks:
+            for part in chunk.parts:
+                if part.source is not None:
+                    lengths[part.source] = lengths.get(part.source, 0) + self._nbytes(chunk, part.box)
+        return lengths
+
+    def _unpacked(self, step: Round, messages: Mapping[int, RawArray]) -> Iterator[tuple[ChunkPlan, Received]]:
+        at = dict.fromkeys(messages, 0)
+        for chunk in step.chunks:
+            received: dict[int, RawArray] = {}
+            for place, part in enumerate(chunk.parts):
+                if part.source is not None:
+                    begin, end = at[part.source], at[part.source] + self._nbytes(chunk, part.box)
+                    received[place], at[part.source] = messages[part.source][begin:end], end
+            yield chunk, received
