@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -143,5 +144,10 @@ def _call(function: Callable[..., Any], args: Any, rank: int, size: int, init: s
         if init is not None:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+            if "torch.distributed.tensor" in sys.modules:
+                from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+                # DTensor remembers meshes, and would take one of this group for an equal one of the next.
+                _clear_sharding_prop_cache()
         os.environ.clear()
         os.environ.update(before)

@@ -170,4 +170,6 @@ def _restore(state: dict[str, Any], plain: _state.PlainState) -> None:
     for restore in plain.restore:
         restore()
     for key, value in plain.state.items():
-        state[key] = _state.given_back(state[key], value)
+        back = _state.given_back(state[key], value)
+        if back is not state[key]:
+            state[key] = back

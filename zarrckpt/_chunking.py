@@ -68,37 +68,60 @@ def choose_grid(
 
 def _merged_grid(shape: Ints, boxes: Sequence[Box], itemsize: int, limit: int) -> Grid:
     """Steps of the boxes' cuts, put together, last dimension first, while they stay within ``limit`` bytes."""
-    steps = [_step(dim, shape[dim], boxes) for dim in range(len(shape))]
-    chunk = [step or max(n, 1) for step, n in zip(steps, shape, strict=True)]
+    steps = [_step(dim, n, boxes) or max(n, 1) for dim, n in enumerate(shape)]
+    divided = math.prod(shape) * itemsize > _MERGED_SUBCHUNKS_ABOVE
+    cells = [_wanted_cell(dim, step, boxes) for dim, step in enumerate(steps)] if divided else list(shape)
+    chunk = list(steps)
     for dim in reversed(range(len(shape))):
-        step = steps[dim]
-        if step is not None:
-            room = max(1, limit // (math.prod(chunk) * itemsize))
-            full = -(-shape[dim] // step)
-            # Chunks of one size, instead of full ones and a small rest.
-            chunk[dim] = min(step * -(-full // -(-full // room)), shape[dim])
+        room = max(1, limit // (math.prod(chunk) * itemsize))
+        chunk[dim] = _merged_extent(shape[dim], steps[dim], room, cells[dim])
     out = _divide(tuple(chunk), [True] * len(shape), itemsize, limit)
-    mean = math.prod(shape) * itemsize // max(1, len(boxes))
-    return Grid(shape, out, _merged_subchunks(out, steps, itemsize, mean))
+    return Grid(shape, out, _merged_subchunks(out, steps, cells, itemsize))
 
 
-def _merged_subchunks(chunk: Ints, steps: Sequence[int | None], itemsize: int, piece_bytes: int) -> Ints | None:
-    """Subchunks about as large as a piece, so that who held a piece before reads little more than it again."""
+def _wanted_cell(dim: int, step: int, boxes: Sequence[Box]) -> int:
+    """The extent that subchunks of merged chunks should have: a step, or a quarter of a box where steps are tiny."""
+    mean = sum(box.shape[dim] for box in boxes) // max(1, len(boxes))
+    return step if step * _MAX_EXCESS >= mean else max(step, mean // 4)
+
+
+def _merged_extent(n: int, step: int, room: int, cell: int) -> int:
+    """How long merged chunks are along a dimension of n: at most ``room`` steps, and all alike."""
+    full = -(-n // step)
+    # Chunks of one size, instead of full ones and a small rest.
+    count = -(-full // -(-full // room))
+    if step < cell and count >= 128:
+        # The boxes' cuts lie anywhere: a multiple of 64 has divisors that subchunks need.
+        count = min(_round_up(count, 64), room // 64 * 64)
+    extent = step * count
+    if extent <= n:
+        return extent
+    # A little padding where subchunks would find no near divisor: a piece would be read with much else otherwise.
+    return extent if (extent - n) * 16 <= n and 2 * _largest_divisor(n, cell) < cell else n
+
+
+def _merged_subchunks(chunk: Ints, steps: Sequence[int], cells: Sequence[int], itemsize: int) -> Ints | None:
+    """Subchunks like the pieces, so that who held a piece before reads little more than it again."""
     if math.prod(chunk) * itemsize <= _MERGED_SUBCHUNKS_ABOVE:
         return None
-    target = min(max(piece_bytes, _MIN_MERGED_SUBCHUNK), MAX_SUBCHUNK_BYTES)
-    sub = list(chunk)
-    for dim, extent in enumerate(chunk):
+    sub = [_near(*extents) for extents in zip(chunk, steps, cells, strict=True)]
+    for dim, extent in enumerate(sub):
         total = math.prod(sub) * itemsize
-        if total <= target:
-            break
-        step = steps[dim] or extent
-        wanted = max(1, target * extent // total)
-        if extent % step == 0 and wanted >= step:
-            sub[dim] = step * _largest_divisor(extent // step, wanted // step)
-        else:
-            sub[dim] = _useful_divisor(math.gcd(extent, step), wanted) or _useful_divisor(extent, wanted) or extent
+        if total > MAX_SUBCHUNK_BYTES:
+            sub[dim] = _useful_divisor(extent, max(1, MAX_SUBCHUNK_BYTES * extent // total)) or extent
+    for dim in reversed(range(len(chunk))):
+        room = _MIN_MERGED_SUBCHUNK // (math.prod(sub) * itemsize)
+        sub[dim] *= _largest_divisor(chunk[dim] // sub[dim], room)
     return tuple(sub) if tuple(sub) != chunk else None
+
+
+def _near(extent: int, step: int, cell: int) -> int:
+    """A divisor of a chunk's extent near ``cell``, at a box's cuts if it can be; the extent where there is none."""
+    if extent % step == 0:
+        even = step * _largest_divisor(extent // step, cell // step)
+        if even * _MAX_EXCESS >= cell:
+            return even
+    return _useful_divisor(extent, cell) or extent
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

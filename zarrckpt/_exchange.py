@@ -51,12 +51,14 @@ class MeshId:
 
 
 class Channel:
-    """One rank's end of a mesh. Made by all members at the same time; used by one save or load at a time."""
+    """One rank's end of a mesh. Made by all members at the same time; used by one save or load at a time.
+
+    Who has it, has it alone: :func:`take_idle` gives it to nobody else until it is released.
+    """
 
     def __init__(self, mesh: MeshId) -> None:
         """Collective over the members. Raises PeerLost where not all of them join within JOIN_TIMEOUT."""
         self.mesh = mesh
-        self.taken = False
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else None
         self._pid = os.getpid()
         self._me = mesh.members.index(global_rank())
@@ -81,18 +83,22 @@ class Channel:
         can block. Raises PeerLost.
         """
         received = {source: np.empty(nbytes, np.uint8) for source, nbytes in receives.items()}
+        works: list[Any] = []
         try:
-            works = [self._group.recv([torch.from_numpy(data)], source, tag) for source, data in received.items()]
-            works += [self._group.send([torch.from_numpy(data)], to, tag) for to, data in sends.items()]
-            for work in works:
-                work.wait(SWAP_TIMEOUT)
+            for source, data in received.items():
+                works.append(self._group.recv([torch.from_numpy(data)], source, tag))
+            for to, data in sends.items():
+                works.append(self._group.send([torch.from_numpy(data)], to, tag))
+            while works:
+                works.pop().wait(SWAP_TIMEOUT)
         except RuntimeError as err:
+            # Before the memory that they point to goes.
+            works.clear()
             raise PeerLost(str(err).splitlines()[0]) from None
         return received
 
     def release(self) -> None:
         """Keep the channel for the next save or load of the same members."""
-        self.taken = False
         with _lock:
             old = _idle.get(self.mesh.members)
             _idle[self.mesh.members] = self
@@ -125,28 +131,32 @@ def _forget_all() -> None:
 def idle_meshes() -> dict[tuple[int, ...], str]:
     """The meshes that this rank could use again, by their members."""
     with _lock:
-        return {c.mesh.members: c.mesh.name for c in _idle.values() if c.usable and not c.taken}
+        return {members: channel.mesh.name for members, channel in _idle.items() if channel.usable}
+
+
+def take_idle() -> dict[tuple[int, ...], Channel]:
+    """The channels that this rank could use again, by their members: the caller's alone until it releases them.
+
+    So another save or load of this process, in another thread, can neither use nor close what this one has offered.
+    """
+    with _lock:
+        return {members: _idle.pop(members) for members, channel in [*_idle.items()] if channel.usable}
 
 
 def choose(members: tuple[int, ...], idle: Sequence[Mapping[tuple[int, ...], str]]) -> MeshId:
     """The mesh for a save or load: one that all ranks still have, else a new one. Called by the coordinator."""
     names = {known.get(members) for known in idle}
-    with _lock:
-        own = _idle.get(members)
-        # Another save may have been given it since the ranks were asked.
-        if own is not None and not own.taken and names == {own.mesh.name}:
-            own.taken = True
-            return own.mesh
-    return MeshId(members, uuid.uuid4().hex)
+    name = names.pop() if len(names) == 1 else None
+    return MeshId(members, name or uuid.uuid4().hex)
 
 
-def join(mesh: MeshId) -> Channel:
-    """This rank's end of a mesh: kept from an earlier save, or made now. Raises PeerLost."""
-    with _lock:
-        kept = _idle.get(mesh.members)
-        if kept is not None and kept.mesh == mesh and kept.usable:
-            kept.taken = True
-            return kept
+def join(mesh: MeshId, kept: Channel | None) -> Channel:
+    """This rank's end of a mesh: the one kept from an earlier save, or one made now. Raises PeerLost."""
+    if kept is not None and kept.mesh == mesh:
+        return kept
+    if kept is not None:
+        # Some other rank has left it, so it is of no more use.
+        kept.close()
     return Channel(mesh)
 
 
@@ -157,15 +167,15 @@ class Joining:
     before, they must know it: DCP then gathers errors in the thread that the plan came to, so this is watched for.
     """
 
-    def __init__(self, mesh: MeshId) -> None:
+    def __init__(self, mesh: MeshId, kept: Channel | None) -> None:
         self._caller = threading.get_ident()
         self._entered = threading.Event()
         self._channel: Future[Channel] = Future()
-        threading.Thread(target=self._join, args=(mesh,), name="zarrckpt-join", daemon=True).start()
+        threading.Thread(target=self._join, args=(mesh, kept), name="zarrckpt-join", daemon=True).start()
 
-    def _join(self, mesh: MeshId) -> None:
+    def _join(self, mesh: MeshId, kept: Channel | None) -> None:
         try:
-            channel = join(mesh)
+            channel = join(mesh, kept)
         except Exception as err:
             self._channel.set_exception(err)
             return

@@ -7,6 +7,7 @@ unpickling puts it into that thread's inbox.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 
 from zarrckpt._distributed import global_rank
-from zarrckpt._exchange import Joining, MeshId, idle_meshes
+from zarrckpt._exchange import Channel, Joining, MeshId, take_idle
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class _Inbox(threading.local):
         self.facts: list[Facts] = []
         self.ticket: Ticket | None = None
         self.joining: Joining | None = None
+        self.offered: dict[tuple[int, ...], Channel] = {}
+        """The idle meshes that the coordinator was told of, until its ticket says which is used."""
 
 
 _inbox = _Inbox()
@@ -82,20 +85,34 @@ def accept(ticket: Ticket) -> None:
     """Take a ticket for what this thread is about to write or read, and begin to join its mesh."""
     if _inbox.joining is not None:
         _inbox.joining.abandon()
+    kept = _inbox.offered.pop(ticket.mesh.members, None) if ticket.mesh is not None else None
+    _withdraw()
     _inbox.ticket = ticket
-    _inbox.joining = Joining(ticket.mesh) if ticket.mesh is not None else None
+    _inbox.joining = Joining(ticket.mesh, kept) if ticket.mesh is not None else None
 
 
+def _withdraw() -> None:
+    """Make what was offered and not used idle again."""
+    while _inbox.offered:
+        _inbox.offered.popitem()[1].release()
+
+
+# Before the idle meshes are let go of: this thread may hold one, too.
+@atexit.register
 def clear() -> None:
     """A new save or load begins in this thread."""
     if _inbox.joining is not None:
         _inbox.joining.abandon()
+    _withdraw()
     _inbox.facts, _inbox.ticket, _inbox.joining = [], None, None
 
 
 def own_facts(items: Sequence[WriteItem] = (), notes: Notes | None = None) -> Facts:
-    """What this rank tells the coordinator."""
-    return Facts(global_rank(), idle_meshes(), items, notes)
+    """What this rank tells the coordinator. The meshes among it are this thread's until the ticket comes."""
+    _withdraw()
+    _inbox.offered = take_idle()
+    meshes = {members: channel.mesh.name for members, channel in _inbox.offered.items()}
+    return Facts(global_rank(), meshes, items, notes)
 
 
 def all_facts(plans: Sequence[SavePlan] | Sequence[LoadPlan]) -> list[Facts]:

@@ -101,6 +101,9 @@ class RankWork:
         self._keys: list[str] = []
         self._written: dict[str, _Written] = {}
         self._done = self._total = 0
+        self._last: tuple[int, torch.Tensor | None] = (-1, None)
+        self._in_memory: set[int | None] = set()
+        """Items whose tensors are in CPU memory: their parts are views."""
 
     def write(self, concurrency: int, joining: Joining | None) -> list[WriteResult]:
         """Write everything and make it durable; one result an entry that this rank has written something of.
@@ -127,15 +130,19 @@ class RankWork:
 
     def _write(self, concurrency: int, channel: Channel | None) -> list[WriteResult]:
         objects = [item for item in self._items if item.type == WriteItemType.BYTE_IO]
-        for item in self._items:
+        for place, item in enumerate(self._items):
             if item.type != WriteItemType.BYTE_IO:
-                expect_piece(item, self._resolve(item), torch_dtype(self._plan.arrays[item.index.fqn]))
+                tensor = self._resolve(place)
+                expect_piece(item, tensor, torch_dtype(self._plan.arrays[item.index.fqn]))
+                if tensor.device.type == "cpu":
+                    self._in_memory.add(place)
         rounds = self._plan.rounds.values()
         chunks = [*self._plan.chunks, *(chunk for round in rounds for chunk in round.chunks)]
         self._written = {chunk.fqn: _Written() for chunk in chunks}
         self._total = sum(self._chunk_bytes(chunk) for chunk in chunks)
         # Values first: what can't be kept is found before gigabytes are on their way.
-        results: dict[str, Any] = {item.index.fqn: self._write_object(item) for item in objects}
+        written = run((partial(self._write_object, item) for item in objects), concurrency)
+        results: dict[str, Any] = {item.index.fqn: result for item, result in zip(objects, written, strict=True)}
         run(self._jobs(concurrency, channel), concurrency)
         self._store.sync(self._keys)
         results |= {fqn: part.result() for fqn, part in self._written.items()}
@@ -156,16 +163,22 @@ class RankWork:
                 yield from itertools.islice(own, concurrency)
         yield from own
 
-    def _resolve(self, item: WriteItem) -> torch.Tensor:
+    def _resolve(self, place: int) -> torch.Tensor:
+        """An item's tensor. The last one is kept, since a planner may make it anew, for each of an item's chunks."""
+        last, kept = self._last
+        if last == place and kept is not None:
+            return kept
+        item = self._items[place]
         tensor = self._planner.resolve_data(item)
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{item.index.fqn!r} was planned as a tensor, but is a {type(tensor).__name__}")
-        return tensor.detach()
+        tensor = tensor.detach()
+        self._last = (place, tensor)
+        return tensor
 
     def _cut(self, place: int, box: Box) -> torch.Tensor:
         """A part of one of this rank's items, on the tensor's own device."""
-        item = self._items[place]
-        return self._resolve(item)[box.slices(item_box(item).offset)]
+        return self._resolve(place)[box.slices(item_box(self._items[place]).offset)]
 
     def _take(self, place: int, box: Box) -> RawArray:
         return raw_tensor(self._items[place].index.fqn, self._cut(place, box))
@@ -188,7 +201,7 @@ class RankWork:
         """The bytes that a chunk takes while it is put: its buffers, and what they are made from if that is no view."""
         size = _codec.chunk_object_size(node.grid, node.dtype.itemsize)
         (item, *others) = (part.item for part in chunk.parts)
-        is_view = not others and item is not None and self._resolve(self._items[item]).device.type == "cpu"
+        is_view = not others and item in self._in_memory
         return size if is_view or node.grid.subchunk_shape is None else 2 * size
 
     def _assembled(self, chunk: ChunkPlan, node: ArrayNode, received: Received) -> RawArray:

@@ -146,12 +146,12 @@ class TensorReads:
         Ends early where a peer is lost: what has not been delivered then, this rank fetches by itself.
         """
         channel = None
+        pool = ThreadPoolExecutor(concurrency, thread_name_prefix="zarrckpt")
         try:
             channel = joining.enter()
             if shares is None:
                 raise PeerLost("this rank was not told its part")
-            with ThreadPoolExecutor(concurrency, thread_name_prefix="zarrckpt") as pool:
-                self._rounds(pool, shares, channel)
+            self._rounds(pool, shares, channel)
         except PeerLost:
             if channel is not None:
                 channel.close()
@@ -160,6 +160,9 @@ class TensorReads:
             if channel is not None:
                 channel.close()
             raise
+        finally:
+            # After the channel is closed: the others need not wait for what is being fetched here.
+            pool.shutdown(cancel_futures=True)
         channel.release()
 
     def _rounds(self, pool: ThreadPoolExecutor, shares: Shares, channel: Channel) -> None:
@@ -198,8 +201,11 @@ class TensorReads:
             places.update(range(wanted.first, wanted.first + wanted.cells))
 
     def fetch_run(self, wanted: Run, stored: _codec.RawArray) -> None:
-        """Fetch a run that several ranks need, this one among them."""
-        read = next(read for target in self._targets[wanted.fqn] if (read := target.read(wanted)) is not None)
+        """Fetch a run that several ranks need, this one among them. Raises PeerLost where it does not need it."""
+        reads = (target.read(wanted) for target in self._targets.get(wanted.fqn, ()))
+        read = next((read for read in reads if read is not None), None)
+        if read is None:
+            raise PeerLost("this rank's planner has changed the plan that its part was made for")
         self._fetch(read, stored)
 
     def nbytes(self, wanted: Run) -> int:

@@ -15,6 +15,9 @@ from zarrckpt._transfer import places_in
 _RUN_BYTES = 8 << 20
 """Neighbouring subchunks are fetched and handed on together up to this many bytes."""
 
+_LEAST_RUN_BYTES = 1 << 20
+"""Where many ranks need the same, runs are shorter, so that all of them fetch in every round; but not below this."""
+
 
 class Run(NamedTuple):
     """Neighbouring subchunks of one chunk: the first one's place in the object, and how many."""
@@ -45,7 +48,7 @@ def plan_shares(
     ``wanted`` has the boxes that ranks are to fill, by fqn. In one round no rank holds more than ``limit`` bytes.
     """
     # Runs for the same ranks lie side by side, so that a message to several of them is one buffer.
-    runs = sorted(_shared_runs(nodes, wanted), key=lambda row: row[1])
+    runs = sorted(_shared_runs(nodes, wanted, limit), key=lambda row: row[1])
     loads = [0] * world_size
     readers, needs = [], []
     for run, ranks in runs:
@@ -64,7 +67,9 @@ def plan_shares(
     return [dict(sorted(own.items())) for own in shares]
 
 
-def _shared_runs(nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[Held]]) -> Iterable[tuple[Run, Ranks]]:
+def _shared_runs(
+    nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[Held]], limit: int
+) -> Iterable[tuple[Run, Ranks]]:
     """Runs that more than one rank needs, and these ranks."""
     # Layers are alike, and an optimizer's moments: what holds for one tensor holds for all with its grid and boxes.
     known: dict[object, list[tuple[Ints, int, int, Ranks]]] = {}
@@ -72,14 +77,14 @@ def _shared_runs(nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[H
         node = nodes[fqn]
         key = (node.grid, node.dtype.itemsize, tuple(held))
         if key not in known:
-            known[key] = list(_runs_of(node, held))
+            known[key] = list(_runs_of(node, held, limit))
         for chunk, first, count, ranks in known[key]:
             yield Run(fqn, chunk, first, count), ranks
 
 
-def _runs_of(node: ArrayNode, held: Sequence[Held]) -> Iterable[tuple[Ints, int, int, Ranks]]:
+def _runs_of(node: ArrayNode, held: Sequence[Held], limit: int) -> Iterable[tuple[Ints, int, int, Ranks]]:
     grid = node.grid
-    longest = max(1, _RUN_BYTES // _codec.subchunk_bytes(grid, node.dtype.itemsize))
+    cell_bytes = _codec.subchunk_bytes(grid, node.dtype.itemsize)
     in_chunk: dict[Ints, list[Held]] = {}
     for want in held:
         for chunk in grid.chunks_of(want.box):
@@ -96,7 +101,8 @@ def _runs_of(node: ArrayNode, held: Sequence[Held]) -> Iterable[tuple[Ints, int,
             if len(ranks_of_place) > 1:
                 by_ranks.setdefault(tuple(sorted(ranks_of_place)), []).append(place)
         for ranks, places in by_ranks.items():
-            for first, count in _codec.runs(places, longest):
+            longest = min(_RUN_BYTES, limit, max(_LEAST_RUN_BYTES, limit // len(ranks)))
+            for first, count in _codec.runs(places, max(1, longest // cell_bytes)):
                 yield chunk, first, count, ranks
 
 

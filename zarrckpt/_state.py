@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 
 from zarrckpt._distributed import global_rank
 from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._optimizers import as_fsdp1_takes_it, first_step_named, gradients_kept, own_groups
 from zarrckpt._per_rank import PerRank, refuse_sharded
 
 
@@ -220,7 +220,7 @@ def _saved_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, modul
     if module is None:
         return optimizer.state_dict()
     fresh = not optimizer.state
-    with _gradients_kept(optimizer), _first_step_named(prefix, optimizer):
+    with gradients_kept(optimizer), first_step_named(prefix, optimizer):
         state_dict: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
     if fresh:
         # Getting the state dict made a first step with zero gradients, which would count as one.
@@ -231,7 +231,7 @@ def _saved_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, modul
 
 def _loaded_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any]:
     fresh = not optimizer.state
-    with _gradients_kept(optimizer), _first_step_named(prefix, optimizer):
+    with gradients_kept(optimizer), first_step_named(prefix, optimizer):
         if module is None:
             _init_optim_state(optimizer)
             state_dict = optimizer.state_dict()
@@ -245,54 +245,13 @@ def _loaded_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, modu
         if module is None:
             optimizer.load_state_dict(state_dict)
         else:
-            state_dict["param_groups"] = _own_groups(names, state_dict["param_groups"])
+            state_dict["param_groups"] = own_groups(prefix, names, state_dict["param_groups"])
+            taken = as_fsdp1_takes_it(module, state_dict)
             # strict=False: a parameter that never had a gradient has no state.
-            set_optimizer_state_dict(module, optimizer, state_dict, options=StateDictOptions(strict=False))
+            set_optimizer_state_dict(module, optimizer, taken, options=StateDictOptions(strict=False))
 
     plain.restore.append(restore)
     return state_dict
-
-
-def _own_groups(names: list[list[str]], loaded: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Loaded parameter groups for this rank's parameters: each as the first that names one of them, else by position.
-
-    A checkpoint names a group's parameters as one rank had them. A stage of a pipeline may find none of its own there,
-    and torch then leaves its group without a learning rate, in silence.
-    """
-    groups = []
-    for place, own in enumerate(names):
-        sharing = [group for group in loaded if not {*own}.isdisjoint(group["params"])]
-        groups.append({**(sharing or loaded[place:])[0], "params": own})
-    return groups
-
-
-@contextmanager
-def _gradients_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Hide gradients: torch makes no optimizer state while there are any, and drops them when it does."""
-    gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-@contextmanager
-def _first_step_named(prefix: str, optimizer: Optimizer) -> Iterator[None]:
-    """Say of an optimizer without state why a first step, which makes its state, failed: LBFGS needs a closure."""
-    fresh = not optimizer.state
-    try:
-        yield
-    except Exception as err:
-        if not fresh:
-            raise
-        raise UnsupportedValueError(
-            f"{prefix[:-1]!r}: the state of a {type(optimizer).__name__} that made no step yet could not be made, "
-            f"step() without a closure failed with {type(err).__name__}: {err}; save optimizer.state_dict(), and give "
-            "what a load puts into None to load_state_dict()"
-        ) from err
 
 
 def drop_unsaved(plain: PlainState, saved: set[str], asked_for: Callable[[str], bool]) -> None:

@@ -31,6 +31,7 @@ class Swap:
         self._take = take
         self._left: dict[int, int] = {}
         self._changed = threading.Condition()
+        self._failure: BaseException | None = None
 
     def rounds(self) -> Iterator[tuple[int, list[tuple[ChunkPlan, Received]]]]:
         """Swap one round after the other; give its number, and the chunks that can be written then.
@@ -42,6 +43,9 @@ class Swap:
         for number, step in self._plan.rounds.items():
             if len(before) > 1:
                 self._wait_for(before[-2])
+            if self._failure is not None:
+                # Now, and not after all rounds: the others need not go on.
+                raise self._failure
             self._left[number] = len(step.chunks)
             messages = self._channel.swap(self._messages(step), self._lengths(step), number)
             yield number, list(self._unpacked(step, messages))
@@ -53,6 +57,9 @@ class Swap:
         def run() -> None:
             try:
                 job()
+            except BaseException as err:
+                self._failure = err
+                raise
             finally:
                 with self._changed:
                     self._left[number] -= 1
