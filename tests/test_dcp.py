@@ -625,3 +625,15 @@ def test_async_save_by_process(tmp_path: Path) -> None:
     kind, env = AsyncCheckpointerType.PROCESS, {"MASTER_ADDR": "127.0.0.1"}
     for urls in run_ranks(_async_saves, str(tmp_path), kind, world_size=2, env=env):
         assert len(urls) == 6
+
+
+def test_metadata_names_the_save_and_the_load(tmp_path: Path) -> None:
+    writer, reader = zarrckpt.ZarrStorageWriter(tmp_path / "one"), zarrckpt.ZarrStorageReader(tmp_path / "one")
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    found = reader.read_metadata().storage_meta
+    assert found is not None and str(found.checkpoint_id) == str(tmp_path / "one")
+    assert found.save_id == writer.save_id == zarrckpt.open(tmp_path / "one").save_id
+    assert found.load_id == reader.load_id is not None
+    before = reader.load_id
+    reader.reset()
+    assert reader.load_id != before

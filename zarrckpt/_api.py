@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from zarrckpt import _state
-from zarrckpt._chunking import FILL_BYTES, MAX_CHUNK_BYTES
+from zarrckpt._chunking import MAX_CHUNK_BYTES
 from zarrckpt._distributed import from_coordinator, in_use, own_errors
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._object_planners import ObjectLoadPlanner, ObjectSavePlanner
@@ -39,7 +39,7 @@ def save(
     portable_dtypes: bool = False,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     min_piece_bytes: int | None = None,
-    fill_bytes: int = FILL_BYTES,
+    fill_bytes: int | None = None,
     concurrency: int = DEFAULT_CONCURRENCY,
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
     durable: bool = True,

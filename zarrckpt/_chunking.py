@@ -32,6 +32,7 @@ _MAX_EXCESS = 8
 FILL_BYTES = 32 << 20
 """Chunks that span several ranks' pieces are about this large."""
 
+_MIN_FILL_BYTES = 4 << 20
 _MERGED_SUBCHUNKS_ABOVE = 1 << 20
 _MIN_MERGED_SUBCHUNK = 256 << 10
 
@@ -44,6 +45,14 @@ def default_min_piece_bytes(ranks: int) -> int:
     ``docs/explanation/exchange.md``.
     """
     return min(ranks * (256 << 10), FILL_BYTES // 2)
+
+
+def default_fill_bytes(total: int, ranks: int) -> int:
+    """About how large merged chunks are, where the caller does not say: ``total`` is the bytes of all tensors.
+
+    Four a rank or more, so that the ranks can be given equal parts, but none below 4 MiB.
+    """
+    return min(FILL_BYTES, max(total // (4 * ranks), _MIN_FILL_BYTES))
 
 
 def choose_grid(

@@ -110,12 +110,14 @@ class Channel:
         with _lock:
             if _idle.get(self.mesh.members) is self:
                 del _idle[self.mesh.members]
-        if self._pid != os.getpid() or len(self.mesh.members) == 1:
+        if self._pid != os.getpid():
             return
-        peer = (self._me + 1) % len(self.mesh.members)
-        # gloo has no call for it, but a receive that times out closes all pairs of its group.
-        with contextlib.suppress(RuntimeError):
-            self._group.recv([torch.zeros(1)], peer, 2**30).wait(timedelta(milliseconds=1))
+        # gloo has no call for it, but a receive that times out closes all pairs of its group. One from a peer that has
+        # left already fails before that, and leaves the other pairs open.
+        for peer in range(len(self.mesh.members)):
+            if peer != self._me:
+                with contextlib.suppress(RuntimeError):
+                    self._group.recv([torch.zeros(1)], peer, 2**30).wait(timedelta(milliseconds=1))
 
 
 _idle: dict[tuple[int, ...], Channel] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -41,6 +42,8 @@ class Holdings:
     tensors: Mapping[str, TensorHolders]
     objects: Mapping[str, tuple[int, WriteItem]]
     """Non-tensor entries, with the rank that writes each."""
+    ranks: int
+    """How many ranks save."""
     differing: Mapping[str, Sequence[int]]
     """fqns of what ranks hold differently, and these ranks: only the lowest one's counts."""
 
@@ -61,7 +64,13 @@ def check_item(item: WriteItem) -> None:
 def item_box(item: WriteItem) -> Box:
     """The region of the global tensor that an item holds (DCP calls it a chunk)."""
     assert item.tensor_data is not None
-    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+    return _box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+
+
+@lru_cache(maxsize=1 << 16)
+def _box(offset: Ints, shape: Ints) -> Box:
+    # A coordinator sees each box once for every layer and every moment of an optimizer.
+    return Box(offset, shape)
 
 
 def hold(facts: Sequence[Facts]) -> Holdings:
@@ -75,7 +84,7 @@ def hold(facts: Sequence[Facts]) -> Holdings:
     objects: dict[str, dict[int, WriteItem]] = {}
     for rank, fact in enumerate(facts):
         for item in fact.items:
-            if rank != min(differing.get(item.index, [rank])):
+            if differing and rank != min(differing.get(item.index, [rank])):
                 continue
             if item.type == WriteItemType.BYTE_IO:
                 objects.setdefault(item.index.fqn, {})[rank] = item
@@ -86,25 +95,29 @@ def hold(facts: Sequence[Facts]) -> Holdings:
             f"{fqn!r} is a tensor on one rank and a value on rank {min(objects[fqn])}: give the two different names"
         )
     lowest = any(fact.notes is not None and fact.notes.lowest_rank_saves for fact in facts)
+    covered: set[tuple[Ints, tuple[Box, ...]]] = set()
     for tensor in tensors.values():
-        _check_cover(tensor)
+        layout = (tensor.shape, tuple(tensor.boxes))
+        if layout not in covered:  # layers are alike
+            _check_cover(tensor)
+            covered.add(layout)
         if lowest:
             tensor.boxes = {box: _first(ranks) for box, ranks in tensor.boxes.items()}
         tensor.whole = _may_differ(tensor, facts)
-    return Holdings(tensors, _writers_of(objects, facts), _by_fqn(differing))
+    return Holdings(tensors, _writers_of(objects, facts), len(facts), _by_fqn(differing))
 
 
 def _add(tensors: dict[str, TensorHolders], rank: int, item: WriteItem) -> None:
     data, fqn = item.tensor_data, item.index.fqn
     assert data is not None
-    shape, dtype = tuple(data.size), data.properties.dtype
+    shape, dtype = data.size, data.properties.dtype
     known = tensors.get(fqn)
     if known is None:
-        known = tensors[fqn] = TensorHolders(fqn, shape, dtype, _dtype(fqn, dtype))
+        known = tensors[fqn] = TensorHolders(fqn, tuple(shape), dtype, _dtype(fqn, dtype))
     elif known.shape != shape or known.torch_dtype != dtype:
         raise UnsupportedLayoutError(
-            f"{fqn!r} is {known.torch_dtype} {known.shape} on one rank and {dtype} {shape} on rank {rank}: give the "
-            "two different names"
+            f"{fqn!r} is {known.torch_dtype} {known.shape} on one rank and {dtype} {tuple(shape)} on rank {rank}: "
+            "give the two different names"
         )
     box = item_box(item)
     if box.size:

@@ -43,14 +43,11 @@ class Owned:
     index: Ints
     pieces: Sequence[tuple[int, Box]]
     """(position in ``spread.held``, the part of the chunk that this box has)."""
-    owner: int
+    nbytes: int
+    owner: int = -1
     sources: list[int] = field(default_factory=list)
     round: int = -1
     """In which round of the exchange its pieces move; -1 where all of them are with the owner."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.spread.grid.chunk_box(self.index).size * self.spread.itemsize
 
     def piece_bytes(self, box: Box) -> int:
         return box.size * self.spread.itemsize
@@ -79,13 +76,17 @@ class _Geometries:
     """The pieces of grids, kept: the layers of a model, and an optimizer's moments, are alike."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Grid, tuple[Box, ...]], Pieces] = {}
+        self._known: dict[tuple[Grid, tuple[Box, ...]], list[tuple[Ints, int, Sequence[tuple[int, Box]]]]] = {}
 
-    def of(self, spread: Spread) -> Pieces:
+    def of(self, spread: Spread) -> list[tuple[Ints, int, Sequence[tuple[int, Box]]]]:
+        """Chunks with their elements and pieces."""
         key = (spread.grid, tuple(held.box for held in spread.held))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = pieces_of(spread.grid, key[1])
+            pieces = pieces_of(spread.grid, key[1])
+            known = self._known[key] = [
+                (index, sum(box.size for _, box in parts), parts) for index, parts in pieces.items()
+            ]
         return known
 
 
@@ -100,10 +101,13 @@ def deal(spreads: Iterable[Spread], world_size: int) -> list[Owned]:
     open_choices: list[tuple[int, Ranks, list[Owned]]] = []
     geometries = _Geometries()
     for spread in spreads:
-        mine = [Owned(spread, index, pieces, -1) for index, pieces in geometries.of(spread).items()]
+        mine = [
+            Owned(spread, index, pieces, elements * spread.itemsize)
+            for index, elements, pieces in geometries.of(spread)
+        ]
         chunks += mine
         for group in [mine] if spread.whole and mine else [[chunk] for chunk in mine]:
-            nbytes = sum(chunk.nbytes for chunk in group)
+            nbytes = group[0].nbytes if len(group) == 1 else sum(chunk.nbytes for chunk in group)
             candidates = _candidates(group[0])
             if len(candidates) == 1:
                 _give(group, candidates[0], nbytes, loads)

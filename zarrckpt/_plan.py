@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import gc
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from zarrckpt import _names
-from zarrckpt._chunking import FILL_BYTES, MAX_CHUNK_BYTES, choose_grid, default_min_piece_bytes
+from zarrckpt._chunking import MAX_CHUNK_BYTES, choose_grid, default_fill_bytes, default_min_piece_bytes
 from zarrckpt._documents import ArrayNode, Json, group_document
 from zarrckpt._errors import CheckpointError
 from zarrckpt._grid import Box, Grid, Ints
@@ -19,7 +22,7 @@ from zarrckpt._mail import Facts
 from zarrckpt._owners import Owned, Spread, deal, schedule_chunks
 from zarrckpt._root import Marker, parent_groups
 from zarrckpt._state_path import StatePath
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, check_limits
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,23 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of bytes that steer a plan, see :class:`ZarrStorageWriter`. None: chosen by the number of ranks."""
+    """The numbers of bytes that steer a plan, see :class:`ZarrStorageWriter`. None: chosen from ranks and state."""
 
     max_chunk: int = MAX_CHUNK_BYTES
     min_piece: int | None = None
-    fill: int = FILL_BYTES
+    fill: int | None = None
     per_round: int = DEFAULT_MAX_INFLIGHT_BYTES // 4
     """What a rank may hold for one round of the exchange."""
+
+    @classmethod
+    def checked(cls, max_chunk: int, min_piece: int | None, fill: int | None, max_inflight: int) -> Sizes:
+        """From the arguments of a save. Raises TypeError and ValueError naming the argument."""
+        check_limits(max_chunk_bytes=max_chunk, max_inflight_bytes=max_inflight)
+        if fill is not None:
+            check_limits(fill_bytes=fill)
+        if min_piece is not None:
+            check_limits(0, min_piece_bytes=min_piece)
+        return cls(max_chunk, min_piece, fill, max(1, max_inflight // 4))
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,23 @@ def plan_save(
     Called by the coordinator; no I/O. Raises UnsupportedLayoutError naming the fqn where the ranks' boxes overlap, or
     do not cover the tensor.
     """
-    sizes = sizes or Sizes()
+    with _no_collection():
+        return _plan_save(plans, facts, portable_dtypes, sizes or Sizes())
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hold the garbage collector off: it would look through millions of live objects again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _plan_save(plans: Sequence[SavePlan], facts: Sequence[Facts], portable_dtypes: bool, sizes: Sizes) -> SavePlans:
     held = hold(facts)
     paths = _state_paths(plans)
     fqns = {*held.tensors, *held.objects}
@@ -131,7 +160,7 @@ def plan_save(
     entries = {fqn: paths.get(fqn) or StatePath.of((fqn,)) for fqn in ordered}
     by_path = _names.unique_paths([tuple(path) for path in entries.values()])
     node_paths = {fqn: by_path[tuple(path)] for fqn, path in entries.items()}
-    grids = _Grids(sizes, len(plans))
+    grids = _Grids(sizes, held)
     tensors: dict[str, ArrayNode] = {}
     spreads = []
     for fqn, tensor in held.tensors.items():
@@ -167,9 +196,11 @@ def _state_paths(plans: Iterable[SavePlan]) -> dict[str, StatePath]:
 class _Grids:
     """The grids of tensors: the same for the same boxes, so that thousands of alike layers are looked at once."""
 
-    def __init__(self, sizes: Sizes, world_size: int) -> None:
-        self._sizes = sizes
-        self._min_piece = default_min_piece_bytes(world_size) if sizes.min_piece is None else sizes.min_piece
+    def __init__(self, sizes: Sizes, held: Holdings) -> None:
+        total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in held.tensors.values())
+        self._max_chunk = sizes.max_chunk
+        self._min_piece = default_min_piece_bytes(held.ranks) if sizes.min_piece is None else sizes.min_piece
+        self._fill = default_fill_bytes(total, held.ranks) if sizes.fill is None else sizes.fill
         self._known: dict[tuple[Ints, int, tuple[Box, ...]], Grid] = {}
 
     def of(self, tensor: TensorHolders) -> Grid:
@@ -181,9 +212,9 @@ class _Grids:
                 tensor.shape,
                 boxes,
                 tensor.dtype.itemsize,
-                max_chunk_bytes=self._sizes.max_chunk,
+                max_chunk_bytes=self._max_chunk,
                 min_piece_bytes=self._min_piece,
-                fill_bytes=self._sizes.fill,
+                fill_bytes=self._fill,
             )
         return grid
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from zarrckpt import _mail
-from zarrckpt._chunking import FILL_BYTES, MAX_CHUNK_BYTES
+from zarrckpt._chunking import MAX_CHUNK_BYTES
 from zarrckpt._distributed import in_use, own_errors
 from zarrckpt._holdings import check_item
 from zarrckpt._mail import Facts, Notes
@@ -21,8 +21,11 @@ from zarrckpt._report import PlanReport
 from zarrckpt._root import parent_groups
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES
 
-_BESIDE = 7
-"""Claim, marker, root, and a document and a chunk for each of the two tables."""
+_BESIDE = 5
+"""Claim, marker, root, and a document for each of the two tables."""
+
+_TABLE_CHUNKS = 2
+"""One for each of the tables, unless there is nothing for them to hold."""
 
 
 def plan_report(
@@ -31,14 +34,15 @@ def plan_report(
     process_group: dist.ProcessGroup | None = None,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     min_piece_bytes: int | None = None,
-    fill_bytes: int = FILL_BYTES,
+    fill_bytes: int | None = None,
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
 ) -> PlanReport:
     """What :func:`save` would do with a state: objects, bytes by rank, bytes between ranks, cost of the puts.
 
     Every rank of the process group calls it. Plans as a save does and stops there: no request, no data moves. The
-    arguments are those of :func:`save`; raises what it raises for a state that cannot be saved.
+    arguments are those of :func:`save`; raises what it raises for them, and for a state that cannot be saved.
     """
+    sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
     planner = ObjectSavePlanner()
 
     def local() -> SavePlan:
@@ -51,7 +55,6 @@ def plan_report(
 
     def report(plans: list[SavePlan]) -> PlanReport:
         facts: list[Facts] = [plan.storage_data for plan in plans]
-        sizes = Sizes(max_chunk_bytes, min_piece_bytes, fill_bytes, max(1, max_inflight_bytes // 4))
         return report_of(plan_save(plans, facts, sizes=sizes))
 
     _mail.clear()
@@ -63,6 +66,7 @@ def plan_report(
 def report_of(plans: SavePlans) -> PlanReport:
     """The report of a whole plan."""
     nodes = plans.layout.tensors.values()
+    beside = _BESIDE + _TABLE_CHUNKS * bool(plans.owned)
     rank_bytes = [0] * plans.layout.world_size
     for chunk in plans.owned:
         rank_bytes[chunk.owner] += chunk.nbytes
@@ -71,7 +75,7 @@ def report_of(plans: SavePlans) -> PlanReport:
         tensors=len(nodes),
         nbytes=sum(rank_bytes),
         objects=len(plans.owned),
-        documents=len(nodes) + len(parent_groups(node.path for node in nodes)) + _BESIDE,
+        documents=len(nodes) + len(parent_groups(node.path for node in nodes)) + beside,
         rank_bytes=tuple(rank_bytes),
         moved_bytes=sum(chunk.piece_bytes(box) for chunk in plans.owned for _, box in chunk.foreign),
         merged=sum(len(chunk.pieces) > 1 for chunk in plans.owned),

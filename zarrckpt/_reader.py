@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -80,6 +82,8 @@ class ZarrStorageReader(StorageReader):
         self._progress = progress
         self._root: Root | None = None
         self._catalog: Catalog | None = None
+        self.load_id = uuid.uuid4().hex
+        """Names a load of this reader, in the metadata that DCP's planners and loggers get."""
         self.bytes_read = 0
         """Bytes fetched for tensors by the last load of this reader."""
 
@@ -111,6 +115,7 @@ class ZarrStorageReader(StorageReader):
         if checkpoint_id is not None:
             self._spec = self._spec.at(checkpoint_id)
         self._root = self._catalog = None
+        self.load_id = uuid.uuid4().hex
 
     def read_metadata(self) -> Metadata:
         """The checkpoint's entries, one box a tensor however many ranks saved it. One request.
@@ -128,7 +133,11 @@ class ZarrStorageReader(StorageReader):
             fqn: _tensor_metadata(entry) if isinstance(entry, ArrayNode) else BytesStorageMetadata()
             for fqn, entry in root.entries.items()
         }
-        return Metadata(entries, planner_data={fqn: root.state_path(fqn) for fqn in entries})
+        return Metadata(
+            entries,
+            planner_data={fqn: root.state_path(fqn) for fqn in entries},
+            storage_meta=StorageMeta(self.checkpoint_id, root.save_id, self.load_id),
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise what kept the metadata from being read."""

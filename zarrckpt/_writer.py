@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zarrckpt import _commit, _mail, _plan
-from zarrckpt._chunking import FILL_BYTES, MAX_CHUNK_BYTES
+from zarrckpt._chunking import MAX_CHUNK_BYTES
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, IncompleteSaveError
 from zarrckpt._exchange import choose
 from zarrckpt._finish import finish_save
@@ -46,9 +46,10 @@ class ZarrStorageWriter(StorageWriter):
         unsigned integers, for readers that know neither. max_chunk_bytes: larger pieces become several chunks
         (default 128 MiB). min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks
         and are merged into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB;
-        0: no merging, except where pieces fit no regular grid). fill_bytes: default 32 MiB. concurrency: chunks and
-        documents in transfer at once, a rank (default 16). max_inflight_bytes: bound on a rank's memory for chunks in
-        transfer, beyond the state (default 512 MiB, at least one chunk).
+        0: no merging, except where pieces fit no regular grid). fill_bytes: see there (default: a quarter of a rank's
+        mean part, 4 to 32 MiB). concurrency: chunks and documents in transfer at once, a rank (default 16).
+        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB, at least
+        one chunk).
         durable: local files are synced to disk before the commit. progress: called on each rank as
         ``progress(bytes_done, bytes_total)`` while its chunks are written.
     """
@@ -65,21 +66,14 @@ class ZarrStorageWriter(StorageWriter):
         portable_dtypes: bool = False,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         min_piece_bytes: int | None = None,
-        fill_bytes: int = FILL_BYTES,
+        fill_bytes: int | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         durable: bool = True,
         progress: Progress | None = None,
     ) -> None:
-        check_limits(
-            max_chunk_bytes=max_chunk_bytes,
-            fill_bytes=fill_bytes,
-            concurrency=concurrency,
-            max_inflight_bytes=max_inflight_bytes,
-        )
-        if min_piece_bytes is not None:
-            check_limits(0, min_piece_bytes=min_piece_bytes)
-        self._sizes = Sizes(max_chunk_bytes, min_piece_bytes, fill_bytes, max(1, max_inflight_bytes // 4))
+        check_limits(concurrency=concurrency)
+        self._sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
         self._spec = StoreSpec(url, store, storage_options, credential_provider, durable)
         self._overwrite = overwrite
         self._keep_replaced = keep_replaced
@@ -87,6 +81,8 @@ class ZarrStorageWriter(StorageWriter):
         self._concurrency = concurrency
         self._max_inflight_bytes = max_inflight_bytes
         self._progress = progress
+        self.save_id: str | None = None
+        """The id of the save that this writer made last, as in the checkpoint's root document."""
         self._attempt: _commit.Attempt | None = None
         self._layout: Layout | None = None
         self._began = 0.0
@@ -169,6 +165,7 @@ class ZarrStorageWriter(StorageWriter):
         ticket = _mail.ticket()
         if ticket is None:
             raise CheckpointError("this save's ticket did not arrive: was write_data called outside dcp.save?")
+        self.save_id = ticket.save_id
         rank_plan: RankPlan = plan.storage_data[0]
         store = self._spec.open()
         work = RankWork(store, ticket.tree, rank_plan, plan.items, planner, self._max_inflight_bytes, self._progress)
