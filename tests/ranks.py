@@ -144,10 +144,16 @@ def _call(function: Callable[..., Any], args: Any, rank: int, size: int, init: s
         if init is not None:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-            if "torch.distributed.tensor" in sys.modules:
-                from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-                # DTensor remembers meshes, and would take one of this group for an equal one of the next.
-                _clear_sharding_prop_cache()
+            _forget_meshes()
         os.environ.clear()
         os.environ.update(before)
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's caches: they would take a mesh of this process group for an equal one of the next."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor._redistribute import _gen_transform_infos
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+        _gen_transform_infos.cache_clear()

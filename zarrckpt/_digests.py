@@ -6,8 +6,11 @@ the coordinator can name what differs.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
+import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,11 +28,25 @@ _WHOLE_BYTES = 64 << 10
 
 _SAMPLE = 512
 
+_PARAMETER_NAMES = re.compile(r"(^|\.)param_groups\.\d+\.params$")
+"""What an optimizer's group calls its parameters: the ranks of a pipeline differ, and a load does not mind."""
+
 
 def digests_of(plan: SavePlan, lookup: Callable[[MetadataIndex], Any]) -> dict[MetadataIndex, bytes]:
     """A digest of every item of a plan that has one. Copies at most 64 KiB of each tensor to the host."""
-    found = {item.index: _digest(item.index.fqn, lookup(item.index)) for item in plan.items}
+    compared = (item.index for item in plan.items if not _PARAMETER_NAMES.search(item.index.fqn))
+    found = {index: _digest(index.fqn, lookup(index)) for index in compared}
     return {index: digest for index, digest in found.items() if digest is not None}
+
+
+def is_empty_dict(digest: bytes | None) -> bool:
+    """Whether a digest is that of an empty dict."""
+    return digest in _empty_dicts()
+
+
+@functools.cache
+def _empty_dicts() -> frozenset[bytes | None]:
+    return frozenset({_digest("", {}), _digest("", OrderedDict())})
 
 
 def disagreeing(digests: Sequence[Digests]) -> dict[MetadataIndex, list[int]]:

@@ -105,7 +105,7 @@ def _collect(
 
 def _check_entries(layout: Layout, metadata: Metadata, written: set[str]) -> None:
     """What was planned now, what was laid out (perhaps in a cached plan) and what was written must be one set."""
-    planned = metadata.state_dict_metadata
+    planned = {fqn: entry for fqn, entry in metadata.state_dict_metadata.items() if fqn not in layout.hollow}
     empty = {fqn for fqn, node in layout.tensors.items() if node.grid.num_chunks == 0}
     missing = sorted({*planned, *layout.paths} - written - empty)
     unknown = sorted(written - planned.keys())

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from zarrckpt import _dtypes
 from zarrckpt._chunking import overlapping
-from zarrckpt._digests import disagreeing
+from zarrckpt._digests import disagreeing, is_empty_dict
 from zarrckpt._errors import UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._grid import Box, Ints
 from zarrckpt._mail import Facts
@@ -46,6 +46,8 @@ class Holdings:
     """How many ranks save."""
     differing: Mapping[str, Sequence[int]]
     """fqns of what ranks hold differently, and these ranks: only the lowest one's counts."""
+    hollow: frozenset[str] = frozenset()
+    """fqns of empty dicts that are no entries, since other ranks have what is in them."""
 
 
 def check_item(item: WriteItem) -> None:
@@ -90,6 +92,9 @@ def hold(facts: Sequence[Facts]) -> Holdings:
                 objects.setdefault(item.index.fqn, {})[rank] = item
             else:
                 _add(tensors, rank, item)
+    hollow = _hollow(objects, facts)
+    for fqn in hollow:
+        del objects[fqn]
     for fqn in sorted(tensors.keys() & objects.keys()):
         raise UnsupportedLayoutError(
             f"{fqn!r} is a tensor on one rank and a value on rank {min(objects[fqn])}: give the two different names"
@@ -104,7 +109,23 @@ def hold(facts: Sequence[Facts]) -> Holdings:
         if lowest:
             tensor.boxes = {box: _first(ranks) for box, ranks in tensor.boxes.items()}
         tensor.whole = _may_differ(tensor, facts)
-    return Holdings(tensors, _writers_of(objects, facts), len(facts), _by_fqn(differing))
+    return Holdings(tensors, _writers_of(objects, facts), len(facts), _by_fqn(differing), hollow)
+
+
+def _hollow(objects: Mapping[str, Mapping[int, WriteItem]], facts: Sequence[Facts]) -> frozenset[str]:
+    """Empty dicts of ranks whose share of a dict is nothing, where other ranks have its entries.
+
+    A full state dict is rank 0's alone, and empty on the others: the same group, and no entry beside it.
+    """
+    empty = [
+        fqn
+        for fqn, items in objects.items()
+        if all((notes := facts[r].notes) and is_empty_dict(notes.digests.get(i.index)) for r, i in items.items())
+    ]
+    names = [{item.index.fqn for item in fact.items} if empty else set() for fact in facts]
+    return frozenset(
+        fqn for fqn in empty if any(fqn not in own and any(n.startswith(f"{fqn}.") for n in own) for own in names)
+    )
 
 
 def _add(tensors: dict[str, TensorHolders], rank: int, item: WriteItem) -> None:

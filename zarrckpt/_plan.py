@@ -35,6 +35,8 @@ class Layout:
     objects: frozenset[str]
     """fqns of non-tensor entries; whether each becomes a value or a blob is known when it is written."""
     world_size: int
+    hollow: frozenset[str] = frozenset()
+    """fqns of planned items that are no entries, see ``_holdings.Holdings``."""
 
     def marker(self, attempt: str, started: str) -> Marker:
         """What an attempt with this layout may write."""
@@ -168,7 +170,7 @@ def _plan_save(plans: Sequence[SavePlan], facts: Sequence[Facts], portable_dtype
         portable = portable_dtypes and tensor.dtype.portable is not tensor.dtype
         tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable=portable)
         spreads.append(Spread(fqn, grid, tensor.dtype.itemsize, tensor.spread(), tensor.whole))
-    layout = Layout(entries, node_paths, tensors, frozenset(held.objects), len(plans))
+    layout = Layout(entries, node_paths, tensors, frozenset(held.objects), len(plans), held.hollow)
     owned = deal(spreads, len(plans))
     schedule_chunks(owned, len(plans), sizes.per_round)
     ranks = [_RankPlanner(rank, layout, held) for rank in range(len(plans))]

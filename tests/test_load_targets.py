@@ -1,0 +1,526 @@
+"""``zarrckpt.load`` into every kind of target, whatever was saved; and what it refuses before it writes anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import Place, family, gathered, net
+from models import same, snapshot
+from ranks import all_ranks_raise
+from store_servers import S3Place
+from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import zarrckpt
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Place:
+    return Place(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def s3(moto_bucket: S3Place) -> Place:
+    return Place(moto_bucket.url("run"), moto_bucket.environment)
+
+
+# -- one tensor into every kind of target
+
+Make = Callable[[torch.Tensor], torch.Tensor]
+"""From a whole tensor: what this rank has of it."""
+
+SHAPES = [(10, 6), (3, 5)]
+
+
+def _source(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 0.5
+
+
+def _strided_view(whole: torch.Tensor) -> torch.Tensor:
+    rows, columns = whole.shape
+    view = torch.zeros(2 * columns + 1, rows + 3)[1::2, 2 : 2 + rows].t()
+    view.copy_(whole)
+    return view
+
+
+def _cut(mesh: DeviceMesh, *placements: Placement) -> Make:
+    # src_data_rank=None: every rank has the source and takes its part without communication.
+    return lambda whole: distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def _strided(mesh: DeviceMesh) -> Make:
+    """Rows cut by the second mesh dimension, then by the first: FSDP2 over tensor parallelism."""
+
+    def make(whole: torch.Tensor) -> DTensor:
+        local = _piece(_piece(whole, 2, mesh.get_local_rank(1)), 2, mesh.get_local_rank(0)).clone()
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        shape, stride = whole.shape, whole.stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return make
+
+
+def _piece(rows: torch.Tensor, parts: int, number: int) -> torch.Tensor:
+    pieces = rows.chunk(parts)
+    return pieces[number] if number < len(pieces) else rows[:0]
+
+
+def _sharded(owners: dict[int, int], dim: int) -> Make:
+    """A ShardedTensor: pieces that begin at these offsets (as far as there are any), each on a rank."""
+
+    def make(whole: torch.Tensor) -> ShardedTensor:
+        begins = [begin for begin in owners if begin < whole.shape[dim]]
+        ends = [*begins[1:], whole.shape[dim]]
+        shards = []
+        for begin, end in zip(begins, ends, strict=True):
+            if owners[begin] == dist.get_rank():
+                piece = whole.narrow(dim, begin, end - begin).clone()
+                offset = [begin if d == dim else 0 for d in range(whole.dim())]
+                shards.append(LocalShard.from_tensor_and_offsets(piece, offset, dist.get_rank()))
+        return init_from_local_shards(shards, list(whole.shape))
+
+    return make
+
+
+def _kinds() -> dict[str, Make]:
+    """Every kind of target that this world has."""
+    kinds: dict[str, Make] = {
+        "plain": torch.clone,
+        "view": _strided_view,
+        "parameter": lambda whole: nn.Parameter(whole.clone()),
+    }
+    if not dist.is_initialized():
+        return kinds
+    world = dist.get_world_size()
+    line = init_device_mesh("cpu", (world,))
+    backwards = DeviceMesh("cpu", list(reversed(range(world))))
+    kinds |= {
+        "rows": _cut(line, Shard(0)),
+        "columns": _cut(line, Shard(1)),
+        "replicated": _cut(line, Replicate()),
+        "backwards": _cut(backwards, Shard(0)),
+        "uneven sharded": _sharded({0: 1, 4: 0, 5: world - 1, 8: 1}, 0),
+        "sharded columns": _sharded({0: world - 1, 1: 0}, 1),
+    }
+    if world >= 3:
+        kinds["some ranks"] = _cut(DeviceMesh("cpu", [2, 1]), Shard(0))
+    if world == 4:
+        square, mixed = init_device_mesh("cpu", (2, 2)), DeviceMesh("cpu", [[2, 0], [3, 1]])
+        kinds |= {
+            "blocks": _cut(square, Shard(1), Shard(0)),
+            "hybrid": _cut(square, Replicate(), Shard(0)),
+            "mixed": _cut(mixed, Shard(0), Shard(0)),
+            "strided": _strided(square),
+        }
+    return kinds
+
+
+def _held(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()]
+
+
+def _save_kinds(url: str, shapes: list[tuple[int, ...]]) -> list[str]:
+    kinds = _kinds()
+    zarrckpt.save({kind: [make(_source(shape)) for shape in shapes] for kind, make in kinds.items()}, url)
+    return [*kinds]
+
+
+def _load_kinds(url: str, shapes: list[tuple[int, ...]], saved: list[str], wanted: list[str] | None = None) -> int:
+    """Everything that was saved into each kind of target, in place; count the pairs of kinds."""
+    kinds = _kinds()
+    chosen = [kind for kind in kinds if wanted is None or kind in wanted]
+    for kind in chosen:
+        expected = [_held(kinds[kind](_source(shape))) for shape in shapes]
+        state = {name: [kinds[kind](torch.full(shape, -1.0)) for shape in shapes] for name in saved}
+        places = {name: [[t.data_ptr() for t in _held(target)] for target in state[name]] for name in saved}
+        zarrckpt.load(state, url)
+        for name, targets in state.items():
+            for target, parts in zip(targets, expected, strict=True):
+                same_parts = all(torch.equal(a, b) for a, b in zip(_held(target), parts, strict=True))
+                assert same_parts, (name, kind, tuple(target.shape))
+        assert places == {name: [[t.data_ptr() for t in _held(target)] for target in state[name]] for name in saved}
+    values: dict[str, Any] = dict.fromkeys(saved)
+    zarrckpt.load(values, url)
+    for name in saved:
+        assert all(torch.equal(t, _source(shape)) for t, shape in zip(values[name], shapes, strict=True)), name
+    return len(saved) * len(chosen)
+
+
+def test_every_kind_of_tensor_into_every_other(disk: Place) -> None:
+    saved = disk.run(_save_kinds, SHAPES)[0]
+    assert len(saved) == 14
+    assert disk.run(_load_kinds, SHAPES, saved) == [14 * 14] * 4
+    assert disk.run(_load_kinds, SHAPES, saved, world_size=3) == [14 * 10] * 3
+    assert disk.run(_load_kinds, SHAPES, saved, world_size=2) == [14 * 9] * 2
+    assert _load_kinds(disk.url, SHAPES, saved) == 14 * 3
+
+
+def test_kinds_of_targets_on_s3(s3: Place) -> None:
+    saved = s3.run(_save_kinds, SHAPES[:1])[0]
+    wanted = ["view", "columns", "uneven sharded", "strided"]
+    assert s3.run(_load_kinds, SHAPES[:1], saved, wanted) == [14 * 4] * 4
+
+
+# -- modules on the meta device, offloaded ones
+
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
+
+
+def _small(policy: OffloadPolicy, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = net((5, 7, 3))
+    fully_shard(model[0], mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1 * seed)
+
+
+def _whole(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    return snapshot({"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optim)})
+
+
+def _offload(url: str) -> None:
+    """Offloaded and other modules, and state dicts that torch itself moved to the CPU, into each other."""
+    for source in (OFFLOAD, OffloadPolicy()):
+        model, optim = _small(source, 1)
+        model(torch.ones(2, 5)).sum().backward()
+        optim.step()
+        saved = _whole(model, optim)
+        zarrckpt.save({"model": model, "optim": optim}, url, overwrite=True)
+        for target in (OFFLOAD, OffloadPolicy()):
+            other, other_optim = _small(target, 2)
+            zarrckpt.load({"model": other, "optim": other_optim}, url)
+            assert same(_whole(other, other_optim), saved) == []
+        for options in (StateDictOptions(cpu_offload=True), StateDictOptions(cpu_offload=True, full_state_dict=True)):
+            other, other_optim = _small(target, 3)
+            state = {
+                "model": get_model_state_dict(other, options=options),
+                "optim": get_optimizer_state_dict(other, other_optim, options=options),
+            }
+            zarrckpt.load(state, url)
+            # Where a full state dict is rank 0's alone, the others ask for whatever there is.
+            assert same(snapshot(state), saved) == []
+
+
+def test_offloaded_modules_and_state_dicts(disk: Place) -> None:
+    disk.run(_offload)
+
+
+def _piece_by_piece(url: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for policy in (OFFLOAD, OffloadPolicy()):
+        with torch.device("meta"):
+            model = net((5, 7, 3))
+        for part in (model[0], model):
+            fully_shard(part, mesh=mesh, offload_policy=policy)
+        parameters = dict(model.named_parameters())
+        for name, parameter in parameters.items():
+            pieces = {"model": {name: torch.empty_like(parameter, device="cpu")}}
+            assert zarrckpt.load(pieces, url).loaded == (f"model.{name}",)
+            result = model.load_state_dict(pieces["model"], assign=True, strict=False)
+            assert len(result.missing_keys) == len(parameters) - 1 and not result.unexpected_keys
+        torch.manual_seed(1)
+        source = net((5, 7, 3))
+        assert same(snapshot(model.state_dict()), snapshot(source.state_dict())) == []
+        assert torch.equal(model(torch.ones(2, 5)), source(torch.ones(2, 5)))
+
+
+def test_meta_modules_take_loaded_state_dicts(disk: Place) -> None:
+    torch.manual_seed(1)
+    source = net((5, 7, 3))
+    zarrckpt.save({"model": source}, disk.url)
+    with torch.device("meta"):
+        model = net((5, 7, 3))
+    state: dict[str, Any] = {"model": dict.fromkeys(model.state_dict())}
+    zarrckpt.load(state, disk.url)
+    model.load_state_dict(state["model"], assign=True)
+    assert same(snapshot(model.state_dict()), snapshot(source.state_dict())) == []
+    disk.run(_piece_by_piece)
+
+
+@pytest.mark.parametrize("given", ["module", "state dict"])
+def test_targets_on_the_meta_device_are_named(given: str, disk: Place) -> None:
+    zarrckpt.save({"model": net((5, 7, 3)), "other": torch.ones(2)}, disk.url)
+    with torch.device("meta"):
+        model = net((5, 7, 3))
+    other = torch.zeros(2)
+    state = {"other": other, "model": model if given == "module" else model.state_dict()}
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"'model\.0\.bias' is on the meta device") as caught:
+        zarrckpt.load(state, disk.url)
+    assert "'model.2.weight' is on the meta device" in str(caught.value) and not other.any()
+
+
+# -- objects: their order, their errors
+
+
+class Gathering:
+    """A Stateful object that makes its state, and takes it back, with collectives of its own kind."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        self.kind = kind
+        self.number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self._common(self.number)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = self._common(state["number"])
+
+    def _common(self, number: int) -> int:
+        """The number, which all ranks must have here."""
+        mine = torch.tensor([number])
+        world = dist.get_world_size()
+        if self.kind == "gather":
+            parts = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+            dist.all_gather(parts, mine)
+            assert [int(part) for part in parts] == [number] * world, (self.kind, parts, number)
+        else:
+            dist.all_reduce(mine)
+            assert int(mine) == world * number, (self.kind, mine, number)
+        return number
+
+
+def _in_other_orders(url: str) -> None:
+    """FSDP1 makes its state dict with collectives as well."""
+    rank = dist.get_rank()
+
+    def turned(named: dict[Any, Any]) -> dict[Any, Any]:
+        return {key: named[key] for key in [*named][rank:] + [*named][:rank]}
+
+    def state(number: int) -> dict[str, Any]:
+        torch.manual_seed(number)
+        model = FullyShardedDataParallel(net((5, 7, 3)), device_id=torch.device("cpu"))
+        inner = turned({"b": Gathering("reduce", number), "a": Gathering("gather", number + 1), 3: number})
+        listed = [Gathering("gather", number + 2), {"x": Gathering("reduce", number + 3)}]
+        named: dict[str, Any] = {"B": Gathering("reduce", number + 4), "inner": inner, "listed": listed}
+        optim = torch.optim.Adam(model.parameters(), lr=number)
+        return turned({"A": Gathering("gather", number + 5), "model": model, **named, "optim": optim})
+
+    def numbers(loaded: dict[str, Any]) -> list[int]:
+        inner, (first, second) = loaded["inner"], loaded["listed"]
+        objects = [inner["b"], inner["a"], first, second["x"], loaded["B"], loaded["A"]]
+        return [inner[3], *(one.number for one in objects)]
+
+    saved = state(7)
+    zarrckpt.save(saved, url)
+    zarrckpt.async_save(saved, f"{url}-background").result()
+    for where in (url, f"{url}-background"):
+        loaded = state(20)
+        zarrckpt.load(loaded, where)
+        assert numbers(loaded) == [7, *range(7, 13)]
+        assert loaded["optim"].param_groups[0]["lr"] == 7
+        both = [snapshot(get_model_state_dict(one["model"])) for one in (loaded, saved)]
+        assert same(*both) == []
+
+
+def test_objects_in_another_order_on_each_rank_do_not_deadlock(disk: Place) -> None:
+    disk.run(_in_other_orders)
+
+
+class Picky:
+    """Refuses its state on one rank."""
+
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        self.state = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.rank is not None and (not dist.is_initialized() or dist.get_rank() == self.rank):
+            raise RuntimeError("this state does not please me")
+        self.state = state["state"]
+
+
+def _load_picky(url: str, rank: int) -> None:
+    model = nn.Linear(2, 2)
+    optim = torch.optim.Adam(model.parameters())
+    try:
+        zarrckpt.load({"picky": Picky(rank), "model": model, "optim": optim}, url)
+    finally:
+        assert not optim.state
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_object_that_does_not_take_its_state_on_one_rank_fails_the_load_on_all(rank: int, disk: Place) -> None:
+    model = nn.Linear(2, 2)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    zarrckpt.save({"picky": Picky(None), "model": model, "optim": optim}, disk.url)
+    message = all_ranks_raise(zarrckpt.CheckpointError, _load_picky, disk.url, rank)
+    assert f"rank {rank} failed with RuntimeError" in message and "does not please me" in message
+    with pytest.raises(zarrckpt.CheckpointError, match="does not please me") as caught:
+        zarrckpt.load({"picky": Picky(0)}, disk.url)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+# -- other keys on other ranks
+
+
+def _flat(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optim, options=options),
+    }
+
+
+def _families(url: str, pairs: dict[str, tuple[str, ...]]) -> None:
+    for source, targets in pairs.items():
+        model, optim = family(source, seed=1, lr=0.125)
+        model(torch.ones(2, 5)).backward()
+        optim.step()
+        saved = gathered(_flat(model, optim))
+        zarrckpt.save({"model": model, "optim": optim}, f"{url}/{source}")
+        for target in targets:
+            other, other_optim = family(target, seed=2, lr=0.5)
+            report = zarrckpt.load({"model": other, "optim": other_optim}, f"{url}/{source}")
+            assert report.missing == ()
+            assert same(gathered(_flat(other, other_optim)), saved) == [], (source, target)
+            assert other_optim.param_groups[0]["lr"] == 0.125 and "betas" in other_optim.param_groups[0]
+            other_optim.step()
+
+
+def test_stages_and_experts_into_each_other(disk: Place) -> None:
+    pairs = {
+        "stages": ("stages", "experts"),
+        "stages_dp": ("fsdp", "stages_dp"),
+        "experts": ("experts", "stages"),
+        "fsdp": ("stages_dp", "experts"),
+        "plain": ("stages",),
+    }
+    disk.run(_families, pairs)
+
+
+def test_stages_and_experts_on_s3(s3: Place) -> None:
+    s3.run(_families, {"stages_dp": ("experts",)})
+
+
+def _load_stages(url: str, keys: str | None) -> tuple[str, ...]:
+    model, _ = family("stages", seed=2, lr=0.5)
+    before = snapshot(model.state_dict())
+    state: dict[str, Any] = {"model": model}
+    if dist.get_rank() == 3:
+        state = {"step": 0}
+    try:
+        report = zarrckpt.load(state, url, keys=keys)
+    except zarrckpt.KeyMismatchError:
+        assert same(snapshot(model.state_dict()), before) == [] and state.get("step", 0) == 0
+        raise
+    return report.loaded
+
+
+def test_an_entry_that_no_rank_has_a_target_for_is_named(disk: Place) -> None:
+    names = [name for part in range(4) for name in (f"parts.{part}.weight", f"parts.{part}.bias")]
+    tensors = {name: torch.ones(5, 5) if "weight" in name else torch.ones(5) for name in names}
+    shared = {"shared.weight": torch.ones(5, 5), "shared.bias": torch.ones(5)}
+    zarrckpt.save({"model": {**tensors, **shared}, "step": 3}, disk.url)
+    message = all_ranks_raise(zarrckpt.KeyMismatchError, _load_stages, disk.url, None)
+    assert re.findall(r"'([\w.]+)' is in the checkpoint and has no target", message) == [
+        "model.parts.3.weight",
+        "model.parts.3.bias",
+    ]
+    # A part that one rank alone has a target for.
+    loaded = disk.run(_load_stages, "model.parts.1")
+    assert loaded == [(), ("model.parts.1.bias", "model.parts.1.weight"), (), ()]
+
+
+def test_groups_of_parameters_find_theirs_by_name(disk: Place) -> None:
+    """In another order than they were saved in."""
+
+    def make(order: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(order)
+        model = net((3, 4, 2))
+        groups = [
+            {"params": [p for name, p in model.named_parameters() if "weight" in name], "lr": 0.25 * order},
+            {"params": [p for name, p in model.named_parameters() if "bias" in name], "lr": 0.5 * order},
+        ]
+        return model, torch.optim.Adam(groups[::order])
+
+    model, optim = make(1)
+    model(torch.ones(1, 3)).sum().backward()
+    optim.step()
+    zarrckpt.save({"model": model, "optim": optim}, disk.url)
+    other, other_optim = make(-1)
+    other_optim.param_groups[0]["lr"] = other_optim.param_groups[1]["lr"] = 3.0
+    zarrckpt.load({"model": other, "optim": other_optim}, disk.url)
+    assert [group["lr"] for group in other_optim.param_groups] == [0.5, 0.25]
+    assert same(snapshot(_flat(other, other_optim)), snapshot(_flat(model, optim))) == []
+
+
+# -- what is checked before anything is written
+
+
+def _saved() -> dict[str, Any]:
+    model = net((5, 7, 3))
+    extra = {"list": [torch.ones(2), {"k": torch.ones(3)}], 7: "seven"}
+    return {"model": model, "w": torch.ones(8, 3), "v": torch.ones(4), "value": {"step": 3}, "extra": extra}
+
+
+def _faulty(rank: int) -> dict[str, Any]:
+    """Targets of which some are wrong, on one rank only."""
+    wrong = not dist.is_initialized() or dist.get_rank() == rank
+    good = {"list": [torch.zeros(2), {"k": torch.zeros(3)}], 7: ""}
+    bad = {"list": [torch.zeros(3), {"k": torch.zeros(3, dtype=torch.int64)}], 7: "", "absent": 0}
+    return {
+        "v": torch.zeros(1).expand(4) if wrong else torch.zeros(4),
+        "value": {"step": torch.zeros(()) if wrong else 0},
+        "extra": bad if wrong else good,
+        "w": torch.zeros(8, 3),
+        "model": net((5, 8, 3)) if wrong else net((5, 7, 3)),
+    }
+
+
+FAULTS = (
+    "'v' is an expanded view",
+    "'value.step' is a tensor",
+    "'extra.list.0' has shape (3,), the checkpoint has (2,)",
+    "'extra.absent' is not in the checkpoint",
+    "'model.0.weight' has shape (8, 5), the checkpoint has (7, 5)",
+    "'model.2.weight' has shape (3, 8), the checkpoint has (3, 7)",
+)
+DTYPE = "'extra.list.1.k' has dtype torch.int64, the checkpoint has torch.float32"
+
+
+def _load_faulty(url: str, rank: int, options: dict[str, Any]) -> None:
+    state = _faulty(rank)
+    before = snapshot({**state, "model": state["model"].state_dict()})
+    try:
+        zarrckpt.load(state, url, **options)
+    finally:
+        assert same(snapshot({**state, "model": state["model"].state_dict()}), before) == []
+
+
+def test_all_that_differs_is_listed_before_anything_is_written(disk: Place) -> None:
+    zarrckpt.save(_saved(), disk.url)
+    cases: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
+        ({}, (*FAULTS, DTYPE), ()),
+        ({"allow_cast": True}, FAULTS, (DTYPE,)),
+        ({"strict": False}, (*FAULTS[:3], DTYPE), (FAULTS[3],)),
+        ({"keys": "extra.list"}, (FAULTS[2], DTYPE), (FAULTS[0], FAULTS[3], FAULTS[4])),
+    ]
+    for options, named, unnamed in cases:
+        with pytest.raises(zarrckpt.KeyMismatchError) as caught:
+            _load_faulty(disk.url, 0, options)
+        for message in (
+            str(caught.value),
+            all_ranks_raise(zarrckpt.KeyMismatchError, _load_faulty, disk.url, 2, options),
+        ):
+            assert all(fault in message for fault in named), (options, message)
+            assert not any(fault in message for fault in unnamed), (options, message)
