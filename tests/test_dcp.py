@@ -637,3 +637,15 @@ def test_metadata_names_the_save_and_the_load(tmp_path: Path) -> None:
     before = reader.load_id
     reader.reset()
     assert reader.load_id != before
+
+
+def test_plan_caching_in_one_process_and_with_another_dtype(tmp_path: Path) -> None:
+    _no_cached_plans()
+    for number, dtype in enumerate((torch.float32, torch.float32, torch.int64, torch.int64)):
+        planner = zarrckpt.ZarrSavePlanner(enable_plan_caching=True)
+        writer = zarrckpt.ZarrStorageWriter(tmp_path / str(number))
+        dcp.save(
+            {"caching": {"w": torch.ones(4, 4, dtype=dtype)}}, storage_writer=writer, planner=planner, no_dist=True
+        )
+        assert zarrckpt.open(tmp_path / str(number))["caching.w"].dtype == str(dtype).removeprefix("torch.")
+    _no_cached_plans()

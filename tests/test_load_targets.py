@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from layouts import Place, family, gathered, net
 from models import same, snapshot
-from ranks import all_ranks_raise
+from ranks import all_ranks_raise, run_ranks
 from store_servers import S3Place
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import zarrckpt
@@ -524,3 +525,32 @@ def test_all_that_differs_is_listed_before_anything_is_written(disk: Place) -> N
         ):
             assert all(fault in message for fault in named), (options, message)
             assert not any(fault in message for fault in unnamed), (options, message)
+
+
+# -- several boxes of one tensor on one rank
+
+
+def _wrapped(source: torch.Tensor) -> DTensor:
+    """A DTensor whose local part is a list of shards, as torchrec has them: rows 2r and 2r + 1 of rank r."""
+    rank = dist.get_rank()
+    rows = [source[n : n + 1].clone() for n in (2 * rank, 2 * rank + 1)]
+    local = LocalShardsWrapper(rows, [(2 * rank, 0), (2 * rank + 1, 0)])
+    mesh = init_device_mesh("cpu", (4,))
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=source.shape, stride=source.stride())
+
+
+def _save_and_load_wrapped(url: str) -> None:
+    source = torch.arange(40.0).reshape(8, 5)
+    zarrckpt.save({"table": _wrapped(source)}, url)
+    whole, wrapped = torch.zeros(8, 5), _wrapped(torch.zeros(8, 5))
+    zarrckpt.load({"table": whole}, url)
+    report = zarrckpt.load({"table": wrapped}, url)
+    rank = dist.get_rank()
+    assert torch.equal(whole, source)
+    assert torch.equal(torch.cat(wrapped.to_local().local_shards()), source[2 * rank : 2 * rank + 2])
+    # One chunk of 160 bytes and a checksum, though it holds two boxes of this rank.
+    assert report.nbytes == 164
+
+
+def test_local_shards_of_one_dtensor(tmp_path: Path) -> None:
+    run_ranks(_save_and_load_wrapped, str(tmp_path / "one"))

@@ -60,6 +60,7 @@ class Ticket:
 class _Inbox(threading.local):
     def __init__(self) -> None:
         self.facts: list[Facts] = []
+        self.own: Facts | None = None
         self.ticket: Ticket | None = None
         self.joining: Joining | None = None
         self.offered: dict[tuple[int, ...], Channel] = {}
@@ -104,7 +105,7 @@ def clear() -> None:
     if _inbox.joining is not None:
         _inbox.joining.abandon()
     _withdraw()
-    _inbox.facts, _inbox.ticket, _inbox.joining = [], None, None
+    _inbox.facts, _inbox.own, _inbox.ticket, _inbox.joining = [], None, None, None
 
 
 def own_facts(items: Sequence[WriteItem] = (), notes: Notes | None = None) -> Facts:
@@ -112,14 +113,15 @@ def own_facts(items: Sequence[WriteItem] = (), notes: Notes | None = None) -> Fa
     _withdraw()
     _inbox.offered = take_idle()
     meshes = {members: channel.mesh.name for members, channel in _inbox.offered.items()}
-    return Facts(global_rank(), meshes, items, notes)
+    _inbox.own = Facts(global_rank(), meshes, items, notes)
+    return _inbox.own
 
 
 def all_facts(plans: Sequence[SavePlan] | Sequence[LoadPlan]) -> list[Facts]:
     """What all ranks told, in their order. Called by the coordinator, once it has their plans."""
-    arrived = _inbox.facts
-    # A process alone has nothing unpickled.
-    return arrived if len(arrived) == len(plans) else [plan.storage_data for plan in plans]
+    if len(plans) == 1 and _inbox.own is not None:
+        return [_inbox.own]  # a process alone is sent nothing
+    return _inbox.facts
 
 
 def ticket() -> Ticket | None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torch.distributed.tensor import DTensor
 
@@ -62,6 +62,8 @@ class ZarrSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """This rank's items, with notes of what they stand for where there are other ranks to compare with."""
         plan = super().create_local_plan()
+        if not plan.usable and not _same_state(self.plan, SavePlanner._cached_save_plan[self._cached_plans_key]):
+            self._pending_local_plan = plan = self.plan
         if not in_use():
             return plan
         # Of a plan that the cache keeps from being sent as well: what it stands for may have changed.
@@ -76,6 +78,15 @@ class ZarrSavePlanner(DefaultSavePlanner):
             raise UnsupportedLayoutError(f"the shards of some tensors overlap or leave gaps: {err}") from err
 
 
+def _same_state(plan: SavePlan, cached: SavePlan) -> bool:
+    """Whether two plans that DCP takes for equal are: it compares neither dtypes nor the containers of keys."""
+
+    def dtypes(of: SavePlan) -> list[torch.dtype | None]:
+        return [item.tensor_data.properties.dtype if item.tensor_data else None for item in of.items]
+
+    return dtypes(plan) == dtypes(cached) and bool(plan.planner_data == cached.planner_data)
+
+
 def _with_pieces(flat: dict[str, Any]) -> dict[str, Any]:
     """Tensors in the form that plans are made from: DTensors as the boxes that are held here.
 
@@ -83,8 +94,13 @@ def _with_pieces(flat: dict[str, Any]) -> dict[str, Any]:
     they, since it drops empty containers.
     """
     nested = {fqn: leaf for fqn, leaf in flat.items() if isinstance(leaf, ShardedTensor)}
-    held = {fqn: HeldTensor(fqn, leaf) for fqn, leaf in flat.items() if isinstance(leaf, DTensor)}
+    held = {fqn: HeldTensor(fqn, leaf) for fqn, leaf in flat.items() if _is_cut_by_placements(leaf)}
     return {**flat, **_flatten_sharded_tensors(nested), **held}
+
+
+def _is_cut_by_placements(leaf: Any) -> bool:
+    """Whether a value is a DTensor whose local part is one tensor: others (LocalShardsWrapper) say what they hold."""
+    return isinstance(leaf, DTensor) and not hasattr(leaf.to_local(), "__create_write_items__")
 
 
 def _piece(flat: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -19,7 +19,18 @@ from zarrckpt._exchange import Channel, Joining, PeerLost
 from zarrckpt._grid import Box, Ints, intersect
 from zarrckpt._sharing import Run, ShareRound, Shares
 from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype
-from zarrckpt._transfer import BytesBudget, ChunkRead, Progress, chunk_read, deliver, fetch, plan_reads, run
+from zarrckpt._transfer import (
+    READ_BYTES,
+    BytesBudget,
+    ChunkRead,
+    Progress,
+    chunk_read,
+    deliver,
+    fetch,
+    places_in,
+    plan_reads,
+    run,
+)
 
 
 class _Target:
@@ -112,18 +123,41 @@ class TensorReads:
                 torch.cuda.current_stream(device).synchronize()
         if joining is not None:
             self._share(concurrency, shares, joining)
-        run((partial(self._read_one, read) for read in self._own_reads()), concurrency)
+        run(self._own_jobs(), concurrency)
         for target in self._all():
             target.finish()
 
-    def _own_reads(self) -> Iterator[ChunkRead]:
-        for target in self._all():
-            yield from target.reads(self._delivered.get(target.fqn, {}))
+    def _own_jobs(self) -> Iterator[Callable[[], None]]:
+        """What this rank fetches for itself alone."""
+        for fqn, targets in self._targets.items():
+            skip = self._delivered.get(fqn, {})
+            if len(targets) == 1:
+                yield from (partial(self._read_one, read) for read in targets[0].reads(skip))
+            else:
+                # Several boxes of one tensor: a subchunk that they share is fetched once.
+                yield from (partial(self._read_run, wanted) for wanted in self._runs(fqn, targets, skip))
+
+    def _runs(self, fqn: str, targets: Sequence[_Target], skip: Mapping[Ints, set[int]]) -> Iterator[Run]:
+        node = self._catalog.root.tensors[fqn]
+        needed: dict[Ints, set[int]] = {}
+        for target in targets:
+            for chunk in node.grid.chunks_of(target.box):
+                needed.setdefault(chunk, set()).update(places_in(node.grid, chunk, target.box))
+        longest = max(1, READ_BYTES // _codec.subchunk_bytes(node.grid, node.dtype.itemsize))
+        for chunk, places in needed.items():
+            for first, cells in _codec.runs(sorted(places - skip.get(chunk, set())), longest):
+                yield Run(fqn, chunk, first, cells)
 
     def _read_one(self, read: ChunkRead) -> None:
         with self._budget.hold(read.nbytes):
             stored = self._fetch(read, np.empty(read.nbytes, np.uint8))
             self._deliver(read, stored)
+
+    def _read_run(self, wanted: Run) -> None:
+        with self._budget.hold(self.nbytes(wanted)):
+            stored: _codec.RawArray = np.empty(self.nbytes(wanted), np.uint8)
+            self.fetch_run(wanted, stored)
+            self._deliver_run(wanted, stored)
 
     def _fetch(self, read: ChunkRead, stored: _codec.RawArray) -> _codec.RawArray:
         fetch(self._catalog.store, read, stored)

@@ -105,6 +105,17 @@ def _interleaved(runs: list[Run], parts: int, mine: int, factor: int) -> list[Ru
         begin, end = min(piece * outer, total), min((piece + 1) * outer, total)
         inner = -(-(end - begin) // parts)
         out += _cut_out(runs, min(begin + mine * inner, end), min(begin + (mine + 1) * inner, end))
+    return _joined(out)
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """Runs that follow one another without a gap as one."""
+    out: list[Run] = []
+    for offset, length in runs:
+        if out and sum(out[-1]) == offset:
+            out[-1] = (out[-1][0], out[-1][1] + length)
+        else:
+            out.append((offset, length))
     return out
 
 
