@@ -1,0 +1,312 @@
+"""``plan_report`` says what a save then does: compared with the objects, the requests and the messages of one."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import make_run
+from ranks import all_ranks_raise, run_ranks
+from s3_stub import S3Stub
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from uneven_states import distributed, full, sharded, uneven_state
+
+import zarrckpt
+from zarrckpt import PlanReport, SaveReport, UnsupportedLayoutError, UnsupportedValueError, _exchange
+from zarrckpt._catalog import Catalog
+from zarrckpt._codec import chunk_object_size
+from zarrckpt._store import StoreSpec
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "plan_sizes.py"
+
+
+def plain() -> dict[str, Any]:
+    """Tensors of all kinds at several depths, and values that need no object of their own."""
+    return {
+        "model": {"w": full((70, 33), 1), "deep": {"er": {"b": full((5,), 2)}}, "e": torch.zeros(0, 3)},
+        "scalar": torch.tensor(7),
+        "half": torch.ones(9, 2, dtype=torch.bfloat16),
+        "step": 3,
+        "names": ["a", {"b": None}],
+    }
+
+
+def _no_requests(*args: Any) -> Any:
+    raise AssertionError("a store was opened")
+
+
+def planned(state: Mapping[str, Any], **sizes: Any) -> PlanReport:
+    """A report; it fails where that opens a store, or makes or takes a mesh."""
+    with patch.object(StoreSpec, "open", _no_requests), patch.object(_exchange, "join", _no_requests):
+        return zarrckpt.plan_report(state, **sizes)
+
+
+def files(url: str) -> tuple[int, int]:
+    """How many files are chunks of tensors below a committed checkpoint, and how many there are beside them."""
+    chunks = {
+        f"{node.path}/{path.name}"
+        for node in Catalog(StoreSpec(url)).root.tensors.values()
+        for path in Path(url, node.path).glob("c*")
+    }
+    return len(chunks), sum(path.is_file() for path in Path(url).rglob("*")) - len(chunks)
+
+
+def check_ranks(url: str, report: PlanReport, saved: SaveReport) -> None:
+    """Who wrote what, by the table of writers: the elements as reported, and with padding and checksums as saved."""
+    catalog = Catalog(StoreSpec(url))
+    writers = catalog.writers()
+    elements, stored = Counter[int](), Counter[int]()
+    for node in catalog.root.tensors.values():
+        for index in node.grid.chunks_of(
+            node.grid.chunk_box((0,) * len(node.grid.shape))._replace(shape=node.grid.shape)
+        ):
+            writer = int(writers[node.path][index])
+            elements[writer] += node.grid.chunk_box(index).size * node.dtype.itemsize
+            stored[writer] += chunk_object_size(node.grid, node.dtype.itemsize)
+    assert report.rank_bytes == tuple(elements[rank] for rank in range(report.ranks))
+    assert saved.rank_bytes == tuple(stored[rank] for rank in range(report.ranks))
+
+
+# -- one process
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_chunk_bytes": 500}, {"max_chunk_bytes": 64, "fill_bytes": 32}], ids=str)
+def test_without_a_process_group(sizes: dict[str, Any], tmp_path: Path) -> None:
+    url, state = str(tmp_path / "run"), plain()
+    report = planned(state, **sizes)
+    saved = zarrckpt.save(state, url, **sizes)
+    assert (report.objects, report.documents) == files(url)
+    assert report.objects == saved.objects > (3 if not sizes else 30)
+    assert (report.ranks, report.tensors, report.merged, report.moved_bytes, report.rounds) == (1, 5, 0, 0, 0)
+    assert report.nbytes == sum(report.rank_bytes) == 70 * 33 * 8 + 5 * 8 + 8 + 9 * 2 * 2
+    assert report.balance == 1.0
+    check_ranks(url, report, saved)
+
+
+@pytest.mark.parametrize("state", [{}, {"step": 3}, {"w": torch.zeros(0, 4)}], ids=["nothing", "value", "no elements"])
+def test_states_without_elements(state: dict[str, Any], tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    report = planned(state)
+    zarrckpt.save(state, url)
+    assert (report.objects, report.documents) == files(url)
+    assert report.nbytes == 0 and report.balance == 1.0 and str(report)
+
+
+def test_modules_and_optimizers(tmp_path: Path) -> None:
+    run, url = make_run("plain"), str(tmp_path / "run")
+    run.train(1)
+    state = {"model": run.model, "optim": run.optim}
+    report = planned(state)
+    saved = zarrckpt.save(state, url)
+    assert (report.objects, report.documents) == files(url) and report.objects == saved.objects
+    check_ranks(url, report, saved)
+
+
+def test_puts_are_those_that_a_server_gets(s3_stub: S3Stub) -> None:
+    place = s3_stub.bucket()
+    report = planned(plain())
+    zarrckpt.save(plain(), place.url("run"), storage_options=place.storage_options)
+    puts = {request.target for request in s3_stub.requests if request.method == "PUT"}
+    assert report.puts == len(puts) == report.objects + report.documents
+    # The claim is put again, to learn whether the server refuses that.
+    assert sum(request.method == "PUT" for request in s3_stub.requests) == len(puts) + 1
+    assert report.put_cost() == pytest.approx(len(puts) * 0.005 / 1000)
+    assert report.put_cost(usd_per_1000=2) == pytest.approx(len(puts) / 500)
+    assert f"{report.objects} chunk objects" in str(report) and f"{report.documents} documents" in str(report)
+
+
+def test_balance_is_the_largest_part_over_the_mean() -> None:
+    report = PlanReport(4, 1, 8, 1, 9, (4, 2, 2, 0), 0, 0, 0)
+    assert report.balance == 2.0
+
+
+# -- four ranks
+
+
+def _fsdp(number: float) -> dict[str, Any]:
+    """Pieces of 1.5 MiB, and smaller ones; what is replicated; one that cuts at odd places."""
+    line = DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False, _rank=dist.get_rank())
+    square = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False, _rank=dist.get_rank())
+    norm, w = full((64,), number), full((10, 4), number + 1)
+    mine = w[5 * (dist.get_rank() % 2) :][:5].clone()
+    return {
+        "large": sharded(full((768, 1024), number), line),
+        "small": {str(n): sharded(full((n, 8), number), line) for n in (13, 32, 1024)},
+        "norm": distributed(norm, tuple(norm.shape), line, [Replicate()]),
+        "hsdp": distributed(mine, tuple(w.shape), square, [Replicate(), Shard(0)]),
+        "replicas": {str(n): full((n, 3), number) for n in range(40, 50)},
+    }
+
+
+STATES: dict[str, Callable[[float], dict[str, Any]]] = {"fsdp": _fsdp, "uneven": uneven_state}
+
+
+def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanReport, SaveReport, int, int, int]:
+    """The report, the save's, and what this rank's messages came to: bytes sent, swaps, meshes made or taken."""
+    state = STATES[name](1)
+    report = planned(state, **sizes)
+    idle = set(_exchange.idle_meshes().values())
+    sent, tags = [0], set()
+    swap = _exchange.Channel.swap
+
+    def counted(self: Any, sends: Mapping[int, Any], receives: Mapping[int, int], tag: int) -> Any:
+        assert all(data.nbytes for data in sends.values()) and all(receives.values())
+        sent[0] += sum(data.nbytes for data in sends.values())
+        tags.add(tag)
+        return swap(self, sends, receives, tag)
+
+    with patch.object(_exchange.Channel, "swap", counted):
+        saved = zarrckpt.save(state, url, **sizes)
+    return report, saved, sent[0], max(tags, default=-1) + 1, len(set(_exchange.idle_meshes().values()) - idle)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("fsdp", {}),
+        ("fsdp", {"min_piece_bytes": 0}),
+        ("fsdp", {"max_inflight_bytes": 4096, "fill_bytes": 1024, "max_chunk_bytes": 1 << 19}),
+        ("uneven", {}),
+        ("uneven", {"min_piece_bytes": 0, "max_chunk_bytes": 100}),
+    ],
+    ids=str,
+)
+def test_four_ranks(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    answers = run_ranks(_plan_and_save, url, name, sizes)
+    reports, saves = [answer[0] for answer in answers], [answer[1] for answer in answers]
+    report, saved = reports[0], saves[0]
+    assert all(other == report for other in reports) and report.ranks == 4
+    blobs = saved.objects - report.objects
+    assert blobs == (1 if name == "uneven" else 0)
+    # A blob has a document and a chunk.
+    assert (report.objects, report.documents + 2 * blobs) == files(url)
+    tensors = Catalog(StoreSpec(url)).root.tensors.values()
+    assert report.tensors == len(tensors)
+    assert report.nbytes == sum(math.prod(node.grid.shape) * node.dtype.itemsize for node in tensors)
+    if not blobs:
+        check_ranks(url, report, saved)
+    assert report.moved_bytes == sum(answer[2] for answer in answers)
+    assert report.rounds == max(answer[3] for answer in answers)
+    assert (report.merged > 0) == (report.rounds > 0) == (report.moved_bytes > 0)
+    assert all(answer[4] == bool(report.rounds) for answer in answers)
+    if "max_inflight_bytes" in sizes:
+        assert report.rounds > 1
+
+
+def _with_and_without_merging() -> list[PlanReport]:
+    return [planned(_fsdp(1), min_piece_bytes=least) for least in (0, None, 1 << 40)]
+
+
+def test_merging_trades_objects_for_bytes_between_ranks() -> None:
+    never, default, always = run_ranks(_with_and_without_merging)[0]
+    assert never.objects > default.objects > always.objects
+    assert 0 == never.moved_bytes < default.moved_bytes < always.moved_bytes
+    assert 0 == never.merged < default.merged < always.merged
+    assert never.nbytes == default.nbytes == always.nbytes and never.put_cost() > always.put_cost()
+    # Three tensors of four small pieces and one of two are a chunk each; the large one and the replicas stay.
+    assert default.merged == 4 and default.objects == never.objects - 3 * 3 - 1
+    # The owner of a chunk has one of the largest pieces itself.
+    assert default.moved_bytes == (9 + 24 + 768) * 8 * 8 + 5 * 4 * 8
+
+
+def _of_some_ranks() -> PlanReport | None:
+    group = dist.new_group([1, 2, 3])
+    if dist.get_rank() == 0:
+        return None
+    return planned({"w": full((7,), 1), "v": full((8,), 1), "u": full((9,), 1)}, process_group=group)
+
+
+def test_a_process_group_of_some_ranks() -> None:
+    alone, *reports = run_ranks(_of_some_ranks)
+    assert alone is None and all(report == reports[0] for report in reports)
+    assert reports[0].ranks == 3 and sorted(reports[0].rank_bytes) == [56, 64, 72]
+
+
+# -- what cannot be saved cannot be planned
+
+
+def test_errors_are_those_of_a_save(tmp_path: Path) -> None:
+    for state in ({"s": torch.eye(3).to_sparse()}, 3):
+        with pytest.raises(UnsupportedValueError) as by_save:
+            zarrckpt.save(state, str(tmp_path / "run"))  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedValueError) as by_plan:
+            planned(state)  # type: ignore[arg-type]
+        assert str(by_plan.value) == str(by_save.value)
+    for sizes in ({"max_chunk_bytes": 0}, {"min_piece_bytes": -1}, {"fill_bytes": 0}, {"max_inflight_bytes": 0}):
+        (name,) = sizes
+        with pytest.raises(ValueError, match=name):
+            planned({"w": torch.zeros(3)}, **sizes)
+    with pytest.raises(TypeError, match="fill_bytes"):
+        planned({"w": torch.zeros(3)}, fill_bytes="1 MiB")
+    assert not (tmp_path / "run").exists()
+
+
+def _unsavable(url: str | None, what: str) -> None:
+    rank = dist.get_rank()
+    if what == "gap":
+        line = DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False, _rank=rank)
+        state: dict[str, Any] = {} if rank == 2 else {"w": sharded(full((8,), 1), line)}
+    elif what == "overlap":
+        shards = [LocalShard.from_tensor_and_offsets(torch.zeros(2, 2), [2 * rank, 0], rank)]
+        tensor = init_from_local_shards(shards, 8, 2)
+        tensor.local_shards()[0].metadata.shard_offsets[0] = 2 * max(rank, 1)
+        for shard in tensor.metadata().shards_metadata[:1]:
+            shard.shard_offsets[0] = 2
+        state = {"w": tensor}
+    else:
+        state = {"w": torch.zeros(3), **({"s": torch.eye(2).to_sparse()} if rank == 3 else {})}
+    if url is None:
+        planned(state)
+    else:
+        zarrckpt.save(state, url)
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("gap", UnsupportedLayoutError),
+        ("overlap", UnsupportedLayoutError),
+        ("sparse", UnsupportedValueError),
+    ],
+)
+def test_errors_reach_all_ranks(what: str, error: type[Exception], tmp_path: Path) -> None:
+    name = "'s'" if what == "sparse" else "'w'"
+    assert name in all_ranks_raise(error, _unsavable, None, what)
+    all_ranks_raise(error, _unsavable, str(tmp_path / "run"), what)
+
+
+# -- the benchmark
+
+
+def test_the_benchmark_counts_objects_of_a_large_model() -> None:
+    command = [sys.executable, str(BENCHMARK), "--models", "1B", "--ranks", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+    header, _, *rows = [re.split(r" *\| *", line.strip("| ")) for line in done.stdout.splitlines()]
+    assert header[:4] == ["model", "ranks", "merging", "objects"] and [row[:3] for row in rows] == [
+        ["1B", "8", "no"],
+        ["1B", "8", "default"],
+    ]
+    objects = [int(row[3].replace(",", "")) for row in rows]
+    # 146 weights and their moments, in 8 pieces each at least.
+    assert objects[0] >= 3 * 146 * 8 > objects[1]
+    assert rows[0][4] == "0.0 %" and 0 < float(rows[1][4].removesuffix(" %")) < 10
+    assert all(float(row[5]) < 1.01 for row in rows)
