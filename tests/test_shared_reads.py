@@ -1,0 +1,602 @@
+"""What several ranks need is fetched once and handed on (``share_reads``): on four gloo processes.
+
+What a rank holds after a load is compared, bit for bit, with what it would hold of the full tensors, cut here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from urllib.parse import unquote
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import RankError, all_ranks_raise, run_ranks
+from s3_stub import S3Stub
+from store_servers import S3Place
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from uneven_states import distributed, fsdp_tp, full, held_of
+
+import zarrckpt
+from zarrckpt import CorruptCheckpointError, ZarrLoadPlanner, ZarrStorageReader, _exchange, _reading
+from zarrckpt._catalog import Catalog
+from zarrckpt._codec import subchunk_bytes
+from zarrckpt._store import StoreSpec
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+QUICK = 20.0
+"""Seconds on a busy machine; what has no end of its own takes the process group's minute, or half an hour."""
+
+
+# -- states: full tensors, and how four ranks hold them
+
+
+def wholes(number: float) -> dict[str, torch.Tensor]:
+    """The full tensors: one of several subchunks when its pieces are merged, and small ones."""
+    return {
+        "w": full((384, 1024), number),
+        "v": full((33, 50), number + 1),
+        "norm": full((65,), number + 2),
+        "scalar": full((), number + 3),
+    }
+
+
+KINDS = ("ddp", "hsdp", "tp", "fsdp", "grid", "odd")
+
+
+def state(kind: str, number: float) -> dict[str, Any]:
+    """The tensors as the ranks hold them under one kind of parallelism. No collective."""
+    whole = wholes(number)
+    if kind == "ddp":
+        return dict(whole)
+    if kind == "odd":
+        square = _mesh([[0, 1], [2, 3]])
+        return {name: fsdp_tp(tensor, square) if tensor.dim() else tensor for name, tensor in whole.items()}
+    kinds: dict[str, tuple[DeviceMesh, list[Placement]]] = {
+        "hsdp": (_mesh([[0, 1], [2, 3]]), [Replicate(), Shard(0)]),
+        "tp": (_mesh([0, 1, 2, 3]), [Shard(1)]),
+        "fsdp": (_mesh([0, 1, 2, 3]), [Shard(0)]),
+        "grid": (_mesh([[0, 1], [2, 3]]), [Shard(1), Shard(0)]),
+    }
+    mesh, placements = kinds[kind]
+    # Of tensor parallelism the norms are replicated.
+    return {name: placed(tensor, mesh, _that_fit(tensor, placements)) for name, tensor in whole.items()}
+
+
+def _mesh(ranks: list[Any]) -> DeviceMesh:
+    return DeviceMesh("cpu", ranks, _init_backend=False, _rank=dist.get_rank())
+
+
+def _that_fit(whole: torch.Tensor, placements: list[Placement]) -> list[Placement]:
+    return [p if not isinstance(p, Shard) or p.dim < whole.dim() else Replicate() for p in placements]
+
+
+def placed(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
+    """A DTensor whose local part is cut here, mesh dimension by mesh dimension."""
+    local, at = whole, mesh.get_coordinate()
+    assert at is not None
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            step = -(-local.shape[placement.dim] // mesh.size(dim))
+            begin = min(at[dim] * step, local.shape[placement.dim])
+            extent = min(step, local.shape[placement.dim] - begin)
+            local = local.narrow(placement.dim, begin, extent)
+    return distributed(local.clone(memory_format=torch.contiguous_format), tuple(whole.shape), mesh, placements)
+
+
+def wrong(kind: str, number: float, loaded: Mapping[str, Any]) -> list[str]:
+    """The names of what this rank holds otherwise than it should."""
+    expected, held = held_of(state(kind, number)), held_of(loaded)
+    return sorted(expected.keys() ^ held.keys()) + [name for name in expected if expected[name] != held.get(name)]
+
+
+def stored_bytes(url: str, **options: Any) -> int:
+    """What it takes to fetch every subchunk of every tensor once."""
+    nodes = Catalog(StoreSpec(url, **options)).root.tensors.values()
+    return sum(node.grid.num_subchunks * subchunk_bytes(node.grid, node.dtype.itemsize) for node in nodes)
+
+
+def _save(url: str, kind: str, number: float, options: dict[str, Any]) -> None:
+    zarrckpt.save(state(kind, number), url, **options)
+
+
+def _load(url: str, kind: str, number: float, share: bool | None, **options: Any) -> int:
+    """Load into a state of other values; return what this rank fetched."""
+    target = state(kind, -7)
+    report = zarrckpt.load(target, url, share_reads=share, **options)
+    assert not wrong(kind, number, target), (kind, share)
+    return report.nbytes
+
+
+# -- values, and bytes fetched
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint goes, and what the processes must know to get there."""
+
+    url: str
+    env: Mapping[str, str]
+    shares: bool
+    """Whether reads are shared there unless the caller says otherwise."""
+
+
+@pytest.fixture(params=["disk", "moto"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "disk":
+        return Place(str(tmp_path / "run"), {}, False)
+    bucket: S3Place = request.getfixturevalue("moto_bucket")
+    return Place(bucket.url("run"), bucket.environment, True)
+
+
+def _all_kinds(url: str, saved: str) -> dict[tuple[str, bool | None], int]:
+    _save(url, saved, 3, {})
+    return {(kind, share): _load(url, kind, 3, share) for kind in KINDS for share in (True, False, None)}
+
+
+@pytest.mark.parametrize("saved", ["fsdp", "grid"])
+def test_every_kind_is_loaded_right_and_replicas_are_fetched_once(
+    saved: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = run_ranks(_all_kinds, place.url, saved, env=dict(place.env))
+    for name, value in place.env.items():
+        monkeypatch.setenv(name, value)
+    once = stored_bytes(place.url)
+
+    def together(kind: str, share: bool | None) -> int:
+        return sum(rank[kind, share] for rank in fetched)
+
+    for kind in KINDS:
+        # All ranks together need every tensor.
+        assert together(kind, True) == once, kind
+        assert together(kind, None) == together(kind, place.shares), kind
+        assert together(kind, False) >= once, kind
+    assert together("ddp", False) == 4 * once
+    # The pieces of each half lie in subchunks of their own, so that only its replica needs them too.
+    assert together("hsdp", False) >= 2 * once
+    # Neighbours need the same subchunks, replicas or not.
+    assert together("odd", False) > once
+
+
+def _of_so_many(url: str) -> list[int]:
+    return [_load(url, "ddp", 1, share) for share in (True, False)]
+
+
+def test_bytes_fetched_do_not_depend_on_the_number_of_replicas(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    zarrckpt.save(wholes(1), url, max_chunk_bytes=1 << 18)
+    once = stored_bytes(url)
+    assert _of_so_many(url) == [once, once]
+    for ranks in (2, 3, 4):
+        fetched = run_ranks(_of_so_many, url, world_size=ranks)
+        assert [sum(part) for part in zip(*fetched, strict=True)] == [once, ranks * once]
+        assert max(shared for shared, _ in fetched) <= once / ranks + (1 << 18)
+
+
+def ranges_of_chunks(stub: S3Stub) -> dict[str, list[tuple[int, int]]]:
+    """What was asked for of each chunk of a tensor: half-open ranges, sorted."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for request in stub.requests:
+        key = unquote(request.target.partition("?")[0])
+        if request.method != "GET" or "@zarrckpt" in key or not key.rpartition("/")[2].startswith("c"):
+            continue
+        first, last = request.headers["range"].removeprefix("bytes=").split("-")
+        found.setdefault(key, []).append((int(first), int(last) + 1))
+    return {key: sorted(ranges) for key, ranges in found.items()}
+
+
+def test_a_server_is_asked_for_each_byte_once(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = s3_stub.bucket()
+    url, env = place.url("run"), place.environment
+    run_ranks(_save, url, "fsdp", 5, {}, env=env)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    once = stored_bytes(url)
+    for kind in ("ddp", "hsdp", "odd"):
+        s3_stub.requests.clear()
+        fetched = run_ranks(_load, url, kind, 5, None, env=env)
+        asked = ranges_of_chunks(s3_stub)
+        for ranges in asked.values():
+            ends = [0, *(end for _, end in ranges)]
+            assert [begin for begin, _ in ranges] == ends[:-1], "every byte, and none twice"
+        assert sum(ranges[-1][1] for ranges in asked.values()) == once == sum(fetched)
+    s3_stub.requests.clear()
+    run_ranks(_load, url, "ddp", 5, False, env=env)
+    assert all(set(Counter(ranges).values()) == {4} for ranges in ranges_of_chunks(s3_stub).values())
+
+
+# -- targets of every kind, planners, groups
+
+
+@contextmanager
+def swaps_recorded() -> Iterator[list[tuple[int, int, int]]]:
+    """The tag, the number of messages and the bytes in and out of every swap of this rank."""
+    seen: list[tuple[int, int, int]] = []
+    swap = _exchange.Channel.swap
+
+    def recorded(self: Any, sends: Any, receives: Any, tag: int) -> Any:
+        nbytes = sum(receives.values()) + max((data.nbytes for data in sends.values()), default=0)
+        seen.append((tag, len(sends) + len(receives), nbytes))
+        return swap(self, sends, receives, tag)
+
+    with patch.object(_exchange.Channel, "swap", recorded):
+        yield seen
+
+
+def _other_targets(url: str) -> None:
+    whole = wholes(2)
+    zarrckpt.save({name: tensor.clone() for name, tensor in whole.items()}, url, max_chunk_bytes=1 << 17)
+    turned = torch.zeros(1024, 384, dtype=torch.float64).T
+    spread = torch.zeros(33, 200, dtype=torch.float64)[:, 100::2]
+    backing = torch.full((130,), -5.0, dtype=torch.float64)
+    target: dict[str, Any] = {
+        "w": turned,
+        "v": spread,
+        "norm": backing[::2],
+        "scalar": torch.zeros((), dtype=torch.float64),
+    }
+    zarrckpt.load(target, url, share_reads=True)
+    assert target["w"] is turned and not turned.is_contiguous()
+    assert all(torch.equal(target[name], whole[name]) for name in whole)
+    assert backing[1::2].eq(-5).all()
+    # Targets of another type, another one on each rank.
+    dtype = (torch.float32, torch.bfloat16, torch.float64, torch.float32)[dist.get_rank()]
+    cast = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in whole.items()}
+    zarrckpt.load(cast, url, share_reads=True, allow_cast=True)
+    assert all(torch.equal(cast[name], whole[name].to(dtype)) for name in whole)
+    # DCP's own planner; and only the coordinator's choice counts.
+    target = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    reader = ZarrStorageReader(url, share_reads=dist.get_rank() == 0)
+    dcp.load(target, storage_reader=reader, planner=DefaultLoadPlanner())
+    assert all(torch.equal(target[name], whole[name]) for name in whole)
+    fetched: list[Any] = [None] * 4
+    dist.all_gather_object(fetched, reader.bytes_read)
+    assert sum(fetched) == stored_bytes(url)
+    # Ranks that want different tensors, and one that wants none.
+    names = (["w", "v"], ["v", "norm"], ["norm", "w"], [])[dist.get_rank()]
+    target = {name: torch.zeros_like(whole[name]) for name in names}
+    dcp.load(target, storage_reader=ZarrStorageReader(url, share_reads=True))
+    assert all(torch.equal(target[name], whole[name]) for name in names)
+
+
+def test_targets_of_every_kind(tmp_path: Path) -> None:
+    run_ranks(_other_targets, str(tmp_path / "run"))
+
+
+def _many_rounds(url: str) -> list[tuple[int, int, int]]:
+    _save(url, "ddp", 4, {"max_chunk_bytes": 1 << 16})
+    with swaps_recorded() as swaps:
+        nbytes = _load(url, "ddp", 4, True, max_inflight_bytes=1 << 20)
+    assert nbytes < stored_bytes(url) / 2
+    return swaps
+
+
+def test_rounds_stay_within_the_memory_bound(tmp_path: Path) -> None:
+    for swaps in run_ranks(_many_rounds, str(tmp_path / "run")):
+        # 4 MiB in rounds of a quarter of 1 MiB.
+        assert len(swaps) >= 16
+        assert [tag for tag, _, _ in swaps] == sorted({tag for tag, _, _ in swaps})
+        assert all(nbytes <= 1 << 18 for _, _, nbytes in swaps)
+
+
+def _one_subchunk_a_round(url: str) -> None:
+    _save(url, "fsdp", 4, {})
+    for kind in ("ddp", "hsdp", "odd"):
+        _load(url, kind, 4, True, max_inflight_bytes=1)
+
+
+def test_a_bound_below_one_subchunk_still_loads(tmp_path: Path) -> None:
+    run_ranks(_one_subchunk_a_round, str(tmp_path / "run"))
+
+
+def _some_ranks(url: str) -> int | None:
+    group = dist.new_group([1, 3])
+    if dist.get_rank() not in (1, 3):
+        return None
+    zarrckpt.save(wholes(6), url, process_group=group, max_chunk_bytes=1 << 18)
+    return _load(url, "ddp", 6, True, process_group=group)
+
+
+def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    fetched = run_ranks(_some_ranks, url)
+    assert fetched[0] is fetched[2] is None
+    assert fetched[1] + fetched[3] == stored_bytes(url)
+    assert min(fetched[1], fetched[3]) > 0.4 * stored_bytes(url)
+
+
+def _save_load_save(url: str) -> list[str]:
+    made = []
+    channel = _exchange.Channel
+
+    class Counted(channel):  # type: ignore[misc, valid-type]
+        def __init__(self, mesh: Any) -> None:
+            made.append(mesh.name)
+            super().__init__(mesh)
+
+    with patch.object(_exchange, "Channel", Counted):
+        _save(f"{url}/1", "fsdp", 1, {})
+        for share in (True, False, True):
+            _load(f"{url}/1", "ddp", 1, share)
+        _save(f"{url}/2", "odd", 2, {})
+        _load(f"{url}/2", "hsdp", 2, True)
+    return made
+
+
+def test_loads_and_saves_take_turns_on_one_mesh(tmp_path: Path) -> None:
+    meshes = run_ranks(_save_load_save, str(tmp_path))
+    assert all(len(names) == 1 for names in meshes) and len({names[0] for names in meshes}) == 1
+
+
+class Changing(DefaultLoadPlanner):
+    """On rank 1, a plan other than the one that the coordinator has made its part for."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self._how = how
+
+    def finish_plan(self, central_plan: Any) -> Any:
+        plan = super().finish_plan(central_plan)
+        if dist.get_rank() != 1:
+            return plan
+        if self._how == "anew":
+            return replace(plan, storage_data=None)
+        return replace(plan, items=[item for item in plan.items if item.storage_index.fqn != "w"])
+
+
+def _changed_plan(url: str, how: str) -> None:
+    _save(url, "ddp", 3, {"max_chunk_bytes": 1 << 18})
+    target = {name: torch.zeros_like(tensor) for name, tensor in wholes(0).items()}
+    dcp.load(target, storage_reader=ZarrStorageReader(url, share_reads=True), planner=Changing(how))
+    left_out = {"w"} if how == "fewer" and dist.get_rank() == 1 else set()
+    expected = wholes(3)
+    for name, tensor in target.items():
+        assert torch.equal(tensor, torch.zeros_like(tensor) if name in left_out else expected[name]), name
+
+
+@pytest.mark.parametrize("how", ["anew", "fewer"])
+def test_a_planner_that_changes_its_plan_reads_for_itself(how: str, tmp_path: Path) -> None:
+    run_ranks(_changed_plan, str(tmp_path / "run"), how)
+
+
+# -- damage
+
+
+def _fragile(number: float) -> dict[str, Any]:
+    """Tensors whose chunks all ranks need, two, one, and all but for parts of their own."""
+    square, line = _mesh([[0, 1], [2, 3]]), _mesh([0, 1, 2, 3])
+    return {
+        "all": full((8, 6), number),
+        "pair": placed(full((8, 5), number + 1), square, [Replicate(), Shard(0)]),
+        "own": placed(full((8, 4), number + 2), line, [Shard(0)]),
+        "odd": fsdp_tp(full((34, 3), number + 3), square),
+        "more": full((64,), number + 4),
+    }
+
+
+DAMAGED = {
+    "all/c.0.0": {0, 1, 2, 3},
+    "pair/c.0.0": {0, 2},
+    "pair/c.1.0": {1, 3},
+    "own/c.2.0": {2},
+    "odd/c.0.0": {0, 1, 2, 3},
+}
+"""Which ranks need each of these chunks."""
+
+
+def _failures(load: Callable[[], object]) -> dict[int, type]:
+    """The ranks that failed, and with what."""
+    try:
+        load()
+    except CheckpointException as err:
+        return {rank: type(error) for rank, (error, _) in err.failures.items()}
+    return {}
+
+
+def _is_filled(target: Mapping[str, Any], number: float) -> bool:
+    return held_of(target) == held_of(_fragile(number))
+
+
+def _damage(path: Path, how: str) -> None:
+    if how == "missing":
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[9] ^= 16
+        path.write_bytes(data if how == "flipped" else data[:-5])
+
+
+def _loads_with_damage(url: str, how: str) -> None:
+    zarrckpt.save(_fragile(1), url, min_piece_bytes=0)
+    for key, needing in DAMAGED.items():
+        path = Path(url, key)
+        whole = path.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            _damage(path, how)
+        dist.barrier()
+        target = _fragile(-1)
+        began = time.monotonic()
+        failed = _failures(
+            lambda target=target: dcp.load(target, storage_reader=ZarrStorageReader(url, share_reads=True))
+        )  # type: ignore[misc]
+        assert failed == dict.fromkeys(needing, CorruptCheckpointError), (key, failed)
+        assert time.monotonic() - began < QUICK
+        assert _is_filled(target, 1) == (dist.get_rank() not in needing)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(whole)
+        dist.barrier()
+        # A load after a failed one is right again.
+        dcp.load(target, storage_reader=ZarrStorageReader(url, share_reads=True))
+        assert _is_filled(target, 1)
+
+
+@pytest.mark.parametrize("how", ["flipped", "missing", "short"])
+def test_damage_fails_those_who_need_the_chunk_and_nobody_else(how: str, tmp_path: Path) -> None:
+    run_ranks(_loads_with_damage, str(tmp_path / "run"), how)
+
+
+def _load_fragile(url: str) -> None:
+    zarrckpt.load(_fragile(-1), url, share_reads=True)
+
+
+def _save_fragile(url: str) -> None:
+    zarrckpt.save(_fragile(1), url, min_piece_bytes=0)
+
+
+def test_damage_is_named_on_every_rank(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    run_ranks(_save_fragile, url)
+    _damage(tmp_path / "run" / "pair" / "c.0.0", "flipped")
+    text = all_ranks_raise(CorruptCheckpointError, _load_fragile, url)
+    assert "'pair/c.0.0'" in text and "'pair'" in text
+
+
+# -- ranks that fail
+
+
+class Unwell(Exception):
+    """What fails in these tests."""
+
+
+class UnwellPlanner(ZarrLoadPlanner):
+    """On one rank, one tensor cannot be resolved."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._unwell = dist.get_rank() == rank
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        if self._unwell and read_item.storage_index.fqn == "norm":
+            raise Unwell("not resolved")
+        return super().resolve_tensor(read_item)
+
+
+class UnwellReader(ZarrStorageReader):
+    """On one rank, it fails before it reads anything."""
+
+    unwell = -1
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == self.unwell:
+            raise Unwell("not read")
+        return super().read_data(plan, planner)
+
+
+@contextmanager
+def failing(where: str, rank: int, error: Exception, after: int) -> Iterator[None]:
+    """On one rank, a function fails after so many calls."""
+    place, name = {"swap": (_exchange.Channel, "swap"), "fetch": (_reading, "fetch"), "deliver": (_reading, "deliver")}[
+        where
+    ]
+    function = getattr(place, name)
+    left = [after]
+
+    def fails(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0 and (dist.get_rank() == rank):
+            raise error
+        return function(*args)
+
+    with patch.object(place, name, fails):
+        yield
+
+
+def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
+    """Returns the seconds that the load took."""
+    _save(url, "ddp", 1, {"max_chunk_bytes": 1 << 16})
+    target = state("ddp", -1)
+    # About 16 rounds.
+    reader: ZarrStorageReader = ZarrStorageReader(url, share_reads=True, max_inflight_bytes=1 << 20)
+    planner = ZarrLoadPlanner()
+    if how == "resolve":
+        planner = UnwellPlanner(rank)
+    elif how == "read_data":
+        reader = UnwellReader(url, share_reads=True, max_inflight_bytes=1 << 20)
+        reader.unwell = rank  # type: ignore[attr-defined]
+    error = _exchange.PeerLost("made up") if how == "lost" else Unwell(how)
+    where = {"lost": "swap"}.get(how, how)
+    dist.barrier()
+    began = time.monotonic()
+
+    def load() -> None:
+        dcp.load(target, storage_reader=reader, planner=planner)
+
+    if where in ("swap", "fetch", "deliver"):
+        with failing(where, rank, error, after=1 if where == "swap" else 9):
+            failed = _failures(load)
+    else:
+        failed = _failures(load)
+    seconds = time.monotonic() - began
+    assert failed == ({} if how == "lost" else {rank: Unwell})
+    if rank != dist.get_rank() or how == "lost":
+        assert not wrong("ddp", 1, target)
+    # The next load, on a mesh of its own.
+    _load(url, "ddp", 1, True)
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("how", "rank"),
+    [("resolve", 2), ("read_data", 1), ("read_data", 0), ("swap", 3), ("fetch", 1), ("deliver", 0), ("lost", 2)],
+)
+def test_who_fails_is_named_alone_and_the_others_read_for_themselves(how: str, rank: int, tmp_path: Path) -> None:
+    """Before it reads, between two rounds, while it fetches or copies; or where it only loses its peers ("lost")."""
+    assert max(run_ranks(_with_a_failing_rank, str(tmp_path / "run"), how, rank)) < QUICK
+
+
+def _killed_between_rounds(url: str, notes: str) -> None:
+    _save(url, "ddp", 1, {"max_chunk_bytes": 1 << 16})
+    target = state("ddp", -1)
+    # Who waits for one that waits for the dead one hears nothing before the group's own timeout.
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    swap = _exchange.Channel.swap
+    calls = []
+
+    def dies(*args: Any) -> Any:
+        calls.append(1)
+        if dist.get_rank() == 2 and len(calls) == 3:
+            os._exit(1)
+        return swap(*args)
+
+    dist.barrier()
+    began = time.monotonic()
+    error: BaseException | None = None
+    with patch.object(_exchange.Channel, "swap", dies):
+        try:
+            zarrckpt.load(target, url, share_reads=True, max_inflight_bytes=1 << 20, process_group=group)
+        except Exception as err:
+            error = err
+    # It has read all by itself before it was to meet the others again.
+    right = not wrong("ddp", 1, target)
+    Path(notes, str(dist.get_rank())).write_text(f"{time.monotonic() - began} {error is not None} {right}")
+
+
+def test_the_death_of_a_rank_ends_the_others_quickly(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    with pytest.raises(RankError) as caught:
+        run_ranks(_killed_between_rounds, str(tmp_path / "run"), str(notes))
+    assert list(caught.value.failures) == [2]
+    told = {int(path.name): path.read_text().split() for path in notes.iterdir()}
+    assert told.keys() == {0, 1, 3}
+    for seconds, raised, right in told.values():
+        assert float(seconds) < QUICK and raised == right == "True"
