@@ -390,7 +390,7 @@ def _opens(url: str) -> bool:
 
 def test_a_rank_that_fails_within_its_exchange(tmp_path: Path) -> None:
     """It alone is named, at once; the next save works, on a mesh that all ranks made anew."""
-    for row in zip(*run_ranks(_fail_in_exchanges, str(tmp_path), timeout=400), strict=True):
+    for row in zip(*run_ranks(_fail_in_exchanges, str(tmp_path), timeout=200), strict=True):
         for rank, told in enumerate(row):
             assert told.failed == [told.rank] and told.seconds < SECONDS, (rank, told)
             assert not told.opened and not told.wrong, (rank, told)
