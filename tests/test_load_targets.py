@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from layouts import Place, family, gathered, net
 from models import same, snapshot
 from ranks import all_ranks_raise, run_ranks
@@ -17,6 +18,7 @@ from store_servers import S3Place
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
@@ -554,3 +556,37 @@ def _save_and_load_wrapped(url: str) -> None:
 
 def test_local_shards_of_one_dtensor(tmp_path: Path) -> None:
     run_ranks(_save_and_load_wrapped, str(tmp_path / "one"))
+
+
+# -- ranks that see different saves
+
+
+class _LateReader(zarrckpt.ZarrStorageReader):
+    """On rank 1, opens the checkpoint after it was replaced."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._where = url
+
+    def read_metadata(self) -> Any:
+        found = super().read_metadata()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            writer = zarrckpt.ZarrStorageWriter(self._where, overwrite=True, keep_replaced=True)
+            dcp.save({"w": torch.full((8,), 2.0)}, storage_writer=writer, no_dist=True)
+        dist.barrier()
+        return super().read_metadata() if dist.get_rank() == 1 else found
+
+
+def _load_while_replaced(url: str) -> None:
+    target = {"w": torch.zeros(8)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=_LateReader(url))
+    errors = [error for error, _ in caught.value.failures.values()]
+    assert errors and all(isinstance(error, zarrckpt.CheckpointReplacedError) for error in errors), errors
+    assert target["w"].eq(0).all()
+
+
+def test_ranks_that_opened_different_saves_load_neither(tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.ones(8)}, tmp_path / "one")
+    run_ranks(_load_while_replaced, str(tmp_path / "one"), world_size=2)

@@ -5,6 +5,7 @@ What a rank holds after a load is compared, bit for bit, with what it would hold
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import Counter
@@ -223,6 +224,23 @@ def test_a_server_is_asked_for_each_byte_once(s3_stub: S3Stub, monkeypatch: pyte
 
 
 # -- targets of every kind, planners, groups
+
+
+def _of_subsets(url: str) -> int:
+    """Tensors for every set of two ranks or more, so that what one fetches goes to others in many combinations."""
+    sets = ["".join(map(str, ranks)) for n in (2, 3, 4) for ranks in itertools.combinations(range(4), n)]
+    whole = {f"for{ranks}.{n}": full((40 + n,), 10 * n + int(ranks)) for ranks in sets for n in range(4)}
+    zarrckpt.save(whole, url)
+    target = {name: torch.zeros_like(t) for name, t in whole.items() if str(dist.get_rank()) in name.split(".")[0]}
+    reader = ZarrStorageReader(url, share_reads=True)
+    dcp.load(target, storage_reader=reader)
+    assert len(target) == 4 * 7 and all(torch.equal(target[name], whole[name]) for name in target)
+    return reader.bytes_read
+
+
+def test_tensors_for_every_set_of_ranks(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    assert sum(run_ranks(_of_subsets, url)) == stored_bytes(url)
 
 
 @contextmanager

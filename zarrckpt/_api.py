@@ -114,7 +114,7 @@ def load(
 
     Every rank of the process group calls it with its own state, in any sharding. Keys, shapes and dtypes of all
     targets are checked before the first is touched. One rank reads the root document; each fetches what its own
-    boxes need.
+    boxes need, less what ``share_reads`` has others hand it.
 
     Args:
         state: as for :func:`save`. A non-tensor target stands for whatever the checkpoint has under its name.

@@ -38,10 +38,12 @@ class Facts:
     meshes: Mapping[tuple[int, ...], str]
     items: Sequence[WriteItem] = ()
     notes: Notes | None = None
+    save_id: str = ""
+    """Which save this rank is about to load."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # In a plan's pickle the items cost nothing: it has them already.
-        return (_receive_facts, (self.rank, self.meshes, self.items, self.notes))
+        return (_receive_facts, (self.rank, self.meshes, self.items, self.notes, self.save_id))
 
 
 @dataclass(frozen=True)
@@ -108,12 +110,12 @@ def clear() -> None:
     _inbox.facts, _inbox.own, _inbox.ticket, _inbox.joining = [], None, None, None
 
 
-def own_facts(items: Sequence[WriteItem] = (), notes: Notes | None = None) -> Facts:
+def own_facts(items: Sequence[WriteItem] = (), notes: Notes | None = None, save_id: str = "") -> Facts:
     """What this rank tells the coordinator. The meshes among it are this thread's until the ticket comes."""
     _withdraw()
     _inbox.offered = take_idle()
     meshes = {members: channel.mesh.name for members, channel in _inbox.offered.items()}
-    _inbox.own = Facts(global_rank(), meshes, items, notes)
+    _inbox.own = Facts(global_rank(), meshes, items, notes, save_id)
     return _inbox.own
 
 

@@ -25,7 +25,7 @@ from torch.futures import Future
 from zarrckpt import _mail
 from zarrckpt._catalog import Catalog
 from zarrckpt._documents import ArrayNode
-from zarrckpt._errors import CheckpointError, KeyMismatchError
+from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError
 from zarrckpt._exchange import choose
 from zarrckpt._mail import Ticket
 from zarrckpt._planner import ZarrLoadPlanner
@@ -41,7 +41,8 @@ class ZarrStorageReader(StorageReader):
     """Load a checkpoint of this package with ``torch.distributed.checkpoint``, into any sharding.
 
     Pass it as ``dcp.load(state_dict, storage_reader=ZarrStorageReader(url))``, or give the url as
-    ``checkpoint_id``. Each rank fetches what its own boxes need. Pickles without clients and without secrets.
+    ``checkpoint_id``. Each rank fetches what its own boxes need, less what others hand it. Pickles without clients
+    and without secrets.
 
     Args:
         url: where the checkpoint is: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
@@ -148,11 +149,21 @@ class ZarrStorageReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan as it is, each box turns into requests when it is read; with what the coordinator must know."""
-        return dataclasses.replace(plan, storage_data=_mail.own_facts())
+        save_id = self._catalog.root.save_id if self._catalog is not None else ""
+        return dataclasses.replace(plan, storage_data=_mail.own_facts(save_id=save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """With ``share_reads``, say which rank fetches what several need. Called by the coordinator; no I/O."""
+        """With ``share_reads``, say which rank fetches what several need. Called by the coordinator; no I/O.
+
+        Raises CheckpointReplacedError where ranks have read the roots of different saves.
+        """
         facts = _mail.all_facts(plans)
+        saves = {fact.save_id for fact in facts}
+        if len(saves) > 1:
+            raise CheckpointReplacedError(
+                f"the checkpoint at {self.checkpoint_id} was replaced while the ranks opened it: some have save "
+                f"{min(saves)[:8]}, others {max(saves)[:8]}; nothing was loaded, load again"
+            )
         shares: list[Shares] = [{}] * len(plans)
         if len(plans) > 1 and self._catalog is not None and self._shares(self._catalog):
             nodes = self._catalog.root.tensors
