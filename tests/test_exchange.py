@@ -45,7 +45,7 @@ from uneven_states import (
 )
 
 import zarrckpt
-from zarrckpt import ZarrSavePlanner, ZarrStorageWriter
+from zarrckpt import ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
 from zarrckpt._exchange import Channel, idle_meshes
 from zarrckpt._store._local import LocalStore
 
@@ -333,7 +333,7 @@ def _fault(what: str) -> Any:
     def fail(*_: Any) -> None:
         raise Injected(what)
 
-    chunks = itertools.count()
+    chunks, reads = itertools.count(), itertools.count()
 
     def put(store: LocalStore, key: str, buffers: Any, real: Any = LocalStore.put) -> None:
         # For good, after three chunks: some rounds are through.
@@ -345,6 +345,13 @@ def _fault(what: str) -> Any:
         if any("/c." in key for key in keys):  # not those of the coordinator's begin
             fail()
 
+    def read_into(store: LocalStore, key: str, *args: Any, real: Any = LocalStore.read_into) -> None:
+        if "/c." in key and "@zarrckpt" not in key and next(reads) >= 1:  # not the table of checksums
+            fail()
+        real(store, key, *args)
+
+    if what == "read":
+        return patch.object(LocalStore, "read_into", read_into)
     if what == "put":
         return patch.object(LocalStore, "put", put)
     if what == "sync":
@@ -396,6 +403,36 @@ def test_a_rank_that_fails_within_its_exchange(tmp_path: Path) -> None:
             assert not told.opened and not told.wrong, (rank, told)
             before, after = told.meshes
             assert before != after and told.meshes == row[0].meshes, (rank, told)
+
+
+def _fail_in_shared_reads(url: str) -> list[Told]:
+    """Every rank fails while reads are shared. The others have all that they need then, and are told who failed."""
+    found = []
+    zarrckpt.save(uneven_state(5), url)
+    target, expected = uneven_state(-1), held_of(uneven_state(5))
+    for what, rank in itertools.product(("swap 1", "swap 3", "read"), ALL):
+        told, reader = Told(what, rank), ZarrStorageReader(url, share_reads=True, max_inflight_bytes=4)
+        clear(target)
+        began = time.monotonic()
+        try:
+            with _fault(what) if dist.get_rank() == rank else contextlib.nullcontext():
+                dcp.load(target, storage_reader=reader, planner=ZarrLoadPlanner())
+        except CheckpointException as err:
+            told.failed = sorted(err.failures)
+        told.seconds = time.monotonic() - began
+        if dist.get_rank() != rank:
+            told.wrong += [name for name, held in held_of(target).items() if held != expected[name]]
+        clear(target)
+        dcp.load(target, storage_reader=reader, planner=ZarrLoadPlanner())
+        told.wrong += [name for name, held in held_of(target).items() if held != expected[name]]
+        found.append(told)
+    return found
+
+
+def test_a_rank_that_fails_while_reads_are_shared(tmp_path: Path) -> None:
+    for row in zip(*run_ranks(_fail_in_shared_reads, str(tmp_path / "one"), timeout=200), strict=True):
+        for rank, told in enumerate(row):
+            assert told.failed == [told.rank] and told.seconds < SECONDS and not told.wrong, (rank, told)
 
 
 def _job(folder: Path, function: Callable[..., None], *args: Any) -> list[int | None]:

@@ -273,13 +273,17 @@ def _save_sharded(folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     full = torch.arange(35.0).reshape(5, 7)
     state = {"rows": distribute_tensor(full, mesh, [Shard(0)]), "columns": distribute_tensor(full, mesh, [Shard(1)])}
-    zarrckpt.save({**state, "plain": full, "step": 3}, folder)
+    zarrckpt.save({**state, "plain": full, "step": 3}, f"{folder}/apart", min_piece_bytes=0)
+    zarrckpt.save({**state, "plain": full, "step": 3}, f"{folder}/merged")
 
 
 def test_shards_are_padded_chunks_and_their_writers_are_known(tmp_path: Path) -> None:
-    run_ranks(_save_sharded, str(tmp_path / "ck"), world_size=2)
-    reader = Reader(tmp_path / "ck")
+    run_ranks(_save_sharded, str(tmp_path), world_size=2)
     full = torch.arange(35.0).reshape(5, 7)
+    merged = Reader(tmp_path / "merged")
+    check_tensors(merged, {"rows": full, "columns": full, "plain": full})
+    assert (merged.arrays["rows"].chunk, merged.arrays["columns"].chunk) == ([5, 7], [5, 7])
+    reader = Reader(tmp_path / "apart")
     check_tensors(reader, {"rows": full, "columns": full, "plain": full})
     assert (reader.arrays["rows"].chunk, reader.arrays["columns"].chunk) == ([3, 7], [5, 4])
     writers = reader.table("writers")
