@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._state_dict_utils import _create_cpu_state_dict
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -166,3 +168,15 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         if not equal:
             differ.append(name)
     return differ
+
+
+class CachingStager(BlockingAsyncStager):
+    """DCP's stager that keeps its buffers; unpinned, since pinning needs a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(cache_staged_state_dict=True)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self.state_dict_cache is None:
+            self.state_dict_cache = _create_cpu_state_dict(state_dict)
+        return super().stage(state_dict)

@@ -157,3 +157,10 @@ def _forget_meshes() -> None:
 
         _clear_sharding_prop_cache()
         _gen_transform_infos.cache_clear()
+
+
+def idle_meshes() -> dict[tuple[int, ...], str]:
+    """The meshes that this rank could use again, by their members; in one of the processes that these tests start."""
+    from zarrckpt import _exchange
+
+    return {members: channel.mesh.name for members, channel in _exchange._idle.items() if channel.usable}

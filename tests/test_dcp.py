@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import make_run, same, snapshot
+from models import CachingStager, make_run, same, snapshot
 from ranks import run_ranks
 from store_servers import S3Place
-from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys, load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, save_state_dict
@@ -569,24 +568,12 @@ def _wait(answer: Any) -> Any:
     return (answer if isinstance(answer, Future) else answer.upload_completion).result(timeout=60)
 
 
-class _CachingStager(BlockingAsyncStager):
-    """DCP's stager that keeps its buffers; unpinned, since pinning needs a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__(cache_staged_state_dict=True)
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if self.state_dict_cache is None:
-            self.state_dict_cache = _create_cpu_state_dict(state_dict)
-        return super().stage(state_dict)
-
-
 def _async_saves(folder: str, kind: AsyncCheckpointerType) -> list[str]:
     """Training goes on while DCP saves in the background; the checkpoint has what was there at the call."""
     stagers: dict[str, Callable[[], Any]] = {
         "none": lambda: None,
         "default": lambda: DefaultStager(StagingOptions(False, False, False, False)),
-        "blocking": _CachingStager,
+        "blocking": CachingStager,
     }
     urls = []
     for name, make in stagers.items():

@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import same
+from models import CachingStager, same
 from ranks import run_ranks
 from store_servers import S3Place
-from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import _patch_model_state_dict, _patch_optimizer_state_dict
@@ -135,18 +134,6 @@ def test_a_compiled_training_goes_on(kind: str, tmp_path: Path) -> None:
 # -- DCP's asynchronous saves
 
 
-class _CachedArea(BlockingAsyncStager):
-    """DCP's stager that keeps its staging area; unpinned, since pinning needs a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__(cache_staged_state_dict=True)
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if self.state_dict_cache is None:
-            self.state_dict_cache = _create_cpu_state_dict(state_dict)
-        return super().stage(state_dict)
-
-
 def _stagers(by: AsyncCheckpointerType) -> dict[str, Callable[[], Any]]:
     shared = by == AsyncCheckpointerType.PROCESS
 
@@ -156,7 +143,7 @@ def _stagers(by: AsyncCheckpointerType) -> dict[str, Callable[[], Any]]:
     stagers: dict[str, Callable[[], Any]] = {
         "buffers kept, in a thread": lambda: default(True),
         "nothing kept": BlockingAsyncStager,
-        "staging area kept": _CachedArea,
+        "staging area kept": CachingStager,
     }
     if by == AsyncCheckpointerType.THREAD:
         stagers |= {"DCP's own choice": lambda: None, "buffers kept": lambda: default(False)}

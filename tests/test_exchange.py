@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
+from ranks import idle_meshes, run_ranks
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, _async_process_executor
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -38,6 +38,7 @@ from uneven_states import (
     full,
     held_of,
     mesh_of,
+    opens,
     same_bits,
     sharded,
     sharded_tensor,
@@ -46,7 +47,7 @@ from uneven_states import (
 
 import zarrckpt
 from zarrckpt import ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
-from zarrckpt._exchange import Channel, idle_meshes
+from zarrckpt._exchange import Channel
 from zarrckpt._store._local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -378,21 +379,13 @@ def _fail_in_exchanges(folder: str) -> list[Told]:
         except CheckpointException as err:
             told.failed = sorted(err.failures)
         told.seconds = time.monotonic() - began
-        told.opened = _opens(url)
+        told.opened = opens(url)
         dist.barrier()
         dcp.save(state, storage_writer=writer, planner=ZarrSavePlanner())
         told.meshes += idle_meshes().values()
         told.wrong = _wrong(url, 5)
         found.append(told)
     return found
-
-
-def _opens(url: str) -> bool:
-    try:
-        zarrckpt.open(url)
-    except zarrckpt.CheckpointNotFoundError:
-        return False
-    return True
 
 
 def test_a_rank_that_fails_within_its_exchange(tmp_path: Path) -> None:
@@ -466,7 +459,7 @@ def _die(folder: str, victim: int) -> None:
             dcp.save(state, storage_writer=ZarrStorageWriter(url, **MANY_ROUNDS), planner=ZarrSavePlanner())
     except Exception:  # no CheckpointException: there is no group any more to gather failures over
         raised = True
-    told = json.dumps([raised, time.monotonic() - began, _opens(url)])
+    told = json.dumps([raised, time.monotonic() - began, opens(url)])
     Path(folder, f"survivor-{victim}-{dist.get_rank()}").write_text(told)
 
 

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
-from uneven_states import clear, differing, held_of, uneven_state
+from uneven_states import clear, differing, held_of, opens, uneven_state
 
 import zarrckpt
 from zarrckpt import ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
@@ -367,14 +367,6 @@ def _works(call: Callable[[], Any]) -> list[str]:
     return []
 
 
-def _opens(url: str) -> bool:
-    try:
-        zarrckpt.open(url)
-    except zarrckpt.CheckpointNotFoundError:
-        return False
-    return True
-
-
 def _fail_saves(folder: str, cases: Sequence[Case], coordinator: int, options: dict[str, Any]) -> list[Told]:
     """Let each case fail, then save to the same url with the same writer."""
     found = []
@@ -389,7 +381,7 @@ def _fail_saves(folder: str, cases: Sequence[Case], coordinator: int, options: d
 
         told = Told(case)
         _fails(told, save)
-        told.opened = _opens(url)
+        told.opened = opens(url)
         dist.barrier()
         fault.case = None
         told.next_wrong = _works(save)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import make_run
-from ranks import all_ranks_raise, run_ranks
+from ranks import all_ranks_raise, idle_meshes, run_ranks
 from s3_stub import S3Stub
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -163,7 +163,7 @@ def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanRepo
     """The report, the save's, and what this rank's messages came to: bytes sent, swaps, meshes made or taken."""
     state = STATES[name](1)
     report = planned(state, **sizes)
-    idle = set(_exchange.idle_meshes().values())
+    idle = set(idle_meshes().values())
     sent, tags = [0], set()
     swap = _exchange.Channel.swap
 
@@ -175,7 +175,7 @@ def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanRepo
 
     with patch.object(_exchange.Channel, "swap", counted):
         saved = zarrckpt.save(state, url, **sizes)
-    return report, saved, sent[0], max(tags, default=-1) + 1, len(set(_exchange.idle_meshes().values()) - idle)
+    return report, saved, sent[0], max(tags, default=-1) + 1, len(set(idle_meshes().values()) - idle)
 
 
 @pytest.mark.parametrize(

@@ -144,3 +144,12 @@ def clear(state: Mapping[str, Any]) -> None:
     for parts in _held(state).values():
         for part in parts:
             part.fill_(-1)
+
+
+def opens(url: str) -> bool:
+    """Whether a checkpoint is committed at a url."""
+    try:
+        zarrckpt.open(url)
+    except zarrckpt.CheckpointNotFoundError:
+        return False
+    return True

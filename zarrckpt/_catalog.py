@@ -21,7 +21,7 @@ from zarrckpt._errors import (
 from zarrckpt._grid import Ints
 from zarrckpt._root import CHECKSUMS, WRITERS, Root, Table, ValueEntry, table_node
 from zarrckpt._store import Store, StoreSpec
-from zarrckpt._transfer import read_box
+from zarrckpt._transfer import chunk_checksums, read_box
 
 
 class Catalog:
@@ -53,9 +53,7 @@ class Catalog:
 
     def chunk_checksums(self, node: ArrayNode, chunk: Ints) -> _codec.RawArray:
         """One chunk's part of the checksum table: its subchunks in C order."""
-        per_chunk = math.prod(node.grid.sub_counts)
-        first = node.grid.chunk_number(chunk) * per_chunk
-        return self.checksums(node)[first : first + per_chunk]
+        return chunk_checksums(node, chunk, self.checksums(node))
 
     def _places(self) -> dict[str, int]:
         places, first = {}, 0

@@ -15,7 +15,7 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -130,12 +130,6 @@ def _forget_all() -> None:
     _idle.clear()
 
 
-def idle_meshes() -> dict[tuple[int, ...], str]:
-    """The meshes that this rank could use again, by their members."""
-    with _lock:
-        return {members: channel.mesh.name for members, channel in _idle.items() if channel.usable}
-
-
 def take_idle() -> dict[tuple[int, ...], Channel]:
     """The channels that this rank could use again, by their members: the caller's alone until it releases them.
 
@@ -195,6 +189,21 @@ class Joining:
     def abandon(self) -> None:
         """Stop watching: the save or load that this belonged to is over."""
         self._entered.set()
+
+
+@contextlib.contextmanager
+def entered(joining: Joining) -> Iterator[Channel]:
+    """The channel for a block: kept for the next save or load if the block ends well, closed whatever else ends it.
+
+    Raises PeerLost where the mesh was not made.
+    """
+    channel = joining.enter()
+    try:
+        yield channel
+    except BaseException:
+        channel.close()
+        raise
+    channel.release()
 
 
 def _gathers(thread: int) -> bool:

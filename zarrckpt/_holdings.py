@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from zarrckpt import _dtypes
 from zarrckpt._chunking import overlapping
 from zarrckpt._digests import disagreeing, is_empty_dict
 from zarrckpt._errors import UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._grid import Box, Ints
-from zarrckpt._mail import Facts
+from zarrckpt._mail import Facts, Notes, own_facts
 from zarrckpt._owners import Held
 
 
@@ -61,6 +62,14 @@ def check_item(item: WriteItem) -> None:
             "saved: convert it with .to_dense(), or save its parts"
         )
     _dtype(item.index.fqn, properties.dtype)
+
+
+def with_facts(plan: SavePlan) -> SavePlan:
+    """A rank's plan with what the coordinator must know. Raises UnsupportedValueError for what can't be saved."""
+    for item in plan.items:
+        check_item(item)
+    notes = plan.storage_data if isinstance(plan.storage_data, Notes) else None
+    return dataclasses.replace(plan, storage_data=own_facts(plan.items, notes))
 
 
 def item_box(item: WriteItem) -> Box:

@@ -20,7 +20,7 @@ from zarrckpt import _state
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._flatten import flatten
 from zarrckpt._per_rank import LoadedRanks
-from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner
+from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner, listed, without_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +118,10 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         left = owed & ~np.bitwise_or.reduce([one.targets for one in found])
         names = [name for name, bit in zip(self.metadata.state_dict_metadata, np.unpackbits(left), strict=False) if bit]
         if names:
-            shown = "".join(f"\n  {name!r} is in the checkpoint and has no target" for name in names[:50])
-            more = f"\n  and {len(names) - 50} more" if len(names) > 50 else ""
+            shown = listed([without_target(name) for name in names])
             raise KeyMismatchError(
                 f"the modules and optimizers of the state lack {len(names)} of their entries in the checkpoint, on all "
-                f"ranks; nothing was loaded:{shown}{more}\nstrict=False leaves these out, keys=[...] loads a part"
+                f"ranks; nothing was loaded:{shown}\nstrict=False leaves these out, keys=[...] loads a part"
             )
 
     @contextmanager

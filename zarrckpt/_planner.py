@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,17 @@ from zarrckpt._state_path import StatePath
 from zarrckpt._tensors import OVERLAPS, overlaps
 
 _PER_RANK = "is a PerRank, which zarrckpt.save, async_save and load take, and DCP's own calls do not"
+
+
+def without_target(fqn: str) -> str:
+    """The difference that an entry is which nothing takes."""
+    return f"{fqn!r} is in the checkpoint and has no target"
+
+
+def listed(faults: Sequence[str]) -> str:
+    """Differences between target and checkpoint for a message, a line each."""
+    more = [f"and {len(faults) - 50} more"] if len(faults) > 50 else []
+    return "".join(f"\n  {line}" for line in [*faults[:50], *more])
 
 
 class ZarrSavePlanner(DefaultSavePlanner):
@@ -227,14 +238,10 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         ]
         if not self.allow_partial_load:
             faults += [f"{fqn!r} is not in the checkpoint" for fqn in self.missing]
-            faults += [
-                f"{fqn!r} is in the checkpoint and has no target" for fqn in self.unexpected if self._required(fqn)
-            ]
+            faults += [without_target(fqn) for fqn in self.unexpected if self._required(fqn)]
         if faults:
-            shown = "".join(f"\n  {fault}" for fault in faults[:50])
-            more = f"\n  and {len(faults) - 50} more" if len(faults) > 50 else ""
             raise KeyMismatchError(
-                f"{len(faults)} entries of the target and the checkpoint differ; nothing was loaded:{shown}{more}\n"
+                f"{len(faults)} entries of the target and the checkpoint differ; nothing was loaded:{listed(faults)}\n"
                 "strict=False skips missing keys, allow_cast=True converts dtypes, keys=[...] loads a part"
             )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -13,8 +12,8 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from zarrckpt import _mail
 from zarrckpt._chunking import MAX_CHUNK_BYTES
 from zarrckpt._distributed import in_use, own_errors
-from zarrckpt._holdings import check_item
-from zarrckpt._mail import Facts, Notes
+from zarrckpt._holdings import with_facts
+from zarrckpt._mail import Facts
 from zarrckpt._object_planners import ObjectSavePlanner
 from zarrckpt._plan import SavePlans, Sizes, plan_save
 from zarrckpt._report import PlanReport
@@ -47,11 +46,7 @@ def plan_report(
 
     def local() -> SavePlan:
         planner.set_up_planner(cast("dict[str, Any]", state))
-        plan = planner.create_local_plan()
-        for item in plan.items:
-            check_item(item)
-        notes = plan.storage_data if isinstance(plan.storage_data, Notes) else None
-        return dataclasses.replace(plan, storage_data=_mail.own_facts(plan.items, notes))
+        return with_facts(planner.create_local_plan())
 
     def report(plans: list[SavePlan]) -> PlanReport:
         facts: list[Facts] = [plan.storage_data for plan in plans]
@@ -79,10 +74,5 @@ def report_of(plans: SavePlans) -> PlanReport:
         rank_bytes=tuple(rank_bytes),
         moved_bytes=sum(chunk.piece_bytes(box) for chunk in plans.owned for _, box in chunk.foreign),
         merged=sum(len(chunk.pieces) > 1 for chunk in plans.owned),
-        rounds=_rounds(plans),
+        rounds=max((chunk.round for chunk in plans.owned), default=-1) + 1,
     )
-
-
-def _rounds(plans: SavePlans) -> int:
-    numbers: Sequence[int] = [chunk.round for chunk in plans.owned]
-    return max(numbers, default=-1) + 1

@@ -23,7 +23,7 @@ from zarrckpt._codec import RawArray
 from zarrckpt._documents import NODE, ArrayNode, Json, dumps, join
 from zarrckpt._dtypes import by_name
 from zarrckpt._errors import CheckpointError
-from zarrckpt._exchange import Channel, Joining, PeerLost
+from zarrckpt._exchange import Channel, Joining, PeerLost, entered
 from zarrckpt._grid import Box, Grid, Ints
 from zarrckpt._holdings import item_box
 from zarrckpt._plan import ChunkPlan, RankPlan, expect_piece
@@ -111,22 +111,14 @@ class RankWork:
         ``joining`` is the mesh that pieces move on. Where a peer is lost, the only result is a :class:`LostPeer`: it is
         the peer's error that counts.
         """
-        channel = None
+        if joining is None:
+            return self._write(concurrency, None)
         try:
             # First of all, so that the others hear of whatever fails here.
-            channel = joining.enter() if joining is not None else None
-            results = self._write(concurrency, channel)
+            with entered(joining) as channel:
+                return self._write(concurrency, channel)
         except PeerLost as err:
-            if channel is not None:
-                channel.close()
             return [WriteResult(MetadataIndex(""), 0, LostPeer(str(err)))]
-        except BaseException:
-            if channel is not None:
-                channel.close()
-            raise
-        if channel is not None:
-            channel.release()
-        return results
 
     def _write(self, concurrency: int, channel: Channel | None) -> list[WriteResult]:
         objects = [item for item in self._items if item.type == WriteItemType.BYTE_IO]
@@ -176,12 +168,10 @@ class RankWork:
         self._last = (place, tensor)
         return tensor
 
-    def _cut(self, place: int, box: Box) -> torch.Tensor:
-        """A part of one of this rank's items, on the tensor's own device."""
-        return self._resolve(place)[box.slices(item_box(self._items[place]).offset)]
-
     def _take(self, place: int, box: Box) -> RawArray:
-        return raw_tensor(self._items[place].index.fqn, self._cut(place, box))
+        """A part of one of this rank's items: cut on the tensor's own device, then raw elements."""
+        item = self._items[place]
+        return raw_tensor(item.index.fqn, self._resolve(place)[box.slices(item_box(item).offset)])
 
     def _chunk_bytes(self, chunk: ChunkPlan) -> int:
         node = self._plan.arrays[chunk.fqn]
@@ -216,7 +206,7 @@ class RankWork:
             out[part.box.slices(whole.offset)] = piece.view(out.dtype).reshape(part.box.shape)
         return out
 
-    def _put_array_chunk(self, node: ArrayNode, chunk: Ints, raw: _codec.RawArray) -> tuple[int, list[int]]:
+    def _put_array_chunk(self, node: ArrayNode, chunk: Ints, raw: RawArray) -> tuple[int, list[int]]:
         buffers, checksums = _codec.encode_chunk(node.grid, raw)
         self._put(join(self._tree, node.chunk_key(chunk)), buffers)
         return sum(len(buffer) for buffer in buffers), checksums

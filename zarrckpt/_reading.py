@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -15,8 +16,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from zarrckpt import _codec
 from zarrckpt._catalog import Catalog
 from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError
-from zarrckpt._exchange import Channel, Joining, PeerLost
+from zarrckpt._exchange import Channel, Joining, PeerLost, entered
 from zarrckpt._grid import Box, Ints, intersect
+from zarrckpt._messages import cut, lengths
 from zarrckpt._sharing import Run, ShareRound, Shares
 from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype
 from zarrckpt._transfer import (
@@ -28,7 +30,6 @@ from zarrckpt._transfer import (
     deliver,
     fetch,
     places_in,
-    plan_reads,
     run,
 )
 
@@ -60,11 +61,6 @@ class _Target:
     @property
     def nbytes(self) -> int:
         return self.box.size * self._node.dtype.itemsize
-
-    def reads(self, skip: Mapping[Ints, set[int]]) -> Iterator[ChunkRead]:
-        """The requests that fill it, but for subchunks that have been delivered already."""
-        node = self._node.under(self._catalog.root.tree)
-        return plan_reads(node, self.box, self._memory(), self._catalog.checksums(self._node), skip)
 
     def read(self, wanted: Run) -> ChunkRead | None:
         """A run as a request of this target; None where the target needs nothing of its chunk."""
@@ -105,7 +101,8 @@ class TensorReads:
         self._targets: dict[str, list[_Target]] = {}
         for item in items:
             self._targets.setdefault(item.storage_index.fqn, []).append(_Target(catalog, item, planner))
-        self._delivered: dict[str, dict[Ints, set[int]]] = {}
+        self._delivered: dict[tuple[str, Ints], set[int]] = {}
+        """By fqn and chunk, the places of subchunks that came with what ranks share."""
         self._lock = threading.Lock()
         self._total = sum(target.nbytes for target in self._all())
         self._done = 0
@@ -128,30 +125,18 @@ class TensorReads:
             target.finish()
 
     def _own_jobs(self) -> Iterator[Callable[[], None]]:
-        """What this rank fetches for itself alone."""
+        """What this rank fetches for itself alone; a subchunk that several of its boxes share, once."""
         for fqn, targets in self._targets.items():
-            skip = self._delivered.get(fqn, {})
-            if len(targets) == 1:
-                yield from (partial(self._read_one, read) for read in targets[0].reads(skip))
-            else:
-                # Several boxes of one tensor: a subchunk that they share is fetched once.
-                yield from (partial(self._read_run, wanted) for wanted in self._runs(fqn, targets, skip))
-
-    def _runs(self, fqn: str, targets: Sequence[_Target], skip: Mapping[Ints, set[int]]) -> Iterator[Run]:
-        node = self._catalog.root.tensors[fqn]
-        needed: dict[Ints, set[int]] = {}
-        for target in targets:
-            for chunk in node.grid.chunks_of(target.box):
-                needed.setdefault(chunk, set()).update(places_in(node.grid, chunk, target.box))
-        longest = max(1, READ_BYTES // _codec.subchunk_bytes(node.grid, node.dtype.itemsize))
-        for chunk, places in needed.items():
-            for first, cells in _codec.runs(sorted(places - skip.get(chunk, set())), longest):
-                yield Run(fqn, chunk, first, cells)
-
-    def _read_one(self, read: ChunkRead) -> None:
-        with self._budget.hold(read.nbytes):
-            stored = self._fetch(read, np.empty(read.nbytes, np.uint8))
-            self._deliver(read, stored)
+            node = self._catalog.root.tensors[fqn]
+            needed: dict[Ints, set[int]] = {}
+            for target in targets:
+                for chunk in node.grid.chunks_of(target.box):
+                    needed.setdefault(chunk, set()).update(places_in(node.grid, chunk, target.box))
+            longest = max(1, READ_BYTES // _codec.subchunk_bytes(node.grid, node.dtype.itemsize))
+            for chunk, places in needed.items():
+                left = places - self._delivered.get((fqn, chunk), set())
+                for first, cells in _codec.runs(sorted(left), longest):
+                    yield partial(self._read_run, Run(fqn, chunk, first, cells))
 
     def _read_run(self, wanted: Run) -> None:
         with self._budget.hold(self.nbytes(wanted)):
@@ -159,18 +144,28 @@ class TensorReads:
             self.fetch_run(wanted, stored)
             self._deliver_run(wanted, stored)
 
-    def _fetch(self, read: ChunkRead, stored: _codec.RawArray) -> _codec.RawArray:
-        fetch(self._catalog.store, read, stored)
-        with self._lock:
-            self.bytes_read += read.nbytes
-        return stored
+    def _reads_of(self, wanted: Run) -> list[ChunkRead]:
+        """A run as a request of each target here that needs something of its chunk."""
+        reads = (target.read(wanted) for target in self._targets.get(wanted.fqn, ()))
+        return [read for read in reads if read is not None]
 
-    def _deliver(self, read: ChunkRead, stored: _codec.RawArray) -> None:
-        filled = deliver(self._catalog.store, read, stored)
+    def fetch_run(self, wanted: Run, stored: _codec.RawArray) -> None:
+        """Fetch a run, unchecked. Raises PeerLost where this rank does not need it, as it was planned to."""
+        reads = self._reads_of(wanted)
+        if not reads:
+            raise PeerLost("this rank's planner has changed the plan that its part was made for")
+        fetch(self._catalog.store, reads[0], stored)
         with self._lock:
-            self._done += filled
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+            self.bytes_read += len(stored)
+
+    def _deliver_run(self, wanted: Run, stored: _codec.RawArray) -> None:
+        """Check a run and copy it into all targets here that need it."""
+        for read in self._reads_of(wanted):
+            filled = deliver(self._catalog.store, read, stored)
+            with self._lock:
+                self._done += filled
+                if self._progress is not None:
+                    self._progress(self._done, self._total)
 
     # -- together with other ranks
 
@@ -179,25 +174,15 @@ class TensorReads:
 
         Ends early where a peer is lost: what has not been delivered then, this rank fetches by itself.
         """
-        channel = None
         pool = ThreadPoolExecutor(concurrency, thread_name_prefix="zarrckpt")
         try:
-            channel = joining.enter()
-            if shares is None:
-                raise PeerLost("this rank was not told its part")
-            self._rounds(pool, shares, channel)
-        except PeerLost:
-            if channel is not None:
-                channel.close()
-            return
-        except BaseException:
-            if channel is not None:
-                channel.close()
-            raise
+            with suppress(PeerLost), entered(joining) as channel:
+                if shares is None:
+                    raise PeerLost("this rank was not told its part")
+                self._rounds(pool, shares, channel)
         finally:
             # After the channel is closed: the others need not wait for what is being fetched here.
             pool.shutdown(cancel_futures=True)
-        channel.release()
 
     def _rounds(self, pool: ThreadPoolExecutor, shares: Shares, channel: Channel) -> None:
         """One round after the other; while its messages are on their way, the next round's are fetched."""
@@ -208,44 +193,22 @@ class TensorReads:
             fetched = ahead
             fetched.wait()
             ahead = _Fetched(self, pool, steps[place + 1][1]) if place + 1 < len(steps) else None
-            lengths: dict[int, int] = {}
-            for wanted, source in step.receives:
-                lengths[source] = lengths.get(source, 0) + self.nbytes(wanted)
-            messages = channel.swap(fetched.messages(), lengths, number)
-            stored = [*fetched.parts(), *self._received(step, messages)]
-            for job in [pool.submit(self._deliver_run, wanted, data) for wanted, data in stored]:
+            parts = [(source, self.nbytes(wanted)) for wanted, source in step.receives]
+            received = cut(channel.swap(fetched.messages(), lengths(parts), number), parts)
+            stored = [*fetched.parts(), *zip((wanted for wanted, _ in step.receives), received, strict=True)]
+            for job in [pool.submit(self._take_shared, wanted, data) for wanted, data in stored]:
                 job.result()
 
-    def _received(
-        self, step: ShareRound, messages: Mapping[int, _codec.RawArray]
-    ) -> Iterator[tuple[Run, _codec.RawArray]]:
-        at = dict.fromkeys(messages, 0)
-        for wanted, source in step.receives:
-            begin, at[source] = at[source], at[source] + self.nbytes(wanted)
-            yield wanted, messages[source][begin : at[source]]
-
-    def _deliver_run(self, wanted: Run, stored: _codec.RawArray) -> None:
-        """Copy a run into all targets here that need it: checked again, since it came over a network."""
-        for target in self._targets.get(wanted.fqn, ()):
-            read = target.read(wanted)
-            if read is not None:
-                self._deliver(read, stored)
+    def _take_shared(self, wanted: Run, stored: _codec.RawArray) -> None:
+        """Deliver a run, whoever fetched it, and note that this rank need not."""
+        self._deliver_run(wanted, stored)
         with self._lock:
-            places = self._delivered.setdefault(wanted.fqn, {}).setdefault(wanted.chunk, set())
+            places = self._delivered.setdefault((wanted.fqn, wanted.chunk), set())
             places.update(range(wanted.first, wanted.first + wanted.cells))
-
-    def fetch_run(self, wanted: Run, stored: _codec.RawArray) -> None:
-        """Fetch a run that several ranks need, this one among them. Raises PeerLost where it does not need it."""
-        reads = (target.read(wanted) for target in self._targets.get(wanted.fqn, ()))
-        read = next((read for read in reads if read is not None), None)
-        if read is None:
-            raise PeerLost("this rank's planner has changed the plan that its part was made for")
-        self._fetch(read, stored)
 
     def nbytes(self, wanted: Run) -> int:
         """The stored size of a run."""
-        node = self._catalog.root.tensors[wanted.fqn]
-        return wanted.cells * _codec.subchunk_bytes(node.grid, node.dtype.itemsize)
+        return wanted.nbytes(self._catalog.root.tensors[wanted.fqn])
 
 
 class _Fetched:

@@ -27,6 +27,10 @@ class Run(NamedTuple):
     first: int
     cells: int
 
+    def nbytes(self, node: ArrayNode) -> int:
+        """The stored size, of the array that the run is of."""
+        return self.cells * _codec.subchunk_bytes(node.grid, node.dtype.itemsize)
+
 
 @dataclass
 class ShareRound:
@@ -52,8 +56,7 @@ def plan_shares(
     loads = [0] * world_size
     readers, needs = [], []
     for run, ranks in runs:
-        node = nodes[run.fqn]
-        nbytes = run.cells * _codec.subchunk_bytes(node.grid, node.dtype.itemsize)
+        nbytes = run.nbytes(nodes[run.fqn])
         reader = min(ranks, key=loads.__getitem__)
         loads[reader] += nbytes
         readers.append(reader)

@@ -10,6 +10,7 @@ import numpy as np
 
 from zarrckpt._codec import RawArray
 from zarrckpt._grid import Box
+from zarrckpt._messages import Part, cut, lengths
 
 if TYPE_CHECKING:
     from zarrckpt._exchange import Channel
@@ -47,8 +48,9 @@ class Swap:
                 # Now, and not after all rounds: the others need not go on.
                 raise self._failure
             self._left[number] = len(step.chunks)
-            messages = self._channel.swap(self._messages(step), self._lengths(step), number)
-            yield number, list(self._unpacked(step, messages))
+            parts = self._parts(step)
+            received = cut(self._channel.swap(self._messages(step), lengths(parts), number), parts)
+            yield number, [(chunk, _taken(chunk, received)) for chunk in step.chunks]
             before.append(number)
 
     def counted(self, number: int, job: Callable[[], None]) -> Callable[[], None]:
@@ -88,23 +90,15 @@ class Swap:
             at += raw.nbytes
         return out
 
-    def _nbytes(self, chunk: ChunkPlan, box: Box) -> int:
-        return box.size * self._plan.arrays[chunk.fqn].dtype.itemsize
+    def _parts(self, step: Round) -> list[Part]:
+        """What this rank receives in a round, in the order of its chunks."""
+        return [
+            (part.source, part.box.size * self._plan.arrays[chunk.fqn].dtype.itemsize)
+            for chunk in step.chunks
+            for part in chunk.parts
+            if part.source is not None
+        ]
 
-    def _lengths(self, step: Round) -> dict[int, int]:
-        lengths: dict[int, int] = {}
-        for chunk in step.chunks:
-            for part in chunk.parts:
-                if part.source is not None:
-                    lengths[part.source] = lengths.get(part.source, 0) + self._nbytes(chunk, part.box)
-        return lengths
 
-    def _unpacked(self, step: Round, messages: Mapping[int, RawArray]) -> Iterator[tuple[ChunkPlan, Received]]:
-        at = dict.fromkeys(messages, 0)
-        for chunk in step.chunks:
-            received: dict[int, RawArray] = {}
-            for place, part in enumerate(chunk.parts):
-                if part.source is not None:
-                    begin, end = at[part.source], at[part.source] + self._nbytes(chunk, part.box)
-                    received[place], at[part.source] = messages[part.source][begin:end], end
-            yield chunk, received
+def _taken(chunk: ChunkPlan, received: Iterator[RawArray]) -> Received:
+    return {place: next(received) for place, part in enumerate(chunk.parts) if part.source is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,20 +103,16 @@ class ChunkRead:
         return self.count * _codec.subchunk_bytes(self.node.grid, self.node.dtype.itemsize)
 
 
-def plan_reads(
-    node: ArrayNode, box: Box, target: Target, checksums: RawArray, skip: Mapping[Ints, Set[int]] | None = None
-) -> Iterator[ChunkRead]:
+def plan_reads(node: ArrayNode, box: Box, target: Target, checksums: RawArray) -> Iterator[ChunkRead]:
     """The requests that fill ``target`` (raw elements, the box's shape) with a box of a stored array.
 
     ``checksums`` is the array's part of the checksum table. Nothing outside the box is fetched but what shares a
-    subchunk with it, and nothing of the subchunks (by chunk and place in it) to ``skip``.
+    subchunk with it.
     """
     grid = node.grid
     longest = max(1, READ_BYTES // _codec.subchunk_bytes(grid, node.dtype.itemsize))
     for chunk in grid.chunks_of(box):
-        left_out = skip.get(chunk, ()) if skip else ()
-        places = [place for place in places_in(grid, chunk, box) if place not in left_out]
-        for first, count in _codec.runs(places, longest):
+        for first, count in _codec.runs(places_in(grid, chunk, box), longest):
             yield chunk_read(node, chunk, (first, count), box, target, checksums)
 
 
@@ -134,9 +130,14 @@ def chunk_read(
     node: ArrayNode, chunk: Ints, run: tuple[int, int], box: Box, target: Target, checksums: RawArray
 ) -> ChunkRead:
     """The request for a run (first place, count) of one chunk's subchunks."""
+    return ChunkRead(node, chunk, *run, box, target, chunk_checksums(node, chunk, checksums))
+
+
+def chunk_checksums(node: ArrayNode, chunk: Ints, checksums: RawArray) -> RawArray:
+    """One chunk's part of an array's part of the checksum table: its subchunks in C order."""
     per_chunk = math.prod(node.grid.sub_counts)
-    number = node.grid.chunk_number(chunk)
-    return ChunkRead(node, chunk, *run, box, target, checksums[number * per_chunk : (number + 1) * per_chunk])
+    first = node.grid.chunk_number(chunk) * per_chunk
+    return checksums[first : first + per_chunk]
 
 
 def read_chunk(store: Store, read: ChunkRead) -> tuple[int, int]:

@@ -20,8 +20,8 @@ from zarrckpt._errors import CheckpointError, CheckpointExistsError, IncompleteS
 from zarrckpt._exchange import choose
 from zarrckpt._finish import finish_save
 from zarrckpt._gathered import whole_facts, whole_plans
-from zarrckpt._holdings import check_item
-from zarrckpt._mail import Notes, Ticket
+from zarrckpt._holdings import with_facts
+from zarrckpt._mail import Ticket
 from zarrckpt._plan import Layout, RankPlan, Sizes
 from zarrckpt._rank_work import RankWork
 from zarrckpt._root import now
@@ -125,10 +125,7 @@ class ZarrStorageWriter(StorageWriter):
 
         Raises UnsupportedValueError naming the fqn.
         """
-        for item in plan.items:
-            check_item(item)
-        notes = plan.storage_data if isinstance(plan.storage_data, Notes) else None
-        return dataclasses.replace(plan, storage_data=_mail.own_facts(plan.items, notes))
+        return with_facts(plan)
 
     # -- the coordinator
 
