@@ -1,6 +1,7 @@
 # make demo     train, kill and resume a model, look into its checkpoint (ARGS=--s3, ARGS="--tp 2 --async", ...)
 # make test     all tests (ARGS="-k name" for some)
 # make lint     ruff and mypy
+# make bench    speed beside others, into docs/explanation/speed.md (ARGS="--only local s3", ARGS=--quick, ...)
 # make clean    remove what these made
 #
 # Each sets up what it needs in .venv first, and again when pyproject.toml or constraints.txt have changed. Needed are
@@ -14,7 +15,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo
@@ -28,6 +29,9 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+bench: .venv/.bench
+	$(BIN)/python -m benchmarks $(ARGS)
+
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -36,7 +40,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("zarrckpt needs Python 3.11 or newer; this is " + sys.version.split()[0] + ": make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
-.venv/.demo .venv/.dev: .venv/.%: pyproject.toml constraints.txt | $(BIN)/python
+.venv/.demo .venv/.dev .venv/.bench: .venv/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing what 'make $(MAKECMDGOALS)' needs into .venv; the first time takes a few minutes"
 	@$(INSTALL) -e '.[$*]'
 	@touch $@

@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import time
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zarrckpt._grid import Ints
-from zarrckpt._mail import Facts
 from zarrckpt._plan import Sizes, plan_save
+from zarrckpt._plan_items import ItemTable, RankItems
 from zarrckpt._planning import report_of
 from zarrckpt._shards import Cut, held_boxes
 
@@ -68,11 +69,13 @@ def main() -> None:
         shapes = weights(model)
         for ranks in args.ranks:
             group = min(args.hsdp or ranks, ranks)
-            facts = [Facts(rank, {}, items_of(rank, (ranks // group, group), shapes)) for rank in range(ranks)]
-            plans = [SavePlan(list(fact.items)) for fact in facts]
+            mesh = (ranks // group, group)
+            tables = [ItemTable.of(items_of(rank, mesh, shapes)) for rank in range(ranks)]
+            none = np.zeros(len(tables[0]), np.uint64)
+            held = [RankItems(table, none[: len(table)], False, False) for table in tables]
             for name, least in (("no", 0), ("default", None)):
                 began = time.perf_counter()
-                report = report_of(plan_save(plans, facts, sizes=Sizes(min_piece=least)))
+                report = report_of(plan_save(held, {}, sizes=Sizes(min_piece=least)))
                 seconds = time.perf_counter() - began
                 moved = 100 * report.moved_bytes / report.nbytes
                 print(

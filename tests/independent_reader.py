@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numcodecs.blosc
+import numcodecs.zstd
 import numpy as np
 
 ITEMSIZE = {
@@ -62,22 +64,28 @@ class Array:
         codec = document["codecs"][0]
         sharded = codec["name"] == "sharding_indexed"
         self.sub: list[int] | None = codec["configuration"]["chunk_shape"] if sharded else None
+        inner = codec["configuration"]["codecs"] if sharded else document["codecs"]
+        self.compressor: dict[str, Any] | None = inner[1] if len(inner) == 3 else None
         stored = document["data_type"]
         self.dtype: str = stored
         if document["attributes"]:
             self.dtype = document["attributes"]["zarrckpt"]["dtype"]
             assert PORTABLE[self.dtype] == stored
         assert document == self._form(stored), document
+        self.itemsize = ITEMSIZE[self.dtype]
+        if self.compressor is not None:
+            check_compressor(self.compressor, self.itemsize)
+            assert self.subchunk_bytes <= 2**31 - 17
         assert len(self.shape) == len(self.chunk) and all(c >= 1 for c in self.chunk)
         assert math.prod(self.shape) <= 2**62 and math.prod(self.chunk) <= 2**62
         assert self.sub is None or not any(c % s for c, s in zip(self.chunk, self.sub, strict=True))
-        self.itemsize = ITEMSIZE[self.dtype]
 
     def _form(self, stored: str) -> dict[str, Any]:
         to_bytes: dict[str, Any] = {"name": "bytes"}
         if ITEMSIZE[stored] > 1:
             to_bytes["configuration"] = {"endian": "little"}
-        codecs: list[Any] = [to_bytes, {"name": "crc32c"}]
+        compressor = [] if self.compressor is None else [self.compressor]
+        codecs: list[Any] = [to_bytes, *compressor, {"name": "crc32c"}]
         if self.sub is not None:
             index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
             inner = {"chunk_shape": self.sub, "codecs": codecs, "index_codecs": index, "index_location": "end"}
@@ -94,6 +102,10 @@ class Array:
             "dimension_names": [f"dim{d}_{n}" for d, n in enumerate(self.shape)],
             "attributes": {} if stored == self.dtype else {"zarrckpt": {"dtype": self.dtype}},
         }
+
+    @property
+    def subchunk_bytes(self) -> int:
+        return math.prod(self.sub or self.chunk) * self.itemsize
 
     @property
     def counts(self) -> list[int]:
@@ -127,6 +139,12 @@ class Reader:
         used = sorted(entry["path"] for entry in self.entries.values() if "value" not in entry)
         assert used == list(self.arrays)
         self.checksums = self.table("checksums")
+        compressed = {path: array for path, array in self.arrays.items() if array.compressor is not None}
+        assert ("sizes" in self.own["tables"]) == bool(compressed)
+        self.sizes = self.table("sizes") if compressed else {}
+        for path, array in compressed.items():
+            n = array.subchunk_bytes
+            assert ((self.sizes[path] >= 5) & (self.sizes[path] <= n + n // 256 + 68)).all()
 
     def _arrays(self, nodes: dict[str, Any]) -> dict[str, Array]:
         prefix = f"{self.tree}/" if self.tree else ""
@@ -141,7 +159,7 @@ class Reader:
         return dict(sorted(arrays.items()))
 
     def table(self, name: str) -> dict[str, np.ndarray]:
-        """Path -> its part of a table: (chunks, subchunks) of checksums, or (chunks,) of writers."""
+        """Path -> its part of a table: (chunks, subchunks) of checksums or sizes, or (chunks,) of writers."""
         length, crc = self.own["tables"][name]["length"], self.own["tables"][name]["crc32c"]
         data = b""
         if length:
@@ -151,8 +169,10 @@ class Reader:
         assert len(data) == 4 * length and crc32c(data) == crc, f"the {name} are damaged"
         numbers, parts = np.frombuffer(data, "<u4"), {}
         for path, array in self.arrays.items():
+            if name == "sizes" and array.compressor is None:
+                continue
             chunks, subchunks = math.prod(array.counts), math.prod(array.sub_counts)
-            shape = (chunks, subchunks) if name == "checksums" else (chunks,)
+            shape = (chunks,) if name == "writers" else (chunks, subchunks)
             parts[path], numbers = numbers[: math.prod(shape)].reshape(shape), numbers[math.prod(shape) :]
         assert len(numbers) == 0
         return parts
@@ -165,30 +185,36 @@ class Reader:
         out = np.zeros([*padded, array.itemsize], np.uint8)
         for number, chunk in enumerate(itertools.product(*map(range, array.counts))):
             key = self.folder / (self.tree or ".") / path / ".".join(["c", *map(str, chunk)])
-            for cell, data in enumerate(self._subchunks(array, key.read_bytes(), self.checksums[path][number])):
+            sizes = self.sizes[path][number] if path in self.sizes else None
+            for cell, data in enumerate(self._subchunks(array, key.read_bytes(), self.checksums[path][number], sizes)):
                 inside = np.unravel_index(cell, array.sub_counts) if sub else ()
                 at = [c * n + int(i) * s for c, n, i, s in zip(chunk, array.chunk, inside, sub, strict=True)]
                 where = tuple(slice(a, a + s) for a, s in zip(at, sub, strict=True))
                 out[where] = np.frombuffer(data, np.uint8).reshape([*sub, array.itemsize])
         return out[tuple(slice(0, n) for n in array.shape)]
 
-    def _subchunks(self, array: Array, stored: bytes, table: np.ndarray) -> list[bytes]:
+    def _subchunks(self, array: Array, stored: bytes, table: np.ndarray, sizes: np.ndarray | None) -> list[bytes]:
         """The data of a chunk's subchunks in C order."""
         counts = array.sub_counts
-        total, n = math.prod(counts), math.prod(array.sub or array.chunk) * array.itemsize
+        total = math.prod(counts)
         places = [self._place(cell, counts) for cell in itertools.product(*map(range, counts))]
+        by_place = [array.subchunk_bytes + 4] * total
+        if sizes is not None:
+            for cell, place in enumerate(places):
+                by_place[place] = int(sizes[cell])
+        begin = [0, *itertools.accumulate(by_place)]
         if array.sub is None:
-            assert len(stored) == n + 4
+            assert len(stored) == begin[-1]
         else:
-            assert len(stored) == total * (n + 4) + total * 16 + 4
-            index = stored[total * (n + 4) : -4]
-            assert index == b"".join(struct.pack("<QQ", place * (n + 4), n + 4) for place in places)
+            assert len(stored) == begin[-1] + total * 16 + 4
+            index = stored[begin[-1] : -4]
+            assert index == b"".join(struct.pack("<QQ", begin[place], by_place[place]) for place in places)
             assert stored[-4:] == struct.pack("<I", crc32c(index))
         out = []
         for cell, place in enumerate(places):
-            part = stored[place * (n + 4) : (place + 1) * (n + 4)]
+            part = stored[begin[place] : begin[place + 1]]
             assert crc32c(part[:-4]) == struct.unpack("<I", part[-4:])[0] == table[cell], "damaged"
-            out.append(part[:-4])
+            out.append(decompress(array, part[:-4]))
         return out
 
     @staticmethod
@@ -226,6 +252,29 @@ class Reader:
     def nested(self) -> Any:
         """The state dict as it was saved, with the fqn of each entry in the place of the entry."""
         return _build([(self.keys(fqn), fqn) for fqn in self.entries])
+
+
+def check_compressor(codec: dict[str, Any], itemsize: int) -> None:
+    """One of the two codecs of the page, with exactly its members."""
+    assert set(codec) == {"name", "configuration"}
+    options = codec["configuration"]
+    if codec["name"] == "zstd":
+        assert set(options) == {"level", "checksum"}
+        assert -131072 <= options["level"] <= 22 and options["checksum"] in (False, True)
+        return
+    assert codec["name"] == "blosc" and set(options) == {"typesize", "cname", "clevel", "shuffle", "blocksize"}
+    assert options["typesize"] == itemsize and 0 <= options["clevel"] <= 9 and 0 <= options["blocksize"] <= 2147483631
+    assert options["cname"] in ("blosclz", "lz4", "lz4hc", "zlib", "zstd")
+    assert options["shuffle"] in ("noshuffle", "shuffle", "bitshuffle")
+
+
+def decompress(array: Array, data: bytes) -> bytes:
+    if array.compressor is None:
+        return data
+    codec = numcodecs.zstd if array.compressor["name"] == "zstd" else numcodecs.blosc
+    out = codec.decompress(data)
+    assert len(out) == array.subchunk_bytes
+    return out
 
 
 def _build(rows: list[tuple[list[tuple[str, Any]], str]]) -> Any:

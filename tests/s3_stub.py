@@ -41,8 +41,11 @@ class Faults:
     """That many puts are carried out, and then the connection is cut instead of an answer."""
     server_errors: int = 0
     """That many requests get a 503."""
+    lose_ends: int = 0
+    """That many multipart uploads are completed, and then the connection is cut instead of an answer."""
     refusal: str = ""
     """Every request gets a 403 with this text."""
+    refusal_status: int = 403
     stall_seconds: float = 0.0
     page: int = 1000
     """Entries in one answer to a listing."""
@@ -149,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         if faults.stall_seconds:
             time.sleep(faults.stall_seconds)
         if faults.refusal:
-            return self._answer(403, faults.refusal.encode())
+            return self._answer(faults.refusal_status, faults.refusal.encode())
         with stub.lock:
             if faults.server_errors > 0:
                 faults.server_errors -= 1
@@ -178,10 +181,12 @@ class _Handler(BaseHTTPRequestHandler):
             lost = stub.faults.lose_answers > 0
             stub.faults.lose_answers -= lost
         if lost:
-            self.close_connection = True
-            self.connection.shutdown(socket.SHUT_RDWR)
-            return
+            return self._cut()
         self._answer(200, headers=_object_headers(made))
+
+    def _cut(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
 
     def _condition_holds(self) -> bool:
         found = self.server_stub.objects.get(self._key)
@@ -242,8 +247,14 @@ class _Handler(BaseHTTPRequestHandler):
                 body = f"<InitiateMultipartUploadResult>{names}</InitiateMultipartUploadResult>"
                 return self._answer(200, body.encode())
             upload = self._query["uploadId"][0]
+            if upload not in stub.uploads:
+                return self._answer(404, b"<Error><Code>NoSuchUpload</Code></Error>")
             parts = stub.uploads.pop(upload)
             made = stub.store(self._key, b"".join(parts[n] for n in sorted(parts)), stub.upload_headers.pop(upload))
+            lost = stub.faults.lose_ends > 0
+            stub.faults.lose_ends -= lost
+        if lost:
+            return self._cut()
         names = f"<Location>l</Location><Bucket>b</Bucket><Key>k</Key><ETag>{escape(made.e_tag)}</ETag>"
         body = f"<CompleteMultipartUploadResult>{names}</CompleteMultipartUploadResult>"
         self._answer(200, body.encode())

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 import zarrckpt._api  # noqa: F401 - it is loaded late, and must be there to be patched
-from zarrckpt import ObjectExistsError, ObjectNotFoundError, _exchange
+from zarrckpt import ObjectExistsError, ObjectNotFoundError, _exchange, _kept_plans
 from zarrckpt._exchange import MeshId, PeerLost
 from zarrckpt._store import ObjectInfo, Store, StoreSpec, Versioned
 from zarrckpt._store._base import Listing
@@ -187,6 +187,17 @@ def _broadcast_object_list(objects: list[Any], src: int, group: None) -> None:
     objects[:] = Collectives(group, coordinator_rank=src).broadcast_object(objects)
 
 
+def _memory_of(group: None) -> _kept_plans.Memory:
+    """Kept by rank, where plans are kept."""
+    assert _here.world is not None
+    if not isinstance(_kept_plans._memories, _PerRank):
+        return _kept_plans.Memory()
+    members = _here.world.numbers
+    if members not in _kept_plans._memories:
+        _kept_plans._memories[members] = (None, _kept_plans.Memory())
+    return _kept_plans._memories[members][1]
+
+
 @dataclass
 class Traffic:
     """What ranks handed each other in some simulations."""
@@ -318,6 +329,7 @@ def kept() -> Iterator[None]:
         for name in caches:
             stack.enter_context(patch.object(SavePlanner, name, _PerRank()))
         stack.enter_context(patch.object(_exchange, "_idle", _PerRank()))
+        stack.enter_context(patch.object(_kept_plans, "_memories", _PerRank()))
         yield
 
 
@@ -325,6 +337,7 @@ def kept() -> Iterator[None]:
 def _replaced(inline: bool) -> Iterator[None]:
     """Everything that would need a process group, in every module that has it, as what works between the threads."""
     ours: dict[str, Any] = {"in_use": lambda: True, "Joining": _Joining, "Channel": Mesh, "_DistWrapper": Collectives}
+    ours["memory_of"] = _memory_of
     if inline:
         ours["ThreadPoolExecutor"] = _Inline
     places: list[tuple[Any, str, Any]] = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +19,9 @@ from models import make_run, same, snapshot
 from ranks import all_ranks_raise, run_ranks
 from store_servers import S3Place
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from uneven_states import clear, differing, mesh_of, sharded, uneven_state
 
 import zarrckpt
 from zarrckpt import _async
@@ -122,7 +127,7 @@ def test_training_collectives_go_on_beside_a_save(tmp_path: Path) -> None:
 
 
 def _buffers() -> set[int]:
-    return {buffer.data_ptr() for buffer in _async._savers[os.getpid()]._stager._buffers.values()}
+    return {buffer.data_ptr() for _, buffer in _async._savers[os.getpid()]._stager.buffers.values()}
 
 
 def test_the_copys_memory_is_used_again(tmp_path: Path) -> None:
@@ -133,8 +138,153 @@ def test_the_copys_memory_is_used_again(tmp_path: Path) -> None:
     zarrckpt.async_save(state, tmp_path / "2").result(timeout=60)
     assert _buffers() == first and len(first) == 3
     assert zarrckpt.open(tmp_path / "1")["t1"][0] == 1 and zarrckpt.open(tmp_path / "2")["t1"][0] == 2
-    zarrckpt.async_save({"t0": torch.ones(1000), "new": torch.ones(5)}, tmp_path / "3").result(timeout=60)
-    assert len(_buffers()) == 2 and len(_buffers() & first) == 1
+    others = {"new": torch.ones(5), "t0": torch.ones(1000), "t1": torch.ones(1000, dtype=torch.int32)}
+    zarrckpt.async_save(others, tmp_path / "3").result(timeout=60)
+    assert len(_buffers()) == 3 and len(_buffers() & first) == 1
+    assert zarrckpt.open(tmp_path / "3")["t1"].dtype == "int32"
+    zarrckpt.async_save(state, tmp_path / "4", keep_buffers=False).result(timeout=60)
+    assert not _buffers() and zarrckpt.open(tmp_path / "4")["t1"][0] == 2
+
+
+def test_one_memory_of_many_names_is_copied_once(tmp_path: Path) -> None:
+    weight = torch.randn(600, 500)
+    state = {"embed": weight, "head": weight.detach(), "turned": weight.T, "bits": weight.view(torch.int32)}
+    future = zarrckpt.async_save(state, tmp_path / "one")
+    before = weight.clone()
+    weight.zero_()
+    future.result(timeout=60)
+    assert len(_buffers()) == 3
+    checkpoint = zarrckpt.open(tmp_path / "one")
+    assert (checkpoint["head"][:] == before.numpy()).all() and (checkpoint["turned"][:] == before.T.numpy()).all()
+    assert (checkpoint["embed"][:] == before.numpy()).all() and (
+        checkpoint["bits"][:1] == before.view(torch.int32)[:1].numpy()
+    ).all()
+
+
+def _in_all_layouts(number: float) -> dict[str, torch.Tensor]:
+    """Tensors of all kinds of strides, from a few bytes to more than one thread copies at a time."""
+    big = torch.arange(9 << 20, dtype=torch.float32) + number
+    return {
+        "big": big,
+        "big_turned": big.view(1024, -1).T,
+        "columns": big.view(1024, -1)[:, 3:900:2],
+        "rows": torch.full((3000, 400), number)[::3],
+        "expanded": torch.full((4, 1), number).expand(4, 3),
+        "channels_last": (torch.rand(2, 3, 4, 5) + number).to(memory_format=torch.channels_last),
+        "conjugate": torch.full((3, 2), complex(number, 3)).conj(),
+        "negative": torch.full((3, 2), complex(number, 3)).conj().imag,
+        "scalar": torch.tensor(number),
+        "empty": torch.zeros(0, 4),
+        "half": torch.full((5,), number, dtype=torch.bfloat16),
+        "trained": torch.full((3,), number, requires_grad=True),
+    }
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tensors_of_every_layout_are_copied(threads: int, tmp_path: Path) -> None:
+    set_before = torch.get_num_threads()
+    torch.set_num_threads(threads)  # with one, the copies are made in threads of our own
+    try:
+        for number in (1.0, 2.0):
+            state = _in_all_layouts(number)
+            expected = {name: tensor.detach().clone() for name, tensor in state.items()}
+            future = zarrckpt.async_save(state, tmp_path / str(number), keep_buffers=number == 1)
+            with torch.no_grad():
+                for name, tensor in state.items():
+                    if name != "expanded":
+                        tensor.fill_(-1)
+            future.result(timeout=60)
+            target = {name: torch.zeros_like(tensor).contiguous() for name, tensor in expected.items()}
+            zarrckpt.load(target, tmp_path / str(number))
+            assert [name for name in target if not torch.equal(target[name], expected[name])] == []
+    finally:
+        torch.set_num_threads(set_before)
+
+
+def test_inference_mode_and_back(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        zarrckpt.async_save({"w": torch.ones(3)}, tmp_path / "1").result(timeout=60)
+    state = {"w": torch.full((3,), 2.0, requires_grad=True)}
+    zarrckpt.async_save(state, tmp_path / "2").result(timeout=60)
+    assert [zarrckpt.open(tmp_path / step)["w"][0] for step in ("1", "2")] == [1, 2]
+
+
+def _save_what_is_sharded(folder: str) -> list[str]:
+    """Uneven shards, ShardedTensors, DTensors in lists and of several boxes; all changed after the call."""
+    rank, mesh = dist.get_rank(), mesh_of([0, 1, 2, 3])
+    for number in (1, 2):
+        whole = torch.arange(40.0).reshape(8, 5) * number
+        parts = LocalShardsWrapper(
+            [whole[n : n + 1].clone() for n in (2 * rank, 2 * rank + 1)], [(2 * rank, 0), (2 * rank + 1, 0)]
+        )
+        wrapped = DTensor.from_local(parts, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        more = {"list": [sharded(whole, mesh), [sharded(whole, mesh, 1)]], "parts": wrapped}
+        state = uneven_state(number)
+        future = zarrckpt.async_save({**state, **more}, f"{folder}/{number}")
+        clear(state)
+        for tensor in (*parts.local_shards(), more["list"][0].to_local(), more["list"][1][0].to_local()):
+            tensor.fill_(-1)
+        future.result(timeout=60)
+        checkpoint = zarrckpt.open(f"{folder}/{number}")
+        for name in ("list.0", "list.1.0", "parts"):
+            assert (checkpoint[name][:] == whole.numpy()).all(), name
+    return differing(f"{folder}/2", 2)
+
+
+def test_sharded_tensors_are_copied(tmp_path: Path) -> None:
+    for wrong in run_ranks(_save_what_is_sharded, str(tmp_path)):
+        assert wrong == ["list.0", "list.1.0", "parts"]  # which the uneven state has not
+
+
+def _save_what_cannot_be(url: str) -> list[str]:
+    mesh = mesh_of([0, 1])
+    messages = []
+    for bad in (
+        DTensor.from_local(torch.ones(2), mesh, [Partial()]),
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        (zarrckpt.PerRank(torch.ones(2)),),
+    ):
+        with pytest.raises(zarrckpt.UnsupportedValueError) as caught:
+            zarrckpt.async_save({"fine": torch.ones(2), "bad": bad}, url).result(timeout=60)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_save_refuses_is_refused(tmp_path: Path) -> None:
+    for messages in run_ranks(_save_what_cannot_be, str(tmp_path / "one"), world_size=2):
+        assert all("'bad'" in message for message in messages[:3]), messages
+    assert not (tmp_path / "one" / "zarr.json").exists()
+
+
+def test_it_takes_what_save_takes() -> None:
+    of_save, own = (inspect.signature(f).parameters for f in (zarrckpt.save, zarrckpt.async_save))
+    assert [*own] == [*of_save, "keep_buffers"]
+    for name, parameter in of_save.items():
+        assert (own[name].kind, own[name].default) == (parameter.kind, parameter.default), name
+
+
+def _errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "zarrckpt"]
+
+
+def test_an_error_that_nobody_asked_for_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"w": torch.ones(3)}
+    zarrckpt.async_save(state, tmp_path / "one").result(timeout=60)
+    forgotten = zarrckpt.async_save(state, tmp_path / "one")
+    with caplog.at_level(logging.ERROR, "zarrckpt"):
+        asked = zarrckpt.async_save(state, tmp_path / "one")
+        assert forgotten.done()
+        (message,) = _errors_in(caplog)
+        assert "CheckpointExistsError" in message and str(tmp_path / "one") in message
+        assert isinstance(asked.exception(timeout=60), zarrckpt.CheckpointExistsError)
+        zarrckpt.async_save(state, tmp_path / "two").result(timeout=60)
+    assert len(_errors_in(caplog)) == 1
+
+
+def test_a_save_is_not_cancelled(tmp_path: Path) -> None:
+    future = zarrckpt.async_save({"w": torch.ones(3)}, tmp_path / "one")
+    assert not future.cancel() and future.result(timeout=60).objects == 1
 
 
 def test_errors_come_out_of_the_future(tmp_path: Path) -> None:
@@ -186,10 +336,14 @@ def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
 SCRIPT = """
 import sys, torch, zarrckpt
 state = {f"t{i}": torch.full((1000,), float(i)) for i in range(200)}
-zarrckpt.async_save(state, sys.argv[1])
+future = zarrckpt.async_save(state, sys.argv[1])
 print("leaving", flush=True)
 if sys.argv[2] == "raise":
     raise SystemExit(3)
+if sys.argv[2] == "late":
+    import time
+    while not future.done():
+        time.sleep(0.01)
 """
 
 
@@ -202,8 +356,9 @@ def test_the_end_of_the_process_waits_for_the_save(how: str, tmp_path: Path) -> 
     checkpoint = zarrckpt.open(url)
     assert len(checkpoint) == 200 and (checkpoint["t199"][:] == 199).all()
     if how == "end":
-        again = subprocess.run([sys.executable, "-c", SCRIPT, url, how], capture_output=True, text=True, timeout=120)
-        assert "Checkpoint already exists" in again.stderr
+        # Failed before the end, and still nobody has asked.
+        again = subprocess.run([sys.executable, "-c", SCRIPT, url, "late"], capture_output=True, text=True, timeout=120)
+        assert again.returncode == 0 and again.stderr.count("Checkpoint already exists") == 1
 
 
 def test_the_call_returns_before_the_save_is_done(tmp_path: Path) -> None:

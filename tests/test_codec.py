@@ -26,7 +26,9 @@ from zarrckpt._documents import ArrayNode, dumps
 from zarrckpt._dtypes import DTYPES, by_name
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._grid import Box, Grid
-from zarrckpt._transfer import BytesBudget, plan_reads, read_box, read_chunk, run
+from zarrckpt._memory import BytesBudget
+from zarrckpt._store import Store
+from zarrckpt._transfer import plan_reads, read_box, read_chunk, run
 
 Ints = tuple[int, ...]
 
@@ -35,8 +37,11 @@ class Objects:
     """What the reading functions need of a store, and a log of what was asked for."""
 
     url = "test://objects"
+    read = Store.read
+    reader = Store.reader
 
-    def __init__(self) -> None:
+    def __init__(self, is_local: bool = False) -> None:
+        self.is_local = is_local
         self.data: dict[str, bytes] = {}
         self.requests: list[tuple[str, int, int]] = []
 
@@ -161,12 +166,13 @@ def test_reading_a_box_is_numpy_s_slice_and_fetches_nothing_twice(case: tuple[Ar
     objects, table = store_array(node, elements)
     found = read_box(objects, node, table, box)  # type: ignore[arg-type]
     assert as_bytes(found) == as_bytes(elements[box.slices()])
+    requests = objects.requests.copy()
+    objects.is_local = True
+    assert as_bytes(read_box(objects, node, table, box)) == as_bytes(found)  # type: ignore[arg-type]
     # Exactly the subchunks that share an element with the box, each once.
     part = _codec.subchunk_bytes(node.grid, node.dtype.itemsize)
-    fetched = [
-        (key, place) for key, start, n in objects.requests for place in range(start // part, (start + n) // part)
-    ]
-    assert all(start % part == 0 and n % part == 0 for _, start, n in objects.requests)
+    fetched = [(key, place) for key, start, n in requests for place in range(start // part, (start + n) // part)]
+    assert all(start % part == 0 and n % part == 0 for _, start, n in requests)
     assert len(fetched) == len({*fetched}) == sum(1 for _ in overlapping(node.grid, box))
 
 
@@ -189,7 +195,7 @@ def test_a_strided_target_is_filled_in_place() -> None:
     target = memory[1:7:2, ::-2][:, :4]
     box = Box((2, 3), (3, 4))
     for read in plan_reads(node, box, target, table):
-        read_chunk(objects, read)  # type: ignore[arg-type]
+        read_chunk(objects, read, BytesBudget(1 << 20))  # type: ignore[arg-type]
     assert (target == elements[2:5, 3:7]).all() and np.count_nonzero(memory) <= target.size
 
 
@@ -202,10 +208,12 @@ def test_a_column_of_subchunks_is_one_request() -> None:
     assert objects.requests == [("a/c.0.0", 4 * part, 4 * part)]
 
 
-@pytest.mark.parametrize("sub", [None, (2, 2)])
-def test_every_flipped_bit_of_a_subchunk_is_found(sub: Ints | None) -> None:
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("sub", [None, (2, 2), (2, 4)])
+def test_every_flipped_bit_of_a_subchunk_is_found(sub: Ints | None, local: bool) -> None:
     node = ArrayNode("a", Grid((3, 4), (4, 4), sub), by_name("int16"))
     objects, table = store_array(node, random_elements(node))
+    objects.is_local = local
     (key,) = objects.data
     whole = objects.data[key]
     covered = math.prod(node.grid.sub_counts) * _codec.subchunk_bytes(node.grid, 2)
@@ -217,18 +225,22 @@ def test_every_flipped_bit_of_a_subchunk_is_found(sub: Ints | None) -> None:
             read_box(objects, node, table)  # type: ignore[arg-type]
 
 
-def test_a_chunk_in_the_place_of_another_is_found() -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_a_chunk_in_the_place_of_another_is_found(local: bool) -> None:
     node = ArrayNode("a", Grid((4,), (2,)), by_name("int16"))
     objects, table = store_array(node, np.arange(4, dtype="<u2"))
+    objects.is_local = local
     one, other = objects.data["a/c.0"], objects.data["a/c.1"]
     objects.data |= {"a/c.0": other, "a/c.1": one}
     with pytest.raises(CorruptCheckpointError):
         read_box(objects, node, table)  # type: ignore[arg-type]
 
 
-def test_a_missing_or_short_chunk_is_found() -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_a_missing_or_short_chunk_is_found(local: bool) -> None:
     node = ArrayNode("a", Grid((4,), (2,)), by_name("int16"))
     objects, table = store_array(node, np.arange(4, dtype="<u2"))
+    objects.is_local = local
     objects.data["a/c.1"] = objects.data["a/c.1"][:-1]
     with pytest.raises(CorruptCheckpointError):
         read_box(objects, node, table)  # type: ignore[arg-type]

@@ -171,11 +171,11 @@ def test_groups_of_ranks_have_meshes_of_their_own(tmp_path: Path) -> None:
 
 
 def _slow_puts(seconds: float) -> Any:
-    def slow_put(store: LocalStore, key: str, buffers: Any, put: Callable[..., None] = LocalStore.put) -> None:
+    def slow_put(store: LocalStore, key: str, groups: Any, put: Callable[..., None] = LocalStore.put_parts) -> None:
         time.sleep(seconds if "/c." in key else 0)
-        put(store, key, buffers)
+        put(store, key, groups)
 
-    return patch.object(LocalStore, "put", slow_put)
+    return patch.object(LocalStore, "put_parts", slow_put)
 
 
 def _beside_training(folder: str, how: str) -> tuple[list[str], int]:
@@ -336,25 +336,25 @@ def _fault(what: str) -> Any:
 
     chunks, reads = itertools.count(), itertools.count()
 
-    def put(store: LocalStore, key: str, buffers: Any, real: Any = LocalStore.put) -> None:
+    def put(store: LocalStore, key: str, groups: Any, real: Any = LocalStore.put_parts) -> None:
         # For good, after three chunks: some rounds are through.
         if "/c." in key and next(chunks) >= 3:
             fail()
-        real(store, key, buffers)
+        real(store, key, groups)
 
     def sync(store: LocalStore, keys: Iterable[str]) -> None:
         if any("/c." in key for key in keys):  # not those of the coordinator's begin
             fail()
 
-    def read_into(store: LocalStore, key: str, *args: Any, real: Any = LocalStore.read_into) -> None:
+    def reader(store: LocalStore, key: str, real: Any = LocalStore.reader) -> Any:
         if "/c." in key and "@zarrckpt" not in key and next(reads) >= 1:  # not the table of checksums
             fail()
-        real(store, key, *args)
+        return real(store, key)
 
     if what == "read":
-        return patch.object(LocalStore, "read_into", read_into)
+        return patch.object(LocalStore, "reader", reader)
     if what == "put":
-        return patch.object(LocalStore, "put", put)
+        return patch.object(LocalStore, "put_parts", put)
     if what == "sync":
         return patch.object(LocalStore, "sync", sync)
     return Swaps(int(what.removeprefix("swap ")), fail)

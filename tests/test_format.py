@@ -81,8 +81,8 @@ def test_subchunks(tmp_path: Path) -> None:
     zarrckpt.save(state, tmp_path / "ck", durable=False)
     reader = Reader(tmp_path / "ck")
     assert {name: reader.arrays[name].sub_counts for name in LARGE} == {
-        "both_dims_cut": [2, 4],
-        "three_dims": [2, 1, 5],
+        "both_dims_cut": [32, 4],
+        "three_dims": [32, 1, 5],
         "one_dim": [5],
     }
     check_tensors(reader, state)

@@ -18,7 +18,7 @@ LAZY_TORCH = {"_values"}
 
 CLIENTS = {
     "zarr": {"_strict_store", "_zarr_dtypes", "_store._zarr", "_store._zarr_readers"},
-    "obstore": {"_store._obstore"},
+    "obstore": {"_store._obstore", "_store._obstore_client"},
     "fsspec": {"_store._fsspec_filesystem"},
 }
 """Which modules import what at import time: the others then cost nothing where they are not used."""

@@ -5,21 +5,25 @@ What the package computes from boxes is compared with arrays in which every elem
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import plan_oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_oracle import Owned, Spread
 
-from zarrckpt import _codec
+from zarrckpt import _codec, _owners
 from zarrckpt._chunking import (
     FILL_BYTES,
     MAX_CHUNK_BYTES,
     MAX_SUBCHUNK_BYTES,
+    MIN_SUBCHUNK_BYTES,
     choose_grid,
     default_min_piece_bytes,
     fit_grid,
@@ -28,7 +32,7 @@ from zarrckpt._chunking import (
 from zarrckpt._documents import ArrayNode
 from zarrckpt._dtypes import by_name
 from zarrckpt._grid import Box, Grid, Ints
-from zarrckpt._owners import Held, Owned, Spread, deal, pieces_of, schedule, schedule_chunks
+from zarrckpt._owners import Dealt, Held, Holders, Pieces
 from zarrckpt._sharing import Run, Shares, plan_shares, wanted_boxes
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -178,7 +182,7 @@ def test_who_held_a_piece_reads_little_more_than_it_again(rows: int, parts: tupl
     assert mean <= max(1.01, 256 * KIB / piece)
     assert greatest <= max(1.03, 256 * KIB / piece)
     # Nor are there more requests than pays: smaller subchunks are for smaller chunks only.
-    assert grid.subchunk_shape is None or math.prod(grid.subchunk_shape) * 4 >= 256 * KIB
+    assert grid.subchunk_shape is None or math.prod(grid.subchunk_shape) * 4 >= MIN_SUBCHUNK_BYTES
 
 
 @settings(max_examples=300, deadline=None)
@@ -209,7 +213,7 @@ def test_prime_extents_are_padded_a_little_for_subchunks(shape: Ints, parts: Int
         boxes = [Box((a, 0), (b - a, shape[1])) for a, b in itertools.pairwise(cuts)]
     grid = choose_grid(shape, boxes, 4, min_piece_bytes=ALWAYS)
     assert grid.num_chunks == 1 and shape[0] < grid.chunk_shape[0] <= shape[0] * 17 / 16
-    assert grid.subchunk_shape is not None and math.prod(grid.subchunk_shape) * 4 >= 256 * KIB
+    assert grid.subchunk_shape is not None and math.prod(grid.subchunk_shape) * 4 >= MIN_SUBCHUNK_BYTES
     assert amplification(grid, 4, boxes)[1] <= 1.5
 
 
@@ -231,6 +235,42 @@ def test_overlapping_finds_a_pair_if_there_is_one(dims: int, data: st.DataObject
 
 
 # -- owners
+
+
+def pieces_of(grid: Grid, boxes: Sequence[Box]) -> dict[Ints, list[tuple[int, Box]]]:
+    """For each chunk its pieces: the number of a box, and what it has of the chunk."""
+    found: dict[Ints, list[tuple[int, Box]]] = {}
+    pieces = Pieces(grid, boxes)
+    places = list(itertools.product(*map(range, grid.counts)))
+    columns = (pieces.chunk, pieces.held, pieces.offset, pieces.shape)
+    for chunk, number, offset, shape in zip(*(column.tolist() for column in columns), strict=True):
+        cell = places[pieces.number[chunk]]
+        found.setdefault(cell, []).append((number, Box(tuple(offset), tuple(shape))))
+    return found
+
+
+def deal(spreads: Sequence[Spread], world_size: int, limit: int | None = None) -> list[Owned]:
+    """What the package plans, as objects."""
+    holders: dict[int, Holders] = {}
+    columns = [
+        # Tensors that are held alike share what is known of them.
+        _owners.Spread(s.name, s.grid, s.itemsize, holders.setdefault(hash(tuple(s.held)), Holders(s.held)), s.whole)
+        for s in spreads
+    ]
+    dealt = _owners.deal(columns, world_size)
+    if limit is not None:
+        _owners.schedule_chunks(dealt, limit)
+    return [chunk for number, spread in enumerate(spreads) for chunk in _owned(dealt, number, spread)]
+
+
+def _owned(dealt: Dealt, number: int, spread: Spread) -> Iterator[Owned]:
+    chunks = dealt.chunks_of(number)
+    bounds = dealt.geometries[number].pieces.first.tolist()
+    rows = (dealt.nbytes, dealt.owner, dealt.round)
+    pieces = pieces_of(spread.grid, [held.box for held in spread.held])
+    numbers = zip(*(row[chunks].tolist() for row in rows), itertools.pairwise(bounds), pieces.items(), strict=True)
+    for nbytes, owner, when, span, (cell, parts) in numbers:
+        yield Owned(spread, cell, parts, nbytes, owner, dealt.sources[number][slice(*span)].tolist(), when)
 
 
 @settings(deadline=None)
@@ -337,6 +377,19 @@ def test_the_largest_are_dealt_first() -> None:
     assert sorted(loads.values()) == [24, 24, 24, 24]
 
 
+@settings(max_examples=300, deadline=None)
+@given(spread_out(), st.integers(1, 1500), st.integers(1, 4))
+def test_columns_hold_what_one_chunk_after_the_other_gives(
+    case: tuple[list[Spread], int], limit: int, layers: int
+) -> None:
+    """Owners, sources and rounds are those of the rules as ``plan_oracle`` has them, for many layers alike, too."""
+    spreads, world_size = case
+    spreads = [dataclasses.replace(s, name=f"{s.name}.{layer}") for layer in range(layers) for s in spreads]
+    expected = plan_oracle.deal(spreads, world_size)
+    plan_oracle.schedule_chunks(expected, world_size, limit)
+    assert deal(spreads, world_size, limit) == expected
+
+
 # -- rounds
 
 
@@ -354,7 +407,8 @@ def test_no_rank_is_above_the_limit_but_for_a_single_transfer(
     case: tuple[int, list[dict[int, int]]], limit: int
 ) -> None:
     world, needs = case
-    numbers = schedule(needs, world, limit)
+    columns = [(np.array([*need], np.int64), np.array([*need.values()], np.int64)) for need in needs]
+    numbers = _owners.schedule(columns, world, limit)
     assert len(numbers) == len(needs)
     in_round: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     last = dict.fromkeys(range(world), 0)
@@ -374,8 +428,7 @@ def test_no_rank_is_above_the_limit_but_for_a_single_transfer(
 @given(spread_out(), st.integers(1, 1500))
 def test_pieces_move_in_rounds_within_the_limit(case: tuple[list[Spread], int], limit: int) -> None:
     spreads, world_size = case
-    owned = deal(spreads, world_size)
-    schedule_chunks(owned, world_size, limit)
+    owned = deal(spreads, world_size, limit)
     memory: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for chunk in owned:
         foreign = list(chunk.foreign)

@@ -177,11 +177,21 @@ class TestStore:
         store.read_into("k", 0, memoryview(whole := bytearray(100)))
         assert bytes(whole) == bytes(range(100))
 
+    def test_reads_ranges_without_a_buffer(self, store: Store) -> None:
+        store.put("k", [bytes(range(100))])
+        found = store.read("k", 40, 20)
+        assert found.tobytes() == bytes(range(40, 60))
+        assert (found.readonly, found.format, found.ndim) == (True, "B", 1)
+        assert store.read("k", 0, 100).tobytes() == bytes(range(100))
+        assert store.read("k", 100, 0).tobytes() == b""
+
     @pytest.mark.parametrize("byte_offset", [5, 10, 500])
     def test_a_short_object_is_corrupt(self, store: Store, byte_offset: int) -> None:
         store.put("model/w/c.0", [b"0123456789"])
         with pytest.raises(CorruptCheckpointError, match=r"model/w/c\.0"):
             store.read_into("model/w/c.0", byte_offset, memoryview(bytearray(8)))
+        with pytest.raises(CorruptCheckpointError, match=r"model/w/c\.0"):
+            store.read("model/w/c.0", byte_offset, 8)
 
     def test_absent_objects_are_named(self, store: Store) -> None:
         store.put("there", [b"x"])
@@ -189,6 +199,7 @@ class TestStore:
             lambda: store.get("model/absent"),
             lambda: store.get_versioned("model/absent"),
             lambda: store.read_into("model/absent", 0, memoryview(bytearray(3))),
+            lambda: store.read("model/absent", 0, 3),
         ):
             with pytest.raises(ObjectNotFoundError, match="model/absent") as caught:
                 read()

@@ -85,7 +85,7 @@ def test_a_write_that_fails_leaves_the_old_object_and_nothing_else(
 
 def test_what_a_crash_leaves_is_no_object_and_goes_with_the_key(store: Store, tmp_path: Path) -> None:
     (tmp_path / "root/a").mkdir(parents=True)
-    part = _local_commit.write_temp(str(tmp_path / "root/a/k"), [memoryview(b"half")], unique=False, sync=False)
+    part = _local_commit.write_temp(str(tmp_path / "root/a/k"), [[memoryview(b"half")]], unique=False, sync=False)
     assert Path(part).exists()
     assert [*store.list()] == []
     assert store.list_dir("a") == ([], [])
@@ -261,7 +261,6 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_sync_reaches_the_files_and_every_folder_that_names_them(tmp_path: Path, synced: list[str]) -> None:
     store = open_store(tmp_path / "made/too/root")
     store.put("a/b/k", [b"x"])
-    assert synced == []
     store.sync(["a/b/k"])
     root = tmp_path / "made/too/root"
     expected = [root / "a/b/k", root / "a/b", root / "a", root, root.parent, root.parent.parent, tmp_path]
@@ -284,10 +283,17 @@ def test_conditional_puts_are_durable_on_return(tmp_path: Path, synced: list[str
 
 
 def test_a_failed_sync_is_an_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.put("k", [b"x"])
     monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+    store.put("k", [b"x"])
     with pytest.raises(StorageError, match="syncing"):
         store.sync(["k"])
+
+
+def test_what_another_store_has_written_is_synced_too(tmp_path: Path, synced: list[str]) -> None:
+    open_store(tmp_path, durable=False).put("k", [b"x"])
+    assert synced == []
+    open_store(tmp_path).sync(["k"])
+    assert synced[0] == str(tmp_path / "k")
 
 
 # -- what the filesystem refuses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import ssl
 import time
 import traceback
@@ -17,7 +18,7 @@ import pytest
 from s3_stub import S3Stub
 from store_servers import S3Place, free_port, make_certificate
 
-from zarrckpt._errors import ObjectExistsError, ObjectNotFoundError, StorageError
+from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
 from zarrckpt._store import Store, open_store
 
 QUICK = {"retry_config": {"max_retries": 1, "retry_timeout": 5}}
@@ -178,6 +179,38 @@ def test_retries_are_bounded(s3_stub: S3Stub) -> None:
         store.put("k", [b"x"])
     assert time.monotonic() - began < 5
     assert len(s3_stub.requests) == 2
+
+
+def test_a_request_that_cannot_succeed_is_given_up_at_once(s3_stub: S3Stub) -> None:
+    store = stub_store(s3_stub)
+    s3_stub.faults.refusal, s3_stub.faults.refusal_status = "<Error><Code>InvalidArgument</Code></Error>", 400
+    for call in (lambda: store.put("k", [b"x"]), lambda: store.get("k"), lambda: store.read("k", 0, 1)):
+        s3_stub.requests.clear()
+        began = time.monotonic()
+        with pytest.raises(StorageError, match="InvalidArgument"):
+            call()
+        assert time.monotonic() - began < 3
+        assert len(s3_stub.requests) <= 9
+
+
+def test_a_range_behind_the_end_is_found_out_soon(s3_stub: S3Stub) -> None:
+    store = stub_store(s3_stub)
+    store.put("model/w/c.0", [b"0123456789"])
+    s3_stub.requests.clear()
+    with pytest.raises(CorruptCheckpointError, match=r"model/w/c\.0.*18 bytes.*10"):
+        store.read("model/w/c.0", 10, 8)
+    assert len(s3_stub.requests) <= 4
+
+
+def test_the_lost_answer_to_the_end_of_an_upload(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zarrckpt._store import _obstore
+
+    monkeypatch.setattr(_obstore, "SINGLE_PUT", 2**20)
+    store = stub_store(s3_stub)
+    data = os.urandom(2**21)
+    s3_stub.faults.lose_ends = 1
+    store.put("big", [data[:100], data[100:]])
+    assert store.get("big") == data
 
 
 def test_a_server_that_hangs_is_given_up(s3_stub: S3Stub) -> None:
@@ -531,6 +564,35 @@ def test_an_unknown_certificate_authority_is_refused(tls_stub: S3Stub) -> None:
         stub_store(tls_stub, **QUICK).put("k", [b"x"])
     with pytest.raises(StorageError, match=r"/no/such\.pem"):
         stub_store(tls_stub, verify="/no/such.pem")
+
+
+HASH = r"[0-9a-f]{64}"
+UNSIGNED = "UNSIGNED-PAYLOAD"
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "over_tls", "over_http"),
+    [
+        ({}, None, UNSIGNED, HASH),
+        ({"unsigned_payload": False}, None, HASH, HASH),
+        ({"unsigned_payload": True}, None, UNSIGNED, UNSIGNED),
+        ({"config_kwargs": {"s3": {"payload_signing_enabled": True}}}, None, HASH, HASH),
+        ({}, "false", HASH, HASH),
+    ],
+)
+def test_payloads_are_hashed_for_the_signature_where_tls_does_not_protect_them(
+    options: dict[str, Any],
+    variable: str | None,
+    over_tls: str,
+    over_http: str,
+    s3_stub: S3Stub,
+    tls_stub: S3Stub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", variable)
+    assert re.fullmatch(over_tls, put_headers(tls_stub, verify=False, **options)["x-amz-content-sha256"])
+    assert re.fullmatch(over_http, put_headers(s3_stub, **options)["x-amz-content-sha256"])
 
 
 def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Stub) -> None:

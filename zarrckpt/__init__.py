@@ -7,7 +7,6 @@ it is used.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from zarrckpt._errors import (
     CheckpointError,
@@ -26,10 +25,12 @@ from zarrckpt._errors import (
     UnsupportedLayoutError,
     UnsupportedValueError,
 )
-from zarrckpt._report import LoadReport, PlanReport, SaveReport
 from zarrckpt._version import __version__
 
+TYPE_CHECKING = False  # that of the typing module, which is not needed otherwise, and slow to import
 if TYPE_CHECKING:
+    from typing import Any
+
     from zarrckpt._api import load, save
     from zarrckpt._async import async_save
     from zarrckpt._checkpoint import Checkpoint, latest, open
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner
     from zarrckpt._planning import plan_report
     from zarrckpt._reader import ZarrStorageReader
+    from zarrckpt._report import LoadReport, PlanReport, SaveReport
     from zarrckpt._writer import ZarrStorageWriter
 
 __all__ = [
@@ -75,7 +77,10 @@ __all__ = [
 
 _LAZY = {
     "Checkpoint": "_checkpoint",
+    "LoadReport": "_report",
     "PerRank": "_per_rank",
+    "PlanReport": "_report",
+    "SaveReport": "_report",
     "ZarrLoadPlanner": "_planner",
     "ZarrSavePlanner": "_planner",
     "ZarrStorageReader": "_reader",

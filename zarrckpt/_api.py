@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
@@ -16,13 +18,15 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from zarrckpt import _state
 from zarrckpt._chunking import MAX_CHUNK_BYTES
+from zarrckpt._compression import CompressionOption
 from zarrckpt._distributed import from_coordinator, in_use, own_errors
 from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._kept_plans import PlanForgottenError, PlanReuse, memory_of
 from zarrckpt._object_planners import ObjectLoadPlanner, ObjectSavePlanner
 from zarrckpt._reader import ZarrStorageReader
 from zarrckpt._report import LoadReport, SaveReport
 from zarrckpt._root import Root
-from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES, Progress
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
 from zarrckpt._writer import ZarrStorageWriter
 
 
@@ -37,10 +41,11 @@ def save(
     credential_provider: Callable[..., Any] | None = None,
     keep_replaced: bool = False,
     portable_dtypes: bool = False,
+    compression: CompressionOption = None,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     min_piece_bytes: int | None = None,
     fill_bytes: int | None = None,
-    concurrency: int = DEFAULT_CONCURRENCY,
+    concurrency: int | None = None,
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
     durable: bool = True,
     progress: Progress | None = None,
@@ -70,6 +75,7 @@ def save(
         storage_options=storage_options,
         credential_provider=credential_provider,
         portable_dtypes=portable_dtypes,
+        compression=compression,
         max_chunk_bytes=max_chunk_bytes,
         min_piece_bytes=min_piece_bytes,
         fill_bytes=fill_bytes,
@@ -88,9 +94,26 @@ def save_with(
     with own_errors(process_group):
         writer.reset()
         taken = cast("dict[str, Any]", state)  # the planner checks it
-        metadata = _save_state_dict(taken, writer, process_group, no_dist=not in_use(), planner=planner)
+        save = partial(_save_state_dict, taken, writer, process_group, no_dist=not in_use(), planner=planner)
+        metadata = _with_kept_plan(save, writer, process_group) if in_use() else save()
     report: SaveReport = metadata.storage_data
     return report
+
+
+def _with_kept_plan(
+    save: Callable[[], Metadata], writer: ZarrStorageWriter, process_group: dist.ProcessGroup | None
+) -> Metadata:
+    """Save by the plan of the last save, if nothing has changed since."""
+    reuse = PlanReuse(memory_of(process_group))
+    writer.reuse_plans(reuse)
+    try:
+        return save()
+    except CheckpointException as err:
+        if not any(isinstance(error, PlanForgottenError) for error, _ in err.failures.values()):
+            raise
+    # Every rank got this error, before anything was written.
+    reuse.forget()
+    return save()
 
 
 def load(
@@ -106,7 +129,7 @@ def load(
     allow_pickle: bool = False,
     allow_cast: bool = False,
     share_reads: bool | None = None,
-    concurrency: int = DEFAULT_CONCURRENCY,
+    concurrency: int | None = None,
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
     progress: Progress | None = None,
 ) -> LoadReport:

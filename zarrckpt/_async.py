@@ -2,99 +2,86 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import threading
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.distributed_c10d import _world
 
 from zarrckpt import _state
 from zarrckpt._api import save_with
+from zarrckpt._chunking import MAX_CHUNK_BYTES
+from zarrckpt._compression import CompressionOption
 from zarrckpt._distributed import in_use
 from zarrckpt._errors import CheckpointError
 from zarrckpt._planner import ZarrSavePlanner
 from zarrckpt._report import SaveReport
+from zarrckpt._staging import Stager
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
 from zarrckpt._writer import ZarrStorageWriter
 
-
-@dataclass(frozen=True)
-class _Stage:
-    """A state at one moment: the plan made from it, and copies of what the plan's items resolve to."""
-
-    plan: SavePlan
-    data: Mapping[MetadataIndex, Any]
+_log = logging.getLogger("zarrckpt")
 
 
 class _StagedPlanner(ZarrSavePlanner):
-    """Saves a stage: plans nothing anew, and resolves items to the copies.
+    """Saves a copy of a state.
 
-    An error takes the place of a stage that could not be made on this rank: raised here, it reaches all ranks.
+    An error takes the place of a copy that could not be made on this rank: raised here, it reaches all ranks.
     """
 
-    def __init__(self, stage: _Stage | Exception) -> None:
+    def __init__(self, staged: dict[Any, Any] | Exception) -> None:
         super().__init__()
-        self._made = stage
+        self._staged = staged
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        if isinstance(self._made, Exception):
-            raise self._made
-        self._stage = self._made
-        self.mappings = self._stage.plan.planner_data
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = self._stage.plan
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._stage.data[index]
+        if isinstance(self._staged, Exception):
+            raise self._staged
+        super().set_up_planner(self._staged, storage_meta, is_coordinator)
 
 
-class _Stager:
-    """Copies of a state in CPU memory. Buffers are kept and used again, pinned where the source is on a GPU."""
+class _SaveFuture(Future[SaveReport]):
+    """Knows whether anybody has asked for the outcome. Can't be cancelled: the other ranks would wait."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[MetadataIndex, torch.Tensor] = {}
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self._asked = False
+        self.set_running_or_notify_cancel()
 
-    def stage(self, state: dict[str, Any]) -> _Stage:
-        planner = ZarrSavePlanner()
-        planner.set_up_planner(state)
-        plan = planner.create_local_plan()
-        data: dict[MetadataIndex, Any] = {}
-        devices: set[torch.device] = set()
-        for item in plan.items:
-            source = planner.lookup_object(item.index)
-            if item.type == WriteItemType.BYTE_IO:
-                data[item.index] = copy.deepcopy(source)
-            else:
-                data[item.index] = self._copy(item.index, source.detach())
-                devices.add(source.device)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-        # Buffers of entries that are gone would be kept for ever.
-        self._buffers = {index: self._buffers[index] for index in data if index in self._buffers}
-        return _Stage(plan, data)
+    def result(self, timeout: float | None = None) -> SaveReport:
+        self.exception(timeout)
+        return super().result(timeout)
 
-    def _copy(self, index: MetadataIndex, source: torch.Tensor) -> torch.Tensor:
-        buffer = self._buffers.get(index)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            pinned = source.device.type == "cuda"
-            buffer = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
-            self._buffers[index] = buffer
-        # Only CUDA's copies are waited for.
-        return buffer.copy_(source, non_blocking=source.device.type == "cuda")
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self._asked = True
+        return error
+
+    def run(self, save: Callable[[], SaveReport]) -> None:
+        """Make the save, in the background's thread."""
+        try:
+            report = save()
+        except BaseException as err:
+            self.set_exception(err)
+        else:
+            self.set_result(report)
+
+    def end(self) -> None:
+        """Wait, and log an error that nobody has asked for."""
+        if not self._asked and (error := self.exception()) is not None:
+            _log.error(
+                "the background save to %s failed, and nothing asked its future: %s: %s",
+                self._url,
+                type(error).__name__,
+                error,
+            )
 
 
 class _Saver:
@@ -102,25 +89,30 @@ class _Saver:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stager = _Stager()
+        self._stager = Stager()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zarrckpt-async")
-        self._last: Future[SaveReport] | None = None
+        self._last: _SaveFuture | None = None
         self._groups: dict[tuple[int, ...], tuple[object, dist.ProcessGroup]] = {}
 
     def save(
-        self, state: Mapping[str, Any], writer: ZarrStorageWriter, process_group: dist.ProcessGroup | None
+        self,
+        state: Mapping[str, Any],
+        writer: ZarrStorageWriter,
+        process_group: dist.ProcessGroup | None,
+        keep_buffers: bool,
     ) -> Future[SaveReport]:
         with self._lock:
-            if self._last is not None:
-                wait([self._last])  # its error, if any, is its own future's
+            self.finish()
             group = self._group(process_group) if in_use() else None
-            stage: _Stage | Exception
+            staged: dict[Any, Any] | Exception
             try:
-                stage = self._stager.stage(_state.for_save(state).state)
+                staged = self._stager.stage(_state.for_save(state).state, keep=keep_buffers)
             except Exception as err:
-                stage = err
-            self._last = self._thread.submit(save_with, _StagedPlanner(stage), {}, writer, group)
-            return self._last
+                staged = err
+            planner = _StagedPlanner(staged)
+            self._last = last = _SaveFuture(writer.checkpoint_id)
+            self._thread.submit(last.run, lambda: save_with(planner, {}, writer, group))
+            return last
 
     def _group(self, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """A gloo group of the same ranks for the background's collectives.
@@ -136,13 +128,9 @@ class _Saver:
         return known[1]
 
     def finish(self) -> None:
-        """Wait for a save under way. Its error is logged, since nobody is left to ask the future."""
-        last = self._last
-        if last is None or last.done():
-            return
-        error = last.exception()
-        if error is not None:
-            logging.getLogger("zarrckpt").error("the save under way at the end of the process failed: %s", error)
+        """Wait for the save under way, if any."""
+        if self._last is not None:
+            self._last.end()
 
 
 def _new_gloo_group(members: tuple[int, ...], like: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -190,20 +178,57 @@ def async_save(
     state: Mapping[str, Any],
     url: str | os.PathLike[str] | None = None,
     *,
+    overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
-    **options: Any,
+    store: object | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    credential_provider: Callable[..., Any] | None = None,
+    keep_replaced: bool = False,
+    portable_dtypes: bool = False,
+    compression: CompressionOption = None,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    min_piece_bytes: int | None = None,
+    fill_bytes: int | None = None,
+    concurrency: int | None = None,
+    max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+    durable: bool = True,
+    progress: Progress | None = None,
+    keep_buffers: bool = True,
 ) -> Future[SaveReport]:
     """Copy a state to CPU memory, return, and save the copy in the background.
 
-    Takes the arguments of :func:`zarrckpt.save`. Training is held up for the copy only, and for the end of the previous
-    background save if that still runs: there are never two at once. The buffers of the copy are kept for the next
-    call. The collectives of the background run over a gloo group of its own, made by the first call: every rank
-    must call it, and ``process_group`` needs no CPU backend.
+    Training is held up for the copy only, and for the end of the previous background save if that still runs: there are
+    never two at once. The collectives of the background run over a gloo group of its own, made by the first call:
+    every rank must call it, and ``process_group`` needs no CPU backend. At the end of the process a save under way is
+    finished.
 
-    Returns a future of :class:`SaveReport`; its ``result()`` raises what :func:`zarrckpt.save` would. At the end of the
-    process a save under way is finished.
+    Args:
+        keep_buffers: keep the memory of the copy for the next call, which then takes about a third of the time: new
+            memory is slow to touch, and slower to pin. False frees it, when this save is done.
+
+    The other arguments are those of :func:`zarrckpt.save`.
+
+    Returns a future of :class:`SaveReport`; its ``result()`` raises what :func:`zarrckpt.save` would, the same on all
+    ranks, what cannot be saved included. An error for which no one has asked the future is logged (logger
+    ``zarrckpt``) by the next call, or at the end of the process. The save cannot be cancelled.
     """
-    writer = ZarrStorageWriter(url, **options)
+    writer = ZarrStorageWriter(
+        url,
+        overwrite,
+        keep_replaced=keep_replaced,
+        store=store,
+        storage_options=storage_options,
+        credential_provider=credential_provider,
+        portable_dtypes=portable_dtypes,
+        compression=compression,
+        max_chunk_bytes=max_chunk_bytes,
+        min_piece_bytes=min_piece_bytes,
+        fill_bytes=fill_bytes,
+        concurrency=concurrency,
+        max_inflight_bytes=max_inflight_bytes,
+        durable=durable,
+        progress=progress,
+    )
     # By process: a forked child has neither the thread nor the group.
     saver = _savers.get(os.getpid()) or _savers.setdefault(os.getpid(), _Saver())
-    return saver.save(state, writer, process_group)
+    return saver.save(state, writer, process_group, keep_buffers)

@@ -1,15 +1,17 @@
-"""A committed checkpoint as a reader sees it: the root, the checksum table, entries by name. No torch."""
+"""A committed checkpoint as a reader sees it: the root, the tables, entries by name. No torch."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
-from zarrckpt import _codec, _commit, _values
+from zarrckpt import _codec, _commit, _compression, _values
+from zarrckpt._chunk_table import ChunkTable, chunk_table
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import (
     CheckpointError,
@@ -19,13 +21,18 @@ from zarrckpt._errors import (
     ObjectNotFoundError,
 )
 from zarrckpt._grid import Ints
-from zarrckpt._root import CHECKSUMS, WRITERS, Root, Table, ValueEntry, table_node
+from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, Root, Table, ValueEntry, table_node
 from zarrckpt._store import Store, StoreSpec
-from zarrckpt._transfer import chunk_checksums, read_box
+from zarrckpt._transfer import read_box, run
+
+_Parts = Mapping[str, _codec.RawArray]
+"""Node path -> the array's part of a table."""
 
 
 class Catalog:
     """One committed checkpoint, opened once: one request for the root, one for the checksums when first needed.
+
+    Where arrays are compressed, the sizes of what is stored come with the checksums, by another request.
 
     A pickle holds the root and the recipe for the store; the copy opens the store anew, without asking for the root.
     """
@@ -35,32 +42,54 @@ class Catalog:
         self.store: Store = spec.open()
         self.root = root if root is not None else _commit.load_root(self.store)
         self._lock = threading.Lock()
-        self._checksums: _codec.RawArray | None = None
-        self._first: Mapping[str, int] | None = None
+        self._tables: tuple[_Parts, _Parts] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return (Catalog, (self._spec, self.root))
 
     def checksums(self, node: ArrayNode) -> _codec.RawArray:
         """An array's part of the checksum table (uint32, chunks and their subchunks in C order)."""
+        return self._read_tables()[0][node.path]
+
+    def sizes(self, node: ArrayNode) -> _codec.RawArray | None:
+        """A compressed array's part of the table of stored sizes (uint32, in the order of the checksums), else None."""
+        return self._read_tables()[1].get(node.path)
+
+    def chunk_table(self, node: ArrayNode, chunk: Ints) -> ChunkTable:
+        """One chunk's part of the tables."""
+        checksums, sizes = self._read_tables()
+        return chunk_table(node.grid, node.dtype.itemsize, chunk, checksums[node.path], sizes.get(node.path))
+
+    def _read_tables(self) -> tuple[_Parts, _Parts]:
+        """Each array's part of the checksums, and of the sizes; read once, both at the same time."""
         with self._lock:
-            if self._checksums is None:
-                self._checksums = self.read_table(CHECKSUMS, self.root.checksums)
-                self._first = self._places()
-        assert self._first is not None
-        first = self._first[node.path]
-        return self._checksums[first : first + node.grid.num_subchunks]
+            if self._tables is None:
+                arrays, sizes = self.root.arrays(), self.root.sizes
+                if sizes is None:
+                    self._tables = (_parts(self.read_table(CHECKSUMS, self.root.checksums), arrays), {})
+                else:
+                    wanted = ((CHECKSUMS, self.root.checksums), (SIZES, sizes))
+                    tables = run((partial(self.read_table, *table) for table in wanted), len(wanted))
+                    self._tables = (_parts(tables[0], arrays), self._checked_sizes(tables[1], arrays))
+        return self._tables
 
-    def chunk_checksums(self, node: ArrayNode, chunk: Ints) -> _codec.RawArray:
-        """One chunk's part of the checksum table: its subchunks in C order."""
-        return chunk_checksums(node, chunk, self.checksums(node))
+    def _checked_sizes(self, table: _codec.RawArray, arrays: Sequence[ArrayNode]) -> _Parts:
+        compressed = [node for node in arrays if node.compression is not None]
+        parts = _parts(table, compressed)
+        for node in compressed:
+            self._check_sizes(node, parts[node.path])
+        return parts
 
-    def _places(self) -> dict[str, int]:
-        places, first = {}, 0
-        for node in self.root.arrays():
-            places[node.path] = first
-            first += node.grid.num_subchunks
-        return places
+    def _check_sizes(self, node: ArrayNode, sizes: _codec.RawArray) -> None:
+        """Refuse sizes that no compressed subchunk has: what they say is allocated."""
+        data = _codec.subchunk_bytes(node.grid, node.dtype.itemsize) - _codec.CRC_BYTES
+        most = _compression.most_stored(data) + _codec.CRC_BYTES
+        odd = sizes[(sizes <= _codec.CRC_BYTES) | (sizes > most)]
+        if len(odd):
+            raise CorruptCheckpointError(
+                f"the {SIZES} table in {self.store.url} says that a subchunk of array {node.path!r} is stored in "
+                f"{odd[0]} bytes, expected {_codec.CRC_BYTES + 1} to {most}"
+            )
 
     def writers(self) -> dict[str, _codec.RawArray]:
         """Which rank wrote each chunk: node path -> uint32 array in the shape of the chunk grid. One request."""
@@ -84,7 +113,7 @@ class Catalog:
                 raise CorruptCheckpointError(f"the {name} table {key!r} is missing in {self.store.url}") from err
             stored = np.frombuffer(data, np.uint8)
             whole = len(stored) == 4 * table.length + _codec.CRC_BYTES
-            if not whole or not _codec.check_subchunk(stored, table.crc32c):
+            if not whole or _codec.checked(stored) != table.crc32c:
                 raise CorruptCheckpointError(f"the {name} table {key!r} in {self.store.url} is not what was saved")
         return stored[: -_codec.CRC_BYTES].view("<u4")
 
@@ -102,7 +131,8 @@ class Catalog:
             except CorruptCheckpointError as err:
                 raise CorruptCheckpointError(f"value {fqn!r} in {self.store.url}: {err}") from err
         with self.guard():
-            payload = read_box(self.store, entry.array.under(self.root.tree), self.checksums(entry.array))
+            node = entry.array
+            payload = read_box(self.store, node.under(self.root.tree), self.checksums(node), sizes=self.sizes(node))
         return _values.decode_blob(fqn, entry.encoding, entry.kind, payload.tobytes(), allow_pickle=allow_pickle)
 
     @contextmanager
@@ -124,3 +154,12 @@ class Catalog:
             return _commit.load_root(self.store).save_id != self.root.save_id
         except CheckpointError:
             return False
+
+
+def _parts(table: _codec.RawArray, nodes: Sequence[ArrayNode]) -> _Parts:
+    """A table with an element for each subchunk, cut into the parts of its arrays."""
+    parts, first = {}, 0
+    for node in nodes:
+        parts[node.path] = table[first : first + node.grid.num_subchunks]
+        first += node.grid.num_subchunks
+    return parts

@@ -20,7 +20,7 @@ from zarrckpt._errors import (
 )
 from zarrckpt._root import HOUSE
 from zarrckpt._store import Store, StoreSpec, join_url
-from zarrckpt._transfer import DEFAULT_CONCURRENCY, run
+from zarrckpt._transfer import run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -175,7 +175,8 @@ def latest(
     if HOUSE in folders:
         warnings.warn(f"latest({place.url!r}) looks below a checkpoint: pass the folder that holds it", stacklevel=2)
     names = [name for name in folders if not name.startswith("@")]
-    found = [entry for entry in run((partial(_committed, place, name) for name in names), DEFAULT_CONCURRENCY) if entry]
+    looks = (partial(_committed, place, name) for name in names)
+    found = [entry for entry in run(looks, place.max_concurrency) if entry]
     if not found:
         return None
     newest = max(found)[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,11 +17,14 @@ from zarrckpt._grid import Box, Grid, Ints
 MAX_CHUNK_BYTES = 128 << 20
 """One stream to an object store is slow, so larger chunks would make one rank wait for one connection."""
 
-SUBCHUNK_ABOVE = 16 << 20
+SUBCHUNK_ABOVE = 1 << 20
 """Chunks above this many bytes carry subchunks, so that a partial read need not fetch all of them."""
 
 MAX_SUBCHUNK_BYTES = 4 << 20
 """Small enough for partial reads, large enough that foreign readers are not slowed by many small requests."""
+
+ODD_SUBCHUNK_BYTES = 16 << 20
+"""Where extents have no useful divisors, subchunks may be this large."""
 
 MIN_SUBCHUNK_BYTES = 128 << 10
 
@@ -121,6 +125,8 @@ def _merged_subchunks(chunk: Ints, steps: Sequence[int], cells: Sequence[int], i
     for dim in reversed(range(len(chunk))):
         room = _MIN_MERGED_SUBCHUNK // (math.prod(sub) * itemsize)
         sub[dim] *= _largest_divisor(chunk[dim] // sub[dim], room)
+    if len(chunk) > 1:
+        _cut(sub, len(chunk) - 1, max(64, chunk[-1] // 8), itemsize)
     return tuple(sub) if tuple(sub) != chunk else None
 
 
@@ -197,15 +203,16 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+@lru_cache(maxsize=4096)
+def _divisors(n: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    return tuple(sorted({*small, *(n // k for k in small)}))
+
+
 def _largest_divisor(n: int, limit: int) -> int:
     """The largest divisor of n that is at most ``limit`` (at least 1)."""
-    best = 1
-    for small in range(1, math.isqrt(n) + 1):
-        if n % small == 0:
-            for divisor in (small, n // small):
-                if best < divisor <= limit:
-                    best = divisor
-    return best
+    return max((divisor for divisor in _divisors(n) if divisor <= limit), default=1)
 
 
 def _useful_divisor(n: int, wanted: int) -> int | None:
@@ -217,18 +224,36 @@ def _useful_divisor(n: int, wanted: int) -> int | None:
 def subchunk_shape(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
     """The subchunks of a chunk, or None for a chunk that is small or has no useful divisors.
 
-    The last dimension is cut to about an eighth of the array's width, so that a column shard of eight reads
-    its columns only; the others, first to last, until a subchunk is at most MAX_SUBCHUNK_BYTES. In storage the
-    subchunks lie first dimension fastest, so that such a column stripe is one range of bytes.
+    What other meshes read of a chunk is some of its columns, or fewer rows: so the last dimension is cut to an eighth
+    of the array's width, then the first to a 64th of its height, then the others to an eighth, each as far as
+    subchunks keep MIN_SUBCHUNK_BYTES. In storage the subchunks lie first dimension fastest, so that a column stripe is
+    one range of bytes. Why these numbers: ``docs/explanation/subchunks.md``.
     """
     if math.prod(chunk) * itemsize <= SUBCHUNK_ABOVE:
         return None
     sub = list(chunk)
-    if len(chunk) > 1:
-        sub[-1] = _useful_divisor(chunk[-1], max(64, shape[-1] // 8)) or chunk[-1]
-    for dim in range(len(chunk)):
+    last = len(chunk) - 1
+    if last:
+        _cut(sub, last, max(64, shape[last] // 8), itemsize)
+    _cut(sub, 0, max(1, shape[0] // 64) if last else MAX_SUBCHUNK_BYTES // itemsize, itemsize)
+    for dim in range(1, last):
+        _cut(sub, dim, max(1, shape[dim] // 8), itemsize)
+    for dim, extent in enumerate(sub):
         total = math.prod(sub) * itemsize
-        if total <= MAX_SUBCHUNK_BYTES:
-            break
-        sub[dim] = _useful_divisor(sub[dim], max(1, MAX_SUBCHUNK_BYTES * sub[dim] // total)) or sub[dim]
-    return tuple(sub) if MIN_SUBCHUNK_BYTES <= math.prod(sub) * itemsize <= SUBCHUNK_ABOVE else None
+        if total > MAX_SUBCHUNK_BYTES:
+            sub[dim] = _useful_divisor(extent, max(1, MAX_SUBCHUNK_BYTES * extent // total)) or extent
+    fits = MIN_SUBCHUNK_BYTES <= math.prod(sub) * itemsize <= ODD_SUBCHUNK_BYTES
+    return tuple(sub) if fits and tuple(sub) != chunk else None
+
+
+def _cut(sub: list[int], dim: int, wanted: int, itemsize: int) -> None:
+    """Cut one dimension of subchunks to about ``wanted``, as far as they do not become too small."""
+    rest = math.prod(sub) * itemsize // sub[dim]
+    least = -(-MIN_SUBCHUNK_BYTES // rest)
+    if wanted < least:
+        # Rather the next larger divisor than too small a subchunk.
+        sub[dim] = next(n for n in _divisors(sub[dim]) if n >= min(least, sub[dim]))
+        return
+    even = _useful_divisor(sub[dim], wanted)
+    if even is not None and even >= least:
+        sub[dim] = even

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from zarrckpt._documents import NODE, dumps, group_document, join, loads
@@ -33,6 +34,7 @@ from zarrckpt._root import (
     parse_marker,
     parse_root,
 )
+from zarrckpt._transfer import run
 
 if TYPE_CHECKING:
     from zarrckpt._store import Store
@@ -259,9 +261,11 @@ def clean(store: Store, markers: Iterable[Marker], *, finished: Iterable[str] = 
     done = {*finished}
     deleted = 0
     for marker in markers:
-        keys = [
-            info.key for top in sorted(marker.top_names()) for info in store.list(top) if marker.names_key(info.key)
-        ]
+        # A flat state has a folder an entry: one listing after the other would take long.
+        listings = run(
+            (partial(_named, store, marker, top) for top in sorted(marker.top_names())), store.max_concurrency
+        )
+        keys = [key for listing in listings for key in listing]
         house = f"{HOUSE}/{marker.attempt}"
         own = marker_key(marker.attempt)
         keys += [info.key for info in store.list(house) if info.key != own]
@@ -271,6 +275,11 @@ def clean(store: Store, markers: Iterable[Marker], *, finished: Iterable[str] = 
             store.delete([own])
         deleted += len(keys)
     return deleted
+
+
+def _named(store: Store, marker: Marker, top: str) -> list[str]:
+    """The stored keys below a folder that a marker names."""
+    return [info.key for info in store.list(top) if marker.names_key(info.key)]
 
 
 def abandon(store: Store, attempt: Attempt) -> None:

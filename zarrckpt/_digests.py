@@ -11,17 +11,19 @@ import hashlib
 import io
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from zarrckpt import _documents, _values
 from zarrckpt._tensors import raw_tensor
 
-Digests = Mapping[MetadataIndex, bytes]
+NO_DIGEST = 0
 
 _WHOLE_BYTES = 64 << 10
 """Tensors up to this size (RNG states among them) are digested whole, larger ones by a sample."""
@@ -39,23 +41,19 @@ def digests_of(plan: SavePlan, lookup: Callable[[MetadataIndex], Any]) -> dict[M
     return {index: digest for index, digest in found.items() if digest is not None}
 
 
-def is_empty_dict(digest: bytes | None) -> bool:
-    """Whether a digest is that of an empty dict."""
-    return digest in _empty_dicts()
+def as_numbers(digests: Mapping[MetadataIndex, bytes], items: Iterable[WriteItem]) -> NDArray[np.uint64]:
+    """The digest of each item as a number; NO_DIGEST where it has none."""
+    return np.array([_number(digests.get(item.index)) for item in items], np.uint64)
+
+
+def _number(digest: bytes | None) -> int:
+    return NO_DIGEST if digest is None else int.from_bytes(digest, "little") or 1
 
 
 @functools.cache
-def _empty_dicts() -> frozenset[bytes | None]:
-    return frozenset({_digest("", {}), _digest("", OrderedDict())})
-
-
-def disagreeing(digests: Sequence[Digests]) -> dict[MetadataIndex, list[int]]:
-    """The items that ranks (by position) hold with different digests, and these ranks."""
-    seen: dict[MetadataIndex, dict[int, bytes]] = {}
-    for rank, own in enumerate(digests):
-        for index, digest in own.items():
-            seen.setdefault(index, {})[rank] = digest
-    return {index: sorted(ranks) for index, ranks in seen.items() if len(set(ranks.values())) > 1}
+def empty_dicts() -> NDArray[np.uint64]:
+    """The numbers of the digests of empty dicts."""
+    return np.array([_number(_digest("", {})), _number(_digest("", OrderedDict()))], np.uint64)
 
 
 def _digest(fqn: str, value: Any) -> bytes | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zarrckpt import _dtypes
+from zarrckpt import _compression, _dtypes
+from zarrckpt._compression import Compression
 from zarrckpt._dtypes import DType
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from zarrckpt._grid import Grid, Ints
@@ -21,6 +23,7 @@ ATTRIBUTE = "zarrckpt"
 
 _MAX_EXTENT = 2**62
 _CRC32C = {"name": "crc32c"}
+_SHARDING = "sharding_indexed"
 
 
 def dumps(document: Json) -> bytes:
@@ -68,13 +71,14 @@ class ArrayNode:
     """One stored array: where it is, its geometry and its type.
 
     ``path`` is relative to the tree (the checkpoint's url joined with the tree's name). ``portable`` arrays hold
-    types that few readers know as unsigned integers of the same size.
+    types that few readers know as unsigned integers of the same size. ``compression`` is that of each subchunk.
     """
 
     path: str
     grid: Grid
     dtype: DType
     portable: bool = False
+    compression: Compression | None = None
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +91,7 @@ class ArrayNode:
 
     def under(self, tree: str) -> ArrayNode:
         """The same array with a path that begins at the checkpoint's url."""
-        return ArrayNode(join(tree, self.path), self.grid, self.dtype, self.portable)
+        return dataclasses.replace(self, path=join(tree, self.path))
 
     def document(self) -> Json:
         """The array's ``zarr.json``."""
@@ -101,7 +105,7 @@ class ArrayNode:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "fill_value": stored.fill_value,
-            "codecs": _codecs(grid, stored),
+            "codecs": _codecs(grid, stored, self.compression),
             # xarray refuses arrays without; equal names then mean equal sizes, so groups open as datasets.
             "dimension_names": [f"dim{axis}_{n}" for axis, n in enumerate(grid.shape)],
             "attributes": {ATTRIBUTE: {"dtype": dtype.name}} if self.portable else {},
@@ -109,17 +113,23 @@ class ArrayNode:
         return document
 
 
-def _codecs(grid: Grid, dtype: DType) -> list[Json]:
-    plain = [dtype.bytes_codec, _CRC32C]
+def compressible(grid: Grid, dtype: DType) -> bool:
+    """Whether an array's subchunks are short enough to be compressed."""
+    return math.prod(grid.subchunk_shape or grid.chunk_shape) * dtype.itemsize <= _compression.MAX_BYTES
+
+
+def _codecs(grid: Grid, dtype: DType, compression: Compression | None) -> list[Json]:
+    compressed = [] if compression is None else [compression.codec(dtype.itemsize)]
+    stored = [dtype.bytes_codec, *compressed, _CRC32C]
     if grid.subchunk_shape is None:
-        return plain
+        return stored
     configuration = {
         "chunk_shape": list(grid.subchunk_shape),
-        "codecs": plain,
+        "codecs": stored,
         "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, _CRC32C],
         "index_location": "end",
     }
-    return [{"name": "sharding_indexed", "configuration": configuration}]
+    return [{"name": _SHARDING, "configuration": configuration}]
 
 
 def parse_array(path: str, document: Any) -> ArrayNode:
@@ -134,13 +144,16 @@ def parse_array(path: str, document: Any) -> ArrayNode:
     shape = _extents(document.get("shape"), 0, f"shape in {where}")
     chunk_grid = document.get("chunk_grid")
     chunk = _extents(_configured(chunk_grid, "regular", "chunk_shape"), 1, f"chunk_shape in {where}")
-    sub = _sub_shape(document.get("codecs"), where)
+    codecs = document.get("codecs")
+    sub = _sub_shape(codecs, where)
     if len(chunk) != len(shape) or (sub is not None and len(sub) != len(shape)):
         raise CorruptCheckpointError(f"shape and chunk shapes in {where} differ in their number of dimensions")
     if sub is not None and any(c % s for c, s in zip(chunk, sub, strict=True)):
         raise CorruptCheckpointError(f"subchunks {sub} do not divide the chunks {chunk} in {where}")
     dtype, portable = _parse_dtype(document, where)
-    node = ArrayNode(path, Grid(shape, chunk, sub), dtype, portable)
+    node = ArrayNode(path, Grid(shape, chunk, sub), dtype, portable, _parse_compression(codecs, where))
+    if node.compression is not None and not compressible(node.grid, dtype):
+        raise CorruptCheckpointError(f"subchunks too long to be compressed in {where}")
     if node.document() != document:
         expected = node.document()
         differing = sorted(k for k in {*document, *expected} if document.get(k) != expected.get(k))
@@ -161,6 +174,22 @@ def _parse_dtype(document: Json, where: str) -> tuple[DType, bool]:
         raise UnsupportedFormatError(f"unknown data type {name!r} in {where}; upgrade zarrckpt") from err
 
 
+def _parse_compression(codecs: Any, where: str) -> Compression | None:
+    """The codec between elements and checksum. Raises UnsupportedFormatError naming a codec that is not known."""
+    inner = _configured(codecs[0], _SHARDING, "codecs")
+    chain = inner if isinstance(inner, list) else codecs
+    found = None
+    for codec in chain:
+        name = codec.get("name") if isinstance(codec, dict) else codec
+        if name in ("bytes", "crc32c", _SHARDING):
+            continue
+        try:
+            found = _compression.parse_codec(codec)
+        except (TypeError, ValueError) as err:
+            raise UnsupportedFormatError(f"{where} uses what this version of zarrckpt does not know: {err}") from err
+    return found
+
+
 def _configured(value: Any, name: str, field: str) -> Any:
     """``configuration.field`` of an extension object with the given name, else None."""
     if isinstance(value, Mapping) and value.get("name") == name and isinstance(value.get("configuration"), Mapping):
@@ -171,7 +200,7 @@ def _configured(value: Any, name: str, field: str) -> Any:
 def _sub_shape(codecs: Any, where: str) -> Ints | None:
     if not isinstance(codecs, list) or not codecs:
         raise CorruptCheckpointError(f"no codecs in {where}")
-    sub = _configured(codecs[0], "sharding_indexed", "chunk_shape")
+    sub = _configured(codecs[0], _SHARDING, "chunk_shape")
     return None if sub is None else _extents(sub, 1, f"subchunk shape in {where}")
 
 

@@ -14,15 +14,27 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from zarrckpt import _codec, _names, _values
 from zarrckpt._commit import Attempt
+from zarrckpt._crc32c import crc32c
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
 from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
 from zarrckpt._plan import Layout
 from zarrckpt._rank_work import ArrayResult, LostPeer, ObjectResult
 from zarrckpt._report import SaveReport
-from zarrckpt._root import CHECKSUMS, WRITERS, BlobEntry, Root, Table, ValueEntry, now, parent_groups, table_node
+from zarrckpt._root import (
+    CHECKSUMS,
+    SIZES,
+    WRITERS,
+    BlobEntry,
+    Root,
+    Table,
+    ValueEntry,
+    now,
+    parent_groups,
+    table_node,
+)
 from zarrckpt._state_path import DICT, LIST, StatePath
 from zarrckpt._store import Store
-from zarrckpt._transfer import DEFAULT_CONCURRENCY, run
+from zarrckpt._transfer import run
 from zarrckpt._version import __version__
 
 
@@ -42,13 +54,13 @@ def finish_save(
     _check_entries(layout, metadata, {*written, *values})
     entries: dict[str, ArrayNode | ValueEntry | BlobEntry] = {**layout.tensors, **values, **blobs}
     nodes = {**layout.tensors, **{fqn: blob.array for fqn, blob in blobs.items()}}
-    checksums, writers = _tables(nodes, written)
+    numbers = _tables(nodes, written)
     planned = parent_groups(node.path for node in layout.tensors.values())
     late = parent_groups(blob.array.path for blob in blobs.values()) - planned
     keys = _put_documents(store, attempt.tree, late)
     tables = {}
-    for name, table in ((CHECKSUMS, checksums), (WRITERS, writers)):
-        tables[name] = Table(len(table), _codec.crc32c(table))
+    for name, table in numbers.items():
+        tables[name] = Table(len(table), crc32c(table))
         keys += _put_table(store, attempt.save_id, name, table)
     store.sync(keys)
     root = Root(
@@ -57,6 +69,7 @@ def finish_save(
         entries={fqn: entries[fqn] for fqn in layout.paths},
         checksums=tables[CHECKSUMS],
         writers=tables[WRITERS],
+        sizes=tables.get(SIZES),
         history=attempt.history,
         created=now(),
         software={"zarrckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -65,7 +78,7 @@ def finish_save(
         containers=_containers(layout),
     )
     rank_bytes = tuple(sum(result.size_in_bytes for result in rank) for rank in results)
-    report = SaveReport(store.url, attempt.save_id, sum(rank_bytes), len(writers), rank_bytes)
+    report = SaveReport(store.url, attempt.save_id, sum(rank_bytes), len(numbers[WRITERS]), rank_bytes)
     return root, report
 
 
@@ -124,37 +137,42 @@ def _check_entries(layout: Layout, metadata: Metadata, written: set[str]) -> Non
 
 def _tables(
     nodes: dict[str, ArrayNode], written: dict[str, list[tuple[int, ArrayResult]]]
-) -> tuple[_codec.RawArray, _codec.RawArray]:
-    """The checksum of every subchunk and the rank that wrote every chunk, arrays sorted by path.
+) -> dict[str, _codec.RawArray]:
+    """The checksum of every subchunk, the rank that wrote every chunk, and stored sizes; arrays sorted by path.
 
-    Raises IncompleteSaveError for a chunk that no rank, or more than one, has written.
+    The sizes are those of compressed arrays' subchunks, and absent where no array is compressed. Raises
+    IncompleteSaveError for a chunk that no rank, or more than one, has written.
     """
-    checksums: list[_codec.RawArray] = []
-    writers: list[_codec.RawArray] = []
+    parts: dict[str, list[_codec.RawArray]] = {CHECKSUMS: [], WRITERS: []}
     for fqn, node in sorted(nodes.items(), key=lambda item: item[1].path):
         chunks, per_chunk = node.grid.num_chunks, math.prod(node.grid.sub_counts)
         crcs = np.zeros((chunks, per_chunk), "<u4")
         ranks = np.zeros(chunks, "<u4")
         times = np.zeros(chunks, np.int64)
+        sizes = np.zeros_like(crcs) if node.compression is not None else None
         for rank, result in written.get(fqn, []):
             crcs[result.chunks] = result.checksums.reshape(-1, per_chunk)
             ranks[result.chunks] = rank
             np.add.at(times, result.chunks, 1)
+            if sizes is not None:
+                sizes[result.chunks] = result.sizes.reshape(-1, per_chunk)
         if (times != 1).any():
             raise IncompleteSaveError(
                 f"nothing was committed: of the {chunks} chunks of {fqn!r}, {int((times == 0).sum())} were not written "
                 f"and {int((times > 1).sum())} by more than one rank; save again"
             )
-        checksums.append(crcs.reshape(-1))
-        writers.append(ranks)
+        parts[CHECKSUMS].append(crcs.reshape(-1))
+        parts[WRITERS].append(ranks)
+        if sizes is not None:
+            parts.setdefault(SIZES, []).append(sizes.reshape(-1))
     empty = np.zeros(0, "<u4")
-    return np.concatenate([empty, *checksums]), np.concatenate([empty, *writers])
+    return {name: np.concatenate([empty, *arrays]) for name, arrays in parts.items()}
 
 
 def _put_documents(store: Store, tree: str, groups: set[str]) -> list[str]:
     keys = [join(tree, path, NODE) for path in sorted(groups)]
     document = dumps(group_document())
-    run((partial(store.put, key, [document]) for key in keys), DEFAULT_CONCURRENCY)
+    run((partial(store.put, key, [document]) for key in keys), store.max_concurrency)
     return keys
 
 

@@ -22,39 +22,49 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
     """
     leaves: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}
-    for keys, containers, leaf in _walk(state, (), ()):
+
+    def walk(value: Any, keys: tuple[object, ...], containers: tuple[str, ...]) -> None:
+        if isinstance(value, torch.Tensor):  # most are; asking for a Mapping costs more
+            leaf(value, keys, containers)
+        elif isinstance(value, Mapping) and (value or not keys):
+            inner = (*containers, ORDERED_DICT if type(value) is OrderedDict else DICT)
+            for key, item in value.items():
+                _check_key(key, keys)
+                walk(item, (*keys, key), inner)
+        elif isinstance(value, list) and entered(value):
+            inner = (*containers, LIST)
+            for position, item in enumerate(value):
+                walk(item, (*keys, position), inner)
+        else:
+            leaf(value, keys, containers)
+
+    def leaf(value: Any, keys: tuple[object, ...], containers: tuple[str, ...]) -> None:
         path = StatePath(keys, containers)
-        if path.fqn in leaves:
+        fqn = path.fqn
+        if fqn in leaves:
             raise UnsupportedValueError(
-                f"two entries have the flat name {path.fqn!r}: {paths[path.fqn].keys} and {path.keys}; rename one"
+                f"two entries have the flat name {fqn!r}: {paths[fqn].keys} and {path.keys}; rename one"
             )
-        leaves[path.fqn], paths[path.fqn] = leaf, path
+        leaves[fqn], paths[fqn] = value, path
+
+    walk(state, (), ())
     return leaves, paths
 
 
-def _walk(
-    value: Any, keys: tuple[object, ...], containers: tuple[str, ...]
-) -> Iterable[tuple[tuple[object, ...], tuple[str, ...], Any]]:
-    if isinstance(value, Mapping) and (value or not keys):
-        kind = ORDERED_DICT if type(value) is OrderedDict else DICT
-        for key, item in value.items():
-            if _values.encode_json(key) is _values.NOT_JSON:
-                raise UnsupportedValueError(
-                    f"the key {key!r} below {'.'.join(map(str, keys))!r} is a {type(key).__name__}; "
-                    "use strings or integers"
-                )
-            yield from _walk(item, (*keys, key), (*containers, kind))
-    elif isinstance(value, list) and _entered(value):
-        for position, item in enumerate(value):
-            yield from _walk(item, (*keys, position), (*containers, LIST))
-    else:
-        yield keys, containers, value
+def _check_key(key: object, above: tuple[object, ...]) -> None:
+    if type(key) is not str and _values.encode_json(key) is _values.NOT_JSON:
+        raise UnsupportedValueError(
+            f"the key {key!r} below {'.'.join(map(str, above))!r} is a {type(key).__name__}; use strings or integers"
+        )
 
 
-def _entered(items: list[Any]) -> bool:
-    """DCP's rule for lists."""
+def entered(items: list[Any]) -> bool:
+    """Whether a list is entered and no leaf: DCP's rule, and for what stands in for sharded tensors, too."""
     return any(
-        isinstance(item, (torch.Tensor, Mapping)) or (isinstance(item, list) and _entered(item)) for item in items
+        isinstance(item, (torch.Tensor, Mapping))
+        or (isinstance(item, list) and entered(item))
+        or hasattr(type(item), "__create_write_items__")
+        for item in items
     )
 
 

@@ -96,6 +96,11 @@ def ravel_f(index: Sequence[int], counts: Sequence[int]) -> int:
     return ravel(tuple(reversed(index)), tuple(reversed(counts)))
 
 
+def unravel(number: int, counts: Sequence[int]) -> Ints:
+    """The cell with a number in C order."""
+    return unravel_f(number, tuple(reversed(counts)))[::-1]
+
+
 def unravel_f(number: int, counts: Sequence[int]) -> Ints:
     """The cell with a number in Fortran order."""
     index = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from zarrckpt._errors import UnsupportedLayoutError
 from zarrckpt._grid import Box, Ints
@@ -17,21 +20,33 @@ from zarrckpt._shards import Cut, Held, held_boxes
 class HeldTensor:
     """Takes a DTensor's place in a planner's flat state: DCP asks it for write items and for boxes.
 
-    DTensor's own answers come from torch's rule for offsets, which is wrong for uneven FSDP2 x TP. Raises
-    UnsupportedLayoutError where the local tensor has not the size that the placements say.
+    DTensor's own answers come from torch's rule for offsets, which is wrong for uneven FSDP2 x TP.
+
+    Args:
+        fqn: the DTensor's name, for errors. local: what stands for its local tensor, a copy say (default: itself).
+
+    Making one is cheap; the boxes are found when they are first asked for. Raises UnsupportedLayoutError then where the
+    local tensor has not the size that the placements say.
     """
 
-    def __init__(self, fqn: str, tensor: DTensor) -> None:
+    def __init__(self, fqn: str, tensor: DTensor, local: torch.Tensor | None = None) -> None:
+        self._fqn = fqn
         self.shape = tuple(tensor.shape)
-        self._local = tensor.to_local().detach()
-        self._held = {held.box.offset: held for held in _boxes_of(tensor)}
-        elements = sum(held.box.size for held in self._held.values())
-        if elements != (self._local.numel() if tensor.device_mesh.get_coordinate() is not None else 0):
+        self._mesh, self._placements = tensor.device_mesh, tensor.placements
+        self._local = tensor.to_local().detach() if local is None else local
+
+    @cached_property
+    def _held(self) -> dict[Ints, Held]:
+        """The boxes of this rank, by their global offsets."""
+        found = {held.box.offset: held for held in _boxes_of(self.shape, self._mesh, self._placements)}
+        elements = sum(held.box.size for held in found.values())
+        if elements != (self._local.numel() if self._mesh.get_coordinate() is not None else 0):
             raise UnsupportedLayoutError(
-                f"{fqn!r}: the placements {tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)} give this "
+                f"{self._fqn!r}: the placements {self._placements} on a mesh of {tuple(self._mesh.shape)} give this "
                 f"rank {elements} elements of shape {self.shape}, but it holds {tuple(self._local.shape)}: "
                 "redistribute() it, or use full_tensor()"
             )
+        return found
 
     def piece(self, offset: Ints) -> torch.Tensor:
         """The local tensor's part that is the box at a global offset: a view."""
@@ -55,19 +70,32 @@ class HeldTensor:
         return [_chunk(held.box) for held in self._held.values()]
 
 
-def _boxes_of(tensor: DTensor) -> list[Held]:
-    mesh = tensor.device_mesh
+class HeldPieces(HeldTensor):
+    """Takes the place of any other sharded tensor: the write items that it gave, and for each a tensor."""
+
+    def __init__(self, pieces: Sequence[tuple[WriteItem, torch.Tensor]]) -> None:
+        self._items = [item for item, _ in pieces]
+        self._pieces = {tuple(item.index.offset or ()): piece for item, piece in pieces}
+
+    def piece(self, offset: Ints) -> torch.Tensor:
+        """The tensor of the item at a global offset."""
+        return self._pieces[offset]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        return self._items
+
+
+def _boxes_of(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Held]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
-    shape = tuple(tensor.shape)
     if 0 in shape:
         # Nothing to write, but an entry to keep: every rank names it, and DCP keeps one of them.
         zero = (0,) * len(shape)
         return [Held(Box(zero, shape), zero)]
     cuts = [
         Cut(placement.dim, int(getattr(placement, "split_factor", 1))) if hasattr(placement, "dim") else None
-        for placement in tensor.placements
+        for placement in placements
     ]
     return held_boxes(shape, tuple(mesh.shape), tuple(coordinate), cuts)
 

@@ -13,9 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 
+from zarrckpt import _plan_items
 from zarrckpt._distributed import global_rank
 from zarrckpt._exchange import Channel, Joining, MeshId, take_idle
 
@@ -24,10 +27,12 @@ from zarrckpt._exchange import Channel, Joining, MeshId, take_idle
 class Notes:
     """What our save planner knows and DCP's plan has no place for."""
 
-    digests: Mapping[MetadataIndex, bytes]
-    """Of what each item stands for, see ``_digests``."""
+    digests: Mapping[MetadataIndex, bytes] | NDArray[np.uint64]
+    """Of what each item stands for, see ``_digests``; on their way to the coordinator, in the order of the items."""
     lowest_rank_saves: bool
     """Whether replicas are all saved by the lowest rank that holds them, instead of being dealt."""
+    lazy: bool = False
+    """Whether the coordinator's planner leaves the items as they are, and merging them to the writer."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ def clear() -> None:
         _inbox.joining.abandon()
     _withdraw()
     _inbox.facts, _inbox.own, _inbox.ticket, _inbox.joining = [], None, None, None
+    _plan_items.forget()
 
 
 def own_facts(items: Sequence[WriteItem] = (), notes: Notes | None = None, save_id: str = "") -> Facts:

@@ -106,6 +106,8 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
             self._refuse_left([plan.planner_data for plan in global_plan])
         return super().create_global_plan(global_plan)
 
+    _steps_that_leave_items = (create_global_plan,)
+
     def _refuse_left(self, found: list[_Findings]) -> None:
         assert self.metadata is not None
         idle = [p for p in self._patterns or () if all(p in one.idle for one in found)]

@@ -6,22 +6,37 @@ import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
 
 from zarrckpt import _names
 from zarrckpt._chunking import MAX_CHUNK_BYTES, choose_grid, default_fill_bytes, default_min_piece_bytes
-from zarrckpt._documents import ArrayNode, Json, group_document
+from zarrckpt._compression import Compression
+from zarrckpt._documents import ArrayNode, compressible
 from zarrckpt._errors import CheckpointError
 from zarrckpt._grid import Box, Grid, Ints
 from zarrckpt._holdings import Holdings, TensorHolders, hold, item_box
-from zarrckpt._mail import Facts
-from zarrckpt._owners import Owned, Spread, deal, schedule_chunks
+from zarrckpt._owners import Dealt, Numbers, Pieces, Spread, by_appearance, deal, schedule_chunks
+from zarrckpt._plan_items import ChosenItems, RankItems
+from zarrckpt._rank_plan import Arrays, Columns
+from zarrckpt._rank_plan import ChunkPlan as ChunkPlan
+from zarrckpt._rank_plan import RankPlan as RankPlan
+from zarrckpt._rank_plan import Round as Round
 from zarrckpt._root import Marker, parent_groups
 from zarrckpt._state_path import StatePath
+from zarrckpt._tensors import torch_dtype
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, check_limits
 
 
@@ -42,53 +57,6 @@ class Layout:
         """What an attempt with this layout may write."""
         arrays = sorted([*(n.path for n in self.tensors.values()), *(self.node_paths[f] for f in self.objects)])
         return Marker(attempt, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
-
-
-class Part(NamedTuple):
-    """A part of a chunk that this rank writes: held in one of its own items, or sent by another rank."""
-
-    box: Box
-    item: int | None
-    source: int | None
-
-
-class ChunkPlan(NamedTuple):
-    """A chunk that this rank writes."""
-
-    fqn: str
-    cell: Ints
-    parts: tuple[Part, ...]
-
-
-class Sending(NamedTuple):
-    """A part of one of this rank's items that another rank writes."""
-
-    to: int
-    item: int
-    box: Box
-
-
-@dataclass
-class Round:
-    """What this rank sends in one round of the exchange, and the chunks that it can write after it."""
-
-    sends: list[Sending] = field(default_factory=list)
-    chunks: list[ChunkPlan] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """What one rank does. DCP may cache it with the plan, so it is of no one attempt.
-
-    Items are named by their position in the plan's, which are those that this rank writes or sends something of.
-    Parts arrive in the order in which the sender's plan has them.
-    """
-
-    arrays: Mapping[str, ArrayNode]
-    object_paths: Mapping[str, str]
-    documents: Mapping[str, Json]
-    chunks: Sequence[ChunkPlan]
-    rounds: Mapping[int, Round]
 
 
 @dataclass(frozen=True)
@@ -118,27 +86,32 @@ class SavePlans:
 
     layout: Layout
     ranks: Sequence[RankPlan]
-    items: Sequence[Sequence[WriteItem]]
-    owned: Sequence[Owned]
+    items: Sequence[ChosenItems]
+    dealt: Dealt
     differing: Mapping[str, Sequence[int]]
     """fqns of what ranks hold differently, and these ranks; the lowest one's is saved."""
 
     @property
     def moves(self) -> bool:
         """Whether any piece moves between ranks."""
-        return any(rank.rounds for rank in self.ranks)
+        return bool((self.dealt.round >= 0).any())
 
 
 def plan_save(
-    plans: Sequence[SavePlan], facts: Sequence[Facts], *, portable_dtypes: bool = False, sizes: Sizes | None = None
+    ranks: Sequence[RankItems],
+    paths: Mapping[str, StatePath],
+    *,
+    portable_dtypes: bool = False,
+    compression: Compression | None = None,
+    sizes: Sizes | None = None,
 ) -> SavePlans:
-    """Lay out a checkpoint from every rank's plan and facts, and say what each rank writes and sends.
+    """Lay out a checkpoint from what every rank has, and say what each rank writes and sends.
 
-    Called by the coordinator; no I/O. Raises UnsupportedLayoutError naming the fqn where the ranks' boxes overlap, or
-    do not cover the tensor.
+    ``paths`` has each entry's place in the state dict, in its order. Called by the coordinator; no I/O. Raises
+    UnsupportedLayoutError naming the fqn where the ranks' boxes overlap, or do not cover the tensor.
     """
     with _no_collection():
-        return _plan_save(plans, facts, portable_dtypes, sizes or Sizes())
+        return _plan_save(ranks, paths, portable_dtypes, compression, sizes or Sizes())
 
 
 @contextmanager
@@ -153,9 +126,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _plan_save(plans: Sequence[SavePlan], facts: Sequence[Facts], portable_dtypes: bool, sizes: Sizes) -> SavePlans:
-    held = hold(facts)
-    paths = _state_paths(plans)
+def _plan_save(
+    ranks: Sequence[RankItems],
+    paths: Mapping[str, StatePath],
+    portable_dtypes: bool,
+    compression: Compression | None,
+    sizes: Sizes,
+) -> SavePlans:
+    held = hold(ranks)
     fqns = {*held.tensors, *held.objects}
     # In the order of the state dict, which the plans themselves lose where replicas are dealt over ranks.
     ordered = [fqn for fqn in paths if fqn in fqns] + sorted(fqns - paths.keys())
@@ -168,31 +146,15 @@ def _plan_save(plans: Sequence[SavePlan], facts: Sequence[Facts], portable_dtype
     for fqn, tensor in held.tensors.items():
         grid = grids.of(tensor)
         portable = portable_dtypes and tensor.dtype.portable is not tensor.dtype
-        tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable=portable)
-        spreads.append(Spread(fqn, grid, tensor.dtype.itemsize, tensor.spread(), tensor.whole))
-    layout = Layout(entries, node_paths, tensors, frozenset(held.objects), len(plans), held.hollow)
-    owned = deal(spreads, len(plans))
-    schedule_chunks(owned, len(plans), sizes.per_round)
-    ranks = [_RankPlanner(rank, layout, held) for rank in range(len(plans))]
-    for chunk in owned:
-        _deal_chunk(chunk, held.tensors[chunk.spread.name], ranks)
-    documents = _deal_documents(tensors.values(), len(plans))
-    return SavePlans(
-        layout,
-        [rank.plan(documents[number]) for number, rank in enumerate(ranks)],
-        [rank.items for rank in ranks],
-        owned,
-        held.differing,
-    )
-
-
-def _state_paths(plans: Iterable[SavePlan]) -> dict[str, StatePath]:
-    """fqn -> path from DCP's ``planner_data``, which a planner that does not flatten leaves out."""
-    paths: dict[str, StatePath] = {}
-    for plan in plans:
-        if isinstance(plan.planner_data, Mapping):
-            paths |= {fqn: StatePath.of(path) for fqn, path in plan.planner_data.items()}
-    return paths
+        chosen = compression if compressible(grid, tensor.dtype) else None
+        tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen)
+        spreads.append(Spread(fqn, grid, tensor.dtype.itemsize, tensor.held, tensor.whole))
+    layout = Layout(entries, node_paths, tensors, frozenset(held.objects), len(ranks), held.hollow)
+    dealt = deal(spreads, len(ranks))
+    schedule_chunks(dealt, sizes.per_round)
+    planner = _RankPlanner(ranks, layout, held, dealt)
+    parts = [planner.part(rank) for rank in range(len(ranks))]
+    return SavePlans(layout, [plan for plan, _ in parts], [items for _, items in parts], dealt, held.differing)
 
 
 class _Grids:
@@ -204,9 +166,17 @@ class _Grids:
         self._min_piece = default_min_piece_bytes(held.ranks) if sizes.min_piece is None else sizes.min_piece
         self._fill = default_fill_bytes(total, held.ranks) if sizes.fill is None else sizes.fill
         self._known: dict[tuple[Ints, int, tuple[Box, ...]], Grid] = {}
+        self._alike: dict[int, Grid] = {}
 
     def of(self, tensor: TensorHolders) -> Grid:
-        boxes = tuple(tensor.boxes)
+        """The grid of a tensor."""
+        known = self._alike.get(id(tensor.held))
+        if known is None:
+            known = self._alike[id(tensor.held)] = self._of_boxes(tensor)
+        return known
+
+    def _of_boxes(self, tensor: TensorHolders) -> Grid:
+        boxes = tensor.held.boxes
         key = (tensor.shape, tensor.dtype.itemsize, boxes)
         grid = self._known.get(key)
         if grid is None:
@@ -221,62 +191,121 @@ class _Grids:
         return grid
 
 
+class _Rows:
+    """Numbers, and where those of each rank are among them."""
+
+    def __init__(self, ranks: Numbers, world_size: int) -> None:
+        self._order = np.argsort(ranks, kind="stable")
+        self._bounds = np.searchsorted(ranks[self._order], np.arange(world_size + 1)).tolist()
+
+    def of(self, rank: int) -> Numbers:
+        """Where a rank's are, in their order."""
+        return self._order[self._bounds[rank] : self._bounds[rank + 1]]
+
+
 class _RankPlanner:
-    """One rank's plan in the making."""
+    """Cuts a whole plan into the ranks' parts. A row a chunk or a piece, in the order of the tensors."""
 
-    def __init__(self, rank: int, layout: Layout, held: Holdings) -> None:
+    def __init__(self, ranks: Sequence[RankItems], layout: Layout, held: Holdings, dealt: Dealt) -> None:
+        self._ranks = ranks
         self._layout = layout
-        own = {fqn: item for fqn, (writer, item) in held.objects.items() if writer == rank}
-        self.items: list[WriteItem] = list(own.values())
-        self._places: dict[int, int] = {}
-        self._object_paths = {fqn: layout.node_paths[fqn] for fqn in own}
-        self.chunks: list[ChunkPlan] = []
-        self.rounds: dict[int, Round] = {}
+        self._dealt = dealt
+        self._arrays = Arrays(layout.tensors)
+        self._objects: list[list[tuple[str, int]]] = [[] for _ in ranks]
+        for fqn, (rank, place) in held.objects.items():
+            self._objects[rank].append((fqn, place))
+        rows = [*enumerate(zip(held.tensors.values(), dealt.geometries, dealt.sources, strict=True))]
+        self._piece_array = _joined(np.full(len(g.pieces.held), number) for number, (_, g, _) in rows)
+        self._piece_chunk = _joined(dealt.first[number] + g.pieces.chunk for number, (_, g, _) in rows)
+        self._piece_source = _joined(dealt.sources)
+        # The place among the source's items.
+        self._piece_place = _joined(t.places[t.held.places(g.pieces.held, source)] for _, (t, g, source) in rows)
+        self._piece_owner = dealt.owner[self._piece_chunk]
+        self._piece_bounds = _bounds([geometry.pieces for geometry in dealt.geometries])
+        self._chunk_array = np.repeat(np.arange(len(rows)), np.diff(dealt.first))
+        self._chunk_cell = _joined(geometry.pieces.number for geometry in dealt.geometries)
+        self._chunk_parts = _joined(np.diff(geometry.pieces.first) for geometry in dealt.geometries)
+        self._written = _Rows(self._piece_owner, len(ranks))
+        self._held = _Rows(self._piece_source, len(ranks))
+        self._owned = _Rows(dealt.owner, len(ranks))
 
-    def place(self, item: WriteItem) -> int:
-        """An item's position among this rank's items."""
-        known = self._places.get(id(item))
-        if known is None:
-            known = self._places[id(item)] = len(self.items)
-            self.items.append(item)
-        return known
+    def part(self, rank: int) -> tuple[RankPlan, ChosenItems]:
+        """What one rank does, and the items that it does it with: those of values first."""
+        table, objects = self._ranks[rank].table, self._objects[rank]
+        held = self._held.of(rank)
+        appears, item = by_appearance(self._piece_place[held])
+        item += len(objects)
+        places = np.append([place for _, place in objects], self._piece_place[held][appears]).astype(np.int64)
+        arrays = np.append(np.full(len(objects), -1), self._piece_array[held][appears])
+        columns = self._columns(rank, held, item)
+        plan = RankPlan(
+            (rank, len(self._ranks)),
+            self._arrays,
+            columns,
+            {fqn: self._layout.node_paths[fqn] for fqn, _ in objects},
+            _small(arrays),
+            table.boxes,
+            table.box[places],
+        )
+        return plan, ChosenItems(table, _small(places))
 
-    def round(self, number: int) -> Round:
-        return self.rounds.setdefault(number, Round())
-
-    def plan(self, documents: Mapping[str, Json]) -> RankPlan:
-        named = {item.index.fqn for item in self.items} - self._object_paths.keys()
-        arrays = {fqn: self._layout.tensors[fqn] for fqn in named}
-        return RankPlan(arrays, self._object_paths, documents, self.chunks, dict(sorted(self.rounds.items())))
-
-
-def _deal_chunk(chunk: Owned, tensor: TensorHolders, ranks: Sequence[_RankPlanner]) -> None:
-    """Enter one chunk into the plans of its owner and of the ranks that send to it."""
-    owner = ranks[chunk.owner]
-    boxes = chunk.spread.held
-    parts = []
-    for (number, box), source in zip(chunk.pieces, chunk.sources, strict=True):
-        place = ranks[source].place(tensor.boxes[boxes[number].box][source])
-        if source == chunk.owner:
-            parts.append(Part(box, place, None))
-        else:
-            parts.append(Part(box, None, source))
-            ranks[source].round(chunk.round).sends.append(Sending(chunk.owner, place, box))
-    planned = ChunkPlan(chunk.spread.name, chunk.index, tuple(parts))
-    if chunk.round < 0:
-        owner.chunks.append(planned)
-    else:
-        owner.round(chunk.round).chunks.append(planned)
+    def _columns(self, rank: int, held: Numbers, item: Numbers) -> Columns:
+        chunks, parts = self._owned.of(rank), self._written.of(rank)
+        foreign = self._piece_source[parts] != rank
+        # Both are in ascending order: what this rank both holds and writes.
+        own_item = np.full(len(parts), -1)
+        own_item[~foreign] = item[np.searchsorted(held, parts[~foreign])]
+        sends = self._piece_owner[held] != rank
+        sent = self._piece_chunk[held[sends]]
+        columns = (
+            self._chunk_array[chunks],
+            self._chunk_cell[chunks],
+            self._dealt.round[chunks],
+            self._chunk_parts[chunks],
+            np.where(foreign, self._piece_source[parts], -1),
+            own_item,
+            self._piece_bounds[parts[foreign]],
+            self._dealt.round[sent],
+            self._piece_owner[held[sends]],
+            item[sends],
+            self._chunk_cell[sent],
+        )
+        return Columns(*map(_small, columns))
 
 
-def _deal_documents(nodes: Iterable[ArrayNode], world_size: int) -> list[dict[str, Json]]:
-    """Node documents depend on the plan only, so the ranks write them side by side: dealt in turn."""
-    documents = {node.path: node.document() for node in nodes}
-    documents |= {path: group_document() for path in parent_groups(documents)}
-    dealt: list[dict[str, Json]] = [{} for _ in range(world_size)]
-    for number, path in enumerate(sorted(documents)):
-        dealt[number % world_size][path] = documents[path]
-    return dealt
+def _joined(arrays: Iterable[Numbers]) -> Numbers:
+    return np.concatenate([np.zeros(0, np.int64), *arrays])
+
+
+def _bounds(pieces: Sequence[Pieces]) -> Numbers:
+    """Offset and shape of every piece, a row each, as long as the most dimensions need."""
+    dims = max((one.offset.shape[1] for one in pieces), default=0)
+    padded: dict[int, Numbers] = {}
+    for one in pieces:
+        if id(one) not in padded:
+            more = ((0, 0), (0, dims - one.offset.shape[1]))
+            padded[id(one)] = np.hstack([np.pad(one.offset, more), np.pad(one.shape, more)])
+    return np.concatenate([np.zeros((0, 2 * dims), np.int64), *(padded[id(one)] for one in pieces)])
+
+
+def _small(numbers: Numbers) -> NDArray[Any]:
+    """The same numbers in as few bytes as hold them."""
+    least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
+    return numbers.astype(np.promote_types(np.min_scalar_type(least), np.min_scalar_type(min(-1, ~most))))
+
+
+def describe(metadata: Metadata, layout: Layout) -> None:
+    """Fill in DCP's metadata of a save: one box a tensor, since our reader can read any."""
+    for fqn in layout.paths:
+        node = layout.tensors.get(fqn)
+        if node is None:
+            metadata.state_dict_metadata[fqn] = BytesStorageMetadata()
+            continue
+        size = torch.Size(node.grid.shape)
+        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        properties = TensorProperties(dtype=torch_dtype(node))
+        metadata.state_dict_metadata[fqn] = TensorStorageMetadata(properties, size, [whole])
+    metadata.planner_data = dict(layout.paths)
 
 
 def expect_piece(item: WriteItem, tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -28,6 +28,7 @@ from zarrckpt._flatten import build, flatten, set_leaf
 from zarrckpt._held import HeldTensor
 from zarrckpt._mail import Notes
 from zarrckpt._per_rank import PerRank
+from zarrckpt._plan_items import LazyItems, OwnReads
 from zarrckpt._state_path import StatePath
 from zarrckpt._tensors import OVERLAPS, overlaps
 
@@ -78,15 +79,28 @@ class ZarrSavePlanner(DefaultSavePlanner):
         if not in_use():
             return plan
         # Of a plan that the cache keeps from being sent as well: what it stands for may have changed.
-        notes = Notes(digests_of(self.plan, self.lookup_object), self.dedup_save_to_lowest_rank)
+        notes = Notes(digests_of(self.plan, self.lookup_object), self.dedup_save_to_lowest_rank, self._leaves_merging())
         return dataclasses.replace(plan, storage_data=notes)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Merge all ranks' plans. Raises UnsupportedLayoutError where their boxes overlap or leave gaps."""
+        """Merge all ranks' plans. Raises UnsupportedLayoutError where their boxes overlap or leave gaps.
+
+        With our writer and without plan caching the plans stay as they are, and the writer merges them: it must know
+        all replicas anyway. Then the writer also fills in the metadata, with one box a tensor, when it finishes.
+        """
+        if self._leaves_merging() and all(isinstance(plan.items, LazyItems) for plan in all_plans):
+            self.global_plan, self.metadata = all_plans, Metadata({})
+            return self.global_plan, self.metadata
         try:
             return super().create_global_plan(all_plans)
         except ValueError as err:
             raise UnsupportedLayoutError(f"the shards of some tensors overlap or leave gaps: {err}") from err
+
+    def _leaves_merging(self) -> bool:
+        """Whether nothing but a writer need look at all ranks' items: a subclass may, and so does the plan cache."""
+        steps = ("create_global_plan", "_create_global_plan", "_dedup_save_plans")
+        kept = all(getattr(type(self), step) is getattr(ZarrSavePlanner, step) for step in steps)
+        return kept and not self._enable_plan_caching
 
 
 def _same_state(plan: SavePlan, cached: SavePlan) -> bool:
@@ -267,7 +281,14 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         items: list[ReadItem] = []
         for fqn, target in self.state_dict.items():
             items += _create_read_items(fqn, self.metadata.state_dict_metadata[fqn], target)
-        return LoadPlan(items)
+        return LoadPlan(OwnReads(items) if self._leaves_items() else items)
+
+    def _leaves_items(self) -> bool:
+        """Whether no step looks at the items of a plan that was sent: a subclass may."""
+        own = type(self).finish_plan is DefaultLoadPlanner.finish_plan
+        return own and type(self).create_global_plan in self._steps_that_leave_items
+
+    _steps_that_leave_items: tuple[Callable[..., Any], ...] = (DefaultLoadPlanner.create_global_plan,)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of this rank's piece that begins at the index's offset."""

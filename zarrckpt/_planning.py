@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from zarrckpt import _mail
 from zarrckpt._chunking import MAX_CHUNK_BYTES
 from zarrckpt._distributed import in_use, own_errors
+from zarrckpt._gathered import all_items, state_paths
 from zarrckpt._holdings import with_facts
 from zarrckpt._mail import Facts
 from zarrckpt._object_planners import ObjectSavePlanner
@@ -50,7 +51,7 @@ def plan_report(
 
     def report(plans: list[SavePlan]) -> PlanReport:
         facts: list[Facts] = [plan.storage_data for plan in plans]
-        return report_of(plan_save(plans, facts, sizes=sizes))
+        return report_of(plan_save(all_items(plans, facts), state_paths(plans), sizes=sizes))
 
     _mail.clear()
     with own_errors(process_group):
@@ -60,19 +61,16 @@ def plan_report(
 
 def report_of(plans: SavePlans) -> PlanReport:
     """The report of a whole plan."""
-    nodes = plans.layout.tensors.values()
-    beside = _BESIDE + _TABLE_CHUNKS * bool(plans.owned)
-    rank_bytes = [0] * plans.layout.world_size
-    for chunk in plans.owned:
-        rank_bytes[chunk.owner] += chunk.nbytes
+    nodes, dealt = plans.layout.tensors.values(), plans.dealt
+    beside = _BESIDE + _TABLE_CHUNKS * bool(len(dealt.owner))
     return PlanReport(
         ranks=plans.layout.world_size,
         tensors=len(nodes),
-        nbytes=sum(rank_bytes),
-        objects=len(plans.owned),
+        nbytes=int(dealt.nbytes.sum()),
+        objects=len(dealt.owner),
         documents=len(nodes) + len(parent_groups(node.path for node in nodes)) + beside,
-        rank_bytes=tuple(rank_bytes),
-        moved_bytes=sum(chunk.piece_bytes(box) for chunk in plans.owned for _, box in chunk.foreign),
-        merged=sum(len(chunk.pieces) > 1 for chunk in plans.owned),
-        rounds=max((chunk.round for chunk in plans.owned), default=-1) + 1,
+        rank_bytes=tuple(dealt.rank_bytes()),
+        moved_bytes=dealt.moved_bytes(),
+        merged=dealt.merged(),
+        rounds=int(dealt.round.max(initial=-1)) + 1,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,27 +20,35 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from zarrckpt import _codec, _values
 from zarrckpt._chunking import MAX_CHUNK_BYTES
-from zarrckpt._codec import RawArray
+from zarrckpt._codec import ChunkEncoder, RawArray
+from zarrckpt._compressed import CompressedEncoder, encoding_bytes
 from zarrckpt._documents import NODE, ArrayNode, Json, dumps, join
 from zarrckpt._dtypes import by_name
-from zarrckpt._errors import CheckpointError
 from zarrckpt._exchange import Channel, Joining, PeerLost, entered
 from zarrckpt._grid import Box, Grid, Ints
-from zarrckpt._holdings import item_box
-from zarrckpt._plan import ChunkPlan, RankPlan, expect_piece
+from zarrckpt._memory import BytesBudget
+from zarrckpt._pieces import Pieces
+from zarrckpt._plan import ChunkPlan, RankPlan
 from zarrckpt._root import BlobEntry, ValueEntry
 from zarrckpt._store import Store
 from zarrckpt._swap import Received, Swap
-from zarrckpt._tensors import raw_tensor, torch_dtype
-from zarrckpt._transfer import BytesBudget, Progress, run
+from zarrckpt._tensors import pinned_bytes, wait_for
+from zarrckpt._transfer import Progress, run
+
+_ALIGNED = 64
+"""Where scratch memory begins, behind a chunk's elements."""
 
 
 @dataclass(frozen=True)
 class ArrayResult:
-    """What one rank wrote of one array: chunk numbers (int64), and their subchunks' checksums (uint32, C order)."""
+    """What one rank wrote of one array: chunk numbers (int64), and their subchunks' checksums (uint32, C order).
+
+    ``sizes`` are the stored sizes of these subchunks (uint32), of a compressed array only.
+    """
 
     chunks: np.ndarray[Any, Any]
     checksums: np.ndarray[Any, Any]
+    sizes: np.ndarray[Any, Any]
     nbytes: int
 
 
@@ -50,6 +59,11 @@ class ObjectResult:
     value: ValueEntry | None = None
     blob: BlobEntry | None = None
     array: ArrayResult | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its chunk objects."""
+        return 0 if self.array is None else self.array.nbytes
 
 
 @dataclass(frozen=True)
@@ -65,15 +79,19 @@ class _Written:
 
     chunks: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     nbytes: int = 0
 
-    def add(self, number: int, checksums: Sequence[int], nbytes: int) -> None:
+    def add(self, number: int, encoder: ChunkEncoder | CompressedEncoder) -> None:
         self.chunks.append(number)
-        self.checksums.extend(checksums)
-        self.nbytes += nbytes
+        self.checksums.extend(encoder.checksums)
+        if isinstance(encoder, CompressedEncoder):
+            self.sizes.extend(encoder.sizes)
+        self.nbytes += encoder.nbytes
 
     def result(self) -> ArrayResult:
-        return ArrayResult(np.array(self.chunks, "<i8"), np.array(self.checksums, "<u4"), self.nbytes)
+        checksums, sizes = np.array(self.checksums, "<u4"), np.array(self.sizes, "<u4")
+        return ArrayResult(np.array(self.chunks, "<i8"), checksums, sizes, self.nbytes)
 
 
 class RankWork:
@@ -92,18 +110,17 @@ class RankWork:
         self._store = store
         self._tree = tree
         self._plan = plan
-        self._items = items
+        self._objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
         self._planner = planner
+        self._pieces = Pieces(plan, items, planner)
         # What moves between ranks may take the other half: a quarter for each of two rounds.
-        self._budget = BytesBudget(max(1, max_inflight_bytes // 2 if plan.rounds else max_inflight_bytes))
+        self._limit = max(1, max_inflight_bytes // 2 if plan.rounds else max_inflight_bytes)
+        self._memory = BytesBudget(self._limit)
         self._progress = progress
         self._lock = threading.Lock()
         self._keys: list[str] = []
         self._written: dict[str, _Written] = {}
         self._done = self._total = 0
-        self._last: tuple[int, torch.Tensor | None] = (-1, None)
-        self._in_memory: set[int | None] = set()
-        """Items whose tensors are in CPU memory: their parts are views."""
 
     def write(self, concurrency: int, joining: Joining | None) -> list[WriteResult]:
         """Write everything and make it durable; one result an entry that this rank has written something of.
@@ -121,24 +138,23 @@ class RankWork:
             return [WriteResult(MetadataIndex(""), 0, LostPeer(str(err)))]
 
     def _write(self, concurrency: int, channel: Channel | None) -> list[WriteResult]:
-        objects = [item for item in self._items if item.type == WriteItemType.BYTE_IO]
-        for place, item in enumerate(self._items):
-            if item.type != WriteItemType.BYTE_IO:
-                tensor = self._resolve(place)
-                expect_piece(item, tensor, torch_dtype(self._plan.arrays[item.index.fqn]))
-                if tensor.device.type == "cpu":
-                    self._in_memory.add(place)
+        devices = self._pieces.check()
+        wait_for(devices)
+        if any(device.type == "cuda" for device in devices):
+            self._memory = BytesBudget(self._limit, pinned_bytes)
         rounds = self._plan.rounds.values()
         chunks = [*self._plan.chunks, *(chunk for round in rounds for chunk in round.chunks)]
         self._written = {chunk.fqn: _Written() for chunk in chunks}
         self._total = sum(self._chunk_bytes(chunk) for chunk in chunks)
         # Values first: what can't be kept is found before gigabytes are on their way.
-        written = run((partial(self._write_object, item) for item in objects), concurrency)
-        results: dict[str, Any] = {item.index.fqn: result for item, result in zip(objects, written, strict=True)}
+        written = run((partial(self._write_object, item) for item in self._objects), concurrency)
+        results: dict[str, ObjectResult | ArrayResult] = {
+            item.index.fqn: result for item, result in zip(self._objects, written, strict=True)
+        }
         run(self._jobs(concurrency, channel), concurrency)
         self._store.sync(self._keys)
         results |= {fqn: part.result() for fqn, part in self._written.items()}
-        return [WriteResult(MetadataIndex(fqn), getattr(res, "nbytes", 0), res) for fqn, res in results.items()]
+        return [WriteResult(MetadataIndex(fqn), res.nbytes, res) for fqn, res in results.items()]
 
     def _jobs(self, concurrency: int, channel: Channel | None) -> Iterator[Callable[[], None]]:
         """Jobs for the threads. Drawn in the calling thread, which swaps pieces in between: others wait for those."""
@@ -147,7 +163,7 @@ class RankWork:
         own = (partial(self._put_chunk, chunk, {}) for chunk in self._plan.chunks)
         yield from itertools.islice(own, concurrency)
         if channel is not None:
-            swap = Swap(channel, self._plan, self._take)
+            swap = Swap(channel, self._plan, self._pieces)
             for number, chunks in swap.rounds():
                 while chunks:
                     # Not kept here: what was received is freed with its job.
@@ -155,67 +171,76 @@ class RankWork:
                 yield from itertools.islice(own, concurrency)
         yield from own
 
-    def _resolve(self, place: int) -> torch.Tensor:
-        """An item's tensor. The last one is kept, since a planner may make it anew, for each of an item's chunks."""
-        last, kept = self._last
-        if last == place and kept is not None:
-            return kept
-        item = self._items[place]
-        tensor = self._planner.resolve_data(item)
-        if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(f"{item.index.fqn!r} was planned as a tensor, but is a {type(tensor).__name__}")
-        tensor = tensor.detach()
-        self._last = (place, tensor)
-        return tensor
-
-    def _take(self, place: int, box: Box) -> RawArray:
-        """A part of one of this rank's items: cut on the tensor's own device, then raw elements."""
-        item = self._items[place]
-        return raw_tensor(item.index.fqn, self._resolve(place)[box.slices(item_box(item).offset)])
-
     def _chunk_bytes(self, chunk: ChunkPlan) -> int:
         node = self._plan.arrays[chunk.fqn]
         return node.grid.chunk_box(chunk.cell).size * node.dtype.itemsize
 
     def _put_chunk(self, chunk: ChunkPlan, received: Received) -> None:
         node = self._plan.arrays[chunk.fqn]
-        with self._budget.hold(self._memory(chunk, node)):
-            nbytes, checksums = self._put_array_chunk(node, chunk.cell, self._assembled(chunk, node, received))
+        view = self._view(chunk)
+        encoder = self._put_array_chunk(node, chunk.cell, view, partial(self._assemble, chunk, received))
         with self._lock:
-            self._written[chunk.fqn].add(node.grid.chunk_number(chunk.cell), checksums, nbytes)
+            self._written[chunk.fqn].add(node.grid.chunk_number(chunk.cell), encoder)
             self._done += self._chunk_bytes(chunk)
             if self._progress is not None:
                 self._progress(self._done, self._total)
 
-    def _memory(self, chunk: ChunkPlan, node: ArrayNode) -> int:
-        """The bytes that a chunk takes while it is put: its buffers, and what they are made from if that is no view."""
-        size = _codec.chunk_object_size(node.grid, node.dtype.itemsize)
-        (item, *others) = (part.item for part in chunk.parts)
-        is_view = not others and item in self._in_memory
-        return size if is_view or node.grid.subchunk_shape is None else 2 * size
+    def _view(self, chunk: ChunkPlan) -> RawArray | None:
+        """The elements of a chunk as a view of this rank's own memory, where all are in one item there."""
+        first, *others = chunk.parts
+        return None if others else self._pieces.view(first.item, first.box)
 
-    def _assembled(self, chunk: ChunkPlan, node: ArrayNode, received: Received) -> RawArray:
-        """The elements of a chunk: a view of this rank's own where all are in one item, else put together."""
-        first = chunk.parts[0]
-        if len(chunk.parts) == 1 and first.item is not None:
-            return self._take(first.item, first.box)
-        whole = node.grid.chunk_box(chunk.cell)
-        out: RawArray = np.empty(whole.shape, _codec.raw_dtype(node.dtype.itemsize))
+    def _assemble(self, chunk: ChunkPlan, received: Received, out: RawArray) -> None:
+        """Put a chunk's elements together."""
+        origin = self._plan.arrays[chunk.fqn].grid.chunk_box(chunk.cell).offset
         for place, part in enumerate(chunk.parts):
-            piece = received[place] if part.item is None else self._take(part.item, part.box)
-            out[part.box.slices(whole.offset)] = piece.view(out.dtype).reshape(part.box.shape)
-        return out
+            region: tuple[Any, ...] = (*part.box.slices(origin), ...)
+            if part.item is not None:
+                self._pieces.copy(part.item, part.box, out[region])
+            else:
+                out[region] = received[place].view(out.dtype).reshape(part.box.shape)
 
-    def _put_array_chunk(self, node: ArrayNode, chunk: Ints, raw: RawArray) -> tuple[int, list[int]]:
-        buffers, checksums = _codec.encode_chunk(node.grid, raw)
-        self._put(join(self._tree, node.chunk_key(chunk)), buffers)
-        return sum(len(buffer) for buffer in buffers), checksums
+    def _put_array_chunk(
+        self, node: ArrayNode, cell: Ints, view: RawArray | None, fill: Callable[[RawArray], None] | None = None
+    ) -> ChunkEncoder | CompressedEncoder:
+        """Put a chunk whose elements are a view, or what ``fill`` writes into memory."""
+        grid, itemsize, shape = node.grid, node.dtype.itemsize, node.grid.chunk_box(cell).shape
+        whole = shape == grid.chunk_shape if view is None else _codec.is_whole(grid, view)
+        elements = math.prod(shape) * itemsize if view is None else 0
+        begin = -(-elements // _ALIGNED) * _ALIGNED
+        scratch, beside = self._encoding_bytes(node, whole)
+        with self._memory.take(begin + scratch, beside) as memory:
+            if view is None:
+                assert fill is not None
+                view = memory[:elements].view(_codec.raw_dtype(itemsize)).reshape(shape)
+                fill(view)
+            encoder: ChunkEncoder | CompressedEncoder
+            if node.compression is None:
+                encoder = ChunkEncoder(grid, view)
+                groups = partial(encoder.groups, memory[begin:])
+            else:
+                encoder = CompressedEncoder(grid, view, node.compression)
+                groups = partial(encoder.groups)
+            key = join(self._tree, node.chunk_key(cell))
+            self._store.put_parts(key, groups)
+        self._put_done(key)
+        return encoder
+
+    def _encoding_bytes(self, node: ArrayNode, whole: bool) -> tuple[int, int]:
+        """The scratch memory that encoding a chunk needs, and what it allocates by itself."""
+        in_parts = self._store.is_local
+        if node.compression is None:
+            return _codec.scratch_bytes(node.grid, node.dtype.itemsize, whole, in_parts=in_parts), 0
+        return 0, encoding_bytes(node.grid, node.dtype.itemsize, in_parts)
 
     def _put_document(self, path: str, document: Json) -> None:
         self._put(join(self._tree, path, NODE), [dumps(document)])
 
     def _put(self, key: str, buffers: Sequence[memoryview | bytes]) -> None:
         self._store.put(key, buffers)
+        self._put_done(key)
+
+    def _put_done(self, key: str) -> None:
         with self._lock:
             self._keys.append(key)
 
@@ -231,8 +256,8 @@ class RankWork:
         node = ArrayNode(path, blob_grid(len(payload)), by_name("uint8"))
         written = _Written()
         for chunk in node.grid.chunks_of(Box((0,), node.grid.shape)):
-            nbytes, checksums = self._put_array_chunk(node, chunk, payload[node.grid.chunk_box(chunk).slices()])
-            written.add(node.grid.chunk_number(chunk), checksums, nbytes)
+            encoder = self._put_array_chunk(node, chunk, payload[node.grid.chunk_box(chunk).slices()])
+            written.add(node.grid.chunk_number(chunk), encoder)
         self._put_document(path, node.document())
         return ObjectResult(blob=BlobEntry(node, blob.encoding, blob.kind), array=written.result())
 

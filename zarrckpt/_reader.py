@@ -6,7 +6,8 @@ import dataclasses
 import io
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +28,16 @@ from zarrckpt._catalog import Catalog
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError
 from zarrckpt._exchange import choose
+from zarrckpt._grid import Box
 from zarrckpt._mail import Ticket
+from zarrckpt._plan_items import OwnReads, SentReads, Wanted
 from zarrckpt._planner import ZarrLoadPlanner
 from zarrckpt._reading import TensorReads, item_box
 from zarrckpt._root import Root
 from zarrckpt._sharing import Shares, plan_shares, wanted_boxes
 from zarrckpt._store import StoreSpec
 from zarrckpt._tensors import torch_dtype
-from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits, run
 
 
 class ZarrStorageReader(StorageReader):
@@ -54,7 +57,8 @@ class ZarrStorageReader(StorageReader):
         share_reads: what several ranks need (replicas, small chunks) is fetched by one of them and handed on over a
         private gloo mesh; if false, each rank fetches all that it needs. The coordinator's choice counts. Default: in
         object stores yes; in local paths no, since the machine's file cache is faster than the mesh.
-        concurrency: requests at once, a rank (default 16).
+        concurrency: exactly so many requests at once, a rank. Default: the store's own choice, which in object stores
+        follows what the server bears (``docs/how-to/speed.md``).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the targets (default 512 MiB).
         progress: called as ``progress(bytes_done, bytes_total)`` while chunks are read.
     """
@@ -69,20 +73,22 @@ class ZarrStorageReader(StorageReader):
         allow_pickle: bool = False,
         allow_cast: bool = False,
         share_reads: bool | None = None,
-        concurrency: int = DEFAULT_CONCURRENCY,
+        concurrency: int | None = None,
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         progress: Progress | None = None,
     ) -> None:
-        check_limits(concurrency=concurrency, max_inflight_bytes=max_inflight_bytes)
-        self._spec = StoreSpec(url, store, storage_options, credential_provider)
+        check_limits(max_inflight_bytes=max_inflight_bytes)
+        if concurrency is not None:
+            check_limits(concurrency=concurrency)
+        self._spec = StoreSpec(url, store, storage_options, credential_provider, concurrency=concurrency)
         self._allow_pickle = allow_pickle
         self._allow_cast = allow_cast
         self._share_reads = share_reads
-        self._concurrency = concurrency
         self._max_inflight_bytes = max_inflight_bytes
         self._progress = progress
         self._root: Root | None = None
         self._catalog: Catalog | None = None
+        self._own_reads: Sequence[ReadItem] = ()
         self.load_id = uuid.uuid4().hex
         """Names a load of this reader, in the metadata that DCP's planners and loggers get."""
         self.bytes_read = 0
@@ -99,7 +105,7 @@ class ZarrStorageReader(StorageReader):
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_catalog": None}
+        return {**self.__dict__, "_catalog": None, "_own_reads": ()}
 
     def read_root(self) -> Root:
         """The root document, for :meth:`use_root` on every rank. One request; errors as in :func:`zarrckpt.open`."""
@@ -150,6 +156,10 @@ class ZarrStorageReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan as it is, each box turns into requests when it is read; with what the coordinator must know."""
         save_id = self._catalog.root.save_id if self._catalog is not None else ""
+        if isinstance(plan.items, OwnReads):
+            self._own_reads, plan.items.stay = plan.items, True
+            if self._catalog is not None and self._shares(self._catalog):
+                plan.items.wanted = Wanted.of([*_targets(plan.items)])
         return dataclasses.replace(plan, storage_data=_mail.own_facts(save_id=save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -167,10 +177,7 @@ class ZarrStorageReader(StorageReader):
         shares: list[Shares] = [{}] * len(plans)
         if len(plans) > 1 and self._catalog is not None and self._shares(self._catalog):
             nodes = self._catalog.root.tensors
-            targets = [
-                [(i.storage_index.fqn, item_box(i)) for i in plan.items if i.type != LoadItemType.BYTE_IO]
-                for plan in plans
-            ]
+            targets = [_targets(plan.items) for plan in plans]
             shares = plan_shares(nodes, wanted_boxes(targets), len(plans), max(1, self._max_inflight_bytes // 4))
         mesh = None
         if any(shares):
@@ -192,18 +199,20 @@ class ZarrStorageReader(StorageReader):
         catalog = self._catalog
         if catalog is None:
             raise CheckpointError("read_data needs read_metadata first: load with dcp.load or zarrckpt.load")
-        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        items = self._own_reads if isinstance(plan.items, SentReads) else plan.items
+        tensors = [item for item in items if item.type != LoadItemType.BYTE_IO]
+        objects = [item for item in items if item.type == LoadItemType.BYTE_IO]
         self._check_dtypes(catalog.root, tensors, planner)
-        values = [
-            (item, catalog.read_object(item.storage_index.fqn, allow_pickle=self._allow_pickle)) for item in objects
-        ]
+        read = partial(catalog.read_object, allow_pickle=self._allow_pickle)
+        # Several at once: each blob is a request.
+        found = run((partial(read, item.storage_index.fqn) for item in objects), catalog.store.max_concurrency)
+        values = list(zip(objects, found, strict=True))
         # None from a planner that makes plans anew: then this rank takes no part, and reads for itself.
         shares: Shares | None = plan.storage_data[0] if plan.storage_data else None
         with catalog.guard():
             reads = TensorReads(catalog, tensors, planner, self._max_inflight_bytes, self._progress)
             try:
-                reads.read(self._concurrency, shares, _mail.joining())
+                reads.read(catalog.store.max_concurrency, shares, _mail.joining())
             finally:
                 self.bytes_read = reads.bytes_read
         for item, value in values:
@@ -240,6 +249,13 @@ class _NoMetadata(Metadata):
         if name == "state_dict_metadata":
             raise self.error
         return super().__getattribute__(name)
+
+
+def _targets(items: Sequence[ReadItem]) -> Iterable[tuple[str, Box]]:
+    """The boxes of tensors that a rank is to fill."""
+    if isinstance(items, SentReads):
+        return items.wanted or ()
+    return [(i.storage_index.fqn, item_box(i)) for i in items if i.type != LoadItemType.BYTE_IO]
 
 
 def _tensor_metadata(node: ArrayNode) -> TensorStorageMetadata:

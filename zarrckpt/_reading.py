@@ -18,19 +18,20 @@ from zarrckpt._catalog import Catalog
 from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError
 from zarrckpt._exchange import Channel, Joining, PeerLost, entered
 from zarrckpt._grid import Box, Ints, intersect
+from zarrckpt._memory import BytesBudget
 from zarrckpt._messages import cut, lengths
 from zarrckpt._sharing import Run, ShareRound, Shares
-from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype
+from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, pinned_bytes, raw_view, torch_dtype, wait_for
 from zarrckpt._transfer import (
     READ_BYTES,
-    BytesBudget,
     ChunkRead,
     Progress,
-    chunk_read,
     deliver,
     fetch,
     places_in,
+    read_chunk,
     run,
+    unpacking_bytes,
 )
 
 
@@ -67,8 +68,8 @@ class _Target:
         if intersect(self._node.grid.chunk_box(wanted.chunk), self.box) is None:
             return None
         node = self._node.under(self._catalog.root.tree)
-        place = (wanted.first, wanted.cells)
-        return chunk_read(node, wanted.chunk, place, self.box, self._memory(), self._catalog.checksums(self._node))
+        table = self._catalog.chunk_table(self._node, wanted.chunk)
+        return ChunkRead(node, wanted.chunk, wanted.first, wanted.cells, self.box, self._memory(), table)
 
     def _memory(self) -> _codec.Target:
         dtype = torch_dtype(self._node)
@@ -96,7 +97,8 @@ class TensorReads:
         progress: Progress | None,
     ) -> None:
         self._catalog = catalog
-        self._budget = BytesBudget(max_inflight_bytes)
+        self._limit = max_inflight_bytes
+        self._memory = BytesBudget(self._limit)
         self._progress = progress
         self._targets: dict[str, list[_Target]] = {}
         for item in items:
@@ -114,10 +116,11 @@ class TensorReads:
 
     def read(self, concurrency: int, shares: Shares | None, joining: Joining | None) -> None:
         """Fill all targets. Raises CorruptCheckpointError naming array and object."""
-        for device in {target.device for target in self._all()}:
-            if device.type == "cuda":
-                # Threads copy on streams of their own: what still writes to the targets must have ended.
-                torch.cuda.current_stream(device).synchronize()
+        # What still writes to the targets must have ended.
+        devices = {target.device for target in self._all()}
+        wait_for(devices)
+        if any(device.type == "cuda" for device in devices):
+            self._memory = BytesBudget(self._limit, pinned_bytes)
         if joining is not None:
             self._share(concurrency, shares, joining)
         run(self._own_jobs(), concurrency)
@@ -139,10 +142,15 @@ class TensorReads:
                     yield partial(self._read_run, Run(fqn, chunk, first, cells))
 
     def _read_run(self, wanted: Run) -> None:
-        with self._budget.hold(self.nbytes(wanted)):
-            stored: _codec.RawArray = np.empty(self.nbytes(wanted), np.uint8)
-            self.fetch_run(wanted, stored)
-            self._deliver_run(wanted, stored)
+        reads = self._reads_of(wanted)
+        if len(reads) == 1:
+            fetched, filled = read_chunk(self._catalog.store, reads[0], self._memory)
+            self._count(fetched, filled)
+            return
+        nbytes = self.nbytes(wanted)
+        with self._memory.take(nbytes + self._unpacking_bytes(wanted)) as memory:
+            self.fetch_run(wanted, memory[:nbytes])
+            self._deliver_run(wanted, memory[:nbytes], memory[nbytes:])
 
     def _reads_of(self, wanted: Run) -> list[ChunkRead]:
         """A run as a request of each target here that needs something of its chunk."""
@@ -155,17 +163,19 @@ class TensorReads:
         if not reads:
             raise PeerLost("this rank's planner has changed the plan that its part was made for")
         fetch(self._catalog.store, reads[0], stored)
-        with self._lock:
-            self.bytes_read += len(stored)
+        self._count(len(stored), 0)
 
-    def _deliver_run(self, wanted: Run, stored: _codec.RawArray) -> None:
+    def _deliver_run(self, wanted: Run, stored: _codec.RawArray, scratch: _codec.RawArray) -> None:
         """Check a run and copy it into all targets here that need it."""
         for read in self._reads_of(wanted):
-            filled = deliver(self._catalog.store, read, stored)
-            with self._lock:
-                self._done += filled
-                if self._progress is not None:
-                    self._progress(self._done, self._total)
+            self._count(0, deliver(self._catalog.store, read, stored, scratch))
+
+    def _count(self, fetched: int, filled: int) -> None:
+        with self._lock:
+            self.bytes_read += fetched
+            self._done += filled
+            if self._progress is not None and filled:
+                self._progress(self._done, self._total)
 
     # -- together with other ranks
 
@@ -201,14 +211,22 @@ class TensorReads:
 
     def _take_shared(self, wanted: Run, stored: _codec.RawArray) -> None:
         """Deliver a run, whoever fetched it, and note that this rank need not."""
-        self._deliver_run(wanted, stored)
+        with self._memory.take(self._unpacking_bytes(wanted)) as scratch:
+            self._deliver_run(wanted, stored, scratch)
         with self._lock:
             places = self._delivered.setdefault((wanted.fqn, wanted.chunk), set())
             places.update(range(wanted.first, wanted.first + wanted.cells))
 
     def nbytes(self, wanted: Run) -> int:
         """The stored size of a run."""
-        return wanted.nbytes(self._catalog.root.tensors[wanted.fqn])
+        node = self._catalog.root.tensors[wanted.fqn]
+        if node.compression is None:
+            return wanted.nbytes(node)
+        table = self._catalog.chunk_table(node, wanted.chunk)
+        return table.begin(wanted.first + wanted.cells) - table.begin(wanted.first)
+
+    def _unpacking_bytes(self, wanted: Run) -> int:
+        return unpacking_bytes(self._catalog.root.tensors[wanted.fqn])
 
 
 class _Fetched:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import google_crc32c
-
 from zarrckpt import _dtypes, _names, _values
+from zarrckpt._crc32c import crc32c
 from zarrckpt._documents import ATTRIBUTE, NODE, ArrayNode, Json, dumps, group_document, join, loads, parse_array
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, UnsupportedFormatError
 from zarrckpt._grid import Grid
@@ -24,7 +23,7 @@ FORMAT = 1
 HOUSE = "@zarrckpt"
 """The group that holds the claim, and a group for each attempt: its marker and its tables."""
 
-CHECKSUMS, WRITERS = "checksums", "writers"
+CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
 HISTORY = 16
 """Save ids that a root remembers: enough to tell a lost answer from a lost race."""
 
@@ -70,6 +69,8 @@ class Root:
     """fqn -> what it is, in the order of the state dict."""
     checksums: Table
     writers: Table
+    sizes: Table | None = None
+    """Only where an array is compressed."""
     history: tuple[str, ...] = ()
     created: str = ""
     software: Mapping[str, str] = field(default_factory=dict)
@@ -125,7 +126,8 @@ class Root:
             "containers": dict(self.containers),
             "tables": {
                 name: {"length": table.length, "crc32c": table.crc32c}
-                for name, table in ((CHECKSUMS, self.checksums), (WRITERS, self.writers))
+                for name, table in ((CHECKSUMS, self.checksums), (WRITERS, self.writers), (SIZES, self.sizes))
+                if table is not None
             },
         }
         nodes: Json = {path: group_document() for path in self.groups()}
@@ -220,6 +222,7 @@ def parse_root(data: bytes, where: str) -> Root:
         entries={fqn: check.entry(nodes, entry, fqn) for fqn, entry in check.mapping("entries").items()},
         checksums=check.table(CHECKSUMS),
         writers=check.table(WRITERS),
+        sizes=check.table(SIZES) if any(node.compression is not None for node in nodes.values()) else None,
         history=tuple(check.save_id(item) for item in check.sequence("history")),
         created=check.text("created"),
         software={str(k): str(v) for k, v in check.mapping("software").items()},
@@ -234,7 +237,7 @@ def parse_root(data: bytes, where: str) -> Root:
 def _seal(data: bytes) -> bytes:
     """A root document's bytes with the right checksum in its place: that of the bytes with zeros there."""
     rest = data[len(_SEAL) + len(_UNSEALED) :]
-    return _SEAL + b"%08x" % google_crc32c.value(_SEAL + _UNSEALED.encode() + rest) + rest
+    return _SEAL + b"%08x" % crc32c(_SEAL + _UNSEALED.encode() + rest) + rest
 
 
 def _consolidated(document: Json, tree: str, where: str) -> dict[str, ArrayNode]:
@@ -269,11 +272,13 @@ def _check_whole(root: Root, nodes: Mapping[str, ArrayNode], where: str) -> None
     if sorted(nodes) != used:
         odd = sorted({*nodes} ^ {*used})
         raise CorruptCheckpointError(f"{where}: arrays and entries do not match, e.g. {odd[:3]}")
+    arrays = root.arrays()
     for table, expected in (
-        (root.checksums, sum(node.grid.num_subchunks for node in root.arrays())),
-        (root.writers, sum(node.grid.num_chunks for node in root.arrays())),
+        (root.checksums, sum(node.grid.num_subchunks for node in arrays)),
+        (root.writers, sum(node.grid.num_chunks for node in arrays)),
+        (root.sizes, sum(node.grid.num_subchunks for node in arrays if node.compression is not None)),
     ):
-        if table.length != expected:
+        if table is not None and table.length != expected:
             raise CorruptCheckpointError(f"{where}: a table has {table.length} elements, expected {expected}")
     for fqn in root.entries:
         if root.state_path(fqn).fqn != fqn:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from zarrckpt import _codec
 from zarrckpt._documents import ArrayNode
 from zarrckpt._grid import Box, Ints
-from zarrckpt._owners import Held, Ranks, schedule
+from zarrckpt._owners import Held, Numbers, Ranks, schedule
 from zarrckpt._transfer import places_in
 
 _RUN_BYTES = 8 << 20
@@ -53,14 +55,18 @@ def plan_shares(
     """
     # Runs for the same ranks lie side by side, so that a message to several of them is one buffer.
     runs = sorted(_shared_runs(nodes, wanted, limit), key=lambda row: row[1])
-    loads = [0] * world_size
+    loads = np.zeros(world_size, np.int64)
+    columns: dict[Ranks, Numbers] = {}
     readers, needs = [], []
     for run, ranks in runs:
         nbytes = run.nbytes(nodes[run.fqn])
-        reader = min(ranks, key=loads.__getitem__)
+        column = columns.get(ranks)
+        if column is None:
+            column = columns[ranks] = np.array(ranks, np.int64)
+        reader = ranks[int(loads[column].argmin())]
         loads[reader] += nbytes
         readers.append(reader)
-        needs.append(dict.fromkeys(ranks, nbytes))
+        needs.append((column, nbytes))
     shares: list[dict[int, ShareRound]] = [{} for _ in range(world_size)]
     for (run, ranks), reader, number in zip(runs, readers, schedule(needs, world_size, limit), strict=True):
         others = tuple(rank for rank in ranks if rank != reader)

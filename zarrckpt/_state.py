@@ -54,6 +54,8 @@ class OptimizerState:
 
 def for_save(state: Mapping[Any, Any]) -> PlainState:
     """The state to save. An optimizer that has made no step yet is saved as such, and is not changed."""
+    if isinstance(state, Mapping) and not holds_objects(state):
+        return PlainState(dict(state))
     return _convert(state, _saved_optimizer, lambda prefix: True, lambda prefix, entry: global_rank(), PlainState({}))
 
 
@@ -66,7 +68,8 @@ def for_load(state: Mapping[Any, Any], wanted: Callable[[str], bool], source: Ra
     return _convert(state, _loaded_optimizer, wanted, source, plain)
 
 
-_NO_OBJECTS = frozenset({int, float, bool, str, bytes, type(None), list, dict, tuple, Tensor, nn.Parameter})
+_LEAVES = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
+_NO_OBJECTS = _LEAVES | {list, dict, tuple}
 
 Convert = Callable[["PlainState", str, Optimizer, "nn.Module | None"], dict[str, Any]]
 RankOf = Callable[[str, PerRank], int | None]
@@ -156,7 +159,13 @@ def is_object(value: Any) -> bool:
 
 def holds_objects(value: Any) -> bool:
     """Whether a container holds, at any depth, what is taken apart to be saved."""
-    return next(_objects(value), None) is not None
+    if type(value) in _LEAVES:
+        return False
+    if isinstance(value, Mapping):
+        return any(map(holds_objects, value.values()))
+    if isinstance(value, list):
+        return any(map(holds_objects, value))
+    return any(map(is_object, value)) if isinstance(value, tuple) else is_object(value)
 
 
 def given_back(target: Any, loaded: Any) -> Any:

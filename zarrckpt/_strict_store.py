@@ -10,7 +10,6 @@ import numpy as np
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.storage import WrapperStore
 
-from zarrckpt import _codec
 from zarrckpt._documents import NODE, ArrayNode
 from zarrckpt._errors import CorruptCheckpointError
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from zarr.core.buffer import Buffer, BufferPrototype
 
     from zarrckpt._catalog import Catalog
+    from zarrckpt._chunk_table import ChunkTable
 
 
 class StrictStore(WrapperStore[Any]):
@@ -69,7 +69,8 @@ class StrictStore(WrapperStore[Any]):
 
     async def _has_other_size(self, node: ArrayNode, key: str) -> bool:
         try:
-            return await self.getsize(key) != _codec.chunk_object_size(node.grid, node.dtype.itemsize)
+            table = await asyncio.to_thread(self._table, node, key)
+            return await self.getsize(key) != table.object_size
         except Exception:
             return False  # the store fails altogether; the first error says why
 
@@ -84,13 +85,15 @@ class StrictStore(WrapperStore[Any]):
             where = f"chunk {key!r} of array {node.path!r} in {self._catalog.store.url}"
             if value is None:
                 raise CorruptCheckpointError(f"{where} is missing")
-            grid, itemsize = node.grid, node.dtype.itemsize
-            start, stop = _extent(byte_range, _codec.chunk_object_size(grid, itemsize))
+            table = self._table(node, key)
+            start, stop = _extent(byte_range, table.object_size)
             stored = np.asarray(value.as_numpy_array()).view(np.uint8)
-            chunk = tuple(map(int, key.rpartition("/")[2].split(".")[1:]))
-            table = self._catalog.chunk_checksums(node, chunk)
-            if len(stored) != stop - start or not _codec.check_part(grid, itemsize, start, stored, table):
+            if len(stored) != stop - start or not table.check(start, stored, node.compression):
                 raise CorruptCheckpointError(f"{where} is not what was saved: its size or a checksum differs")
+
+    def _table(self, node: ArrayNode, key: str) -> ChunkTable:
+        """What the tables say of a chunk. May wait for a request."""
+        return self._catalog.chunk_table(node, tuple(map(int, key.rpartition("/")[2].split(".")[1:])))
 
 
 def reopen(catalog: Catalog) -> StrictStore:

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zarrckpt._codec import RawArray
+from zarrckpt._codec import RawArray, raw_dtype
 from zarrckpt._grid import Box
 from zarrckpt._messages import Part, cut, lengths
 
 if TYPE_CHECKING:
     from zarrckpt._exchange import Channel
+    from zarrckpt._pieces import Pieces
     from zarrckpt._plan import ChunkPlan, RankPlan, Round
-
-Take = Callable[[int, Box], RawArray]
-"""Gives a part of one of this rank's items as raw elements."""
 
 Received = Mapping[int, RawArray]
 """A chunk's parts that came from other ranks, by their position in the chunk's plan: flat bytes."""
@@ -26,10 +24,10 @@ Received = Mapping[int, RawArray]
 class Swap:
     """One rank's side of an exchange. Used in one thread; the jobs that it counts run in others."""
 
-    def __init__(self, channel: Channel, plan: RankPlan, take: Take) -> None:
+    def __init__(self, channel: Channel, plan: RankPlan, pieces: Pieces) -> None:
         self._channel = channel
         self._plan = plan
-        self._take = take
+        self._pieces = pieces
         self._left: dict[int, int] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
@@ -81,13 +79,13 @@ class Swap:
         return {to: self._packed(rows) for to, rows in parts.items()}
 
     def _packed(self, parts: list[tuple[int, Box]]) -> RawArray:
-        raws = [self._take(item, box) for item, box in parts]
-        out = np.empty(sum(raw.nbytes for raw in raws), np.uint8)
+        sizes = [self._pieces.nbytes(*part) for part in parts]
+        out = np.empty(sum(sizes), np.uint8)
         at = 0
-        for raw in raws:
-            # Through a view of the message: a strided part is copied once.
-            out[at : at + raw.nbytes].view(raw.dtype).reshape(raw.shape)[...] = raw
-            at += raw.nbytes
+        for (item, box), nbytes in zip(parts, sizes, strict=True):
+            raw = raw_dtype(nbytes // box.size)
+            self._pieces.copy(item, box, out[at : at + nbytes].view(raw).reshape(box.shape))
+            at += nbytes
         return out
 
     def _parts(self, step: Round) -> list[Part]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from zarrckpt._codec import RawArray, raw_dtype
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._memory import Bytes
 
 OVERLAPS = "is an expanded view, several elements of which share one place in memory: load into a clone() of it"
 
@@ -76,6 +78,19 @@ class CopiedTensor:
         # Inference mode belongs to threads, and its tensors change within it only.
         with torch.inference_mode(self._tensor.is_inference()):
             self._tensor[place].copy_(part)
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait for what the calling thread has given GPUs to do: other threads copy on streams of their own."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+def pinned_bytes(nbytes: int) -> Bytes:
+    """Memory that a GPU copies to and from without the processor's help, about twice as fast as other memory."""
+    pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return pinned
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

@@ -10,23 +10,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zarrckpt import _commit, _mail, _plan
 from zarrckpt._chunking import MAX_CHUNK_BYTES
+from zarrckpt._compression import CompressionOption, parse_option
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, IncompleteSaveError
 from zarrckpt._exchange import choose
 from zarrckpt._finish import finish_save
-from zarrckpt._gathered import whole_facts, whole_plans
+from zarrckpt._gathered import all_items, sent_paths, state_paths, whole_plans
 from zarrckpt._holdings import with_facts
-from zarrckpt._mail import Ticket
-from zarrckpt._plan import Layout, RankPlan, Sizes
+from zarrckpt._kept_plans import PlanReuse
+from zarrckpt._mail import Facts, Ticket
+from zarrckpt._plan import Layout, Sizes
+from zarrckpt._rank_plan import RankPlan
 from zarrckpt._rank_work import RankWork
 from zarrckpt._root import now
 from zarrckpt._store import Store, StoreSpec
-from zarrckpt._transfer import DEFAULT_CONCURRENCY, DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
 
 
 class ZarrStorageWriter(StorageWriter):
@@ -43,13 +46,16 @@ class ZarrStorageWriter(StorageWriter):
         hold it. store: a ready ``zarr.abc.store.Store`` instead of a url. storage_options: options of the store,
         under the names of fsspec or obstore (``docs/how-to/stores.md``). credential_provider: a picklable callable
         that returns fresh credentials, for tokens that expire. portable_dtypes: keep bfloat16 and float8 as
-        unsigned integers, for readers that know neither. max_chunk_bytes: larger pieces become several chunks
-        (default 128 MiB). min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks
-        and are merged into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB;
-        0: no merging, except where pieces fit no regular grid). fill_bytes: see there (default: a quarter of a rank's
-        mean part, 4 to 32 MiB). concurrency: chunks and documents in transfer at once, a rank (default 16).
-        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB, at least
-        one chunk).
+        unsigned integers, for readers that know neither. compression: None, ``"zstd"``, ``"blosc"``, or a mapping
+        with options of Zarr's codec, such as ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``);
+        tensors are compressed, values are not. max_chunk_bytes: larger pieces become several chunks (default 128
+        MiB). min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks and are
+        merged into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
+        merging, except where pieces fit no regular grid). fill_bytes: see there (default: a quarter of a rank's mean
+        part, 4 to 32 MiB). concurrency: exactly so many chunks and documents in transfer at once, a rank (default: the
+        store's own choice, which in object stores follows what the server bears: ``docs/how-to/speed.md``).
+        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB, at
+        least one chunk).
         durable: local files are synced to disk before the commit. progress: called on each rank as
         ``progress(bytes_done, bytes_total)`` while its chunks are written.
     """
@@ -64,21 +70,23 @@ class ZarrStorageWriter(StorageWriter):
         storage_options: Mapping[str, Any] | None = None,
         credential_provider: Callable[..., Any] | None = None,
         portable_dtypes: bool = False,
+        compression: CompressionOption = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         min_piece_bytes: int | None = None,
         fill_bytes: int | None = None,
-        concurrency: int = DEFAULT_CONCURRENCY,
+        concurrency: int | None = None,
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         durable: bool = True,
         progress: Progress | None = None,
     ) -> None:
-        check_limits(concurrency=concurrency)
+        if concurrency is not None:
+            check_limits(concurrency=concurrency)
         self._sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
-        self._spec = StoreSpec(url, store, storage_options, credential_provider, durable)
+        self._spec = StoreSpec(url, store, storage_options, credential_provider, durable, concurrency)
         self._overwrite = overwrite
         self._keep_replaced = keep_replaced
         self._portable_dtypes = portable_dtypes
-        self._concurrency = concurrency
+        self._compression = parse_option(compression)
         self._max_inflight_bytes = max_inflight_bytes
         self._progress = progress
         self.save_id: str | None = None
@@ -86,6 +94,7 @@ class ZarrStorageWriter(StorageWriter):
         self._attempt: _commit.Attempt | None = None
         self._layout: Layout | None = None
         self._began = 0.0
+        self._reuse: PlanReuse | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -125,7 +134,8 @@ class ZarrStorageWriter(StorageWriter):
 
         Raises UnsupportedValueError naming the fqn.
         """
-        return with_facts(plan)
+        plan = with_facts(plan)
+        return plan if self._reuse is None else self._reuse.shortened(plan)
 
     # -- the coordinator
 
@@ -136,23 +146,53 @@ class ZarrStorageWriter(StorageWriter):
         hold differently under one name.
         """
         told = _mail.all_facts(plans)
-        plans = whole_plans(plans)
-        facts = whole_facts(plans, told)
-        planned = _plan.plan_save(plans, facts, portable_dtypes=self._portable_dtypes, sizes=self._sizes)
+        options = (self._portable_dtypes, self._compression, self._sizes)
+        again = self._reuse.again(plans, told, options) if self._reuse is not None else None
+        if again is not None:
+            self._layout = again.layout
+            ticket = self._begin(told, again.moves)
+            return [dataclasses.replace(plan, items=[], storage_data=(None, ticket, again.key)) for plan in plans]
+        plans = whole_plans(plans if self._reuse is None else self._reuse.restored(plans))
+        held = all_items(plans, told)
+        planned = _plan.plan_save(
+            held,
+            state_paths(plans),
+            portable_dtypes=self._portable_dtypes,
+            compression=self._compression,
+            sizes=self._sizes,
+        )
         _warn_of(planned.differing)
         self._layout = planned.layout
-        store, save_id = self._spec.open(), _commit.new_id()
-        self._attempt = _commit.begin(store, self._layout.marker(save_id, now()), overwrite=self._overwrite)
-        mesh = choose(tuple(fact.rank for fact in facts), [fact.meshes for fact in facts]) if planned.moves else None
-        ticket = Ticket(mesh, save_id, self._attempt.tree, self._attempt.base_id)
-        if len(plans) == 1:
-            _mail.accept(ticket)  # nothing is sent, so nothing arrives
+        ticket = self._begin(told, planned.moves)
+        key = "" if self._reuse is None else self._reuse.keep(plans, told, options, held, planned)
+        parts = zip(plans, sent_paths(plans), planned.items, planned.ranks, strict=True)
         return [
-            dataclasses.replace(plan, items=list(items), storage_data=(rank, ticket))
-            for plan, items, rank in zip(plans, planned.items, planned.ranks, strict=True)
+            dataclasses.replace(
+                plan,
+                # They become a list on their way, which those of a process alone do not make.
+                items=items if len(plans) > 1 else list(items),  # type: ignore[arg-type]
+                storage_data=(rank, ticket, key),
+                planner_data=paths,
+            )
+            for plan, paths, items, rank in parts
         ]
 
+    def _begin(self, told: Sequence[Facts], moves: bool) -> Ticket:
+        """Begin the attempt, and make the ticket that ranks get."""
+        assert self._layout is not None
+        store, save_id = self._spec.open(), _commit.new_id()
+        self._attempt = _commit.begin(store, self._layout.marker(save_id, now()), overwrite=self._overwrite)
+        mesh = choose(tuple(fact.rank for fact in told), [fact.meshes for fact in told]) if moves else None
+        ticket = Ticket(mesh, save_id, self._attempt.tree, self._attempt.base_id)
+        if len(told) == 1:
+            _mail.accept(ticket)  # nothing is sent, so nothing arrives
+        return ticket
+
     # -- all ranks
+
+    def reuse_plans(self, reuse: PlanReuse | None) -> None:
+        """Use the last plan again where nothing changed. Only for planners of this package."""
+        self._reuse = reuse
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks, blobs and documents, many at a time, and sync them.
@@ -163,12 +203,17 @@ class ZarrStorageWriter(StorageWriter):
         if ticket is None:
             raise CheckpointError("this save's ticket did not arrive: was write_data called outside dcp.save?")
         self.save_id = ticket.save_id
-        rank_plan: RankPlan = plan.storage_data[0]
+        rank_plan: RankPlan | None
+        rank_plan, _, key = plan.storage_data
+        items: Sequence[WriteItem] = plan.items
+        if self._reuse is not None:
+            rank_plan, items = self._reuse.arrived(key, rank_plan, items)
+        assert rank_plan is not None
         store = self._spec.open()
-        work = RankWork(store, ticket.tree, rank_plan, plan.items, planner, self._max_inflight_bytes, self._progress)
+        work = RankWork(store, ticket.tree, rank_plan, items, planner, self._max_inflight_bytes, self._progress)
         future: Future[list[WriteResult]] = Future()
         with _commit.losing_is_named(store, ticket.save_id, ticket.base_id):
-            future.set_result(work.write(self._concurrency, _mail.joining()))
+            future.set_result(work.write(store.max_concurrency, _mail.joining()))
         return future
 
     # -- the coordinator
@@ -182,6 +227,8 @@ class ZarrStorageWriter(StorageWriter):
         store, attempt, layout = self._spec.open(), self._attempt, self._layout
         try:
             with _commit.losing_is_named(store, attempt.save_id, attempt.base_id):
+                if not metadata.state_dict_metadata:
+                    _plan.describe(metadata, layout)
                 root, report = finish_save(store, attempt, layout, metadata, results)
                 _commit.commit(store, attempt, root)
         except (IncompleteSaveError, CheckpointExistsError):

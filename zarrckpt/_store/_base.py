@@ -8,7 +8,8 @@ and never begin or end with "/".
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 Listing = tuple[list[str], list[str]]
 """The names of (objects, folders) right below one folder, each sorted."""
+
+Reader = Callable[[int, Sequence[memoryview]], None]
+"""Fills buffers with an object's bytes, one after the other, from a byte offset on."""
 
 Buffer = bytes | bytearray | memoryview
 """What is written: any C-contiguous buffer of bytes. It must not change until the call returns."""
@@ -51,7 +55,13 @@ class Store(abc.ABC):
     """What the user typed, normalised and without credentials: for messages."""
 
     is_local = False
-    """Whether objects are files that this machine keeps in its file cache."""
+    """Whether objects are files that this machine keeps in its file cache.
+
+    Then :meth:`put_parts` and :meth:`reader` move bytes straight from and to the memory that they are given.
+    """
+
+    max_concurrency: int = 16
+    """How many transfers (puts and reads) to run at once. A store may let fewer of them through at a time."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} holds a live client; pickle the StoreSpec that opened it")
@@ -72,9 +82,40 @@ class Store(abc.ABC):
         none for an empty buffer.
         """
 
+    def read(self, key: str, byte_offset: int, nbytes: int) -> memoryview:
+        """Return ``nbytes`` of the object from ``byte_offset`` on: a flat, read-only view of the client's own memory.
+
+        One copy less than :meth:`read_into` where a client fetches into memory of its own. Errors and cost as there.
+        """
+        buffer = memoryview(bytearray(nbytes))
+        self.read_into(key, byte_offset, buffer)
+        return buffer.toreadonly()
+
+    @contextmanager
+    def reader(self, key: str) -> Iterator[Reader]:
+        """Several reads of one object: a call that fills buffers, one after the other, from a byte offset on.
+
+        Errors as in :meth:`read_into`. One request a buffer.
+        """
+
+        def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
+            for buffer in buffers:
+                self.read_into(key, byte_offset, buffer)
+                byte_offset += len(buffer)
+
+        yield read
+
     @abc.abstractmethod
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         """Write an object, the buffers one after the other, replacing any old one. A reader never sees a part."""
+
+    def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
+        """As :meth:`put`, with buffers that are made one group after the other.
+
+        Local files take each group before they ask for the next, so that its memory may be used again; other stores
+        take all of them first. ``groups`` is called once for each try.
+        """
+        self.put(key, [buffer for group in groups() for buffer in group])
 
     @abc.abstractmethod
     def create(self, key: str, data: bytes) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._store import _failures
 from zarrckpt._store import _local_commit as files
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, Versioned
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reader, Store, Versioned
 from zarrckpt._store._keys import byte_views, check_key
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class LocalStore(Store):
     """
 
     is_local = True
+    max_concurrency = max(2, min(8, os.cpu_count() or 1))
 
     def __init__(self, root: str, durable: bool = True) -> None:
         self.url = root
@@ -61,6 +64,10 @@ class LocalStore(Store):
         self._folders: set[str] = set()
         # Folders above the root that got a new entry: they are synced with the rest.
         self._grown: set[str] = set()
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._syncs: dict[str, Future[None]] = {}
+        """Of what has been written and is not known to be durable yet."""
 
     def get(self, key: str) -> bytes:
         return self._read(key, files.read_file)
@@ -70,12 +77,38 @@ class LocalStore(Store):
         return Versioned(data, files.version_of(data))
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
-        done = self._read(key, lambda path: _fill(path, byte_offset, buffer))
-        if done != len(buffer):
-            raise _failures.short_object(key, self.url, byte_offset + len(buffer), byte_offset + done)
+        with self.reader(key) as read:
+            read(byte_offset, [buffer])
+
+    @contextmanager
+    def reader(self, key: str) -> Iterator[Reader]:
+        """Reads through one open file, several buffers a call (``preadv``)."""
+        path = self._path(key)
+        with self._reading(key, path):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+        def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
+            needed = sum(map(len, buffers))
+            with self._reading(key, path):
+                done = _fill(file, byte_offset, buffers)
+            if done != needed:
+                raise _failures.short_object(key, self.url, byte_offset + needed, byte_offset + done)
+
+        try:
+            yield read
+        finally:
+            os.close(file)
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
-        self._write("writing", key, lambda path: files.put_file(path, byte_views(buffers)))
+        self.put_parts(key, lambda: [buffers])
+
+    def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
+        def work(path: str) -> None:
+            files.put_file(path, map(byte_views, groups()))
+
+        self._write("writing", key, work)
+        if self._durable:
+            self._begin_sync(key)
 
     def create(self, key: str, data: bytes) -> None:
         def work(path: str) -> None:
@@ -96,6 +129,10 @@ class LocalStore(Store):
         self._sync_folders([key])
 
     def delete(self, keys: Iterable[str]) -> None:
+        keys = [*keys]
+        with self._lock:
+            for key in keys:
+                self._syncs.pop(key, None)
         paths = [self._path(key) for key in keys]
         self._each("deleting", paths, _remove)
         folders = {folder for path in paths for folder in self._parents(path)} - {self._root}
@@ -124,13 +161,24 @@ class LocalStore(Store):
         if not self._durable:
             return
         keys = [*keys]
-        self._each("syncing", [self._path(key) for key in keys], files.sync_path)
+        with self._lock:
+            begun = {key: self._syncs.pop(key) for key in keys if key in self._syncs}
+        self._each("syncing", [self._path(key) for key in keys if key not in begun], files.sync_path)
+        for sync in begun.values():
+            sync.result()
         self._sync_folders(keys)
 
     def zarr_store(self) -> ZarrStore:
         from zarr.storage import LocalStore as ZarrLocalStore
 
         return ZarrLocalStore(self._root, read_only=True)
+
+    def _begin_sync(self, key: str) -> None:
+        """Sync a file while others are being written: the disk works then, too, and not only at the end."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_THREADS, "zarrckpt-sync")
+            self._syncs[key] = self._pool.submit(self._run, "syncing", self._path(key), files.sync_path)
 
     # -- paths and folders
 
@@ -172,8 +220,13 @@ class LocalStore(Store):
 
     def _read(self, key: str, work: Callable[[str], T]) -> T:
         path = self._path(key)
-        try:
+        with self._reading(key, path):
             return work(path)
+
+    @contextmanager
+    def _reading(self, key: str, path: str) -> Iterator[None]:
+        try:
+            yield
         except files.ABSENT as error:
             raise _failures.not_found(key, self.url, error) from error
         except OSError as error:
@@ -219,19 +272,17 @@ class LocalStore(Store):
         return _failures.storage_error(f"{verb} {path!r}", self.url, error, (), _NEXT_STEP.get(error.errno or 0, ""))
 
 
-def _fill(path: str, byte_offset: int, buffer: memoryview) -> int:
-    """Read into the buffer until it is full or the file ends; returns the bytes read."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        done = 0
-        while done < len(buffer):
-            count = os.preadv(file, [buffer[done:]], byte_offset + done)
-            if not count:
-                break
-            done += count
-        return done
-    finally:
-        os.close(file)
+def _fill(file: int, byte_offset: int, buffers: Sequence[memoryview]) -> int:
+    """Read into the buffers until they are full or the file ends; returns the bytes read."""
+    left = [buffer for buffer in reversed(buffers) if len(buffer)]
+    done = 0
+    while left:
+        count = os.preadv(file, left[: -files.IOV_MAX - 1 : -1], byte_offset + done)
+        if not count:
+            break
+        done += count
+        files.drop(left, count)
+    return done
 
 
 def _entries(folder: str) -> Entries:

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from zarrckpt._errors import StorageError
 
@@ -34,7 +34,11 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 _BUCKET_MOUNTS = ("mountpoint-s3", "blobfuse", "blobfuse2", "goofys", "s3fs", "gcsfuse")
 
 _OWN_NAME = re.compile(r"\.zarrckpt-[0-9a-f]{16}(-[0-9a-f]{32})?\.(part|lock)")
-_IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
+IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
+
+
+Views = Iterable[Sequence[memoryview]]
+"""What is written to a file: groups of buffers, each written before the next one is made."""
 
 
 def own_name(path: str, suffix: str, unique: bool = False) -> str:
@@ -60,9 +64,9 @@ def read_file(path: str) -> bytes:
         return file.read()
 
 
-def put_file(path: str, views: Sequence[memoryview], *, unique: bool = False, sync: bool = False) -> None:
+def put_file(path: str, groups: Views, *, unique: bool = False, sync: bool = False) -> None:
     """Write a file under a helper name and rename it: readers see the old one or the whole new one."""
-    temp = write_temp(path, views, unique=unique, sync=sync)
+    temp = write_temp(path, groups, unique=unique, sync=sync)
     try:
         os.replace(temp, path)
     except OSError:
@@ -70,7 +74,7 @@ def put_file(path: str, views: Sequence[memoryview], *, unique: bool = False, sy
         raise
 
 
-def write_temp(path: str, views: Sequence[memoryview], *, unique: bool, sync: bool) -> str:
+def write_temp(path: str, groups: Views, *, unique: bool, sync: bool) -> str:
     """Write the helper file of ``path`` and return its name. It is removed again where that fails."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     temp = own_name(path, "part", unique)
@@ -82,13 +86,14 @@ def write_temp(path: str, views: Sequence[memoryview], *, unique: bool, sync: bo
         file = os.open(temp, flags, 0o666)
     try:
         try:
-            _write_all(file, list(views))
+            for views in groups:
+                _write_all(file, list(views))
             if sync:
                 os.fsync(file)
         finally:
             # Network filesystems report a full disk here.
             os.close(file)
-    except OSError:
+    except BaseException:
         _unlink(temp)
         raise
     return temp
@@ -96,7 +101,7 @@ def write_temp(path: str, views: Sequence[memoryview], *, unique: bool, sync: bo
 
 def create_file(path: str, data: bytes) -> bool:
     """Make a file only where none is. False: there is one already."""
-    temp = write_temp(path, [memoryview(data)], unique=True, sync=True)
+    temp = write_temp(path, [[memoryview(data)]], unique=True, sync=True)
     try:
         os.link(temp, path)
     except FileExistsError:
@@ -121,7 +126,7 @@ def replace_file(path: str, data: bytes, version: str) -> bool:
                 return found == data
         except ABSENT:
             return False
-        put_file(path, [memoryview(data)], unique=True, sync=True)
+        put_file(path, [[memoryview(data)]], unique=True, sync=True)
     return True
 
 
@@ -249,12 +254,15 @@ def _write_all(file: int, views: list[memoryview]) -> None:
     """Write all the views; a call takes at most IOV_MAX of them and may write less than it was given."""
     views.reverse()
     while views:
-        batch = views[: -_IOV_MAX - 1 : -1]
-        written = os.writev(file, batch)
-        while views and written >= len(views[-1]):
-            written -= len(views.pop())
-        if written:
-            views[-1] = views[-1][written:]
+        drop(views, os.writev(file, views[: -IOV_MAX - 1 : -1]))
+
+
+def drop(views: list[memoryview], done: int) -> None:
+    """Take what a call has written or filled off the end of the views, which are in reverse order."""
+    while views and done >= len(views[-1]):
+        done -= len(views.pop())
+    if done:
+        views[-1] = views[-1][done:]
 
 
 def _unlink(path: str) -> None:

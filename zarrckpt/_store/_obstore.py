@@ -1,30 +1,30 @@
 """S3, Google Cloud Storage and Azure through obstore.
 
-A put is one request up to 64 MiB (no copy of its buffers), and above a multipart upload, which holds up
-to 32 MiB more. Failed requests are repeated by obstore itself, within the bounds of ``retry_config``.
-Where a server has no conditional puts, :mod:`zarrckpt._store._guard` takes over.
+A put is one request, and of a large object a multipart upload of several parts at once; neither copies its buffers.
+Puts and reads may be repeated at no risk: they wait at a :class:`~zarrckpt._store._gate.Gate`, which learns from
+their failures, and are repeated by :class:`~zarrckpt._store._retries.Retries`. Conditional puts, listings and deletes
+are repeated by obstore alone. Where a server has no conditional puts, :mod:`zarrckpt._store._guard` takes over.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
 from obstore import exceptions as client_errors
 
 from zarrckpt._errors import CheckpointError, ObjectNotFoundError, StorageError
-from zarrckpt._store import _azure_options, _failures, _gcs_options, _s3_options
+from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, Versioned
 from zarrckpt._store._fork import check_fork
+from zarrckpt._store._gate import MOST, Gate
 from zarrckpt._store._guard import Guard
 from zarrckpt._store._keys import below, byte_views
-from zarrckpt._store._options import Translated
-from zarrckpt._store._secrets import redact_url, secret_values
-from zarrckpt._store._url import Place
+from zarrckpt._store._obstore_client import Client
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
@@ -34,123 +34,95 @@ T = TypeVar("T")
 SINGLE_PUT = 64 * 2**20
 """Larger objects go up in parts (bytes)."""
 
+SPLIT = 32 * 2**20
+"""Objects from this size on go up in parts while connections are free: one is seldom as fast as the line."""
+
 _PART = 16 * 2**20
-_PARTS_AT_ONCE = 2
+_PARTS_AT_ONCE = 8
 _DELETES_AT_ONCE = 16
+_DOUBT = 3
+"""Before this attempt, or after the last one, the object's size is looked at: a range behind its end always fails."""
 
 _BUCKET_HINT = "Check that the bucket (or container) exists and that the endpoint and the region are its own"
 _ACCESS_HINT = "Check the credentials, and what they allow"
 _NETWORK_HINT = "Check the endpoint, the region and the network"
 
 
-@dataclass(frozen=True)
-class Client:
-    """An obstore client and what goes with every call to it."""
-
-    store: Any
-    put_options: Mapping[str, Any] = field(default_factory=dict)
-    honours_conditions: bool | None = None
-    bulk_delete: bool = False
-    known_secrets: Sequence[str] = ()
-
-
-def open_client(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Client:
-    """Build the client of a parsed url. No request is made."""
-    check_fork()
-    known = secret_values(options)
-    try:
-        return _OPENERS[place.kind](place, options, provider, known)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        failure = _failures.storage_error("opening the store", redact_url(place.address), error, known)
-    raise failure
-
-
-def _open_s3(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
-    out = _s3_options.translate(options, place.bucket, provider)
-    store = obstore.store.S3Store(place.bucket, prefix=place.path or None, **_arguments(out))
-    bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
-    return Client(store, _put_options(out), True if _s3_options.is_amazon(out) else None, bulk, known)
-
-
-def _open_gcs(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
-    out = _gcs_options.translate(options, place.bucket, provider)
-    store = obstore.store.GCSStore(place.bucket, prefix=place.path or None, **_arguments(out))
-    return Client(store, _put_options(out), True, known_secrets=known)
-
-
-def _open_azure(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
-    out = _azure_options.translate(options, place.account, provider)
-    store = obstore.store.AzureStore(place.bucket, prefix=place.path or None, **_arguments(out))
-    return Client(store, _put_options(out), True, known_secrets=known)
-
-
-_OPENERS: dict[str, Callable[[Place, Mapping[str, Any], Any, Sequence[str]], Client]] = {
-    "s3": _open_s3,
-    "gs": _open_gcs,
-    "az": _open_azure,
-}
-
-
-def _arguments(out: Translated) -> dict[str, Any]:
-    return {
-        "config": out.config,
-        "client_options": out.client,
-        "retry_config": out.retry,
-        "credential_provider": out.credential_provider,
-    }
-
-
-def _put_options(out: Translated) -> dict[str, Any]:
-    given = {"attributes": out.attributes, "tags": out.tags}
-    return {name: value for name, value in given.items() if value}
-
-
 class ObstoreStore(Store):
     """Objects below one prefix of a bucket. Safe for many threads; of no use in a forked child."""
 
-    def __init__(self, client: Client, url: str) -> None:
+    def __init__(self, client: Client, url: str, concurrency: int | None = None) -> None:
         self.url = url
+        self.max_concurrency = concurrency or MOST
         self._client = client
+        self._gate = Gate(concurrency)
         self._guard = Guard(self, client.honours_conditions, client.honours_conditions)
 
     def get(self, key: str) -> bytes:
-        return self._read(key, lambda: obstore.get(self._client.store, below("", key)).bytes().to_bytes())
+        return self._read(key, 0, lambda store: obstore.get(store, below("", key)).bytes().to_bytes())
 
     def get_versioned(self, key: str) -> Versioned:
-        def fetch() -> Versioned:
-            answer = obstore.get(self._client.store, below("", key))
+        def fetch(store: Any) -> Versioned:
+            answer = obstore.get(store, below("", key))
             # None is not taken back as a part of the version.
             version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta.get(name) is not None}
             return Versioned(answer.bytes().to_bytes(), version)
 
-        return self._read(key, fetch)
+        return self._read(key, 0, fetch)
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
-        size = len(buffer)
-        if not size:
-            return
+        buffer[:] = self.read(key, byte_offset, len(buffer))
 
-        def fetch() -> memoryview:
-            return memoryview(obstore.get_range(self._client.store, below("", key), start=byte_offset, length=size))
+    def read(self, key: str, byte_offset: int, nbytes: int) -> memoryview:
+        if not nbytes:
+            return memoryview(b"")
+        tries = itertools.count(1)
+
+        def fetch(store: Any) -> memoryview:
+            # A range behind the end is an error of no kind of its own.
+            if next(tries) == _DOUBT:
+                self._refuse_short(key, byte_offset + nbytes)
+            return memoryview(obstore.get_range(store, below("", key), start=byte_offset, length=nbytes))
 
         try:
-            data = self._read(key, fetch)
-        except StorageError:
-            # A range behind the end is an error of no kind of its own.
-            self._check_size(key, byte_offset + size)
+            data = self._read(key, nbytes, fetch)
+        except ObjectNotFoundError:
             raise
-        if len(data) != size:
-            raise _failures.short_object(key, self.url, byte_offset + size, byte_offset + len(data))
-        buffer[:] = data
+        except StorageError:
+            if next(tries) <= _DOUBT:
+                with self._gate.slot(0):
+                    self._refuse_short(key, byte_offset + nbytes)
+            raise
+        if len(data) != nbytes:
+            raise _failures.short_object(key, self.url, byte_offset + nbytes, byte_offset + len(data))
+        return data
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         views = byte_views(buffers) or [memoryview(b"")]
-        parts: dict[str, Any] = {"use_multipart": False}
-        if sum(map(len, views)) > SINGLE_PUT:
-            parts = {"use_multipart": True, "chunk_size": _PART, "max_concurrency": _PARTS_AT_ONCE}
-        self._run(f"writing {key!r}", lambda: self._put(key, views, **parts))
+        nbytes = sum(map(len, views))
+        if nbytes > SINGLE_PUT or (nbytes >= SPLIT and self._gate.free > 1):
+            self._put_parts(key, views, nbytes)
+        else:
+            self._transfer(f"writing {key!r}", nbytes, lambda store: self._put(store, key, views, use_multipart=False))
+
+    def _put_parts(self, key: str, views: Sequence[memoryview], nbytes: int) -> None:
+        # obstore takes a buffer at a time, and begins all parts that are in it at once.
+        pieces = [view[at : at + _PART] for view in views for at in range(0, len(view), _PART)]
+        # It begins the last part without waiting for its turn; it does wait for that of a buffer after it.
+        pieces.append(memoryview(b""))
+
+        def upload(count: int) -> None:
+            options = {"use_multipart": True, "chunk_size": _PART, "max_concurrency": count}
+            try:
+                self._put(self._client.store, key, pieces, **options)
+            except (client_errors.GenericError, FileNotFoundError):
+                if not self._client.retries.most:
+                    raise
+                # Parts are repeated by obstore. What is left is an end whose answer was lost: the upload is gone then.
+                self._put(self._client.store, key, pieces, **options)
+
+        with self._gate.slot(nbytes, min(_PARTS_AT_ONCE, -(-nbytes // _PART))) as slot:
+            self._run(f"writing {key!r}", lambda: upload(slot.count))
 
     def create(self, key: str, data: bytes) -> None:
         self._guard.create(key, data)
@@ -165,7 +137,7 @@ class ObstoreStore(Store):
         if self._client.bulk_delete:
             self._run(f"deleting {len(names)} objects", lambda: obstore.delete(self._client.store, names))
             return
-        with ThreadPoolExecutor(min(_DELETES_AT_ONCE, len(names)), "zarrckpt-delete") as pool:
+        with ThreadPoolExecutor(min(_DELETES_AT_ONCE, self.max_concurrency, len(names)), "zarrckpt-delete") as pool:
             for _ in pool.map(self._delete_one, names):
                 pass
 
@@ -217,12 +189,12 @@ class ObstoreStore(Store):
 
     # -- calls, with our own errors
 
-    def _put(self, key: str, data: Any, **options: Any) -> None:
-        obstore.put(self._client.store, below("", key), data, **self._client.put_options, **options)
+    def _put(self, store: Any, key: str, data: Any, **options: Any) -> None:
+        obstore.put(store, below("", key), data, **self._client.put_options, **options)
 
     def _put_mode(self, key: str, data: bytes, mode: Any) -> bool:
         try:
-            self._put(key, data, mode=mode, use_multipart=False)
+            self._put(self._client.store, key, data, mode=mode, use_multipart=False)
         except (client_errors.AlreadyExistsError, client_errors.PreconditionError):
             return False
         return True
@@ -236,22 +208,49 @@ class ObstoreStore(Store):
 
         self._run(f"deleting {name!r}", call)
 
-    def _check_size(self, key: str, needed: int) -> None:
-        size = int(self._read(key, lambda: obstore.head(self._client.store, below("", key))["size"]))
+    def _refuse_short(self, key: str, needed: int) -> None:
+        """One request. Where it fails, the error of the read itself counts."""
+        try:
+            size = int(obstore.head(self._client.once, below("", key))["size"])
+        except (client_errors.BaseError, FileNotFoundError):
+            return
         if size < needed:
             raise _failures.short_object(key, self.url, needed, size)
 
-    def _read(self, key: str, call: Callable[[], T]) -> T:
-        def checked() -> T | ObjectNotFoundError:
+    def _read(self, key: str, nbytes: int, call: Callable[[Any], T]) -> T:
+        def checked(store: Any) -> T | ObjectNotFoundError:
             try:
-                return call()
+                return call(store)
             except FileNotFoundError as error:
                 return _failures.not_found(key, self.url, error, self._client.known_secrets)
 
-        answer = self._run(f"reading {key!r}", checked)
+        answer = self._transfer(f"reading {key!r}", nbytes, checked)
         if isinstance(answer, ObjectNotFoundError):
             raise answer
         return answer
+
+    def _transfer(self, what: str, nbytes: int, call: Callable[[Any], T]) -> T:
+        """A request that does no harm when it is repeated: when the gate lets it, with pauses after failures."""
+        return self._run(what, lambda: self._repeat(nbytes, call))
+
+    def _repeat(self, nbytes: int, call: Callable[[Any], T]) -> T:
+        pauses = self._client.retries.pauses()
+        failure: Exception | None = None
+        for store in self._client.turns():
+            if failure is not None:
+                pause = next(pauses, None)
+                if pause is None:
+                    break
+                time.sleep(pause)
+            with self._gate.slot(nbytes) as slot:
+                try:
+                    return call(store)
+                except client_errors.GenericError as error:
+                    # A server that is busy, silent or gone, or a request that it will never like.
+                    slot.failed = True
+                    failure = error
+        assert failure is not None
+        raise failure
 
     def _run(self, what: str, call: Callable[[], T]) -> T:
         check_fork()

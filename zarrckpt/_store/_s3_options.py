@@ -203,6 +203,7 @@ def translate(options: Mapping[str, Any], bucket: str, provider: Callable[..., A
         "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
     )
     _set_endpoint(out, endpoint or found.endpoint, bucket, reader.extra.get("use_ssl", True))
+    _leave_payloads_to_tls(out)
     bundle = _environment("AWS_CA_BUNDLE")
     if bundle and "root_certificate" not in out.client:
         out.client["root_certificate"] = pem(bundle)
@@ -224,6 +225,16 @@ def _set_endpoint(out: Translated, endpoint: str | None, bucket: str, use_ssl: b
     # obstore prefers the variable AWS_ENDPOINT_URL_S3 to an ``endpoint`` that is passed; not to this one.
     out.config["endpoint"] = out.config["aws_endpoint_url_s3"] = endpoint
     allow_plain_http(out, endpoint)
+
+
+def _leave_payloads_to_tls(out: Translated) -> None:
+    """TLS protects what is sent: hashing it as well, for the signature, would cost a core for each GB/s.
+
+    Not over plain HTTP, where the signature is the only protection (and Ceph refuses requests without it).
+    """
+    secure = not out.config.get("endpoint", "").lower().startswith("http://")
+    if secure and not _environment("AWS_UNSIGNED_PAYLOAD"):
+        out.config.setdefault("unsigned_payload", True)
 
 
 def _environment(*names: str) -> str | None:

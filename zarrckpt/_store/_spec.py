@@ -21,6 +21,7 @@ def open_store(
     storage_options: Mapping[str, Any] | None = None,
     credential_provider: Callable[..., Any] | None = None,
     durable: bool = True,
+    concurrency: int | None = None,
 ) -> Store:
     """Open the store at ``url``, or at the path ``url`` inside a ready ``store``. Makes no request.
 
@@ -34,11 +35,13 @@ def open_store(
         credential_provider: for ``s3://``, ``gs://`` and ``az://``: a callable that returns credentials in obstore's
             form with the time when they expire; it is asked again then. It must pickle to go to other processes.
         durable: False leaves out the fsyncs of local files. The conditional puts of a commit keep theirs.
+        concurrency: exactly so many transfers at once, as :attr:`Store.max_concurrency` says then. Default: the store's
+            own choice.
 
     Raises:
         StorageError: the url or an option is not understood, or no credentials are found.
     """
-    return StoreSpec(url, store, storage_options, credential_provider, durable).open()
+    return StoreSpec(url, store, storage_options, credential_provider, durable, concurrency).open()
 
 
 class StoreSpec:
@@ -57,11 +60,13 @@ class StoreSpec:
         storage_options: Mapping[str, Any] | None = None,
         credential_provider: Callable[..., Any] | None = None,
         durable: bool = True,
+        concurrency: int | None = None,
     ) -> None:
         self._ready: Described | None = None
         self._options = dict(storage_options or {})
         self._provider = credential_provider
         self._durable = durable
+        self._concurrency = concurrency
         if store is not None:
             if storage_options or credential_provider is not None:
                 raise StorageError("storage_options and credential_provider belong to a url, not to a ready store=")
@@ -95,7 +100,10 @@ class StoreSpec:
         in memory is opened in another process than its own.
         """
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = (os.getpid(), self._make())
+            store = self._make()
+            if self._concurrency is not None:
+                store.max_concurrency = self._concurrency
+            self._opened = (os.getpid(), store)
         return self._opened[1]
 
     def __repr__(self) -> str:
@@ -128,6 +136,7 @@ class StoreSpec:
             "_options": redact(self._options),
             "_provider": _picklable(self._provider),
             "_durable": self._durable,
+            "_concurrency": self._concurrency,
             "_address": self._address if redact_url(self._address) == self._address else MARKER + self.url,
             "_pid": self._pid,
         }
@@ -153,7 +162,7 @@ class StoreSpec:
 
     def _identity(self) -> tuple[Any, ...]:
         store = self._ready.store if self._ready is not None else None
-        return self._address, id(store), self._options, self._provider, self._durable
+        return self._address, id(store), self._options, self._provider, self._durable, self._concurrency
 
     def _make(self) -> Store:
         if has_marker(self._options) or has_marker(self._address):
@@ -183,9 +192,10 @@ class StoreSpec:
             return self._from_fsspec()
         if place.kind == "local":
             return self._from_path(place.path)
-        from zarrckpt._store._obstore import ObstoreStore, open_client
+        from zarrckpt._store._obstore import ObstoreStore
+        from zarrckpt._store._obstore_client import open_client
 
-        return ObstoreStore(open_client(place, self._options, self._provider), self.url)
+        return ObstoreStore(open_client(place, self._options, self._provider), self.url, self._concurrency)
 
     def _from_fsspec(self) -> Store:
         from zarrckpt._store._fsspec import FsspecStore

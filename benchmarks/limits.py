@@ -1,0 +1,126 @@
+"""What the machine can do at best: plain writes and reads of files, a copy in memory, the S3 server by raw sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.state import like, local, pieces
+
+Views = Sequence[memoryview]
+
+
+def _parallel(call: Callable[[int], object], count: int, threads: int) -> None:
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(call, range(count)))
+
+
+def write_files(state: dict[str, Any], folder: str, threads: int, sync: bool = False) -> None:
+    """Each piece of the state as a file of its own, by plain writes."""
+    views = pieces(state)
+    os.makedirs(folder, exist_ok=True)
+
+    def write(number: int) -> None:
+        file = os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            at = 0
+            while at < len(views[number]):
+                at += os.write(file, views[number][at:])
+            if sync:
+                os.fsync(file)
+        finally:
+            os.close(file)
+
+    _parallel(write, len(views), threads)
+
+
+def read_files(target: dict[str, Any], folder: str, threads: int) -> None:
+    """The files of :func:`write_files` back into the memory of a target."""
+    views = pieces(target)
+
+    def read(number: int) -> None:
+        file = os.open(f"{folder}/{number}", os.O_RDONLY)
+        try:
+            at = 0
+            while at < len(views[number]):
+                at += os.preadv(file, [views[number][at:]], at)
+        finally:
+            os.close(file)
+
+    _parallel(read, len(views), threads)
+
+
+class MemoryCopy:
+    """The state copied elsewhere, and from there into a target."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._copy = like(state)
+
+    def save(self, state: dict[str, Any], path: str) -> None:
+        for name, tensor in state.items():
+            local(self._copy[name]).copy_(local(tensor))
+
+    def load(self, target: dict[str, Any], path: str) -> None:
+        for name, tensor in target.items():
+            local(tensor).copy_(local(self._copy[name]))
+
+
+OBJECT = 16 << 20
+"""The raw client's objects, in bytes: large enough that requests cost nothing, small enough to be dealt evenly."""
+
+
+def _objects(state: dict[str, Any]) -> list[memoryview]:
+    return [view[at : at + OBJECT] for view in pieces(state) for at in range(0, len(view), OBJECT)]
+
+
+def _connect(endpoint: str) -> socket.socket:
+    host, _, port = endpoint.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _answer(connection: socket.socket) -> None:
+    """Read the head of an answer, and nothing behind it."""
+    while True:
+        seen = connection.recv(65536, socket.MSG_PEEK)
+        if not seen:
+            raise ConnectionError("the server hung up")
+        if (end := seen.find(b"\r\n\r\n")) >= 0:
+            connection.recv(end + 4)
+            return
+
+
+def raw_put(state: dict[str, Any], endpoint: str, prefix: str, connections: int) -> None:
+    """The state as objects of 16 MiB, over that many sockets at once."""
+    views = _objects(state)
+
+    def work(first: int) -> None:
+        with _connect(endpoint) as connection:
+            for number in range(first, len(views), connections):
+                view = views[number]
+                head = f"PUT /{prefix}/{number} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(view)}\r\n\r\n"
+                connection.sendall(head.encode(), socket.MSG_MORE)
+                connection.sendall(view)
+                _answer(connection)
+
+    _parallel(work, min(connections, len(views)), connections)
+
+
+def raw_get(target: dict[str, Any], endpoint: str, prefix: str, connections: int) -> None:
+    """The objects of :func:`raw_put` back into the memory of a target."""
+    views = _objects(target)
+
+    def work(first: int) -> None:
+        with _connect(endpoint) as connection:
+            for number in range(first, len(views), connections):
+                connection.sendall(f"GET /{prefix}/{number} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                _answer(connection)
+                at = 0
+                while at < len(views[number]):
+                    at += connection.recv_into(views[number][at:], 0, socket.MSG_WAITALL)
+
+    _parallel(work, min(connections, len(views)), connections)

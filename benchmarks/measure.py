@@ -1,0 +1,126 @@
+"""How things are measured: contenders in turn, round by round; medians; fresh processes; groups of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line chose: size of the state, rounds of which the median counts, where files go."""
+
+    gigabytes: float = 1.0
+    rounds: int = 5
+    dtype: str = "float32"
+    folder: str | None = None
+    quick: bool = False
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def alternate(calls: dict[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:
+    """Every contender once a round, each round beginning with the next one; results by contender."""
+    names = list(calls)
+    found: dict[str, list[T]] = {name: [] for name in names}
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            found[name].append(calls[name](number))
+    return found
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in times.items() if values}
+
+
+def ratio(times: dict[str, list[float]], peer: str, ours: str) -> float | None:
+    """How many times faster ``ours`` is than ``peer``: the quotient of their medians, or None where one is missing."""
+    found = medians(times)
+    return found[peer] / found[ours] if peer in found and ours in found else None
+
+
+# -- processes
+
+
+def fresh(function: Callable[..., T], *args: Any, env: dict[str, str] | None = None) -> T:
+    """Call a module-level function in a new process; raises what it raised."""
+    found: list[T] = _spawn(function, args, 1, env or {}, group=False)
+    return found[0]
+
+
+def ranks(function: Callable[..., T], count: int, *args: Any, env: dict[str, str] | None = None) -> T:
+    """Call a module-level function on that many processes of a gloo group; returns the first rank's result."""
+    found: list[T] = _spawn(function, args, count, env or {}, group=True)
+    return found[0]
+
+
+def _spawn(function: Callable[..., T], args: Any, count: int, env: dict[str, str], group: bool) -> list[T]:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        init = f"file://{folder}/store" if group else None
+        pipes, processes = [], []
+        for rank in range(count):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_serve, args=(there, function, args, rank, count, init, env))
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        try:
+            answers = [_received(pipe) for pipe in pipes]
+        finally:
+            for process in processes:
+                process.join(10)
+                process.kill()
+    for rank, (error, _) in enumerate(answers):
+        if error is not None:
+            raise RuntimeError(f"rank {rank} of {function.__module__}.{function.__name__} failed\n{error}")
+    return [answer for _, answer in answers]
+
+
+def _received(pipe: Connection) -> tuple[str | None, Any]:
+    try:
+        answer: tuple[str | None, Any] = pipe.recv()
+        return answer
+    except EOFError:
+        return "the process died", None
+
+
+def _serve(
+    pipe: Connection, function: Callable[..., Any], args: Any, rank: int, count: int, init: str | None, env: Any
+) -> None:
+    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(count))
+    answer: tuple[str | None, Any]
+    try:
+        if init is not None:
+            import torch
+            import torch.distributed as dist
+
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", init_method=init, rank=rank, world_size=count)
+        answer = (None, function(*args))
+        if init is not None:
+            dist.barrier()
+    except BaseException:
+        answer = (traceback.format_exc(), None)
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send(answer)
+    pipe.close()
+    os._exit(0)  # a gloo process sometimes aborts in the interpreter's own way out

@@ -1,0 +1,207 @@
+"""Whom we measure beside: each peer as a way to save a state below a url and to load it into a target, in place.
+
+A peer that is not installed is named as such in the tables. Local peers get a path, those on S3 a url and find the
+server by the usual AWS_ variables.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import zarrckpt
+
+State = dict[str, Any]
+Transfer = Callable[[State, str], object]
+
+BLOCK = 16 << 20
+"""TensorStore's chunks: rows of about that many bytes, so that it has several to transfer at a time."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A name, the package that it needs, what saves and what loads. ``kind`` is "ours", "peer" or "limit"."""
+
+    name: str
+    needs: str
+    save: Transfer
+    load: Transfer
+    kind: str = "peer"
+
+    @property
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.needs) is not None
+
+
+# -- zarrckpt
+
+
+def ours(durable: bool = True, **options: Any) -> tuple[Transfer, Transfer]:
+    def save(state: State, url: str) -> None:
+        zarrckpt.save(state, url, durable=durable, **options)
+
+    def load(target: State, url: str) -> None:
+        zarrckpt.load(target, url, **options)
+
+    return save, load
+
+
+# -- DCP and what derives from it
+
+
+def dcp_save(state: State, path: str) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
+
+
+def dcp_save_fast(state: State, path: str) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=2, sync_files=False))
+
+
+def dcp_load(target: State, path: str) -> None:
+    dcp.load(target, storage_reader=dcp.FileSystemReader(path))
+
+
+def s3fs_options() -> dict[str, Any]:
+    """s3fs's options for the server that the environment names."""
+    kwargs = {"region_name": os.environ["AWS_REGION"]}
+    secrets = {"key": os.environ["AWS_ACCESS_KEY_ID"], "secret": os.environ["AWS_SECRET_ACCESS_KEY"]}
+    return {**secrets, "endpoint_url": os.environ["AWS_ENDPOINT_URL"], "client_kwargs": kwargs}
+
+
+def fsspec_save(state: State, url: str) -> None:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    dcp.save(state, storage_writer=FsspecWriter(url, **s3fs_options()))
+
+
+def fsspec_load(target: State, url: str) -> None:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    dcp.load(target, storage_reader=FsspecReader(url, **s3fs_options()))
+
+
+def connector_save(state: State, url: str) -> None:
+    from s3torchconnector.dcp import S3StorageWriter
+
+    dcp.save(state, storage_writer=S3StorageWriter(region=os.environ["AWS_REGION"], path=f"{url}/"))
+
+
+def connector_load(target: State, url: str) -> None:
+    from s3torchconnector.dcp import S3StorageReader
+
+    dcp.load(target, storage_reader=S3StorageReader(region=os.environ["AWS_REGION"], path=f"{url}/"))
+
+
+# -- formats without shards
+
+
+def safetensors_save(state: State, path: str) -> None:
+    from safetensors.torch import save_file
+
+    os.makedirs(path, exist_ok=True)
+    save_file(state, f"{path}/model.safetensors")
+
+
+def safetensors_load(target: State, path: str) -> None:
+    from safetensors import safe_open
+
+    with safe_open(f"{path}/model.safetensors", "pt") as file:
+        for name, tensor in target.items():
+            tensor.copy_(file.get_tensor(name))
+
+
+def plain(tensor: torch.Tensor) -> Any:
+    """A tensor as numpy knows it: bfloat16 as unsigned integers."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def zarr_save(state: State, path: str) -> None:
+    import zarr
+
+    group = zarr.open_group(path, mode="w", zarr_format=3)
+    for name, tensor in state.items():
+        data = plain(tensor)
+        array = group.create_array(name, shape=data.shape, dtype=data.dtype, chunks=data.shape, compressors=None)
+        array[...] = data
+
+
+def zarr_load(target: State, path: str) -> None:
+    import zarr
+
+    group = zarr.open_group(path, mode="r", zarr_format=3)
+    for name, tensor in target.items():
+        found: Any = group[name]
+        plain(tensor)[...] = found[...]
+
+
+def _tensorstore(state: State, url: str, create: bool) -> list[tuple[Any, Any]]:
+    """(array in the store, array in memory) of every tensor."""
+    import tensorstore
+
+    pairs = []
+    context = tensorstore.Context()
+    for name, tensor in state.items():
+        data = plain(tensor)
+        if url.startswith("s3://"):
+            bucket, _, path = url.removeprefix("s3://").partition("/")
+            store = {"driver": "s3", "bucket": bucket, "path": f"{path}/{name}/"}
+            store |= {"endpoint": os.environ["AWS_ENDPOINT_URL"], "aws_region": os.environ["AWS_REGION"]}
+        else:
+            store = {"driver": "file", "path": f"{url}/{name}/"}
+        spec: dict[str, Any] = {"driver": "zarr3", "kvstore": store}
+        if create:
+            rows = max(1, min(len(data), BLOCK * len(data) // max(1, data.nbytes)))
+            grid = {"name": "regular", "configuration": {"chunk_shape": [rows, *data.shape[1:]]}}
+            codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
+            facts = {"shape": list(data.shape), "data_type": str(data.dtype), "chunk_grid": grid, "codecs": codecs}
+            spec["metadata"] = facts
+        pairs.append((tensorstore.open(spec, create=create, open=not create, context=context), data))
+    return [(future.result(), data) for future, data in pairs]
+
+
+def tensorstore_save(state: State, url: str) -> None:
+    for write in [array.write(data) for array, data in _tensorstore(state, url, True)]:
+        write.result()
+
+
+def tensorstore_load(target: State, url: str) -> None:
+    import tensorstore
+
+    for read in [tensorstore.array(data).write(array) for array, data in _tensorstore(target, url, False)]:
+        read.result()
+
+
+# -- lists
+
+
+def local_contenders(world: int) -> list[Contender]:
+    """On local files; those that know no shards only where one process saves."""
+    found = [
+        Contender("zarrckpt", "zarrckpt", *ours(), kind="ours"),
+        Contender("zarrckpt, durable=False", "zarrckpt", *ours(durable=False), kind="ours"),
+        Contender("DCP FileSystem", "torch", dcp_save, dcp_load),
+        Contender("DCP FileSystem, 2 threads, no sync", "torch", dcp_save_fast, dcp_load),
+    ]
+    if world == 1:
+        found += [
+            Contender("TensorStore zarr3", "tensorstore", tensorstore_save, tensorstore_load),
+            Contender("safetensors", "safetensors", safetensors_save, safetensors_load),
+            Contender("zarr-python", "zarr", zarr_save, zarr_load),
+        ]
+    return found
+
+
+def s3_contenders() -> list[Contender]:
+    """On S3, for one process."""
+    return [
+        Contender("zarrckpt", "zarrckpt", *ours(storage_options=s3fs_options()), kind="ours"),
+        Contender("s3torchconnector", "s3torchconnector", connector_save, connector_load),
+        Contender("DCP + s3fs", "s3fs", fsspec_save, fsspec_load),
+        Contender("TensorStore zarr3", "tensorstore", tensorstore_save, tensorstore_load),
+    ]

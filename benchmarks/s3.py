@@ -1,0 +1,93 @@
+"""Save and load on S3, served from memory on the loopback: with no delay, and as slowly as a distant S3 answers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import limits
+from benchmarks.measure import Options, alternate, fresh, seconds
+from benchmarks.results import Figure, Results, Speed, faster
+from benchmarks.s3_server import Served, served
+
+LIMIT = "raw sockets"
+BUCKET = "bench"
+DISTANT = {"latency": 0.025, "bandwidth": 90e6}
+GOALS = {
+    "S3, no delay": {"s3torchconnector": (2.0, 3.0), "DCP + s3fs": (5.0, 8.0)},
+    "S3, 25 ms, 90 MB/s a connection": {"s3torchconnector": (1.7, 1.7), "DCP + s3fs": (12.0, 25.0)},
+}
+
+
+def run(options: Options) -> Results:
+    found = Results()
+    for group, conditions in zip(GOALS, ({}, DISTANT), strict=True):
+        with served(**conditions) as server:
+            found.add(fresh(_measure, options, group, server, bool(conditions), env=server.environment))
+    return found
+
+
+def _contenders(server: Served, distant: bool) -> list[Any]:
+    from benchmarks.peers import Contender, s3_contenders
+
+    connections = 32 if distant else 4
+
+    def put(state: Any, url: str) -> None:
+        limits.raw_put(state, server.endpoint, url.removeprefix("s3://"), connections)
+
+    def get(target: Any, url: str) -> None:
+        limits.raw_get(target, server.endpoint, url.removeprefix("s3://"), connections)
+
+    return [*s3_contenders(), Contender(LIMIT, "os", put, get, "limit")]
+
+
+def _measure(options: Options, group: str, server: Served, distant: bool) -> Results:
+    from benchmarks import state as states
+
+    warnings.filterwarnings("ignore")
+    state: Any = states.make_state(options.gigabytes, options.dtype)
+    target = states.like(state)
+    contenders = _contenders(server, distant)
+    counts: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    calls = {c.name: _round(c, state, target, server, counts) for c in contenders if c.installed}
+    for call in calls.values() if not distant else ():
+        call(-1)  # clients open their connections and start their threads
+    times = alternate(calls, min(options.rounds, 3) if distant else options.rounds)
+    size = states.nbytes(state)
+    speeds = []
+    for c in contenders:
+        saved, loaded = ([pair[which] for pair in times.get(c.name, [])] for which in (0, 1))
+        speeds.append(Speed(group, c.name, c.kind, size, saved, loaded, *counts.get(c.name, ({}, {}))))
+    return Results(speeds, _figures(group, speeds))
+
+
+def _round(
+    contender: Any, state: Any, target: Any, server: Served, counts: dict[str, Any]
+) -> Callable[[int], tuple[float, float]]:
+    """Save, load and compare once; the seconds of both, and what the server counted meanwhile."""
+    from benchmarks import state as states
+
+    def once(number: int) -> tuple[float, float]:
+        url = f"s3://{BUCKET}/{number + 1}-{contender.name.replace(' ', '-').replace('+', 'and')}"
+        states.clear(target)
+        server.reset()
+        saved = seconds(lambda: contender.save(state, url))
+        asked = server.stats()
+        server.reset()
+        loaded = seconds(lambda: contender.load(target, url))
+        counts[contender.name] = (asked, server.stats())
+        if not states.equal(target, state):
+            raise RuntimeError(f"{contender.name} loaded something else than it saved")
+        server.clear(BUCKET)
+        return saved, loaded
+
+    return once
+
+
+def _figures(group: str, speeds: list[Speed]) -> list[Figure]:
+    found = []
+    for peer, goals in GOALS[group].items():
+        for which, goal in zip(("save", "load"), goals, strict=True):
+            found.append(faster(speeds, "zarrckpt", peer, which, goal))
+    return found + [faster(speeds, "zarrckpt", LIMIT, which, None) for which in ("save", "load")]

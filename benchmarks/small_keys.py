@@ -1,0 +1,80 @@
+"""One key in a hundred from S3, 25 ms away: seconds, and how many answers had to be waited for one after the other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from benchmarks.measure import Options, fresh, seconds
+from benchmarks.results import Figure, Results
+from benchmarks.s3 import DISTANT
+from benchmarks.s3_server import Served, served
+
+GROUP = "1% of the keys from S3, 25 ms away"
+KEYS, WIDTH = 1000, 128
+
+
+def run(options: Options) -> Results:
+    with served(**DISTANT) as server:
+        return fresh(_measure, options, server, env=server.environment)
+
+
+def _measure(options: Options, server: Served) -> Results:
+    import torch
+
+    import zarrckpt
+    from benchmarks import peers
+
+    warnings.filterwarnings("ignore")
+    count = KEYS // 10 if options.quick else KEYS
+    state: dict[str, Any] = {f"layers.{number}.weight": torch.full((WIDTH, WIDTH), number) for number in range(count)}
+    wanted = list(state)[:: count // max(10, count // 100)]
+    url = "s3://bench/small"
+    save, load = peers.ours(storage_options=peers.s3fs_options())
+    save(state, url)
+    call = partial(load, _targets(state, wanted), url)
+    figures = _asked(server, "zarrckpt.load of the keys, after its opening", call, goal=3, before=1)
+    figures += _asked(server, "zarrckpt.load of all keys, after its opening", partial(load, state, url), before=1)
+    figures += _opened(server, zarrckpt.open(url, storage_options=peers.s3fs_options()), wanted, state)
+    if peers.Contender("", "s3fs", save, load).installed:
+        peers.fsspec_save(state, "s3://bench/dcp")
+        figures += _asked(
+            server, "DCP + s3fs of the keys", lambda: peers.fsspec_load(_targets(state, wanted), "s3://bench/dcp")
+        )
+    return Results(figures=figures)
+
+
+def _targets(state: dict[str, Any], wanted: list[str]) -> dict[str, Any]:
+    from benchmarks import state as states
+
+    return states.like({name: state[name] for name in wanted})
+
+
+def _opened(server: Served, checkpoint: Any, wanted: list[str], state: dict[str, Any]) -> list[Figure]:
+    """The keys of an open checkpoint: all in one call where it has one for that, else one after the other."""
+    found: dict[str, Any] = {}
+
+    def read() -> None:
+        if hasattr(checkpoint, "read"):
+            found.update(checkpoint.read(wanted))
+        else:
+            found.update({name: checkpoint[name][...] for name in wanted})
+
+    figures = _asked(server, "Checkpoint from zarrckpt.open, the keys", read, goal=3)
+    if any((found[name] != state[name].numpy()).any() for name in wanted):
+        raise RuntimeError("other values were read than saved")
+    return figures
+
+
+def _asked(
+    server: Served, what: str, call: Callable[[], object], goal: float | None = None, before: int = 0
+) -> list[Figure]:
+    """Round trips of a call, less those that it takes before the first key; and its time, with them."""
+    server.reset()
+    took = seconds(call)
+    stats = server.stats()
+    note = f"{sum(stats['requests'].values())} requests, {stats['bytes_out']:,} bytes"
+    trips = Figure(GROUP, f"{what}: round trips", stats["round_trips"] - before, "", goal, most=True, note=note)
+    return [trips, Figure(GROUP, f"{what.partition(',')[0]}: time", took, "s")]

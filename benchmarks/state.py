@@ -1,0 +1,98 @@
+"""The state that is saved and loaded: weights of the shapes that a Llama has, and targets of the same shapes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+State = dict[str, torch.Tensor]
+
+PIECE = 128 << 20
+"""Limits are measured on files of at most this size, that of the largest chunks."""
+
+
+def layer_shapes(dim: int, kv: int, ffn: int) -> dict[str, tuple[int, ...]]:
+    """The weights of one layer, by name."""
+    shapes: dict[str, tuple[int, ...]] = {"q": (dim, dim), "k": (kv, dim), "v": (kv, dim), "o": (dim, dim)}
+    return shapes | {"gate": (ffn, dim), "up": (ffn, dim), "down": (dim, ffn)}
+
+
+def shapes_of(gigabytes: float, itemsize: int = 4) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model of about that size: an embedding, and layers a quarter of the size at most."""
+    budget = gigabytes * 1e9 / itemsize
+    width = int(math.sqrt(budget / 4 / 14.4))
+    dim = max(64, min(4096, 1 << (width.bit_length() - 1)))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed.weight": (12 * dim, dim), "model.norm.weight": (dim,)}
+    used = 12 * dim * dim
+    for layer in range(max(1, round((budget - used) / (14.5 * dim * dim)))):
+        weights = layer_shapes(dim, dim // 4, 4 * dim) | {"norm1": (dim,), "norm2": (dim,)}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in weights.items()}
+    return shapes
+
+
+def make_state(gigabytes: float, dtype: str = "float32") -> State:
+    """Random weights of about that size; ``mix`` is matrices in bfloat16, vectors in float32."""
+    state = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in shapes_of(gigabytes, 4 if dtype == "float32" else 2).items():
+        kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "mix" and len(shape) > 1) else torch.float32
+        state[name] = torch.empty(shape, dtype=kind).uniform_(-1, 1, generator=generator)
+    return state
+
+
+def sharded(state: State) -> dict[str, Any]:
+    """Every tensor as a DTensor with Shard(0) over all ranks, as FSDP has it; each in memory of its own."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, rank, count = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name, tensor in state.items():
+        parts = tensor.chunk(count)
+        part = parts[rank].clone() if rank < len(parts) else tensor[:0].clone()
+        stride = tensor.stride()
+        found[name] = DTensor.from_local(part, mesh, [Shard(0)], shape=tensor.shape, stride=stride, run_check=False)
+    return found
+
+
+def like(state: dict[str, Any]) -> dict[str, Any]:
+    """Targets of the same kind, all of their memory touched."""
+    return {name: torch.zeros_like(tensor) + 0 for name, tensor in state.items()}
+
+
+def clear(target: dict[str, Any]) -> None:
+    for tensor in target.values():
+        local(tensor).zero_()
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """The memory of this rank."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(torch.equal(local(one[name]), local(other[name])) for name in other)
+
+
+def nbytes(state: dict[str, Any]) -> int:
+    """Bytes of the whole state, over all ranks."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+
+
+def memory(tensor: Any) -> memoryview:
+    """A tensor's bytes."""
+    data: Any = local(tensor).view(torch.uint8).reshape(-1).numpy()
+    return memoryview(data)
+
+
+def pieces(state: dict[str, Any]) -> list[memoryview]:
+    """The whole memory of this rank's state in pieces of at most PIECE bytes: what the limits transfer."""
+    found = []
+    for tensor in state.values():
+        view = memory(tensor)
+        found += [view[at : at + PIECE] for at in range(0, len(view), PIECE)]
+    return found

@@ -1,0 +1,189 @@
+"""Transfers to an S3 server that is a process of its own: how many at once, over which connections, despite faults."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import obstore
+import pytest
+import torch
+
+import zarrckpt
+from benchmarks.s3_server import Served, served
+from zarrckpt._store import Store, open_store
+from zarrckpt._store._gate import MOST, START
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that go up in parts need not be large."""
+    from zarrckpt._store import _obstore
+
+    monkeypatch.setattr(_obstore, "SINGLE_PUT", 4 << 20)
+    monkeypatch.setattr(_obstore, "SPLIT", 2 << 20)
+    monkeypatch.setattr(_obstore, "_PART", 1 << 20)
+
+
+def store_of(server: Served, concurrency: int | None = None, **options: Any) -> Store:
+    return open_store("s3://bucket/run", storage_options=server.storage_options | options, concurrency=concurrency)
+
+
+def at_once(store: Store, work: Callable[[int], object], count: int) -> None:
+    """As a save or load does: as many threads as the store wants."""
+    with ThreadPoolExecutor(store.max_concurrency) as pool:
+        list(pool.map(work, range(count)))
+
+
+def busiest(server: Served) -> int:
+    most: int = server.stats()["most_requests"]
+    return most
+
+
+def a_state(seed: int) -> dict[str, Any]:
+    """Small tensors, tensors of several subchunks, and one that goes up in parts."""
+    generator = torch.Generator().manual_seed(seed)
+    small = {f"small.{i}": torch.randn(64, 64, generator=generator) for i in range(80)}
+    large = {f"large.{i}": torch.randn(512, 1500, generator=generator) for i in range(3)}
+    # More than 16 MiB: subchunks.
+    return {**small, **large, "huge": torch.randn(1100, 4096, generator=generator), "step": seed}
+
+
+def loaded(url: str, state: dict[str, Any], **options: Any) -> bool:
+    target = {key: torch.zeros_like(value) if torch.is_tensor(value) else None for key, value in state.items()}
+    zarrckpt.load(target, url, **options)
+    return all(torch.equal(target[k], v) if torch.is_tensor(v) else target[k] == v for k, v in state.items())
+
+
+def test_saves_and_loads_survive_a_server_that_throttles_and_resets() -> None:
+    with served(latency=0.002, throttle=0.2, resets=0.02) as server:
+        for state, overwrite in ((a_state(1), False), ({"w": torch.ones(3)}, True)):
+            zarrckpt.save(state, "s3://bucket/run", storage_options=server.storage_options, overwrite=overwrite)
+            assert loaded("s3://bucket/run", state, storage_options=server.storage_options)
+        statuses = server.stats()["statuses"]
+    assert statuses["503"] > 0.1 * statuses["200"]
+
+
+def test_latency_is_met_by_more_requests_at_once() -> None:
+    with served(latency=0.04) as server:
+        store = store_of(server)
+        at_once(store, lambda number: store.put(f"k{number}", [b"x"]), 400)
+        assert busiest(server) > START
+        server.reset()
+        # What was learnt stays.
+        at_once(store, lambda number: store.read(f"k{number}", 0, 1), 200)
+        assert busiest(server) > START
+        server.reset()
+        fresh = store_of(server)
+        at_once(fresh, lambda number: fresh.read(f"k{number}", 0, 1), 400)
+        assert busiest(server) > START
+
+
+def test_throttling_is_met_by_fewer_requests_at_once() -> None:
+    with served(latency=0.01, throttle=0.6) as server:
+        store = store_of(server, retry_config={"max_retries": 40})
+        at_once(store, lambda number: store.put(f"k{number}", [b"x"]), 60)
+        server.reset()
+        at_once(store, lambda number: store.put(f"k{number}", [b"x"]), 20)
+        assert busiest(server) < START
+
+
+class Calls:
+    """Counts the calls of obstore's functions that are under way. (A server hears of an end a little late.)"""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+        for name in ("put", "get", "get_range", "head", "delete"):
+            monkeypatch.setattr(obstore, name, self._counted(getattr(obstore, name)))
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            count = options.get("max_concurrency", 1)
+            with self._lock:
+                self.now += count
+                self.most = max(self.most, self.now)
+            try:
+                return call(*args, **options)
+            finally:
+                with self._lock:
+                    self.now -= count
+
+        return counted
+
+
+@pytest.mark.parametrize("concurrency", [1, 20])
+def test_a_given_number_is_reached_and_never_exceeded(concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"concurrency": concurrency}
+    state = a_state(3)
+    calls = Calls(monkeypatch)
+    with served(latency=0.005) as server:
+        options["storage_options"] = server.storage_options
+        zarrckpt.save(state, "s3://bucket/run", **options)
+        assert calls.most == concurrency
+        calls.most = 0
+        assert loaded("s3://bucket/run", state, **options)
+        assert calls.most == concurrency
+
+
+def test_large_objects_go_up_in_several_parts_at_once() -> None:
+    data = os.urandom((4 << 20) + 100)
+    with served(latency=0.05) as server:
+        for concurrency, expected in ((1, 1), (3, 3), (None, 5)):
+            store = store_of(server, concurrency)
+            server.reset()
+            began = time.monotonic()
+            store.put("big", [data[:200], memoryview(data)[200:]])
+            # Begin, five parts, end.
+            assert time.monotonic() - began >= 0.05 * (2 + math.ceil(5 / expected))
+            stats = server.stats()
+            assert expected <= stats["most_requests"] <= expected + 1
+            assert stats["requests"]["PUT"] == 5
+        assert store.get("big") == data
+
+
+def test_objects_go_up_in_parts_while_connections_are_free() -> None:
+    data = os.urandom(3 << 20)
+    with served(latency=0.02) as server:
+        for concurrency, puts in ((1, 1), (2, 3), (None, 3)):
+            store = store_of(server, concurrency)
+            server.reset()
+            store.put("k", [data])
+            assert server.stats()["requests"]["PUT"] == puts
+            assert store.get("k") == data
+        # Four connections for sixteen objects: none is free for the parts of most.
+        crowded = store_of(server, 4)
+        server.reset()
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda number: crowded.put(f"c{number}", [data]), range(16)))
+        assert server.stats()["requests"]["PUT"] < 16 + 8
+
+
+def test_connections_are_used_again() -> None:
+    with served() as server:
+        store = store_of(server, 4)
+        for number in range(40):
+            store.put(f"k{number}", [b"x" * 1000])
+            assert len(store.read(f"k{number}", 0, 1000)) == 1000
+        assert server.stats()["most_connections"] <= 8
+        at_once(store, lambda number: store.put(f"k{number}", [bytes(1 << 20)]), 100)
+        assert server.stats()["most_connections"] <= 24
+
+
+def test_the_number_at_once_belongs_to_a_spec_and_is_pickled_with_it() -> None:
+    import pickle
+
+    from zarrckpt._store import StoreSpec
+
+    own, given = StoreSpec("memory://a"), StoreSpec("memory://a", concurrency=3)
+    assert own != given
+    assert own.open().max_concurrency == Store.max_concurrency
+    assert given.child("b").open().max_concurrency == pickle.loads(pickle.dumps(given)).open().max_concurrency == 3
+    options = {"key": "k", "secret": "s", "region": "x"}
+    assert StoreSpec("s3://bucket", storage_options=options).open().max_concurrency == MOST
+    assert StoreSpec("s3://bucket", storage_options=options, concurrency=7).open().max_concurrency == 7

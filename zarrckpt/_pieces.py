@@ -1,0 +1,78 @@
+"""What one rank holds of the tensors that are saved: cut, and copied out of wherever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from zarrckpt._codec import RawArray
+from zarrckpt._errors import CheckpointError
+from zarrckpt._grid import Box
+from zarrckpt._holdings import item_box
+from zarrckpt._plan import RankPlan, expect_piece
+from zarrckpt._tensors import raw_tensor, torch_dtype
+
+
+class Pieces:
+    """The tensors of one rank's items, by their position in its plan. Used by many threads."""
+
+    def __init__(self, plan: RankPlan, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+        self._plan = plan
+        self._items = items
+        self._planner = planner
+        self._last: tuple[int, torch.Tensor | None] = (-1, None)
+        self._in_memory: set[int | None] = set()
+        """Items whose tensors are in CPU memory: their parts are views."""
+
+    def check(self) -> set[torch.device]:
+        """Compare every tensor with what was planned; return where they are.
+
+        Raises CheckpointError naming the fqn.
+        """
+        devices = set()
+        for place, item in enumerate(self._items):
+            if item.type != WriteItemType.BYTE_IO:
+                tensor = self._resolve(place)
+                expect_piece(item, tensor, torch_dtype(self._plan.arrays[item.index.fqn]))
+                devices.add(tensor.device)
+                if tensor.device.type == "cpu":
+                    self._in_memory.add(place)
+        return devices
+
+    def nbytes(self, place: int, box: Box) -> int:
+        """The size of a part of an item."""
+        return box.size * self._plan.arrays[self._items[place].index.fqn].dtype.itemsize
+
+    def view(self, place: int | None, box: Box) -> RawArray | None:
+        """A part of an item as raw elements: a view of its own memory, None where it is on another device."""
+        if place is None or place not in self._in_memory:
+            return None
+        return raw_tensor(self._items[place].index.fqn, self._part(place, box))
+
+    def copy(self, place: int, box: Box, out: RawArray) -> None:
+        """Copy a part of an item to memory of its shape, raw elements; from another device without a detour."""
+        part = self._part(place, box)
+        if part.device.type != "cpu" and out.flags.c_contiguous:
+            host = torch.from_numpy(out.reshape(-1).view(np.uint8)).view(part.dtype).reshape(part.shape)
+            host.copy_(part.resolve_conj().resolve_neg())
+        else:
+            out[...] = raw_tensor(self._items[place].index.fqn, part)
+
+    def _part(self, place: int, box: Box) -> torch.Tensor:
+        return self._resolve(place)[box.slices(item_box(self._items[place]).offset)]
+
+    def _resolve(self, place: int) -> torch.Tensor:
+        """An item's tensor. The last one is kept, since a planner may make it anew, for each of an item's chunks."""
+        last, kept = self._last
+        if last == place and kept is not None:
+            return kept
+        item = self._items[place]
+        tensor = self._planner.resolve_data(item)
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{item.index.fqn!r} was planned as a tensor, but is a {type(tensor).__name__}")
+        tensor = tensor.detach()
+        self._last = (place, tensor)
+        return tensor

@@ -1,0 +1,104 @@
+"""obstore's clients for S3, Google Cloud Storage and Azure, built from urls and options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import obstore
+
+from zarrckpt._errors import CheckpointError
+from zarrckpt._store import _azure_options, _failures, _gcs_options, _s3_options
+from zarrckpt._store._fork import check_fork
+from zarrckpt._store._options import Translated
+from zarrckpt._store._retries import Retries
+from zarrckpt._store._secrets import redact_url, secret_values
+from zarrckpt._store._url import Place
+
+
+@dataclass(frozen=True)
+class Client:
+    """obstore's clients of one place, and what goes with every call to them."""
+
+    store: Any
+    """Repeats failed requests as ``retry_config`` says."""
+    make: Callable[..., Any]
+    """Makes another one from ``retry_config``."""
+    put_options: Mapping[str, Any] = field(default_factory=dict)
+    honours_conditions: bool | None = None
+    bulk_delete: bool = False
+    known_secrets: Sequence[str] = ()
+
+    @cached_property
+    def retries(self) -> Retries:
+        """The rules of ``retry_config``, for :meth:`turns`."""
+        return Retries.of(self.store.retry_config)
+
+    def turns(self) -> Iterator[Any]:
+        """A client for each attempt of a request: some that fail at once, then one that does what is left by itself."""
+        for _ in range(self.retries.quick):
+            yield self.once
+        if self.retries.left >= 0:
+            yield self._last
+
+    @cached_property
+    def once(self) -> Any:
+        """Fails at once."""
+        return self.make(retry_config={**self.store.retry_config, "max_retries": 0})
+
+    @cached_property
+    def _last(self) -> Any:
+        return self.make(retry_config={**self.store.retry_config, "max_retries": self.retries.left})
+
+
+def open_client(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Client:
+    """Build the client of a parsed url. No request is made."""
+    check_fork()
+    known = secret_values(options)
+    try:
+        return _OPENERS[place.kind](place, options, provider, known)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        failure = _failures.storage_error("opening the store", redact_url(place.address), error, known)
+    raise failure
+
+
+def _open_s3(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
+    out = _s3_options.translate(options, place.bucket, provider)
+    make = _maker(obstore.store.S3Store, place, out)
+    bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
+    known_to_hold = True if _s3_options.is_amazon(out) else None
+    return Client(make(retry_config=out.retry), make, _put_options(out), known_to_hold, bulk, known)
+
+
+def _open_gcs(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
+    out = _gcs_options.translate(options, place.bucket, provider)
+    make = _maker(obstore.store.GCSStore, place, out)
+    return Client(make(retry_config=out.retry), make, _put_options(out), True, known_secrets=known)
+
+
+def _open_azure(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
+    out = _azure_options.translate(options, place.account, provider)
+    make = _maker(obstore.store.AzureStore, place, out)
+    return Client(make(retry_config=out.retry), make, _put_options(out), True, known_secrets=known)
+
+
+_OPENERS: dict[str, Callable[[Place, Mapping[str, Any], Any, Sequence[str]], Client]] = {
+    "s3": _open_s3,
+    "gs": _open_gcs,
+    "az": _open_azure,
+}
+
+
+def _maker(kind: Callable[..., Any], place: Place, out: Translated) -> Callable[..., Any]:
+    fixed = {"config": out.config, "client_options": out.client, "credential_provider": out.credential_provider}
+    return partial(kind, place.bucket, prefix=place.path or None, **fixed)
+
+
+def _put_options(out: Translated) -> dict[str, Any]:
+    given = {"attributes": out.attributes, "tags": out.tags}
+    return {name: value for name, value in given.items() if value}
