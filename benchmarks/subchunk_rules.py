@@ -1,7 +1,7 @@
 """What rules for subchunks cost: bytes read after a change of mesh, and zarr-python's time for a whole array.
 
     python -m benchmarks.subchunk_rules          the weights of a Llama 3 8B layer, geometry only
-    python -m benchmarks.subchunk_rules --zarr   zarr-python reads one array that is stored with subchunks of several sizes
+    python -m benchmarks.subchunk_rules --zarr   zarr-python reads one array, stored with subchunks of several sizes
 
 The first prints, for each rule, bytes read over bytes needed when a checkpoint of the one mesh is loaded on the other.
 """

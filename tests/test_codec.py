@@ -22,13 +22,14 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
 from zarrckpt import _codec
+from zarrckpt._chunk_table import chunk_table
 from zarrckpt._documents import ArrayNode, dumps
 from zarrckpt._dtypes import DTYPES, by_name
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._grid import Box, Grid
 from zarrckpt._memory import BytesBudget
 from zarrckpt._store import Store
-from zarrckpt._transfer import plan_reads, read_box, read_chunk, run
+from zarrckpt._transfer import chunk_jobs, read_box, run
 
 Ints = tuple[int, ...]
 
@@ -194,8 +195,10 @@ def test_a_strided_target_is_filled_in_place() -> None:
     memory = np.zeros((8, 12), "<u4")
     target = memory[1:7:2, ::-2][:, :4]
     box = Box((2, 3), (3, 4))
-    for read in plan_reads(node, box, target, table):
-        read_chunk(objects, read, BytesBudget(1 << 20))  # type: ignore[arg-type]
+    (chunk,) = node.grid.chunks_of(box)
+    part = chunk_table(node.grid, 4, chunk, table, None)
+    for job in chunk_jobs(objects, node, chunk, box, target, part, BytesBudget(1 << 20)):  # type: ignore[arg-type]
+        job()
     assert (target == elements[2:5, 3:7]).all() and np.count_nonzero(memory) <= target.size
 
 

@@ -577,3 +577,39 @@ PUBLIC = [
     "plan_report",
     "save",
 ]
+
+
+def test_read_gives_whole_tensors_bit_for_bit(tmp_path: Path) -> None:
+    state = {
+        "w": torch.randn(3000, 700),
+        "b": torch.randn(1030, 512).to(torch.bfloat16),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.rand(99) > 0.5,
+        "wide": torch.randn(3, 50_000, dtype=torch.float64),
+        "step": 7,
+    }
+    zarrckpt.save(state, tmp_path / "ck", max_chunk_bytes=1 << 21)
+    ckpt, seen = zarrckpt.open(tmp_path / "ck"), list[tuple[int, int]]()
+    arrays = ckpt.read(progress=lambda *at: seen.append(at))
+    assert list(arrays) == ckpt.tensors == [name for name in state if name != "step"]
+    for name, array in arrays.items():
+        tensor = state[name]
+        assert isinstance(tensor, torch.Tensor) and array.shape == tuple(tensor.shape)
+        assert array.tobytes() == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    assert str(arrays["b"].dtype) == "bfloat16" and arrays["w"].dtype == np.float32
+    total = sum(array.nbytes for array in arrays.values())
+    assert seen[-1] == (total, total) and [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert list(ckpt.read(["wide", "w", "wide"])) == ["wide", "w"] and list(ckpt.read("b")) == ["b"]
+    with pytest.raises(KeyMismatchError, match="step"):
+        ckpt.read(["w", "step"])
+
+
+def test_read_names_the_damaged_chunk(tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.randn(2000, 700)}, tmp_path / "ck")
+    (chunk,) = (tmp_path / "ck/w").glob("c.*")
+    data = bytearray(chunk.read_bytes())
+    data[len(data) // 2] ^= 1
+    chunk.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
+        zarrckpt.open(tmp_path / "ck").read(["w"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from zarrckpt import _commit
+from zarrckpt._arrays import read_arrays
 from zarrckpt._catalog import Catalog
 from zarrckpt._documents import NODE, join
 from zarrckpt._errors import (
@@ -20,7 +21,7 @@ from zarrckpt._errors import (
 )
 from zarrckpt._root import HOUSE
 from zarrckpt._store import Store, StoreSpec, join_url
-from zarrckpt._transfer import run
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,6 +110,32 @@ class Checkpoint(Mapping[str, Any]):
         if fqn not in root.tensors:
             raise KeyMismatchError(f"no tensor {fqn!r} in {self.url}")
         return root.tensors[fqn].under(root.tree).path
+
+    def read(
+        self,
+        keys: Iterable[str] | None = None,
+        *,
+        max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+        progress: Progress | None = None,
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """Read whole tensors into memory, many requests at a time: name -> array, in the order of ``keys``.
+
+        All chunks of all tensors are fetched side by side, after one request for the table of checksums, and each byte
+        is checked. bfloat16 and float8 arrays have the dtypes of ``ml_dtypes``.
+
+        Args:
+            keys: names of tensors (default: all).
+            max_inflight_bytes: bound on the memory beyond the arrays (default 512 MiB).
+            progress: called as ``progress(bytes_done, bytes_total)`` while chunks are read.
+
+        Raises KeyMismatchError for a name that is no tensor, CorruptCheckpointError, CheckpointReplacedError.
+        """
+        root = self._catalog.root
+        wanted = list(dict.fromkeys(self.tensors if keys is None else [keys] if isinstance(keys, str) else keys))
+        for fqn in wanted:
+            if fqn not in root.tensors:
+                raise KeyMismatchError(f"no tensor {fqn!r} in {self.url}; it has {self.tensors[:3]}, for example")
+        return read_arrays(self._catalog, wanted, max_inflight_bytes, progress)
 
     def writers(self, fqn: str) -> np.ndarray[Any, Any]:
         """Which rank wrote each chunk of a tensor: uint32, in the chunk grid's shape. One request for all tensors."""

@@ -25,11 +25,12 @@ from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, pinned
 from zarrckpt._transfer import (
     READ_BYTES,
     ChunkRead,
+    Job,
     Progress,
+    chunk_jobs,
     deliver,
     fetch,
     places_in,
-    read_chunk,
     run,
     unpacking_bytes,
 )
@@ -70,6 +71,12 @@ class _Target:
         node = self._node.under(self._catalog.root.tree)
         table = self._catalog.chunk_table(self._node, wanted.chunk)
         return ChunkRead(node, wanted.chunk, wanted.first, wanted.cells, self.box, self._memory(), table)
+
+    def jobs(self, chunk: Ints, memory: BytesBudget) -> list[Job]:
+        """What fills this target's part of a chunk that no other target here needs."""
+        table = self._catalog.chunk_table(self._node, chunk)
+        node = self._node.under(self._catalog.root.tree)
+        return chunk_jobs(self._catalog.store, node, chunk, self.box, self._memory(), table, memory)
 
     def _memory(self) -> _codec.Target:
         dtype = torch_dtype(self._node)
@@ -131,22 +138,25 @@ class TensorReads:
         """What this rank fetches for itself alone; a subchunk that several of its boxes share, once."""
         for fqn, targets in self._targets.items():
             node = self._catalog.root.tensors[fqn]
-            needed: dict[Ints, set[int]] = {}
+            wanting: dict[Ints, list[_Target]] = {}
             for target in targets:
                 for chunk in node.grid.chunks_of(target.box):
-                    needed.setdefault(chunk, set()).update(places_in(node.grid, chunk, target.box))
-            longest = max(1, READ_BYTES // _codec.subchunk_bytes(node.grid, node.dtype.itemsize))
-            for chunk, places in needed.items():
-                left = places - self._delivered.get((fqn, chunk), set())
-                for first, cells in _codec.runs(sorted(left), longest):
+                    wanting.setdefault(chunk, []).append(target)
+            for chunk, those in wanting.items():
+                delivered = self._delivered.get((fqn, chunk))
+                if len(those) == 1 and not delivered:
+                    for job in those[0].jobs(chunk, self._memory):
+                        yield partial(self._counted, job)
+                    continue
+                places = {place for target in those for place in places_in(node.grid, chunk, target.box)}
+                longest = max(1, READ_BYTES // _codec.subchunk_bytes(node.grid, node.dtype.itemsize))
+                for first, cells in _codec.runs(sorted(places - (delivered or set())), longest):
                     yield partial(self._read_run, Run(fqn, chunk, first, cells))
 
+    def _counted(self, job: Job) -> None:
+        self._count(*job())
+
     def _read_run(self, wanted: Run) -> None:
-        reads = self._reads_of(wanted)
-        if len(reads) == 1:
-            fetched, filled = read_chunk(self._catalog.store, reads[0], self._memory)
-            self._count(fetched, filled)
-            return
         nbytes = self.nbytes(wanted)
         with self._memory.take(nbytes + self._unpacking_bytes(wanted)) as memory:
             self.fetch_run(wanted, memory[:nbytes])

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from zarrckpt import _codec
 from zarrckpt._chunk_table import ChunkTable, chunk_table
 from zarrckpt._compression import DecodeError
-from zarrckpt._crc32c import crc32c
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._grid import Box, Grid, Ints, intersect
 from zarrckpt._memory import BytesBudget
+from zarrckpt._streaming import ChunkStream, bands_of, parts_of, scratch_bytes
 
 if TYPE_CHECKING:
     from zarrckpt._codec import RawArray, Target
     from zarrckpt._documents import ArrayNode
-    from zarrckpt._store import Reader, Store
+    from zarrckpt._store import Store
 
 T = TypeVar("T")
+
+Job = Callable[[], tuple[int, int]]
+"""Returns the bytes that it has fetched, and those that it has filled."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all, one call at a time."""
 
 DEFAULT_MAX_INFLIGHT_BYTES = 512 << 20
 DEFAULT_CONCURRENCY = 16
+STREAM_BYTES = 32 << 20
+"""Of a chunk in a local file, about so much is one thread's."""
+
 READ_BYTES = 8 << 20
 """Neighbouring subchunks are fetched together up to this many bytes a request."""
 
@@ -97,20 +104,19 @@ class ChunkRead:
         return self.table.begin(self.first)
 
 
-def plan_reads(
-    node: ArrayNode, box: Box, target: Target, checksums: RawArray, sizes: RawArray | None = None
-) -> Iterator[ChunkRead]:
-    """The requests that fill ``target`` (raw elements, the box's shape) with a box of a stored array.
+def chunk_jobs(
+    store: Store, node: ArrayNode, chunk: Ints, box: Box, target: Target, table: ChunkTable, memory: BytesBudget
+) -> list[Job]:
+    """Jobs that fill a target (raw elements, the box's shape) with what a box has of a chunk.
 
-    ``checksums`` and ``sizes`` are the array's parts of the tables. Nothing outside the box is fetched but what shares
-    a subchunk with it.
+    Nothing is fetched but what shares a subchunk with the box. Called for each of the box's chunks.
     """
-    grid = node.grid
-    longest = max(1, READ_BYTES // _codec.subchunk_bytes(grid, node.dtype.itemsize))
-    for chunk in grid.chunks_of(box):
-        table = chunk_table(grid, node.dtype.itemsize, chunk, checksums, sizes)
-        for first, count in _codec.runs(places_in(grid, chunk, box), longest):
-            yield ChunkRead(node, chunk, first, count, box, target, table)
+    streamed = stream_jobs(store, node, chunk, box, target, table, memory)
+    if streamed is not None:
+        return streamed
+    longest = max(1, READ_BYTES // _codec.subchunk_bytes(node.grid, node.dtype.itemsize))
+    runs = _codec.runs(places_in(node.grid, chunk, box), longest)
+    return [partial(read_chunk, store, ChunkRead(node, chunk, *part, box, target, table), memory) for part in runs]
 
 
 def places_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
@@ -140,8 +146,6 @@ def read_chunk(store: Store, read: ChunkRead, memory: BytesBudget) -> tuple[int,
         with memory.take(nbytes + unpacking_bytes(read.node)) as both:
             fetch(store, read, both[:nbytes])
             return nbytes, deliver(store, read, both[:nbytes], both[nbytes:])
-    if store.is_local:
-        return read.nbytes, _stream(store, read, memory)
     with memory.hold(read.nbytes):
         with _missing_is_damage(store, read):
             stored = store.read(_key(read), read.byte_offset, read.nbytes)
@@ -154,41 +158,33 @@ def fetch(store: Store, read: ChunkRead, stored: RawArray) -> None:
         store.read_into(_key(read), read.byte_offset, stored.data)
 
 
-def _stream(store: Store, read: ChunkRead, memory: BytesBudget) -> int:
-    """Read a few subchunks after the others from a file, straight to their places where those are in one piece."""
-    grid = read.node.grid
-    size = _codec.subchunk_bytes(grid, read.node.dtype.itemsize)
-    filled = 0
-    with _missing_is_damage(store, read), store.reader(_key(read)) as file, ExitStack() as scratch:
-        block: RawArray | None = None
-        for place, count in _codec.stripes(grid, size, read.first, read.count):
-            straight = _codec.places_of(grid, read.chunk, place, count, read.box, read.target)
-            if straight is not None:
-                filled += _read_straight(store, file, read, place, straight)
-                continue
-            if block is None:
-                block = scratch.enter_context(memory.take(max(size, _codec.BLOCK_BYTES)))
-            part = block[: count * size]
-            file(place * size, [part.data])
-            filled += _unpack(store, read, place, part)
-    return filled
+def stream_jobs(
+    store: Store, node: ArrayNode, chunk: Ints, box: Box, target: Target, table: ChunkTable, memory: BytesBudget
+) -> list[Job] | None:
+    """Jobs that fill what a box needs of a chunk, straight from a local file; each returns as :func:`read_chunk`.
 
+    None where that can't be: another store, compression, a target that is no memory, parts of cells.
+    """
+    if not store.is_local or node.compression is not None or not isinstance(target, np.ndarray):
+        return None
+    bands = bands_of(node.grid, chunk, box)
+    if bands is None:
+        return None
+    whole = ChunkRead(node, chunk, 0, 0, box, target, table)
 
-def _read_straight(store: Store, file: Reader, read: ChunkRead, place: int, targets: Sequence[RawArray]) -> int:
-    """Fill the memory of neighbouring subchunks, block by block, so that each is checked while it is in the cache."""
-    size = _codec.subchunk_bytes(read.node.grid, read.node.dtype.itemsize)
-    wanted = _codec.expected(read.node.grid, place, len(targets), read.table.checksums)
-    own = bytearray(_codec.CRC_BYTES)
-    for i, target in enumerate(targets):
-        crc = 0
-        for begin in range(0, len(target), _codec.BLOCK_BYTES):
-            block = target[begin : begin + _codec.BLOCK_BYTES]
-            tail = [memoryview(own)] if begin + len(block) == len(target) else []
-            file((place + i) * size + begin, [block.data, *tail])
-            crc = crc32c(block, crc)
-        if crc != wanted[i] or crc != int.from_bytes(own, "little"):
-            raise _altered(store, read, place + i)
-    return sum(map(len, targets))
+    def altered(place: int) -> NoReturn:
+        raise _altered(store, whole, place)
+
+    stream = ChunkStream(node.grid, bands, target, table.checksums, altered)
+    need = scratch_bytes(bands, node.grid, target.dtype.itemsize)
+
+    def job(rows: range) -> tuple[int, int]:
+        with _missing_is_damage(store, whole), store.reader(_key(whole)) as file, memory.take(need) as scratch:
+            filled = stream.fill(file, rows, scratch)
+        return len(rows) * need, filled
+
+    parts = parts_of(bands, node.grid, target.dtype.itemsize, STREAM_BYTES)
+    return [partial(job, rows) for rows in parts]
 
 
 def deliver(store: Store, read: ChunkRead, stored: RawArray, scratch: RawArray | None = None) -> int:
@@ -269,6 +265,8 @@ def read_box(
     whole = box if box is not None else Box((0,) * len(node.grid.shape), node.grid.shape)
     target: np.ndarray[Any, Any] = np.empty(whole.shape, _codec.raw_dtype(node.dtype.itemsize))
     memory = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
-    for read in plan_reads(node, whole, target, checksums, sizes):
-        read_chunk(store, read, memory)
+    for chunk in node.grid.chunks_of(whole):
+        table = chunk_table(node.grid, node.dtype.itemsize, chunk, checksums, sizes)
+        for job in chunk_jobs(store, node, chunk, whole, target, table, memory):
+            job()
     return target

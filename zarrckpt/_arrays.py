@@ -1,0 +1,49 @@
+"""Whole tensors of an open checkpoint as numpy arrays, all their chunks side by side. No torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from zarrckpt import _codec
+from zarrckpt._catalog import Catalog
+from zarrckpt._grid import Box
+from zarrckpt._memory import BytesBudget
+from zarrckpt._transfer import Job, Progress, chunk_jobs, run
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def read_arrays(
+    catalog: Catalog, fqns: Sequence[str], max_inflight_bytes: int, progress: Progress | None
+) -> dict[str, Array]:
+    """Read tensors: name -> array. One request for the table of checksums, then those for the chunks."""
+    nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
+    raw = {fqn: np.empty(node.grid.shape, _codec.raw_dtype(node.dtype.itemsize)) for fqn, node in nodes.items()}
+    memory, lock = BytesBudget(max_inflight_bytes), threading.Lock()
+    total, done = sum(array.nbytes for array in raw.values()), 0
+
+    def counted(job: Job) -> None:
+        nonlocal done
+        filled = job()[1]
+        with lock:
+            done += filled
+            if progress is not None:
+                progress(done, total)
+
+    def jobs() -> Iterator[Callable[[], None]]:
+        for fqn, node in nodes.items():
+            box = Box((0,) * len(node.grid.shape), node.grid.shape)
+            for chunk in node.grid.chunks_of(box):
+                table = catalog.chunk_table(node, chunk)
+                stored = node.under(catalog.root.tree)
+                for job in chunk_jobs(catalog.store, stored, chunk, box, raw[fqn], table, memory):
+                    yield partial(counted, job)
+
+    with catalog.guard():
+        run(jobs(), catalog.store.max_concurrency)
+    return {fqn: array.view(nodes[fqn].dtype.numpy) for fqn, array in raw.items()}
