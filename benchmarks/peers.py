@@ -206,9 +206,7 @@ def s3_contenders() -> list[Contender]:
     return [
         Contender("zarrckpt", "zarrckpt", *ours(storage_options=s3fs_options()), kind="ours"),
         # As s3torchconnector does over plain HTTP: the payload is not hashed for the signature.
-        Contender(
-            UNSIGNED, "zarrckpt", *ours(storage_options=s3fs_options() | {"unsigned_payload": True}), kind="ours"
-        ),
+        Contender(UNSIGNED, "zarrckpt", *ours(storage_options=unsigned), kind="ours"),
         Contender("s3torchconnector", "s3torchconnector", connector_save, connector_load),
         Contender("DCP + s3fs", "s3fs", fsspec_save, fsspec_load),
         Contender("TensorStore zarr3", "tensorstore", tensorstore_save, tensorstore_load),
