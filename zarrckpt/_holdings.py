@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -116,41 +117,43 @@ class _Names:
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
         self._numbers: dict[str, int] = {}
-        self._known: dict[int, Numbers] = {}
+        self._known: dict[int, tuple[Numbers, list[tuple[int, Form]]]] = {}
 
-    def of(self, schema: Schema, rank: int) -> Numbers:
-        """The number of each of a rank's items. Raises UnsupportedLayoutError where ranks differ in an entry's form."""
-        numbers = self._known.get(id(schema))
-        if numbers is None:
+    def of(self, schema: Schema, rank: int) -> tuple[Numbers, list[tuple[int, Form]]]:
+        """The number of each of a rank's items, and the forms of those that the first rank has in another one."""
+        known = self._known.get(id(schema))
+        if known is None:
             forms = [schema.forms[number] for number in schema.form.tolist()]
             rows = [self._enter(fqn, form, rank) for fqn, form in zip(schema.names, forms, strict=True)]
-            numbers = self._known[id(schema)] = np.array(rows, np.int64)
-        return numbers
+            others = [row for row in zip(rows, forms, strict=True) if not _alike(self.entries[row[0]].form, row[1])]
+            known = self._known[id(schema)] = (np.array(rows, np.int64), others)
+        return known
 
     def _enter(self, fqn: str, form: Form, rank: int) -> int:
         number = self._numbers.setdefault(fqn, len(self.entries))
         if number == len(self.entries):
             dtype = None if form.properties is None else _dtype(fqn, form.properties.dtype)
             self.entries.append(_Entry(fqn, rank, form, dtype))
-            return number
-        _refuse_other_form(self.entries[number], form, rank)
         return number
 
 
-def _refuse_other_form(entry: _Entry, form: Form, rank: int) -> None:
+def _alike(known: Form, form: Form) -> bool:
+    if known is form or known.properties is None or form.properties is None:
+        return known is form or known.properties is form.properties
+    return known.shape == form.shape and known.properties.dtype == form.properties.dtype
+
+
+def _refuse(entry: _Entry, form: Form, rank: int) -> NoReturn:
     known = entry.form
-    if known is form or known.properties is None is form.properties:
-        return
     if known.properties is None or form.properties is None:
         where = rank if form.properties is None else entry.rank
         raise UnsupportedLayoutError(
             f"{entry.fqn!r} is a tensor on one rank and a value on rank {where}: give the two different names"
         )
-    if known.shape != form.shape or known.properties.dtype != form.properties.dtype:
-        raise UnsupportedLayoutError(
-            f"{entry.fqn!r} is {known.properties.dtype} {known.shape} on one rank and {form.properties.dtype} "
-            f"{form.shape} on rank {rank}: give the two different names"
-        )
+    raise UnsupportedLayoutError(
+        f"{entry.fqn!r} is {known.properties.dtype} {known.shape} on one rank and {form.properties.dtype} "
+        f"{form.shape} on rank {rank}: give the two different names"
+    )
 
 
 @dataclass
@@ -167,16 +170,21 @@ class _Columns:
     """Plain tensors that nobody compared with other ranks'."""
     names: list[_Entry]
     boxes: list[Box]
+    others: list[tuple[int, Form, int]]
+    """Entries that a rank has in another form than the first one: entry, form, rank."""
 
     @classmethod
     def of(cls, ranks: Sequence[RankItems]) -> _Columns:
         names, boxes = _Names(), dict[Box, int]()
         numbers, places, boxed, unsure = [], [], [], []
+        others: list[tuple[int, Form, int]] = []
         for rank, one in enumerate(ranks):
             table = one.table
             own = np.array([*(boxes.setdefault(box, len(boxes)) for box in table.boxes), NO_BOX], np.int64)
             boxed.append(own[table.box])
-            numbers.append(names.of(table.schema, rank))
+            rows, odd = names.of(table.schema, rank)
+            numbers.append(rows)
+            others += [(number, form, rank) for number, form in odd]
             places.append(np.arange(len(table)))
             unsure.append(_unsure(one))
         counts = [len(one.table) for one in ranks]
@@ -189,12 +197,15 @@ class _Columns:
             np.concatenate(unsure),
             names.entries,
             [*boxes],
+            others,
         )
 
     def of_rows(self, rows: NDArray[np.bool_] | Numbers) -> _Columns:
         """Some of the items."""
         entry, rank, place, box = self.entry[rows], self.rank[rows], self.place[rows], self.box[rows]
-        return _Columns(entry, rank, place, box, self.digest[rows], self.unsure[rows], self.names, self.boxes)
+        return _Columns(
+            entry, rank, place, box, self.digest[rows], self.unsure[rows], self.names, self.boxes, self.others
+        )
 
 
 def _unsure(rank: RankItems) -> NDArray[np.bool_]:
@@ -214,6 +225,10 @@ def hold(ranks: Sequence[RankItems]) -> Holdings:
     items = _Columns.of(ranks)
     counts, differing = _counting(items)
     held = items.of_rows(counts)
+    for number, form, rank in items.others:
+        # Where ranks differ, one of them counts: then it does not matter what the others have.
+        if ((held.entry == number) & (held.rank == rank)).any():
+            _refuse(held.names[number], form, rank)
     # Items of one entry side by side, in the order of the ranks and of their plans.
     held = held.of_rows(np.argsort(held.entry, kind="stable"))
     bounds = np.searchsorted(held.entry, np.arange(len(held.names) + 1))

@@ -94,8 +94,9 @@ class LocalStore(Store):
                 done = os.preadv(file, buffers, byte_offset) if len(buffers) <= files.IOV_MAX else 0
                 if done < needed:
                     done = _fill(file, byte_offset, buffers)
-            except OSError as error:
-                raise self._failure("reading", path, error) from error
+            except OSError:
+                with self._reading(key, path):
+                    raise
             if done != needed:
                 raise _failures.short_object(key, self.url, byte_offset + needed, byte_offset + done)
 
