@@ -70,7 +70,7 @@ class TestPace:
     def test_accidents_do_not_slow_it_down(self) -> None:
         rng = random.Random(2)
         limits = simulate(lambda busy: 0.1, 3000, lambda busy: rng.random() < 0.01)
-        assert mean(limits[500:]) > 2 * START
+        assert mean(limits[500:]) > 1.5 * START
 
     def test_it_recovers_when_the_trouble_is_over(self) -> None:
         seen = iter(range(10**9))

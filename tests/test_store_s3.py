@@ -205,7 +205,7 @@ def test_a_range_behind_the_end_is_found_out_soon(s3_stub: S3Stub) -> None:
 def test_the_lost_answer_to_the_end_of_an_upload(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     from zarrckpt._store import _obstore
 
-    monkeypatch.setattr(_obstore, "SINGLE_PUT", 2**20)
+    monkeypatch.setattr(_obstore, "SPLIT", 2**20)
     store = stub_store(s3_stub)
     data = os.urandom(2**21)
     s3_stub.faults.lose_ends = 1
@@ -420,7 +420,7 @@ def test_storage_class_tags_and_metadata(
     if how == "create":
         store.create("k", b"x")
     else:
-        monkeypatch.setattr(_obstore, "SINGLE_PUT", 10 if how == "multipart" else 2**20)
+        monkeypatch.setattr(_obstore, "SPLIT", 10 if how == "multipart" else 2**20)
         store.put("k", [b"x" * 20])
     (kept,) = s3_stub.objects.values()
     assert kept.headers["x-amz-storage-class"] == "STANDARD_IA"
@@ -657,11 +657,11 @@ def test_options_reach_s3fs_as_they_are(moto_bucket: S3Place) -> None:
 def test_large_objects_go_up_in_parts(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     from zarrckpt._store import _obstore
 
-    monkeypatch.setattr(_obstore, "SINGLE_PUT", 8 * 2**20)
+    monkeypatch.setattr(_obstore, "SPLIT", 8 * 2**20)
     monkeypatch.setattr(_obstore, "_PART", 5 * 2**20)
     store = stub_store(s3_stub)
     data = os.urandom(2**20)
-    store.put("small", [data] * 8)
+    store.put("small", [data] * 7)
     assert [request.method for request in s3_stub.requests] == ["PUT"]
     s3_stub.requests.clear()
     store.put("big", [data] * 13)

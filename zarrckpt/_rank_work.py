@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +35,9 @@ from zarrckpt._store import Store
 from zarrckpt._swap import Received, Swap
 from zarrckpt._tensors import pinned_bytes, wait_for
 from zarrckpt._transfer import Progress, run
+
+Group = Sequence[memoryview | bytes]
+"""Buffers of a chunk that go to the store together."""
 
 _ALIGNED = 64
 """Where scratch memory begins, behind a chunk's elements."""
@@ -118,6 +122,7 @@ class RankWork:
         self._memory = BytesBudget(self._limit)
         self._progress = progress
         self._lock = threading.Lock()
+        self._encoders = threading.Semaphore(min(4, os.cpu_count() or 1))
         self._keys: list[str] = []
         self._written: dict[str, _Written] = {}
         self._done = self._total = 0
@@ -160,7 +165,9 @@ class RankWork:
         """Jobs for the threads. Drawn in the calling thread, which swaps pieces in between: others wait for those."""
         for path, document in self._plan.documents.items():
             yield partial(self._put_document, path, document)
-        own = (partial(self._put_chunk, chunk, {}) for chunk in self._plan.chunks)
+        # The largest first, so that no large one is left alone at the end.
+        ordered = sorted(self._plan.chunks, key=self._chunk_bytes, reverse=True)
+        own = (partial(self._put_chunk, chunk, {}) for chunk in ordered)
         yield from itertools.islice(own, concurrency)
         if channel is not None:
             swap = Swap(channel, self._plan, self._pieces)
@@ -222,9 +229,14 @@ class RankWork:
                 encoder = CompressedEncoder(grid, view, node.compression)
                 groups = partial(encoder.groups)
             key = join(self._tree, node.chunk_key(cell))
-            self._store.put_parts(key, groups)
+            self._store.put_parts(key, groups if self._store.is_local else partial(self._encoded, groups))
         self._put_done(key)
         return encoder
+
+    def _encoded(self, groups: Callable[[], Iterable[Group]]) -> list[Group]:
+        """All groups of a chunk. Few are made at a time, so that the first are on their way early."""
+        with self._encoders:
+            return [*groups()]
 
     def _encoding_bytes(self, node: ArrayNode, whole: bool) -> tuple[int, int]:
         """The scratch memory that encoding a chunk needs, and what it allocates by itself."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-START = 16
+START = 32
 LEAST = 4
 MOST = 64
 
@@ -120,26 +120,24 @@ class Gate:
         """How many requests may be under way now."""
         return self._fixed if self._pace is None else self._pace.limit
 
-    @property
-    def free(self) -> int:
-        """How many more requests might go at once, by a look that may be out of date at once."""
-        return self.limit - self._used - self._waiting
-
     @contextmanager
-    def slot(self, nbytes: int, at_most: int = 1) -> Iterator[Slot]:
-        """Wait until a request of ``nbytes`` may go; up to ``at_most`` connections of it, as many as are free then."""
-        slot = self._enter(at_most)
+    def slot(self, nbytes: int, at_most: int = 1, at_least: int = 1) -> Iterator[Slot]:
+        """Wait until a request of ``nbytes`` may go, on ``at_least`` connections, or on more that are free then.
+
+        Where the limit is below ``at_least``, on as many as that.
+        """
+        slot = self._enter(at_most, at_least)
         began = time.monotonic()
         try:
             yield slot
         finally:
             self._leave(slot, time.monotonic() - began, nbytes)
 
-    def _enter(self, at_most: int) -> Slot:
+    def _enter(self, at_most: int, at_least: int) -> Slot:
         with self._changed:
             self._waiting += 1
             try:
-                while self._used >= self.limit:
+                while self.limit - self._used < min(at_least, self.limit):
                     self._changed.wait()
             finally:
                 self._waiting -= 1

@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SINGLE_PUT = 64 * 2**20
-"""Larger objects go up in parts (bytes)."""
-
 SPLIT = 32 * 2**20
-"""Objects from this size on go up in parts while connections are free: one is seldom as fast as the line."""
+"""Objects from this size on go up in parts: a connection is seldom as fast as the line, and few fit in memory."""
 
 _PART = 16 * 2**20
 _PARTS_AT_ONCE = 8
+_LEAST_AT_ONCE = 4
 _DELETES_AT_ONCE = 16
 _DOUBT = 3
 """Before this attempt, or after the last one, the object's size is looked at: a range behind its end always fails."""
@@ -100,7 +98,7 @@ class ObstoreStore(Store):
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         views = byte_views(buffers) or [memoryview(b"")]
         nbytes = sum(map(len, views))
-        if nbytes > SINGLE_PUT or (nbytes >= SPLIT and self._gate.free > 1):
+        if nbytes >= SPLIT:
             self._put_parts(key, views, nbytes)
         else:
             self._transfer(f"writing {key!r}", nbytes, lambda store: self._put(store, key, views, use_multipart=False))
@@ -121,7 +119,8 @@ class ObstoreStore(Store):
                 # Parts are repeated by obstore. What is left is an end whose answer was lost: the upload is gone then.
                 self._put(self._client.store, key, pieces, **options)
 
-        with self._gate.slot(nbytes, min(_PARTS_AT_ONCE, -(-nbytes // _PART))) as slot:
+        parts = -(-nbytes // _PART)
+        with self._gate.slot(nbytes, min(_PARTS_AT_ONCE, parts), min(_LEAST_AT_ONCE, parts)) as slot:
             self._run(f"writing {key!r}", lambda: upload(slot.count))
 
     def create(self, key: str, data: bytes) -> None:
