@@ -7,13 +7,10 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-import numpy as np
-
 from zarrckpt import _codec
 from zarrckpt._codec import CRC_BYTES, RawArray
 from zarrckpt._compression import Compression, DecodeError
-from zarrckpt._crc32c import crc32c
-from zarrckpt._grid import Grid, Ints, ravel, ravel_f, unravel_f
+from zarrckpt._grid import Grid, Ints
 
 
 class ChunkTable:
@@ -28,24 +25,19 @@ class ChunkTable:
         self._grid = grid
         self._itemsize = itemsize
         self.checksums = checksums
-        self._begins: Sequence[int] | None = None if sizes is None else begins_of(grid, sizes)
+        self._begins: Sequence[int] = _codec.plain_begins(grid, itemsize) if sizes is None else begins_of(grid, sizes)
 
     def begin(self, place: int) -> int:
         """Where in the object the subchunk with a place begins; for the number of subchunks, where the last ends."""
-        if self._begins is None:
-            return place * _codec.subchunk_bytes(self._grid, self._itemsize)
         return self._begins[place]
 
     def checksum(self, place: int) -> int:
         """The checksum of the stored subchunk with a place."""
-        counts = self._grid.sub_counts
-        return int(self.checksums[ravel(unravel_f(place, counts), counts)])
+        return _codec.expected(self._grid, place, 1, self.checksums)[0]
 
     @property
     def object_size(self) -> int:
         """The size of the chunk's object in bytes."""
-        if self._begins is None:
-            return _codec.chunk_object_size(self._grid, self._itemsize)
         index = 0 if self._grid.subchunk_shape is None else len(self.checksums) * 16 + CRC_BYTES
         return self._begins[-1] + index
 
@@ -54,8 +46,6 @@ class ChunkTable:
 
         Compressed ones also say of themselves how long they are: somebody else decompresses them, and believes that.
         """
-        if self._begins is None:
-            return _codec.check_part(self._grid, self._itemsize, byte_offset, stored, self.checksums)
         begins, end = self._begins, byte_offset + len(stored)
         for place in range(bisect_left(begins, byte_offset), bisect_right(begins, end) - 1):
             part = stored[begins[place] - byte_offset : begins[place + 1] - byte_offset]
@@ -63,7 +53,7 @@ class ChunkTable:
                 return False
         if byte_offset > begins[-1] or end != self.object_size:
             return True
-        return stored[begins[-1] - byte_offset :].tobytes() == chunk_index(self._grid, begins)
+        return stored[begins[-1] - byte_offset :].tobytes() == _codec.chunk_index(self._grid, begins)
 
     def _says_its_size(self, part: RawArray, compression: Compression | None) -> bool:
         nbytes = _codec.subchunk_bytes(self._grid, self._itemsize) - CRC_BYTES
@@ -90,13 +80,3 @@ def begins_of(grid: Grid, sizes: RawArray) -> Sequence[int]:
     """
     in_storage = sizes.reshape(grid.sub_counts).ravel(order="F")
     return [0, *itertools.accumulate(in_storage.tolist())]
-
-
-def chunk_index(grid: Grid, begins: Sequence[int]) -> bytes:
-    """The index of a chunk with subchunks, (byte offset, length) in C order, and its checksum; none without them."""
-    if grid.subchunk_shape is None:
-        return b""
-    counts = grid.sub_counts
-    places = (ravel_f(cell, counts) for cell in itertools.product(*map(range, counts)))
-    index = np.array([(begins[p], begins[p + 1] - begins[p]) for p in places], "<u8").tobytes()
-    return index + crc32c(index).to_bytes(CRC_BYTES, "little")

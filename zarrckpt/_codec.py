@@ -8,10 +8,8 @@ then the index of ``sharding_indexed`` (C order, 16 bytes a subchunk) and its cr
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,12 +43,13 @@ def raw_dtype(itemsize: int) -> np.dtype[Any]:
     return _RAW[itemsize]
 
 
-def _bytes_of(array: RawArray) -> RawArray:
+def bytes_of(array: RawArray) -> RawArray:
     """A flat view of a contiguous array's bytes (numpy refuses it for empty and 0-d arrays as they are)."""
     return array.reshape(-1).view(np.uint8)
 
 
-def _crc_buffer(crc: int) -> bytes:
+def crc_buffer(crc: int) -> bytes:
+    """A checksum as it is stored."""
     return crc.to_bytes(CRC_BYTES, "little")
 
 
@@ -112,11 +111,11 @@ class ChunkEncoder:
         copies = copies_any(self._grid, is_whole(self._grid, self._piece))
         yield from self._copied(scratch) if copies else self._straight()
         if self._grid.subchunk_shape is not None:
-            yield [_index(self._grid, self._piece.dtype.itemsize)]
+            yield [chunk_index(self._grid, plain_begins(self._grid, self._piece.dtype.itemsize))]
 
     def _straight(self) -> Iterator[list[memoryview | bytes]]:
         """Subchunk after subchunk from the piece's own memory."""
-        flat, size = _bytes_of(self._piece), self._stored - CRC_BYTES
+        flat, size = bytes_of(self._piece), self._stored - CRC_BYTES
         group: list[memoryview | bytes] = []
         used = 0
         for place in range(self._crcs.size):
@@ -130,7 +129,7 @@ class ChunkEncoder:
                     yield group
                     group, used = [], 0
             self._crcs.reshape(-1)[place] = crc
-            group.append(_crc_buffer(crc))
+            group.append(crc_buffer(crc))
             if used >= GROUP_BYTES:
                 yield group
                 group, used = [], 0
@@ -182,13 +181,23 @@ def encode_chunk(grid: Grid, piece: RawArray) -> tuple[list[memoryview | bytes],
     return [buffer for group in encoder.groups(scratch) for buffer in group], encoder.checksums
 
 
-@lru_cache(maxsize=1024)
-def _index(grid: Grid, itemsize: int) -> bytes:
-    """The index of every chunk with subchunks of an array, and its checksum: (byte offset, length) in C order."""
-    counts, stored = grid.sub_counts, subchunk_bytes(grid, itemsize)
-    cells = itertools.product(*map(range, counts))
-    index = np.array([(ravel_f(cell, counts) * stored, stored) for cell in cells], "<u8").tobytes()
-    return index + _crc_buffer(crc32c(index))
+def plain_begins(grid: Grid, itemsize: int) -> range:
+    """Where the subchunks of a chunk's object begin, by place, and where the last one ends."""
+    stored = subchunk_bytes(grid, itemsize)
+    return range(0, (math.prod(grid.sub_counts) + 1) * stored, stored)
+
+
+def chunk_index(grid: Grid, begins: Sequence[int]) -> bytes:
+    """The index of a chunk with subchunks, (byte offset, length) in C order, and its checksum; none without them.
+
+    ``begins`` has where they begin, by place, and where the last one ends.
+    """
+    if grid.subchunk_shape is None:
+        return b""
+    ends = np.array(begins, "<u8")
+    places = np.arange(len(ends) - 1).reshape(grid.sub_counts, order="F").reshape(-1)
+    index = np.stack([ends[:-1], np.diff(ends)], axis=1)[places].tobytes()
+    return index + crc_buffer(crc32c(index))
 
 
 def chunk_object_size(grid: Grid, itemsize: int) -> int:
@@ -214,40 +223,19 @@ def checked(stored: RawArray) -> int | None:
     return own if crc32c(stored[:-CRC_BYTES]) == own else None
 
 
-def check_part(grid: Grid, itemsize: int, byte_offset: int, stored: RawArray, table: RawArray) -> bool:
-    """Whether a part of a chunk object is what was saved, as far as it holds whole subchunks, or the whole index.
-
-    ``table`` is the chunk's part of the checksum table.
-    """
-    size, counts = subchunk_bytes(grid, itemsize), grid.sub_counts
-    end = byte_offset + len(stored)
-    for place in range(-(-byte_offset // size), min(end // size, len(table))):
-        start = place * size - byte_offset
-        if checked(stored[start : start + size]) != int(table[ravel(unravel_f(place, counts), counts)]):
-            return False
-    index_at = len(table) * size
-    if grid.subchunk_shape is None or byte_offset > index_at or end != chunk_object_size(grid, itemsize):
-        return True
-    return stored[index_at - byte_offset :].tobytes() == _index(grid, itemsize)
-
-
-def places_of(grid: Grid, chunk: Ints, place: int, count: int, box: Box, target: Target) -> list[RawArray] | None:
-    """The bytes of a target that neighbours of one stripe fill, where each does that in one piece; else None.
-
-    The target has the box's shape.
-    """
+def place_of(grid: Grid, chunk: Ints, place: int, box: Box, target: Target) -> RawArray | None:
+    """The bytes of a target (which has the box's shape) that a subchunk fills, where it does that in one piece."""
     if not isinstance(target, np.ndarray):
         return None
     sub = grid.subchunk_shape or grid.chunk_shape
     offset = _cell_offset(grid, chunk, unravel_f(place, grid.sub_counts))
-    extent = (count * sub[0], *sub[1:]) if sub else ()
     inside = tuple(o - b for o, b in zip(offset, box.offset, strict=True))
-    if any(o < 0 or o + n > m for o, n, m in zip(inside, extent, box.shape, strict=True)):
+    if any(o < 0 or o + n > m for o, n, m in zip(inside, sub, box.shape, strict=True)):
         return None
     # The ellipsis, so that a scalar stays a view.
-    at: tuple[Any, ...] = (*(slice(o, o + n) for o, n in zip(inside, extent, strict=True)), ...)
+    at: tuple[Any, ...] = (*(slice(o, o + n) for o, n in zip(inside, sub, strict=True)), ...)
     part = target[at]
-    return np.split(_bytes_of(part), count) if part.flags.c_contiguous else None
+    return bytes_of(part) if part.flags.c_contiguous else None
 
 
 def unpack(

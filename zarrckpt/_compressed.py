@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from zarrckpt._chunk_table import begins_of, chunk_index
-from zarrckpt._codec import CRC_BYTES, GROUP_BYTES, RawArray, subchunk_bytes
+from zarrckpt._chunk_table import begins_of
+from zarrckpt._codec import CRC_BYTES, GROUP_BYTES, RawArray, bytes_of, chunk_index, crc_buffer, subchunk_bytes
 from zarrckpt._compression import Compression, most_stored
 from zarrckpt._crc32c import crc32c
 from zarrckpt._grid import Grid, ravel, unravel_f
@@ -58,10 +58,10 @@ class CompressedEncoder:
             if data.shape != self._sub or not data.flags.c_contiguous:
                 memory = np.empty(self._sub, data.dtype) if memory is None else memory
                 data = _padded(data, memory)
-            stored = self._compression.encode(data.reshape(-1).view(np.uint8), itemsize)
+            stored = self._compression.encode(bytes_of(data), itemsize)
             crc, number = crc32c(stored), ravel(cell, counts)
             self.checksums[number], self.sizes[number] = crc, len(stored) + CRC_BYTES
-            group += [stored, crc.to_bytes(CRC_BYTES, "little")]
+            group += [stored, crc_buffer(crc)]
             waiting += len(stored)
             if waiting >= GROUP_BYTES:
                 yield group

@@ -23,7 +23,6 @@ from zarrckpt._messages import cut, lengths
 from zarrckpt._sharing import Run, ShareRound, Shares
 from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, pinned_bytes, raw_view, torch_dtype, wait_for
 from zarrckpt._transfer import (
-    READ_BYTES,
     ChunkRead,
     Job,
     Progress,
@@ -31,6 +30,7 @@ from zarrckpt._transfer import (
     deliver,
     fetch,
     places_in,
+    requests,
     run,
     unpacking_bytes,
 )
@@ -149,8 +149,7 @@ class TensorReads:
                         yield partial(self._counted, job)
                     continue
                 places = {place for target in those for place in places_in(node.grid, chunk, target.box)}
-                longest = max(1, READ_BYTES // _codec.subchunk_bytes(node.grid, node.dtype.itemsize))
-                for first, cells in _codec.runs(sorted(places - (delivered or set())), longest):
+                for first, cells in requests(node, sorted(places - (delivered or set()))):
                     yield partial(self._read_run, Run(fqn, chunk, first, cells))
 
     def _counted(self, job: Job) -> None:

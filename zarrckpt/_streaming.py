@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from zarrckpt._codec import BLOCK_BYTES, CRC_BYTES, RawArray, subchunk_bytes
+from zarrckpt._codec import BLOCK_BYTES, CRC_BYTES, RawArray, bytes_of, subchunk_bytes
 from zarrckpt._crc32c import crc32c
 from zarrckpt._grid import Box, Grid, Ints, intersect, ravel_f
 
@@ -134,7 +134,7 @@ class ChunkStream:
         """
         if self._bands.inside.offset[0] > rows.start * self._sub[0]:
             return 0
-        flat, size = region.reshape(-1).view(np.uint8), self._stored - CRC_BYTES
+        flat, size = bytes_of(region), self._stored - CRC_BYTES
         count, longest = len(flat) // size, max(1, BLOCK_BYTES // self._stored)
         for begin in range(0, count, longest):
             some = range(begin, min(begin + longest, count))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +34,6 @@ Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all, one call at a time."""
 
 DEFAULT_MAX_INFLIGHT_BYTES = 512 << 20
-DEFAULT_CONCURRENCY = 16
 STREAM_BYTES = 32 << 20
 """Of a chunk in a local file, about so much is one thread's."""
 
@@ -114,9 +113,13 @@ def chunk_jobs(
     streamed = stream_jobs(store, node, chunk, box, target, table, memory)
     if streamed is not None:
         return streamed
-    longest = max(1, READ_BYTES // _codec.subchunk_bytes(node.grid, node.dtype.itemsize))
-    runs = _codec.runs(places_in(node.grid, chunk, box), longest)
+    runs = requests(node, places_in(node.grid, chunk, box))
     return [partial(read_chunk, store, ChunkRead(node, chunk, *part, box, target, table), memory) for part in runs]
+
+
+def requests(node: ArrayNode, places: Sequence[int]) -> list[tuple[int, int]]:
+    """Sorted places of a chunk's subchunks as (first, count), each for one request."""
+    return _codec.runs(places, max(1, READ_BYTES // _codec.subchunk_bytes(node.grid, node.dtype.itemsize)))
 
 
 def places_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
@@ -222,17 +225,17 @@ def _decompress(store: Store, read: ChunkRead, place: int, stored: RawArray, scr
     if _codec.checked(part) != read.table.checksum(place):
         raise _altered(store, read, place)
     grid, compression = read.node.grid, read.node.compression
-    straight = _codec.places_of(grid, read.chunk, place, 1, read.box, read.target)
+    straight = _codec.place_of(grid, read.chunk, place, read.box, read.target)
     assert compression is not None
     try:
-        compression.decode(part[: -_codec.CRC_BYTES], scratch if straight is None else straight[0])
+        compression.decode(part[: -_codec.CRC_BYTES], scratch if straight is None else straight)
     except DecodeError as err:
         raise CorruptCheckpointError(
             f"chunk {_key(read)!r} of array {read.node.path!r} in {store.url} is not what was saved: "
             f"bytes {begin}-{end} do not decompress: {err}"
         ) from err
     if straight is not None:
-        return len(straight[0])
+        return len(straight)
     cells = scratch.view(read.target.dtype).reshape(1, *(grid.subchunk_shape or grid.chunk_shape))
     return _codec.copy_cells(grid, read.chunk, place, cells, read.box, read.target)
 
