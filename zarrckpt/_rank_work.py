@@ -27,13 +27,12 @@ from zarrckpt._documents import NODE, ArrayNode, Json, dumps, join
 from zarrckpt._dtypes import by_name
 from zarrckpt._exchange import Channel, Joining, PeerLost, entered
 from zarrckpt._grid import Box, Grid, Ints
-from zarrckpt._memory import BytesBudget
 from zarrckpt._pieces import Pieces
 from zarrckpt._plan import ChunkPlan, RankPlan
 from zarrckpt._root import BlobEntry, ValueEntry
 from zarrckpt._store import Store
 from zarrckpt._swap import Received, Swap
-from zarrckpt._tensors import pinned_bytes, wait_for
+from zarrckpt._tensors import transfer_memory
 from zarrckpt._transfer import Progress, run
 
 Group = Sequence[memoryview | bytes]
@@ -119,7 +118,6 @@ class RankWork:
         self._pieces = Pieces(plan, items, planner)
         # What moves between ranks may take the other half: a quarter for each of two rounds.
         self._limit = max(1, max_inflight_bytes // 2 if plan.rounds else max_inflight_bytes)
-        self._memory = BytesBudget(self._limit)
         self._progress = progress
         self._lock = threading.Lock()
         self._encoders = threading.Semaphore(min(4, os.cpu_count() or 1))
@@ -143,10 +141,7 @@ class RankWork:
             return [WriteResult(MetadataIndex(""), 0, LostPeer(str(err)))]
 
     def _write(self, concurrency: int, channel: Channel | None) -> list[WriteResult]:
-        devices = self._pieces.check()
-        wait_for(devices)
-        if any(device.type == "cuda" for device in devices):
-            self._memory = BytesBudget(self._limit, pinned_bytes)
+        self._memory = transfer_memory(self._limit, self._pieces.check())
         rounds = self._plan.rounds.values()
         chunks = [*self._plan.chunks, *(chunk for round in rounds for chunk in round.chunks)]
         self._written = {chunk.fqn: _Written() for chunk in chunks}

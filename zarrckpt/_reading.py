@@ -21,7 +21,7 @@ from zarrckpt._grid import Box, Ints, intersect
 from zarrckpt._memory import BytesBudget
 from zarrckpt._messages import cut, lengths
 from zarrckpt._sharing import Run, ShareRound, Shares
-from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, pinned_bytes, raw_view, torch_dtype, wait_for
+from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype, transfer_memory
 from zarrckpt._transfer import (
     ChunkRead,
     Job,
@@ -105,7 +105,6 @@ class TensorReads:
     ) -> None:
         self._catalog = catalog
         self._limit = max_inflight_bytes
-        self._memory = BytesBudget(self._limit)
         self._progress = progress
         self._targets: dict[str, list[_Target]] = {}
         for item in items:
@@ -124,10 +123,7 @@ class TensorReads:
     def read(self, concurrency: int, shares: Shares | None, joining: Joining | None) -> None:
         """Fill all targets. Raises CorruptCheckpointError naming array and object."""
         # What still writes to the targets must have ended.
-        devices = {target.device for target in self._all()}
-        wait_for(devices)
-        if any(device.type == "cuda" for device in devices):
-            self._memory = BytesBudget(self._limit, pinned_bytes)
+        self._memory = transfer_memory(self._limit, {target.device for target in self._all()})
         if joining is not None:
             self._share(concurrency, shares, joining)
         run(self._own_jobs(), concurrency)

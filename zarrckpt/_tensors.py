@@ -11,7 +11,7 @@ import torch
 from zarrckpt._codec import RawArray, raw_dtype
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import UnsupportedValueError
-from zarrckpt._memory import Bytes
+from zarrckpt._memory import Bytes, BytesBudget
 
 OVERLAPS = "is an expanded view, several elements of which share one place in memory: load into a clone() of it"
 
@@ -80,11 +80,15 @@ class CopiedTensor:
             self._tensor[place].copy_(part)
 
 
-def wait_for(devices: Iterable[torch.device]) -> None:
-    """Wait for what the calling thread has given GPUs to do: other threads copy on streams of their own."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+def transfer_memory(limit: int, devices: Iterable[torch.device]) -> BytesBudget:
+    """The memory for what goes from or to tensors on some devices: pinned, where a GPU copies.
+
+    Waits for what the calling thread has given GPUs to do: other threads copy on streams of their own.
+    """
+    gpus = [device for device in devices if device.type == "cuda"]
+    for gpu in gpus:
+        torch.cuda.current_stream(gpu).synchronize()
+    return BytesBudget(limit, pinned_bytes) if gpus else BytesBudget(limit)
 
 
 def pinned_bytes(nbytes: int) -> Bytes:
