@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.state import like, local, pieces
+import numpy as np
+from awscrt.checksums import crc32c
+
+from benchmarks.state import PIECE, like, local, memory, pieces
 
 Views = Sequence[memoryview]
 
@@ -51,6 +55,80 @@ def read_files(target: dict[str, Any], folder: str, threads: int) -> None:
             os.close(file)
 
     _parallel(read, len(views), threads)
+
+
+CELL = (64, 2048)
+"""Rows, and bytes of a row, of the subchunks that are cut from a large matrix."""
+
+
+def _bands(tensor: Any) -> list[Any]:
+    """A tensor as byte matrices of at most PIECE bytes; a single row where it has other dimensions, or odd ones."""
+    flat = np.frombuffer(memory(tensor), np.uint8)
+    width = flat.size // tensor.shape[0] if tensor.ndim == 2 else 0
+    if not width or width % CELL[1] or tensor.shape[0] % CELL[0]:
+        return [flat.reshape(1, -1)]
+    height = max(CELL[0], PIECE // width // CELL[0] * CELL[0])
+    rows = flat.reshape(-1, width)
+    return [rows[at : at + height] for at in range(0, len(rows), height)]
+
+
+def _cells(band: Any, scratch: Any) -> list[tuple[Any, Any]]:
+    """Stripes of subchunks of a band, in the shape (cells, rows, bytes), each with scratch memory for its cells."""
+    height, width = CELL if len(band) > 1 else band.shape
+    step = max(1, BLOCK // (height * width))
+    stripes = []
+    for column in range(0, band.shape[1], width):
+        for row in range(0, len(band), height * step):
+            part = band[row : row + height * step, column : column + width]
+            stripes.append(part.reshape(-1, height, width))
+    return [(part, scratch[: part.size + 4 * len(part)].reshape(len(part), -1)) for part in stripes]
+
+
+BLOCK = 1 << 20
+
+
+def write_subchunks(state: dict[str, Any], folder: str, threads: int) -> None:
+    """What zarrckpt stores, by a plain loop: column stripes gathered, checksummed and written, and nothing else."""
+    os.makedirs(folder, exist_ok=True)
+    bands = [band for tensor in state.values() for band in _bands(local(tensor))]
+
+    def write(number: int) -> None:
+        file = os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        scratch = np.empty(_scratch(bands[number]), np.uint8)
+        try:
+            for part, stored in _cells(bands[number], scratch):
+                stored[:, :-4].reshape(part.shape)[...] = part
+                for row in stored:
+                    row[-4:] = np.frombuffer(crc32c(row[:-4].data).to_bytes(4, "little"), np.uint8)
+                os.write(file, stored.data)
+        finally:
+            os.close(file)
+
+    _parallel(write, len(bands), threads)
+
+
+def read_subchunks(target: dict[str, Any], folder: str, threads: int) -> None:
+    """The files of :func:`write_subchunks` back, every checksum compared."""
+    bands = [band for tensor in target.values() for band in _bands(local(tensor))]
+
+    def read(number: int) -> None:
+        file = os.open(f"{folder}/{number}", os.O_RDONLY)
+        scratch, at = np.empty(_scratch(bands[number]), np.uint8), 0
+        try:
+            for part, stored in _cells(bands[number], scratch):
+                at += os.preadv(file, [stored.data], at)
+                for row in stored:
+                    if crc32c(row[:-4].data) != int.from_bytes(row[-4:].tobytes(), "little"):
+                        raise RuntimeError("a checksum differs")
+                part[...] = stored[:, :-4].reshape(part.shape)
+        finally:
+            os.close(file)
+
+    _parallel(read, len(bands), threads)
+
+
+def _scratch(band: Any) -> int:
+    return int(band.size + 4 if len(band) == 1 else BLOCK + 4 * BLOCK // math.prod(CELL))
 
 
 class MemoryCopy:

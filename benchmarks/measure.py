@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import multiprocessing
 import os
 import statistics
@@ -33,6 +34,20 @@ def seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
+
+
+def warm(nbytes: int) -> None:
+    """Touch that much new memory, and give it back.
+
+    A virtual machine's free memory may have gone back to its host, which hands it out again page by page: that costs a
+    millisecond a MiB, and whoever comes first after a pause would pay for it.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    for begin in range(0, nbytes, mmap.PAGESIZE):
+        memory[begin] = 1
+    memory.close()
 
 
 def alternate(calls: dict[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:

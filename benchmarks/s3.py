@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import limits
-from benchmarks.measure import Options, alternate, fresh, seconds
+from benchmarks.measure import Options, alternate, fresh, seconds, warm
 from benchmarks.results import Figure, Results, Speed, faster
 from benchmarks.s3_server import Served, served
 
@@ -72,6 +72,7 @@ def _round(
         url = f"s3://{BUCKET}/{number + 1}-{contender.name.replace(' ', '-').replace('+', 'and')}"
         states.clear(target)
         server.reset()
+        warm(2 * states.nbytes(state))
         saved = seconds(lambda: contender.save(state, url))
         asked = server.stats()
         server.reset()

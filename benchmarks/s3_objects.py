@@ -2,25 +2,80 @@
 
 from __future__ import annotations
 
+import bisect
+import ctypes
 import mmap
 import threading
 import time
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-HUGE = 4 << 20
-"""Buffers from this size on get huge pages: page faults would cost the server more than the copy itself."""
+SMALL = 64 << 10
+"""Smaller buffers are plain ones."""
+
+
+class Memory:
+    """Lends memory for bodies, and lends it again once nobody has it any more. Safe for threads.
+
+    New memory costs a virtual machine between nothing and several times the copy into it, depending on what was freed
+    there how long ago: whoever came first after a pause would pay for it.
+    """
+
+    BLOCK = 256 << 20
+    PAGE = 4096
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: list[mmap.mmap] = []
+        self._free: list[tuple[int, int, int]] = []
+        """(block, begin, end), sorted."""
+        self._returned: deque[tuple[int, int, int]] = deque()
+        """Not free yet: views may end at any moment, within one of the calls here too."""
+
+    def lend(self, size: int) -> memoryview:
+        """Memory of that many bytes, with whatever is in it. It comes back when the last view of it is gone."""
+        need = -(-size // self.PAGE) * self.PAGE
+        with self._lock:
+            while self._returned:
+                self._merge(*self._returned.popleft())
+            block, begin = self._take(need)
+        part = (ctypes.c_ubyte * size).from_buffer(self._blocks[block], begin)
+        weakref.finalize(part, self._returned.append, (block, begin, begin + need))
+        return memoryview(part).cast("B")
+
+    def _take(self, need: int) -> tuple[int, int]:
+        for place, (block, begin, end) in enumerate(self._free):
+            if end - begin >= need:
+                self._free[place : place + 1] = [(block, begin + need, end)] if end - begin > need else []
+                return block, begin
+        length = max(need, self.BLOCK)
+        memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._blocks.append(memory)
+        if length > need:
+            self._free.append((len(self._blocks) - 1, need, length))
+        return len(self._blocks) - 1, 0
+
+    def _merge(self, block: int, begin: int, end: int) -> None:
+        """Add a part to the free ones, and to those that it touches."""
+        place = bisect.bisect(self._free, (block, begin, end))
+        if place < len(self._free) and self._free[place][:2] == (block, end):
+            end = self._free.pop(place)[2]
+        if place and self._free[place - 1][::2] == (block, begin):
+            place -= 1
+            begin = self._free.pop(place)[1]
+        self._free.insert(place, (block, begin, end))
+
+
+_memory = Memory()
 
 
 def new_buffer(size: int) -> memoryview:
     """Memory for a body of ``size`` bytes."""
-    if size < HUGE:
-        return memoryview(bytearray(size))
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+    return memoryview(bytearray(size)) if size < SMALL else _memory.lend(size)
 
 
 @dataclass(frozen=True)

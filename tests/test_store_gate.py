@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zarrckpt._store._gate import LEAST, MOST, START, Gate, Pace
+from zarrckpt._store._gate import DISTANT, LEAST, MOST, START, Gate, Pace
 from zarrckpt._store._retries import Retries
 
 
@@ -46,12 +46,20 @@ def mean(values: list[int]) -> float:
 class TestPace:
     def test_waiting_for_the_network_raises_the_limit_within_a_few_rounds(self) -> None:
         limits = simulate(lambda busy: 0.2, 300)
-        assert limits[0] == START
-        assert limits[5 * START] == MOST
+        assert limits[0] == DISTANT
+        assert limits[5 * DISTANT] == MOST
         assert limits[-1] == MOST
 
+    def test_a_server_nearby_gets_few_requests(self) -> None:
+        limits = simulate(lambda busy: 0.001 * busy, 2000)
+        assert limits[0] == START
+        assert mean(limits) < 1.5 * START
+
+    def test_a_server_nearby_that_only_waits_gets_more(self) -> None:
+        assert mean(simulate(lambda busy: 0.004, 2000)[500:]) > 40
+
     def test_a_machine_that_is_busy_is_left_as_it_is(self) -> None:
-        assert mean(simulate(lambda busy: 0.01 * busy, 2000)) < 1.2 * START
+        assert mean(simulate(lambda busy: 0.01 * busy, 2000)) < 1.2 * DISTANT
 
     def test_a_line_that_is_full_ends_the_rise(self) -> None:
         limits = simulate(lambda busy: 0.2 * max(1.0, busy / 30), 2000)
@@ -64,13 +72,13 @@ class TestPace:
     def test_a_server_that_refuses_most_gets_few_requests_but_some(self) -> None:
         rng = random.Random(1)
         limits = simulate(lambda busy: 0.05, 1000, lambda busy: rng.random() < 0.5)
-        assert mean(limits[200:]) < START / 2
+        assert mean(limits[200:]) < DISTANT / 2
         assert min(limits) >= LEAST
 
     def test_accidents_do_not_slow_it_down(self) -> None:
         rng = random.Random(2)
         limits = simulate(lambda busy: 0.1, 3000, lambda busy: rng.random() < 0.01)
-        assert mean(limits[500:]) > 1.5 * START
+        assert mean(limits[500:]) > 1.5 * DISTANT
 
     def test_it_recovers_when_the_trouble_is_over(self) -> None:
         seen = iter(range(10**9))
@@ -89,7 +97,7 @@ class TestPace:
         pace = Pace()
         for number in range(500):
             pace.done(number * 0.1, 0.1, 1 << 20, True, False)
-        assert pace.limit == START
+        assert pace.limit == DISTANT
 
 
 class _Busy:

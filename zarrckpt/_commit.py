@@ -7,12 +7,13 @@ the tree that it stands for. ``docs/explanation/commit.md`` has the reasons and 
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zarrckpt._documents import NODE, dumps, group_document, join, loads
 from zarrckpt._errors import (
@@ -107,18 +108,17 @@ def parse_committed(data: bytes, url: str) -> Root:
 def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     """Claim the right to write, and leave the marker. Called by the coordinator, before any chunk is written.
 
-    ``marker`` lists the nodes to come; its tree is chosen here. Costs about 5 requests and one more for each earlier
-    attempt. Raises CheckpointExistsError where a checkpoint is committed and ``overwrite`` is false, and
-    ForeignObjectsError where anything but checkpoints of this package is stored below the url.
+    ``marker`` lists the nodes to come; its tree is chosen here. Costs 6 requests, one more for each earlier attempt,
+    and two to overwrite; of a distant store, 3 to 6 round trips. Raises CheckpointExistsError where a checkpoint is
+    committed and ``overwrite`` is false, and ForeignObjectsError where anything but checkpoints of this package is
+    stored below the url.
     """
-    # The root comes first: an attempt that is listed afterwards can then never commit over ours unseen.
-    base = _current_root(store)
-    root = None if base is None else parse_committed(base.data, store.url)
+    seen = _look(store)
+    root = None if seen.base is None else parse_committed(seen.base.data, store.url)
     if root is not None and not overwrite:
         raise _exists(store, root)
-    claimed = _claimed(store)
-    older = _markers_of_all(store, root)
-    tree = "" if not claimed and _put_claim(store, marker.attempt) else f"@{marker.attempt}"
+    older = _markers_of_all(store, root, seen)
+    tree = "" if not seen.claimed and _put_claim(store, marker.attempt) else f"@{marker.attempt}"
     own = Marker(marker.attempt, tree, marker.arrays, marker.groups, marker.started)
     store.put(marker_key(own.attempt), [dumps(own.document())])
     keys = [marker_key(own.attempt)]
@@ -128,7 +128,31 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     # Chunks that outlive a power cut must not outlive their list: nobody could tell then whose they are.
     store.sync(keys)
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]
-    return Attempt(own, base, history, tuple(older))
+    return Attempt(own, seen.base, history, tuple(older))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was stored at a url before an attempt's first put."""
+
+    base: Versioned | None
+    claimed: bool
+    names: set[str]
+    attempts: list[str]
+    in_order: bool
+    """Whether each of these was read after the one before it."""
+
+
+def _look(store: Store) -> _Seen:
+    """Read the root, the claim and the listings: all at once, since each waits for a distant store."""
+    reads: list[Callable[[Store], Any]] = [_current_root, _claimed, _top_names, _attempts]
+    base, claimed, names, attempts = run([partial(read, store) for read in reads], len(reads))
+    return _Seen(base, claimed, names, attempts, in_order=False)
+
+
+def _attempts(store: Store) -> list[str]:
+    """The ids of all attempts that have left something."""
+    return store.list_dir(HOUSE)[1]
 
 
 def _current_root(store: Store) -> Versioned | None:
@@ -161,32 +185,33 @@ def _put_claim(store: Store, save_id: str) -> bool:
     return True
 
 
-def _markers(store: Store) -> list[Marker]:
-    markers = []
-    for attempt in store.list_dir(HOUSE)[1]:
-        key = marker_key(attempt)
-        try:
-            markers.append(parse_marker(loads(store.get(key), f"the marker {key}"), f"the marker {key}"))
-        except ObjectNotFoundError:
-            continue  # its attempt was cleaned between the listing and the read, or left only tables behind
-    return markers
+def _marker(store: Store, attempt: str) -> Marker | None:
+    key = marker_key(attempt)
+    try:
+        return parse_marker(loads(store.get(key), f"the marker {key}"), f"the marker {key}")
+    except ObjectNotFoundError:
+        return None  # its attempt was cleaned between the listing and the read, or left only tables behind
 
 
-def _markers_of_all(store: Store, root: Root | None) -> list[Marker]:
+def _markers_of_all(store: Store, root: Root | None, seen: _Seen) -> list[Marker]:
     """The markers of all attempts. Raises ForeignObjectsError for objects that are of none of them.
 
     A checkpoint needs a place of its own: otherwise a later clean-up could not tell what is whose.
     """
-    names = _top_names(store)
-    # After the names: whatever was listed has its marker by now.
-    markers = _markers(store)
+    if root is not None and not seen.in_order:
+        # Listed again after the root was read: the attempt that wrote it may have begun in between.
+        return _markers_of_all(store, root, _in_order(store, seen))
+    reads = (partial(_marker, store, attempt) for attempt in seen.attempts)
+    markers = [marker for marker in run(reads, store.max_concurrency) if marker is not None]
     known = {HOUSE, NODE}
     for marker in markers:
         known |= {*marker.top_names(), f"@{marker.attempt}"}
     if root is not None:
         paths = [join(root.tree, node.path) for node in root.arrays()]
         known |= {path.partition("/")[0] for path in paths}
-    foreign = names - known
+    foreign = seen.names - known
+    if foreign and not seen.in_order:
+        return _markers_of_all(store, root, _in_order(store, seen))
     if foreign:
         # Or it was cleaned in between, with its marker.
         foreign &= _top_names(store)
@@ -199,6 +224,12 @@ def _markers_of_all(store: Store, root: Root | None) -> list[Marker]:
             "save to a path of its own, for example a sub-folder"
         )
     return markers
+
+
+def _in_order(store: Store, seen: _Seen) -> _Seen:
+    """The same with listings of now: attempts after names, since whatever was listed has its marker by then."""
+    names = _top_names(store)
+    return dataclasses.replace(seen, names=names, attempts=_attempts(store), in_order=True)
 
 
 def _top_names(store: Store) -> set[str]:

@@ -33,7 +33,7 @@ from zarrckpt._root import (
     table_node,
 )
 from zarrckpt._state_path import DICT, LIST, StatePath
-from zarrckpt._store import Store
+from zarrckpt._store import Buffer, Store
 from zarrckpt._transfer import run
 from zarrckpt._version import __version__
 
@@ -57,12 +57,13 @@ def finish_save(
     numbers = _tables(nodes, written)
     planned = parent_groups(node.path for node in layout.tensors.values())
     late = parent_groups(blob.array.path for blob in blobs.values()) - planned
-    keys = _put_documents(store, attempt.tree, late)
-    tables = {}
+    tables = {name: Table(len(table), crc32c(table)) for name, table in numbers.items()}
+    document = [dumps(group_document())]
+    puts: dict[str, Sequence[Buffer]] = {join(attempt.tree, path, NODE): document for path in sorted(late)}
     for name, table in numbers.items():
-        tables[name] = Table(len(table), crc32c(table))
-        keys += _put_table(store, attempt.save_id, name, table)
-    store.sync(keys)
+        puts |= _table_puts(attempt.save_id, name, table)
+    run((partial(store.put, key, buffers) for key, buffers in puts.items()), store.max_concurrency)
+    store.sync(puts)
     root = Root(
         save_id=attempt.save_id,
         tree=attempt.tree,
@@ -169,21 +170,12 @@ def _tables(
     return {name: np.concatenate([empty, *arrays]) for name, arrays in parts.items()}
 
 
-def _put_documents(store: Store, tree: str, groups: set[str]) -> list[str]:
-    keys = [join(tree, path, NODE) for path in sorted(groups)]
-    document = dumps(group_document())
-    run((partial(store.put, key, [document]) for key in keys), store.max_concurrency)
-    return keys
-
-
-def _put_table(store: Store, save_id: str, name: str, table: _codec.RawArray) -> list[str]:
+def _table_puts(save_id: str, name: str, table: _codec.RawArray) -> dict[str, Sequence[Buffer]]:
     node = table_node(save_id, name, len(table))
-    puts = {join(node.path, NODE): [dumps(node.document())]}
+    puts: dict[str, Sequence[Buffer]] = {join(node.path, NODE): [dumps(node.document())]}
     if len(table):
-        puts[node.chunk_key((0,))] = _codec.encode_chunk(node.grid, table)[0]  # type: ignore[assignment]
-    for key, buffers in puts.items():
-        store.put(key, buffers)
-    return list(puts)
+        puts[node.chunk_key((0,))] = _codec.encode_chunk(node.grid, table)[0]
+    return puts
 
 
 def _spelled(path: StatePath) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -120,7 +120,6 @@ class RankWork:
         self._limit = max(1, max_inflight_bytes // 2 if plan.rounds else max_inflight_bytes)
         self._progress = progress
         self._lock = threading.Lock()
-        self._encoders = threading.Semaphore(min(4, os.cpu_count() or 1))
         self._keys: list[str] = []
         self._written: dict[str, _Written] = {}
         self._done = self._total = 0
@@ -211,27 +210,30 @@ class RankWork:
         elements = math.prod(shape) * itemsize if view is None else 0
         begin = -(-elements // _ALIGNED) * _ALIGNED
         scratch, beside = self._encoding_bytes(node, whole)
-        with self._memory.take(begin + scratch, beside) as memory:
-            if view is None:
-                assert fill is not None
-                view = memory[:elements].view(_codec.raw_dtype(itemsize)).reshape(shape)
-                fill(view)
-            encoder: ChunkEncoder | CompressedEncoder
-            if node.compression is None:
-                encoder = ChunkEncoder(grid, view)
-                groups = partial(encoder.groups, memory[begin:])
-            else:
-                encoder = CompressedEncoder(grid, view, node.compression)
-                groups = partial(encoder.groups)
-            key = join(self._tree, node.chunk_key(cell))
-            self._store.put_parts(key, groups if self._store.is_local else partial(self._encoded, groups))
+        encoder: ChunkEncoder | CompressedEncoder | None = None
+        key = join(self._tree, node.chunk_key(cell))
+        with ExitStack() as held:
+
+            def groups() -> Iterable[Group]:
+                nonlocal encoder
+                # Taken when the store asks for the bytes: by then it has freed the memory of chunks before.
+                held.close()
+                memory = held.enter_context(self._memory.take(begin + scratch, beside))
+                cells = view
+                if cells is None:
+                    assert fill is not None
+                    cells = memory[:elements].view(_codec.raw_dtype(itemsize)).reshape(shape)
+                    fill(cells)
+                if node.compression is not None:
+                    encoder = CompressedEncoder(grid, cells, node.compression)
+                    return encoder.groups()
+                encoder = ChunkEncoder(grid, cells)
+                return encoder.groups(memory[begin:])
+
+            self._store.put_parts(key, groups)
+        assert encoder is not None
         self._put_done(key)
         return encoder
-
-    def _encoded(self, groups: Callable[[], Iterable[Group]]) -> list[Group]:
-        """All groups of a chunk. Few are made at a time, so that the first are on their way early."""
-        with self._encoders:
-            return [*groups()]
 
     def _encoding_bytes(self, node: ArrayNode, whole: bool) -> tuple[int, int]:
         """The scratch memory that encoding a chunk needs, and what it allocates by itself."""

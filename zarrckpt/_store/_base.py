@@ -8,6 +8,8 @@ and never begin or end with "/".
 from __future__ import annotations
 
 import abc
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ Reader = Callable[[int, Sequence[memoryview]], None]
 
 Buffer = bytes | bytearray | memoryview
 """What is written: any C-contiguous buffer of bytes. It must not change until the call returns."""
+
+MAKERS = threading.Semaphore(min(4, os.cpu_count() or 1))
+"""Of objects that are taken whole, so many are made at a time: the first are then on their way early."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +118,11 @@ class Store(abc.ABC):
         """As :meth:`put`, with buffers that are made one group after the other.
 
         Local files take each group before they ask for the next, so that its memory may be used again; other stores
-        take all of them first. ``groups`` is called once for each try.
+        take all of them first, of a few objects at a time. ``groups`` is called once for each try.
         """
-        self.put(key, [buffer for group in groups() for buffer in group])
+        with MAKERS:
+            buffers = [buffer for group in groups() for buffer in group]
+        self.put(key, buffers)
 
     @abc.abstractmethod
     def create(self, key: str, data: bytes) -> None:

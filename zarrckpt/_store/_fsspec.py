@@ -15,7 +15,7 @@ from zarrckpt._errors import CheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, Versioned
 from zarrckpt._store._fsspec_filesystem import Filesystems, is_part, remove_file, write_file
-from zarrckpt._store._guard import Guard
+from zarrckpt._store._guard import Guard, Honoured
 from zarrckpt._store._keys import check_key, joined
 from zarrckpt._store._local_commit import version_of
 from zarrckpt._store._secrets import redact_url, secret_values
@@ -167,9 +167,9 @@ class FsspecStore(Store):
 
     def _make_guard(self) -> Guard:
         if self._traits.memory:
-            return Guard(self, creates=True, matches=True)
+            return Guard(self, Honoured(True, True))
         unknown = None if self._traits.creates else False
-        return Guard(self, creates=unknown, matches=None if self._traits.s3 else False, lock=_PLAIN_LOCK)
+        return Guard(self, Honoured(unknown, None if self._traits.s3 else False), _PLAIN_LOCK)
 
     def _put_if(self, key: str, data: bytes, **condition: Any) -> bool:
         def call(fs: Any) -> bool:

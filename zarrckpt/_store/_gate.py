@@ -5,7 +5,8 @@ each as many requests as are let through at once. A round without failures raise
 whether that was worth it: requests that merely wait (for the network, for the server's disks) take no longer when
 there are more of them, so more work is done in a second; where the machine or the line is busy already, they only
 take longer, and the limit goes back. Failures lower the limit; a single one in a round may be an accident, and those
-of requests that had begun before the limit was lowered last say nothing about the new one.
+of requests that had begun before the limit was lowered last say nothing about the new one. It begins with few, and
+with many as soon as an answer of the first round shows that the server is far away.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-START = 32
+START = 8
+DISTANT = 32
+"""The limit as soon as an answer shows that the server is far away: threads that wait cost nothing."""
 LEAST = 4
 MOST = 64
+
+_NEAR = 0.005
+"""An answer of a server nearby takes at most so many seconds..."""
+_SLOW = 100e6
+"""...and the time for its bytes, at so many a second."""
 
 _FIRST_STEP = 2.0
 _STEP = 1.25
@@ -44,6 +52,8 @@ class Pace:
         self._usual: dict[int, float] = {}
         """How long the first requests of a size took (by powers of two): what makes small and large ones comparable."""
         self._lowered = -1.0
+        self._first = True
+        """Whether the first round is not over."""
         self.idle(0.0)
 
     def idle(self, now: float) -> None:
@@ -63,16 +73,21 @@ class Pace:
         self._count += count
         self._work += count * self._usual.setdefault((nbytes // count).bit_length(), max(seconds, 1e-6))
         self._full |= full
+        if self._first and seconds > _NEAR + nbytes / count / _SLOW:
+            self._first, self.limit = False, max(self.limit, min(DISTANT, self._most))
+            # This round has had both limits, and says nothing.
+            self._rest = 1
         if self._count >= self.limit:
             self._end_round(now)
 
     def _lower(self, now: float) -> None:
         self.limit = max(self._least, int(self.limit * _LESS))
-        self._lowered = now
+        self._lowered, self._first = now, False
         self._before, self._step, self._rest = None, _STEP, 1
         self.idle(now)
 
     def _end_round(self, now: float) -> None:
+        self._first = False
         throughput = self._work / max(now - self._began, 1e-6)
         if self._rest:
             self._rest -= 1

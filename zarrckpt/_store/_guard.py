@@ -12,6 +12,7 @@ import uuid
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from zarrckpt._errors import StorageError
@@ -45,42 +46,56 @@ class Conditional(Protocol):
         """As in :class:`Store`."""
 
 
+@dataclass
+class Honoured:
+    """Whether a server honours either condition: True where that is known, False where it has none, None: find out."""
+
+    creates: bool | None = None
+    matches: bool | None = None
+
+
+_found_out: dict[str, Honoured] = {}
+
+
+def honoured_by(server: str) -> Honoured:
+    """What this process has found out about a server: one save asks, and those after it need not."""
+    return _found_out.setdefault(server, Honoured())
+
+
 class Guard:
     """Conditional puts over one store. Safe for many threads.
 
-    ``creates`` and ``matches`` say whether the store honours either condition: True where that is known,
-    False where it has none (check-then-put, with one warning), None to find out by the first puts. That
-    costs one read before and one repeated put after the first create, and five small requests on a probe
-    object before the first replace. Threads that share ``lock`` are exact even on a server that is not.
+    ``honoured`` says what the store honours; without a condition it is check-then-put, with one warning. What is not
+    known is found out by the first puts, and kept there. That costs one read before and one repeated put after the
+    first create, and five small requests on a probe object before the first replace. Threads that share ``lock`` are
+    exact even on a server that is not.
     """
 
     def __init__(
         self,
         store: Conditional,
-        creates: bool | None,
-        matches: bool | None,
+        honoured: Honoured,
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._store = store
-        self._create_honoured = creates
-        self._match_honoured = matches
+        self._honoured = honoured
         self._lock = lock or threading.Lock()
         self._warned = False
 
     def create(self, key: str, data: bytes) -> None:
         """Put ``data`` only where nothing is; raises ObjectExistsError otherwise."""
-        with nullcontext() if self._create_honoured else self._lock:
-            if not self._create_honoured:
+        with nullcontext() if self._honoured.creates else self._lock:
+            if not self._honoured.creates:
                 if self._is_own(key, data):
                     return
-                if self._create_honoured is False:
+                if self._honoured.creates is False:
                     self._warn()
             for attempt in range(_ATTEMPTS):
                 if self._store.put_if_absent(key, data):
                     self._learn(key, data)
                     return
-                if self._create_honoured is None:
-                    self._create_honoured = True
+                if self._honoured.creates is None:
+                    self._honoured.creates = True
                 if self._is_own(key, data):
                     return
                 # Refused, and yet nothing is there: another put is under way, or was taken back.
@@ -92,9 +107,9 @@ class Guard:
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
         """Put ``data`` only where ``version`` is; raises ObjectExistsError otherwise."""
-        if self._match_honoured is None:
-            self._match_honoured = self._server_honours_match()
-        if not self._match_honoured:
+        if self._honoured.matches is None:
+            self._honoured.matches = self._server_honours_match()
+        if not self._honoured.matches:
             return self._check_and_put(key, data, version)
         for attempt in range(_ATTEMPTS):
             if self._store.put_if_version(key, data, version):
@@ -137,9 +152,9 @@ class Guard:
 
     def _learn(self, key: str, data: bytes) -> None:
         """The first create succeeded: does a second one, of the same bytes, fail as it must?"""
-        if self._create_honoured is None:
-            self._create_honoured = not self._store.put_if_absent(key, data)
-            if not self._create_honoured:
+        if self._honoured.creates is None:
+            self._honoured.creates = not self._store.put_if_absent(key, data)
+            if not self._honoured.creates:
                 self._warn()
 
     def _warn(self) -> None:

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
@@ -19,9 +20,9 @@ from obstore import exceptions as client_errors
 
 from zarrckpt._errors import CheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, Versioned
+from zarrckpt._store._base import MAKERS, Buffer, Listing, ObjectInfo, Store, Versioned
 from zarrckpt._store._fork import check_fork
-from zarrckpt._store._gate import MOST, Gate
+from zarrckpt._store._gate import MOST, Gate, Slot
 from zarrckpt._store._guard import Guard
 from zarrckpt._store._keys import below, byte_views
 from zarrckpt._store._obstore_client import Client
@@ -54,7 +55,7 @@ class ObstoreStore(Store):
         self.max_concurrency = concurrency or MOST
         self._client = client
         self._gate = Gate(concurrency)
-        self._guard = Guard(self, client.honours_conditions, client.honours_conditions)
+        self._guard = Guard(self, client.honoured)
 
     def get(self, key: str) -> bytes:
         return self._read(key, 0, lambda store: obstore.get(store, below("", key)).bytes().to_bytes())
@@ -99,18 +100,35 @@ class ObstoreStore(Store):
         views = byte_views(buffers) or [memoryview(b"")]
         nbytes = sum(map(len, views))
         if nbytes >= SPLIT:
-            self._put_parts(key, views, nbytes)
+            with self._parts_slot(nbytes) as slot:
+                self._put_split(key, views, slot)
         else:
             self._transfer(f"writing {key!r}", nbytes, lambda store: self._put(store, key, views, use_multipart=False))
 
-    def _put_parts(self, key: str, views: Sequence[memoryview], nbytes: int) -> None:
+    def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
+        with ExitStack() as stack:
+            with MAKERS:
+                views = byte_views([buffer for group in groups() for buffer in group])
+                nbytes = sum(map(len, views))
+                # Its turn comes before the next one is made: what waits for a connection only takes memory.
+                slot = stack.enter_context(self._parts_slot(nbytes)) if nbytes >= SPLIT else None
+            if slot is None:
+                self.put(key, views)
+            else:
+                self._put_split(key, views, slot)
+
+    def _parts_slot(self, nbytes: int) -> AbstractContextManager[Slot]:
+        parts = -(-nbytes // _PART)
+        return self._gate.slot(nbytes, min(_PARTS_AT_ONCE, parts), min(_LEAST_AT_ONCE, parts))
+
+    def _put_split(self, key: str, views: Sequence[memoryview], slot: Slot) -> None:
         # obstore takes a buffer at a time, and begins all parts that are in it at once.
         pieces = [view[at : at + _PART] for view in views for at in range(0, len(view), _PART)]
         # It begins the last part without waiting for its turn; it does wait for that of a buffer after it.
         pieces.append(memoryview(b""))
+        options = {"use_multipart": True, "chunk_size": _PART, "max_concurrency": slot.count}
 
-        def upload(count: int) -> None:
-            options = {"use_multipart": True, "chunk_size": _PART, "max_concurrency": count}
+        def upload() -> None:
             try:
                 self._put(self._client.store, key, pieces, **options)
             except (client_errors.GenericError, FileNotFoundError):
@@ -119,9 +137,7 @@ class ObstoreStore(Store):
                 # Parts are repeated by obstore. What is left is an end whose answer was lost: the upload is gone then.
                 self._put(self._client.store, key, pieces, **options)
 
-        parts = -(-nbytes // _PART)
-        with self._gate.slot(nbytes, min(_PARTS_AT_ONCE, parts), min(_LEAST_AT_ONCE, parts)) as slot:
-            self._run(f"writing {key!r}", lambda: upload(slot.count))
+        self._run(f"writing {key!r}", upload)
 
     def create(self, key: str, data: bytes) -> None:
         self._guard.create(key, data)

@@ -13,6 +13,7 @@ import obstore
 from zarrckpt._errors import CheckpointError
 from zarrckpt._store import _azure_options, _failures, _gcs_options, _s3_options
 from zarrckpt._store._fork import check_fork
+from zarrckpt._store._guard import Honoured, honoured_by
 from zarrckpt._store._options import Translated
 from zarrckpt._store._retries import Retries
 from zarrckpt._store._secrets import redact_url, secret_values
@@ -28,7 +29,8 @@ class Client:
     make: Callable[..., Any]
     """Makes another one from ``retry_config``."""
     put_options: Mapping[str, Any] = field(default_factory=dict)
-    honours_conditions: bool | None = None
+    honoured: Honoured = field(default_factory=lambda: Honoured(True, True))
+    """What is known of the server's conditional puts."""
     bulk_delete: bool = False
     known_secrets: Sequence[str] = ()
 
@@ -71,20 +73,21 @@ def _open_s3(place: Place, options: Mapping[str, Any], provider: Any, known: Seq
     out = _s3_options.translate(options, place.bucket, provider)
     make = _maker(obstore.store.S3Store, place, out)
     bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
-    known_to_hold = True if _s3_options.is_amazon(out) else None
-    return Client(make(retry_config=out.retry), make, _put_options(out), known_to_hold, bulk, known)
+    server = f"{out.config.get('endpoint')} {place.bucket}"
+    honoured = Honoured(True, True) if _s3_options.is_amazon(out) else honoured_by(server)
+    return Client(make(retry_config=out.retry), make, _put_options(out), honoured, bulk, known)
 
 
 def _open_gcs(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
     out = _gcs_options.translate(options, place.bucket, provider)
     make = _maker(obstore.store.GCSStore, place, out)
-    return Client(make(retry_config=out.retry), make, _put_options(out), True, known_secrets=known)
+    return Client(make(retry_config=out.retry), make, _put_options(out), known_secrets=known)
 
 
 def _open_azure(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
     out = _azure_options.translate(options, place.account, provider)
     make = _maker(obstore.store.AzureStore, place, out)
-    return Client(make(retry_config=out.retry), make, _put_options(out), True, known_secrets=known)
+    return Client(make(retry_config=out.retry), make, _put_options(out), known_secrets=known)
 
 
 _OPENERS: dict[str, Callable[[Place, Mapping[str, Any], Any, Sequence[str]], Client]] = {

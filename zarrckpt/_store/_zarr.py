@@ -15,7 +15,7 @@ from zarr.core.sync import sync as wait
 from zarrckpt._errors import CheckpointError, ObjectNotFoundError
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, Versioned
-from zarrckpt._store._guard import Guard
+from zarrckpt._store._guard import Guard, Honoured
 from zarrckpt._store._keys import below, byte_views, check_key
 from zarrckpt._store._local_commit import version_of
 from zarrckpt._store._zarr_readers import PrefixStore
@@ -39,7 +39,7 @@ class WrappedZarrStore(Store):
         self._store = store
         self._path = path
         self._exact = in_memory
-        self._guard = Guard(self, creates=self._exact, matches=self._exact, lock=_LOCK)
+        self._guard = Guard(self, Honoured(self._exact, self._exact), _LOCK)
         self._buffers = default_buffer_prototype()
 
     def get(self, key: str) -> bytes:
