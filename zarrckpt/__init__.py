@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from zarrckpt._api import load, save
     from zarrckpt._async import async_save
     from zarrckpt._checkpoint import Checkpoint, latest, open
+    from zarrckpt._cleaning import RecoverReport, recover, remove
     from zarrckpt._per_rank import PerRank
     from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner
     from zarrckpt._planning import plan_report
     from zarrckpt._reader import ZarrStorageReader
     from zarrckpt._report import LoadReport, PlanReport, SaveReport
+    from zarrckpt._verify import Damage, VerifyReport
     from zarrckpt._writer import ZarrStorageWriter
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointReplacedError",
     "CorruptCheckpointError",
+    "Damage",
     "ForeignObjectsError",
     "IncompleteSaveError",
     "KeyMismatchError",
@@ -56,12 +59,14 @@ __all__ = [
     "ObjectNotFoundError",
     "PerRank",
     "PlanReport",
+    "RecoverReport",
     "SaveReport",
     "StorageError",
     "UnsafeValueError",
     "UnsupportedFormatError",
     "UnsupportedLayoutError",
     "UnsupportedValueError",
+    "VerifyReport",
     "ZarrLoadPlanner",
     "ZarrSavePlanner",
     "ZarrStorageReader",
@@ -72,15 +77,20 @@ __all__ = [
     "load",
     "open",
     "plan_report",
+    "recover",
+    "remove",
     "save",
 ]
 
 _LAZY = {
     "Checkpoint": "_checkpoint",
+    "Damage": "_verify",
     "LoadReport": "_report",
     "PerRank": "_per_rank",
     "PlanReport": "_report",
+    "RecoverReport": "_cleaning",
     "SaveReport": "_report",
+    "VerifyReport": "_verify",
     "ZarrLoadPlanner": "_planner",
     "ZarrSavePlanner": "_planner",
     "ZarrStorageReader": "_reader",
@@ -90,6 +100,8 @@ _LAZY = {
     "load": "_api",
     "open": "_checkpoint",
     "plan_report": "_planning",
+    "recover": "_cleaning",
+    "remove": "_cleaning",
     "save": "_api",
 }
 _NEED_TORCH = {"_per_rank", "_planner", "_planning", "_reader", "_writer", "_async", "_api"}

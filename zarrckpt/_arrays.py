@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from zarrckpt import _codec
 from zarrckpt._catalog import Catalog
+from zarrckpt._documents import ArrayNode
 from zarrckpt._grid import Box
 from zarrckpt._memory import BytesBudget
-from zarrckpt._transfer import Job, Progress, chunk_jobs, run
+from zarrckpt._transfer import Job, Progress, chunk_jobs, new_array, run
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -23,7 +23,8 @@ def read_arrays(
 ) -> dict[str, Array]:
     """Read tensors: name -> array. One request for the table of checksums, then those for the chunks."""
     nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
-    raw = {fqn: np.empty(node.grid.shape, _codec.raw_dtype(node.dtype.itemsize)) for fqn, node in nodes.items()}
+    with catalog.guard():
+        raw = {fqn: _new_array(catalog, node) for fqn, node in nodes.items()}
     memory, lock = BytesBudget(max_inflight_bytes), threading.Lock()
     total, done = sum(array.nbytes for array in raw.values()), 0
 
@@ -47,3 +48,8 @@ def read_arrays(
     with catalog.guard():
         run(jobs(), catalog.store.max_concurrency)
     return {fqn: array.view(nodes[fqn].dtype.numpy) for fqn, array in raw.items()}
+
+
+def _new_array(catalog: Catalog, node: ArrayNode) -> Array:
+    stored = node.under(catalog.root.tree)
+    return new_array(catalog.store, stored, catalog.checksums(node), catalog.sizes(node))

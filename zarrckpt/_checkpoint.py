@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import numpy as np
     import zarr
 
+    from zarrckpt._verify import VerifyReport
+
 
 class Checkpoint(Mapping[str, Any]):
     """A committed checkpoint: flat name -> ``zarr.Array`` or Python value.
@@ -136,6 +138,32 @@ class Checkpoint(Mapping[str, Any]):
             if fqn not in root.tensors:
                 raise KeyMismatchError(f"no tensor {fqn!r} in {self.url}; it has {self.tensors[:3]}, for example")
         return read_arrays(self._catalog, wanted, max_inflight_bytes, progress)
+
+    def verify(
+        self,
+        *,
+        quick: bool = False,
+        max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+        progress: Progress | None = None,
+    ) -> VerifyReport:
+        """Check that everything of this checkpoint is stored as it was saved; the report names each damaged object.
+
+        Chunks, tables, and the documents of all nodes, which this package reads from the root alone and other Zarr
+        readers do not; the claim and the marker, too.
+
+        Args:
+            quick: only list: what is missing, or has another size. One request for each 1,000 objects or so, and two
+                where arrays are compressed. Otherwise everything is read and compared with its checksums, many
+                requests at a time.
+            max_inflight_bytes: bound on the memory (default 512 MiB).
+            progress: called as ``progress(bytes_done, bytes_total)`` while objects are read.
+
+        Raises CheckpointReplacedError where another save has been committed meanwhile, StorageError. Damage is no
+        error: see :meth:`VerifyReport.raise_if_damaged`.
+        """
+        from zarrckpt._verify import verify
+
+        return verify(self._catalog, quick=quick, max_inflight_bytes=max_inflight_bytes, progress=progress)
 
     def writers(self, fqn: str) -> np.ndarray[Any, Any]:
         """Which rank wrote each chunk of a tensor: uint32, in the chunk grid's shape. One request for all tensors."""

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zarrckpt._documents import NODE, dumps, group_document, join, loads
+from zarrckpt._documents import NODE, dumps, group_document, join
 from zarrckpt._errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     ForeignObjectsError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -28,10 +29,12 @@ from zarrckpt._errors import (
 from zarrckpt._root import (
     HISTORY,
     HOUSE,
+    PROBE,
     Marker,
     Root,
-    claim_document,
-    own_attribute,
+    claim_bytes,
+    is_table_key,
+    parse_claim,
     parse_marker,
     parse_root,
 )
@@ -114,13 +117,14 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     stored below the url.
     """
     seen = _look(store)
-    root = None if seen.base is None else parse_committed(seen.base.data, store.url)
+    root = None if seen.base is None else _base_root(store, seen.base, overwrite)
     if root is not None and not overwrite:
         raise _exists(store, root)
     older = _markers_of_all(store, root, seen)
     tree = "" if not seen.claimed and _put_claim(store, marker.attempt) else f"@{marker.attempt}"
-    own = Marker(marker.attempt, tree, marker.arrays, marker.groups, marker.started)
-    store.put(marker_key(own.attempt), [dumps(own.document())])
+    base_id = "" if root is None else root.save_id
+    own = dataclasses.replace(marker, tree=tree, base=base_id)
+    store.put(marker_key(own.attempt), [own.to_bytes()])
     keys = [marker_key(own.attempt)]
     if tree:
         keys.append(f"{tree}/{NODE}")
@@ -162,6 +166,16 @@ def _current_root(store: Store) -> Versioned | None:
         return None
 
 
+def _base_root(store: Store, base: Versioned, damaged: bool) -> Root | None:
+    """The root that was found; None where it is damaged, and ``damaged`` says that this is no obstacle."""
+    try:
+        return parse_committed(base.data, store.url)
+    except CorruptCheckpointError as err:
+        if not damaged:
+            raise CorruptCheckpointError(f"{err}; overwrite=True replaces it, zarrckpt.remove deletes it") from err
+        return None
+
+
 def _exists(store: Store, root: Root) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"Checkpoint already exists at {store.url} (save {root.save_id[:8]}, {root.created}); "
@@ -171,15 +185,17 @@ def _exists(store: Store, root: Root) -> CheckpointExistsError:
 
 def _claimed(store: Store) -> bool:
     try:
-        own_attribute(loads(store.get(CLAIM_KEY), f"the claim {join(store.url, CLAIM_KEY)}"), "the claim")
+        parse_claim(store.get(CLAIM_KEY), f"the claim {join(store.url, CLAIM_KEY)}")
     except ObjectNotFoundError:
         return False
+    except (CorruptCheckpointError, ForeignObjectsError):
+        return True  # whoever put it: the canonical tree is not free
     return True
 
 
 def _put_claim(store: Store, save_id: str) -> bool:
     try:
-        store.create(CLAIM_KEY, dumps(claim_document(save_id)))
+        store.create(CLAIM_KEY, claim_bytes(save_id))
     except ObjectExistsError:
         return False
     return True
@@ -188,27 +204,29 @@ def _put_claim(store: Store, save_id: str) -> bool:
 def _marker(store: Store, attempt: str) -> Marker | None:
     key = marker_key(attempt)
     try:
-        return parse_marker(loads(store.get(key), f"the marker {key}"), f"the marker {key}")
+        return parse_marker(store.get(key), f"the marker {join(store.url, key)}")
     except ObjectNotFoundError:
         return None  # its attempt was cleaned between the listing and the read, or left only tables behind
+    except (CorruptCheckpointError, ForeignObjectsError):
+        return None  # damaged: it names nothing that could be trusted, so what is there stays
 
 
 def _markers_of_all(store: Store, root: Root | None, seen: _Seen) -> list[Marker]:
-    """The markers of all attempts. Raises ForeignObjectsError for objects that are of none of them.
+    """The markers of all attempts; the root stands in for a lost one of its own.
 
-    A checkpoint needs a place of its own: otherwise a later clean-up could not tell what is whose.
+    Raises ForeignObjectsError for objects that are of none of them: a checkpoint needs a place of its own, otherwise a
+    later clean-up could not tell what is whose.
     """
-    if root is not None and not seen.in_order:
+    if seen.base is not None and not seen.in_order:
         # Listed again after the root was read: the attempt that wrote it may have begun in between.
         return _markers_of_all(store, root, _in_order(store, seen))
     reads = (partial(_marker, store, attempt) for attempt in seen.attempts)
     markers = [marker for marker in run(reads, store.max_concurrency) if marker is not None]
-    known = {HOUSE, NODE}
+    if root is not None and root.save_id not in {marker.attempt for marker in markers}:
+        markers.append(root.marker())
+    known = {HOUSE, NODE, *(f"@{attempt}" for attempt in seen.attempts)}
     for marker in markers:
-        known |= {*marker.top_names(), f"@{marker.attempt}"}
-    if root is not None:
-        paths = [join(root.tree, node.path) for node in root.arrays()]
-        known |= {path.partition("/")[0] for path in paths}
+        known |= marker.top_names()
     foreign = seen.names - known
     if foreign and not seen.in_order:
         return _markers_of_all(store, root, _in_order(store, seen))
@@ -283,6 +301,45 @@ def losing_is_named(store: Store, save_id: str, base_id: str) -> Iterator[None]:
         raise _lost(store, save_id, winner) from err
 
 
+@dataclass(frozen=True)
+class Leftovers:
+    """What is stored at a url, for those who clean up there."""
+
+    root_bytes: bytes | None
+    root: Root | None
+    """None where nothing is committed, and where what is there is damaged."""
+    claimed: bool
+    markers: list[Marker]
+    probes: list[str]
+    """Keys of objects on which a store's conditional puts were tried."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether any save ever began."""
+        return self.root_bytes is not None or self.claimed or bool(self.markers)
+
+    @property
+    def others(self) -> list[Marker]:
+        """The markers of all attempts but the committed one."""
+        return [marker for marker in self.markers if self.root is None or marker.attempt != self.root.save_id]
+
+    def may_commit(self, marker: Marker) -> bool:
+        """Whether an attempt, if it still runs, could commit: what it is to replace is what is there."""
+        return marker.base == ("" if self.root is None else self.root.save_id)
+
+
+def leftovers(store: Store, *, damaged: bool = False) -> Leftovers:
+    """Read what saves left. With ``damaged``, a root that is not what was saved counts as none.
+
+    Raises ForeignObjectsError where anything else is there, CorruptCheckpointError for a damaged root.
+    """
+    seen = _in_order(store, _look(store))
+    root = None if seen.base is None else _base_root(store, seen.base, damaged)
+    markers = _markers_of_all(store, root, seen)
+    probes = [f"{HOUSE}/{name}" for name in store.list_dir(HOUSE)[0] if name.startswith(PROBE)]
+    return Leftovers(None if seen.base is None else seen.base.data, root, seen.claimed, markers, probes)
+
+
 def clean(store: Store, markers: Iterable[Marker], *, finished: Iterable[str] = ()) -> int:
     """Delete what other attempts left: only keys that their markers name. Returns the number of objects deleted.
 
@@ -297,13 +354,11 @@ def clean(store: Store, markers: Iterable[Marker], *, finished: Iterable[str] = 
             (partial(_named, store, marker, top) for top in sorted(marker.top_names())), store.max_concurrency
         )
         keys = [key for listing in listings for key in listing]
-        house = f"{HOUSE}/{marker.attempt}"
-        own = marker_key(marker.attempt)
-        keys += [info.key for info in store.list(house) if info.key != own]
+        keys += [info.key for info in store.list(f"{HOUSE}/{marker.attempt}") if is_table_key(info.key)]
         store.delete(keys)
         if marker.attempt in done:
             # Last: after a crash in between, the next clean-up still knows what to look for.
-            store.delete([own])
+            store.delete([marker_key(marker.attempt)])
         deleted += len(keys)
     return deleted
 

@@ -24,12 +24,14 @@ HOUSE = "@zarrckpt"
 """The group that holds the claim, and a group for each attempt: its marker and its tables."""
 
 CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
+PROBE = "probe-"
+"""How the names of objects in the house begin on which a store's conditional puts are tried."""
 HISTORY = 16
 """Save ids that a root remembers: enough to tell a lost answer from a lost race."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _SEAL = b'{"zarr_format":3,"node_type":"group","attributes":{"zarrckpt":{"crc32c":"'
-"""How the bytes of every root document begin; the 8 digits of their own checksum follow."""
+"""How the bytes of root, claim and markers begin; the 8 digits of their own checksum follow."""
 _UNSEALED = "00000000"
 _BLOB_ENCODINGS = ("raw", "json", "npy", "torch", "tree", "pickle")
 
@@ -95,6 +97,11 @@ class Root:
         nodes = [entry.array if isinstance(entry, BlobEntry) else entry for entry in self.entries.values()]
         return sorted((node for node in nodes if isinstance(node, ArrayNode)), key=lambda node: node.path)
 
+    def marker(self) -> Marker:
+        """What the save's own marker says, as far as the root knows it."""
+        arrays = tuple(node.path for node in self.arrays())
+        return Marker(self.save_id, self.tree, arrays, tuple(sorted(parent_groups(arrays))), self.created)
+
     def state_path(self, fqn: str) -> StatePath:
         """Where an entry sits in the state dict."""
         entry = self.entries[fqn]
@@ -137,7 +144,7 @@ class Root:
 
     def to_bytes(self) -> bytes:
         """The root ``zarr.json`` as it is stored, with its own checksum filled in."""
-        return _seal(dumps(self.document()))
+        return _sealed(self.document())
 
     def groups(self) -> list[str]:
         """Paths, from the checkpoint's url, of all groups below the root, the tree's own included."""
@@ -176,7 +183,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def own_attribute(document: Json, where: str) -> Json:
+def _own_attribute(document: Json, where: str) -> Json:
     """The ``zarrckpt`` attribute of a group document.
 
     Raises ForeignObjectsError where another program wrote the document, UnsupportedFormatError for a version or
@@ -201,15 +208,7 @@ def parse_root(data: bytes, where: str) -> Root:
     Raises ForeignObjectsError, UnsupportedFormatError, or CorruptCheckpointError for anything inconsistent. Nothing is
     allocated from sizes that the document claims.
     """
-    sealed = data.startswith(_SEAL)
-    if sealed and _seal(data) != data:
-        raise CorruptCheckpointError(
-            f"{where} is not what was saved: its checksum differs; it was damaged, or edited by another program"
-        )
-    document = loads(data, where)
-    own = own_attribute(document, where)
-    if not sealed:
-        raise CorruptCheckpointError(f"{where} does not begin with its checksum")
+    document, own = _unsealed(data, where)
     check = _Checker(own, where)
     tree = check.text("tree")
     save_id = check.save_id(check.text("save_id"))
@@ -234,8 +233,27 @@ def parse_root(data: bytes, where: str) -> Root:
     return root
 
 
+def _sealed(document: Json) -> bytes:
+    """The bytes of a document whose own attribute begins with the place for its checksum."""
+    return _seal(dumps(document))
+
+
+def _unsealed(data: bytes, where: str) -> tuple[Json, Json]:
+    """A document and its own attribute. Errors as in :func:`parse_root`."""
+    sealed = data.startswith(_SEAL)
+    if sealed and _seal(data) != data:
+        raise CorruptCheckpointError(
+            f"{where} is not what was saved: its checksum differs; it was damaged, or edited by another program"
+        )
+    document = loads(data, where)
+    own = _own_attribute(document, where)
+    if not sealed:
+        raise CorruptCheckpointError(f"{where} does not begin with its checksum")
+    return document, own
+
+
 def _seal(data: bytes) -> bytes:
-    """A root document's bytes with the right checksum in its place: that of the bytes with zeros there."""
+    """The bytes with the right checksum in its place: that of the bytes with zeros there."""
     rest = data[len(_SEAL) + len(_UNSEALED) :]
     return _SEAL + b"%08x" % crc32c(_SEAL + _UNSEALED.encode() + rest) + rest
 
@@ -386,17 +404,22 @@ class Marker:
     arrays: tuple[str, ...]
     groups: tuple[str, ...]
     started: str
+    base: str = ""
+    """The save that it is to replace, or "" where none was committed. It can commit while that is still so."""
 
-    def document(self) -> Json:
-        own = {
+    def to_bytes(self) -> bytes:
+        """The marker as it is stored."""
+        own: Json = {
+            "crc32c": _UNSEALED,
             "format": FORMAT,
             "attempt": self.attempt,
             "tree": self.tree,
+            "base": self.base,
             "started": self.started,
             "arrays": list(self.arrays),
             "groups": list(self.groups),
         }
-        return group_document({ATTRIBUTE: own})
+        return _sealed(group_document({ATTRIBUTE: own}))
 
     def top_names(self) -> set[str]:
         """The names right below the checkpoint's url that this attempt writes under."""
@@ -426,11 +449,19 @@ class Marker:
 _CHUNK_KEY = re.compile(r"c(\.\d+)*")
 
 
-def parse_marker(document: Json, where: str) -> Marker:
-    """Validate a marker; errors as in :func:`parse_root`."""
-    check = _Checker(own_attribute(document, where), where)
+_TABLE_KEY = re.compile(rf"{HOUSE}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES})/({re.escape(NODE)}|c\.0)")
+
+
+def is_table_key(key: str) -> bool:
+    """Whether a key is one of an attempt's tables."""
+    return _TABLE_KEY.fullmatch(key) is not None
+
+
+def parse_marker(data: bytes, where: str) -> Marker:
+    """Validate a stored marker; errors as in :func:`parse_root`."""
+    check = _Checker(_unsealed(data, where)[1], where)
     attempt = check.save_id(check.text("attempt"))
-    tree = check.text("tree")
+    tree, base = check.text("tree"), check.text("base")
     if tree not in ("", f"@{attempt}"):
         raise check.fail("tree", tree, "'' or '@' and the attempt's id")
     paths = {name: check.sequence(name) for name in ("arrays", "groups")}
@@ -438,9 +469,16 @@ def parse_marker(document: Json, where: str) -> Marker:
         if not isinstance(path, str):
             raise check.fail("a path", path, "a string")
         _check_path(path, where)
-    return Marker(attempt, tree, tuple(paths["arrays"]), tuple(paths["groups"]), check.text("started"))
+    arrays, groups = tuple(paths["arrays"]), tuple(paths["groups"])
+    return Marker(attempt, tree, arrays, groups, check.text("started"), base and check.save_id(base))
 
 
-def claim_document(save_id: str) -> Json:
-    """The claim on the canonical tree: put once, by the first attempt at a url."""
-    return group_document({ATTRIBUTE: {"format": FORMAT, "claim": save_id}})
+def claim_bytes(save_id: str) -> bytes:
+    """The claim on the canonical tree as it is stored: put once, by the first attempt at a url."""
+    return _sealed(group_document({ATTRIBUTE: {"crc32c": _UNSEALED, "format": FORMAT, "claim": save_id}}))
+
+
+def parse_claim(data: bytes, where: str) -> str:
+    """The id of the attempt that put a stored claim; errors as in :func:`parse_root`."""
+    check = _Checker(_unsealed(data, where)[1], where)
+    return check.save_id(check.text("claim"))

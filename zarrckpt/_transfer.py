@@ -15,7 +15,7 @@ import numpy as np
 from zarrckpt import _codec
 from zarrckpt._chunk_table import ChunkTable, chunk_table
 from zarrckpt._compression import DecodeError
-from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
+from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._grid import Box, Grid, Ints, intersect
 from zarrckpt._memory import BytesBudget
 from zarrckpt._streaming import ChunkStream, bands_of, parts_of, scratch_bytes
@@ -34,6 +34,9 @@ Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all, one call at a time."""
 
 DEFAULT_MAX_INFLIGHT_BYTES = 512 << 20
+LARGE_BYTES = 64 << 20
+"""A whole array of more bytes is not allocated before the store has shown that it holds one like it."""
+
 STREAM_BYTES = 32 << 20
 """Of a chunk in a local file, about so much is one thread's."""
 
@@ -261,12 +264,41 @@ def _altered(store: Store, read: ChunkRead, place: int) -> CorruptCheckpointErro
     )
 
 
+def raw_dtype(node: ArrayNode) -> np.dtype[Any]:
+    """The numpy type of an array's raw elements."""
+    return _codec.raw_dtype(node.dtype.itemsize)
+
+
+def new_array(store: Store, node: ArrayNode, checksums: RawArray, sizes: RawArray | None = None) -> RawArray:
+    """Memory for a whole stored array, raw elements. ``checksums`` and ``sizes`` are its parts of the tables.
+
+    A document can claim any size: before much is allocated, one request looks for the end of the first chunk.
+    Raises CorruptCheckpointError where that is not stored, CheckpointError where there is not so much memory.
+    """
+    if node.nbytes > LARGE_BYTES:
+        first = (0,) * len(node.grid.shape)
+        end = chunk_table(node.grid, node.dtype.itemsize, first, checksums, sizes).object_size
+        try:
+            store.read(node.chunk_key(first), end - _codec.CRC_BYTES, _codec.CRC_BYTES)
+        except ObjectNotFoundError as err:
+            raise CorruptCheckpointError(
+                f"chunk {node.chunk_key(first)!r} of array {node.path!r} is missing in {store.url}"
+            ) from err
+    try:
+        return np.empty(node.grid.shape, raw_dtype(node))
+    except (MemoryError, ValueError) as err:
+        raise CheckpointError(
+            f"array {node.path!r} in {store.url} has {node.nbytes:,} bytes, more than can be allocated here: read it "
+            "in parts, ckpt[name][begin:end]"
+        ) from err
+
+
 def read_box(
     store: Store, node: ArrayNode, checksums: RawArray, box: Box | None = None, *, sizes: RawArray | None = None
 ) -> RawArray:
     """A box of a stored array (default: all of it) as raw elements, read in the calling thread."""
     whole = box if box is not None else Box((0,) * len(node.grid.shape), node.grid.shape)
-    target: np.ndarray[Any, Any] = np.empty(whole.shape, _codec.raw_dtype(node.dtype.itemsize))
+    target = new_array(store, node, checksums, sizes) if box is None else np.empty(box.shape, raw_dtype(node))
     memory = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
     for chunk in node.grid.chunks_of(whole):
         table = chunk_table(node.grid, node.dtype.itemsize, chunk, checksums, sizes)

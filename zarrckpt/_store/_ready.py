@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zarrckpt._errors import StorageError
+from zarrckpt._store._base import Store
 from zarrckpt._store._url import join_url
 
 _ACCEPTED = (
@@ -36,6 +37,8 @@ def describe(store: Any) -> Described:
     from zarr.abc.store import Store as ZarrStore
     from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, StorePath
 
+    if isinstance(store, Store):
+        return Described(store=store, in_memory=True)
     if isinstance(store, StorePath):
         return _inside(describe(store.store), store.path)
     if isinstance(store, LocalStore):

@@ -179,6 +179,12 @@ class StoreSpec:
     def _from_object(self, ready: Described) -> Store:
         if ready.in_memory:
             self._same_process()
+        if isinstance(ready.store, Store):
+            if self._address:
+                raise StorageError(
+                    f"a {type(ready.store).__name__} has a url of its own, and no paths ({self._address!r})"
+                )
+            return ready.store
         from zarrckpt._store._zarr import WrappedZarrStore
 
         return WrappedZarrStore(ready.store, self._address, ready.in_memory)

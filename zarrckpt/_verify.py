@@ -1,0 +1,257 @@
+"""Check every stored object of a checkpoint: by a listing, or by reading all of it. No torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from zarrckpt import _codec, _commit
+from zarrckpt._catalog import Catalog
+from zarrckpt._chunk_table import ChunkTable
+from zarrckpt._commit import CLAIM_KEY, marker_key
+from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
+from zarrckpt._errors import (
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    ForeignObjectsError,
+    ObjectNotFoundError,
+    UnsupportedFormatError,
+)
+from zarrckpt._grid import Ints
+from zarrckpt._memory import BytesBudget
+from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, BlobEntry, parse_claim, parse_marker, table_node
+from zarrckpt._transfer import Progress, requests, run
+
+Fault = str | None
+"""What is wrong with an object, or None."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One object that is not what was saved: its key below the url, the entry that needs it ("" for none), and why."""
+
+    key: str
+    fqn: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :meth:`Checkpoint.verify` found. True where nothing is wrong."""
+
+    url: str
+    save_id: str
+    quick: bool
+    objects: int
+    """How many objects were looked at."""
+    nbytes: int
+    """Their bytes: those listed, or with ``quick=False`` those read."""
+    damages: tuple[Damage, ...]
+    seconds: float
+
+    def __bool__(self) -> bool:
+        return not self.damages
+
+    def raise_if_damaged(self) -> None:
+        """Raise CorruptCheckpointError naming the first ten damaged objects, if there are any."""
+        if not self.damages:
+            return
+        shown = "\n".join(f"  {damage.key!r} of {damage.fqn!r}: {damage.reason}" for damage in self.damages[:10])
+        more = f"\n  and {len(self.damages) - 10} more" if len(self.damages) > 10 else ""
+        raise CorruptCheckpointError(
+            f"{len(self.damages)} of {self.objects} objects in {self.url} are not what was saved:\n{shown}{more}"
+        )
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """One object: its size, where that is known, and how it is checked by reading it."""
+
+    key: str
+    fqn: str
+    size: int | None
+    check: Callable[[], Fault]
+
+
+def verify(catalog: Catalog, *, quick: bool, max_inflight_bytes: int, progress: Progress | None) -> VerifyReport:
+    """Check a checkpoint, see :meth:`Checkpoint.verify`."""
+    began = time.monotonic()
+    with catalog.guard():
+        found = _Verification(catalog, max_inflight_bytes, progress).run(quick)
+    if found.damages and catalog.replaced():
+        raise CheckpointReplacedError(
+            f"the checkpoint at {catalog.store.url} (save {catalog.root.save_id[:8]}) was replaced while it was being "
+            "verified: open it again"
+        )
+    url, save_id = catalog.store.url, catalog.root.save_id
+    seconds = time.monotonic() - began
+    return VerifyReport(url, save_id, quick, found.objects, found.nbytes, tuple(found.damages), seconds)
+
+
+class _Verification:
+    """One verification under way."""
+
+    def __init__(self, catalog: Catalog, max_inflight_bytes: int, progress: Progress | None) -> None:
+        self._catalog = catalog
+        self._store = catalog.store
+        self._memory = BytesBudget(max_inflight_bytes)
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+        self.damages: list[Damage] = []
+        self.objects = self.nbytes = 0
+
+    def run(self, quick: bool) -> _Verification:
+        listed = {info.key: info.size for info in self._store.list()}
+        expected = [*self._documents(), *self._tables()]
+        # Their damage is found by their own checks; chunks can only be counted then.
+        tables = (quick and self._catalog.root.sizes is None) or self._can_read_tables()
+        expected += self._chunks(tables)
+        self.objects = len(expected)
+        self._total = sum(listed.get(item.key, 0) for item in expected)
+        whole = [item for item in expected if self._is_there(item, listed)]
+        if quick:
+            self.nbytes = self._total
+        else:
+            run((partial(self._read, item, listed[item.key]) for item in whole), self._store.max_concurrency)
+            self.nbytes = self._done
+        self.damages.sort(key=lambda damage: damage.key)
+        return self
+
+    def _can_read_tables(self) -> bool:
+        try:
+            for _, node in self._arrays():
+                self._catalog.checksums(node)
+                break
+        except CorruptCheckpointError:
+            return False
+        return True
+
+    def _is_there(self, item: _Expected, listed: dict[str, int]) -> bool:
+        """Whether an object is listed with its size. Notes where it is not."""
+        size = listed.get(item.key)
+        if size is not None and item.size in (None, size):
+            return True
+        reason = "it is missing" if size is None else f"it has {size} bytes, expected {item.size}"
+        self.damages.append(Damage(item.key, item.fqn, reason))
+        return False
+
+    def _read(self, item: _Expected, size: int) -> None:
+        try:
+            fault = item.check()
+        except ObjectNotFoundError:
+            fault = "it is missing"
+        except (CorruptCheckpointError, ForeignObjectsError, UnsupportedFormatError) as err:
+            fault = str(err)
+        with self._lock:
+            if fault is not None:
+                self.damages.append(Damage(item.key, item.fqn, fault))
+            self._done += size
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    # -- what a checkpoint consists of
+
+    def _documents(self) -> Iterator[_Expected]:
+        root = self._catalog.root
+        yield _Expected(NODE, "", None, self._check_root)
+        yield _Expected(CLAIM_KEY, "", None, self._check_claim)
+        yield _Expected(marker_key(root.save_id), "", None, self._check_marker)
+        for path in root.groups():
+            yield self._exactly(join(path, NODE), "", dumps(group_document()))
+        for fqn, node in self._arrays():
+            yield self._exactly(join(root.tree, node.path, NODE), fqn, dumps(node.document()))
+
+    def _arrays(self) -> Iterator[tuple[str, ArrayNode]]:
+        for fqn, entry in self._catalog.root.entries.items():
+            if isinstance(entry, BlobEntry):
+                yield fqn, entry.array
+            elif isinstance(entry, ArrayNode):
+                yield fqn, entry
+
+    def _tables(self) -> Iterator[_Expected]:
+        root = self._catalog.root
+        for name, table in ((CHECKSUMS, root.checksums), (WRITERS, root.writers), (SIZES, root.sizes)):
+            if table is None:
+                continue
+            node = table_node(root.save_id, name, table.length)
+            yield self._exactly(join(node.path, NODE), "", dumps(node.document()))
+            if table.length:
+                size = 4 * table.length + _codec.CRC_BYTES
+                check = partial(self._fault_of, partial(self._catalog.read_table, name, table))
+                yield _Expected(node.chunk_key((0,)), "", size, check)
+
+    def _chunks(self, tables: bool) -> Iterator[_Expected]:
+        tree = self._catalog.root.tree
+        for fqn, node in self._arrays():
+            stored = node.under(tree)
+            for chunk in _all_chunks(node):
+                check = partial(self._check_chunk, node, chunk) if tables else _unknown
+                yield _Expected(stored.chunk_key(chunk), fqn, self._size(node, chunk, tables), check)
+
+    def _size(self, node: ArrayNode, chunk: Ints, tables: bool) -> int | None:
+        if node.compression is None:
+            return _codec.chunk_object_size(node.grid, node.dtype.itemsize)
+        return self._catalog.chunk_table(node, chunk).object_size if tables else None
+
+    # -- how it is checked
+
+    def _exactly(self, key: str, fqn: str, data: bytes) -> _Expected:
+        def check() -> Fault:
+            return None if self._store.get(key) == data else "its bytes are not what was saved"
+
+        return _Expected(key, fqn, len(data), check)
+
+    @staticmethod
+    def _fault_of(read: Callable[[], object]) -> Fault:
+        read()
+        return None
+
+    def _check_root(self) -> Fault:
+        root = _commit.parse_committed(self._store.get(NODE), self._store.url)
+        return None if root.save_id == self._catalog.root.save_id else "it is of another save"
+
+    def _check_claim(self) -> Fault:
+        own = self._catalog.root
+        claimed = parse_claim(self._store.get(CLAIM_KEY), "the claim")
+        return "it is of another save" if not own.tree and claimed != own.save_id else None
+
+    def _check_marker(self) -> Fault:
+        own, key = self._catalog.root, marker_key(self._catalog.root.save_id)
+        marker = parse_marker(self._store.get(key), "the marker")
+        if (marker.attempt, marker.tree) != (own.save_id, own.tree):
+            return "it is of another save"
+        unnamed = {node.path for node in own.arrays()} - {*marker.arrays}
+        return f"it does not name {sorted(unnamed)[:3]}" if unnamed else None
+
+    def _check_chunk(self, node: ArrayNode, chunk: Ints) -> Fault:
+        """Read a chunk in parts of some MiB, subchunks and index."""
+        key, table = node.under(self._catalog.root.tree).chunk_key(chunk), self._catalog.chunk_table(node, chunk)
+        for begin, end in _parts(node, table):
+            with self._memory.hold(end - begin):
+                stored = np.frombuffer(self._store.read(key, begin, end - begin), np.uint8)
+                if not table.check(begin, stored, node.compression):
+                    return f"bytes {begin}-{end} are not what was saved"
+        return None
+
+
+def _unknown() -> Fault:
+    return None
+
+
+def _all_chunks(node: ArrayNode) -> Iterator[Ints]:
+    return iter(np.ndindex(*node.grid.counts)) if node.grid.num_chunks else iter(())
+
+
+def _parts(node: ArrayNode, table: ChunkTable) -> Iterator[tuple[int, int]]:
+    """The bytes of a chunk's object, from and to, at bounds of subchunks; its index at the end."""
+    count = len(table.checksums)
+    for first, cells in requests(node, range(count)):
+        yield table.begin(first), table.begin(first + cells)
+    if table.object_size > table.begin(count):
+        yield table.begin(count), table.object_size

@@ -1,0 +1,249 @@
+"""Stores that fail on purpose: what does your training do when its checkpoints' store fails, or its process dies?
+
+    rule = zarrckpt.testing.at(17, zarrckpt.testing.STOP)
+    store = zarrckpt.testing.FaultyStore("s3://bucket/run/step-7", rule)
+    zarrckpt.save(state, store=store)                                    # dies at the 17th operation
+
+A :class:`FaultyStore` stands in front of a url or a ready store, and asks a rule what becomes of each operation. It
+goes wherever ``store=`` does. No torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import os
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from zarrckpt._errors import StorageError
+from zarrckpt._store import Buffer, ObjectInfo, Reader, Store, Versioned, open_store
+from zarrckpt._store._base import Listing
+
+if TYPE_CHECKING:
+    from zarr.abc.store import Store as ZarrStore
+
+__all__ = [
+    "FAIL",
+    "FAIL_AFTER",
+    "FLIP",
+    "LOSE",
+    "SHORTEN",
+    "STOP",
+    "STOP_AFTER",
+    "Call",
+    "Fault",
+    "FaultyStore",
+    "Rule",
+    "Stopped",
+    "at",
+    "never",
+    "sometimes",
+    "writes",
+]
+
+T = TypeVar("T")
+
+
+class Stopped(BaseException):
+    """The process that made this call is as good as dead: every later call to the same store raises this, too."""
+
+
+class Fault(enum.Enum):
+    """What becomes of an operation."""
+
+    FAIL = "fail"
+    """StorageError; nothing is done."""
+    FAIL_AFTER = "fail after"
+    """StorageError, although it is done: the answer was lost."""
+    STOP = "stop"
+    """:class:`Stopped`; nothing is done, now and later."""
+    STOP_AFTER = "stop after"
+    """:class:`Stopped`, although it is done; nothing later is."""
+    FLIP = "flip"
+    """Of what is read, a bit is another one. Writes and listings are as they should be."""
+    SHORTEN = "shorten"
+    """What is read ends early."""
+    LOSE = "lose"
+    """A listing lacks its last entry, as a stale one does; other operations are as they should be."""
+
+
+FAIL, FAIL_AFTER, STOP, STOP_AFTER = Fault.FAIL, Fault.FAIL_AFTER, Fault.STOP, Fault.STOP_AFTER
+FLIP, SHORTEN, LOSE = Fault.FLIP, Fault.SHORTEN, Fault.LOSE
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation on a store: its number from 0 on, the verb, and the key (or the folder that is listed)."""
+
+    number: int
+    verb: str
+    key: str
+
+
+Rule = Callable[[Call], Fault | None]
+"""Says what becomes of an operation; None: it is done. Called from many threads, one at a time."""
+
+WRITES = frozenset({"put", "create", "replace", "delete", "sync"})
+
+
+def never(call: Call) -> Fault | None:
+    """Nothing fails: to count operations."""
+    return None
+
+
+def at(number: int, fault: Fault) -> Rule:
+    """The operation with a number, counted from 0."""
+    return lambda call: fault if call.number == number else None
+
+
+def writes(number: int, fault: Fault) -> Rule:
+    """The operation with a number, counted from 0 over those that change what is stored."""
+    count = itertools.count()
+    return lambda call: fault if call.verb in WRITES and next(count) == number else None
+
+
+def sometimes(share: float, fault: Fault, seed: int = 0) -> Rule:
+    """A share of all operations, by chance."""
+    chance = random.Random(seed)
+    return lambda call: fault if chance.random() < share else None
+
+
+class FaultyStore(Store):
+    """A store whose operations fail where a rule says so. Safe for threads; lives in one process.
+
+    A put is one operation, however many requests it takes; so is a delete of many keys, a sync, a listing.
+
+    Args:
+        url: what stands behind it, a local path or any url. rule: what becomes of each operation. store: a ready store
+        instead of a url. storage_options: as everywhere. durable: as for :func:`zarrckpt.save`.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        rule: Rule = never,
+        *,
+        store: object | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        durable: bool = True,
+    ) -> None:
+        self._inner = open_store(url, store=store, storage_options=storage_options, durable=durable)
+        self.url = self._inner.url
+        self.is_local = self._inner.is_local
+        self.max_concurrency = self._inner.max_concurrency
+        self.calls: list[Call] = []
+        """Every operation that was asked for."""
+        self._rule = rule
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> bytes:
+        return self._read("get", key, lambda: self._inner.get(key))
+
+    def get_versioned(self, key: str) -> Versioned:
+        return self._call("get", key, lambda: self._inner.get_versioned(key))
+
+    def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
+        buffer[:] = self._exactly(key, byte_offset, len(buffer))
+
+    def read(self, key: str, byte_offset: int, nbytes: int) -> memoryview:
+        return memoryview(self._exactly(key, byte_offset, nbytes))
+
+    @contextmanager
+    def reader(self, key: str) -> Iterator[Reader]:
+        def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
+            for buffer in buffers:
+                self.read_into(key, byte_offset, buffer)
+                byte_offset += len(buffer)
+
+        yield read
+
+    def put(self, key: str, buffers: Sequence[Buffer]) -> None:
+        self._call("put", key, lambda: self._inner.put(key, buffers))
+
+    def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
+        self._call("put", key, lambda: self._inner.put_parts(key, groups))
+
+    def create(self, key: str, data: bytes) -> None:
+        self._call("create", key, lambda: self._inner.create(key, data))
+
+    def replace(self, key: str, data: bytes, version: Any) -> None:
+        self._call("replace", key, lambda: self._inner.replace(key, data, version))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        names = [*keys]
+        self._call("delete", ", ".join(names), lambda: self._inner.delete(names))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        found = self._call("list", prefix, lambda: [*self._inner.list(prefix)])
+        return iter(found)
+
+    def list_dir(self, prefix: str = "") -> Listing:
+        return self._call("list", prefix, lambda: self._inner.list_dir(prefix))
+
+    def sync(self, keys: Iterable[str]) -> None:
+        names = [*keys]
+        self._call("sync", ", ".join(names), lambda: self._inner.sync(names))
+
+    def zarr_store(self) -> ZarrStore:
+        """The store behind this one: reads through zarr-python do not fail."""
+        return self._inner.zarr_store()
+
+    # -- inside
+
+    def _exactly(self, key: str, byte_offset: int, nbytes: int) -> bytes:
+        def work() -> bytes:
+            return bytes(self._inner.read(key, byte_offset, nbytes))
+
+        data = self._read("read", key, work)
+        if len(data) != nbytes:
+            raise StorageError(f"reading {key!r} in {self.url} ended after {len(data)} of {nbytes} bytes (injected)")
+        return data
+
+    def _read(self, verb: str, key: str, work: Callable[[], bytes]) -> bytes:
+        fault = self._ask(verb, key)
+        data = self._do(fault, verb, key, work)
+        if fault is FLIP and data:
+            place = len(data) // 2
+            return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        return data[: len(data) // 2] if fault is SHORTEN else data
+
+    def _call(self, verb: str, key: str, work: Callable[[], T]) -> T:
+        fault = self._ask(verb, key)
+        found = self._do(fault, verb, key, work)
+        return _without_last(found) if fault is LOSE and verb == "list" else found
+
+    def _ask(self, verb: str, key: str) -> Fault | None:
+        with self._lock:
+            if self._stopped:
+                raise Stopped
+            call = Call(len(self.calls), verb, key)
+            self.calls.append(call)
+            fault = self._rule(call)
+            self._stopped = fault in (STOP, STOP_AFTER)
+        return fault
+
+    def _do(self, fault: Fault | None, verb: str, key: str, work: Callable[[], T]) -> T:
+        if fault is STOP:
+            raise Stopped
+        if fault is FAIL:
+            raise StorageError(f"{verb} of {key!r} in {self.url} failed (injected)")
+        found = work()
+        if fault is STOP_AFTER:
+            raise Stopped
+        if fault is FAIL_AFTER:
+            raise StorageError(f"the answer to {verb} of {key!r} in {self.url} was lost (injected)")
+        return found
+
+
+def _without_last(found: Any) -> Any:
+    """A listing, of objects or of (objects, folders), without its last entry."""
+    if isinstance(found, tuple):
+        objects, folders = found
+        return (objects, folders[:-1]) if folders else (objects[:-1], folders)
+    return found[:-1]
