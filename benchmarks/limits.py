@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -72,19 +72,18 @@ def _bands(tensor: Any) -> list[Any]:
     return [rows[at : at + height] for at in range(0, len(rows), height)]
 
 
-def _cells(band: Any, scratch: Any) -> list[tuple[Any, Any]]:
-    """Stripes of subchunks of a band, in the shape (cells, rows, bytes), each with scratch memory for its cells."""
+def _cells(band: Any) -> Iterator[Any]:
+    """Stripes of subchunks of a band, in the shape (cells, rows, bytes)."""
     height, width = CELL if len(band) > 1 else band.shape
     step = max(1, BLOCK // (height * width))
-    stripes = []
     for column in range(0, band.shape[1], width):
         for row in range(0, len(band), height * step):
-            part = band[row : row + height * step, column : column + width]
-            stripes.append(part.reshape(-1, height, width))
-    return [(part, scratch[: part.size + 4 * len(part)].reshape(len(part), -1)) for part in stripes]
+            yield band[row : row + height * step, column : column + width].reshape(-1, height, width)
 
 
 BLOCK = 1 << 20
+GROUP = 8 << 20
+"""What is written at once: smaller writes get smaller pages of the file cache, which cost more."""
 
 
 def write_subchunks(state: dict[str, Any], folder: str, threads: int) -> None:
@@ -94,13 +93,18 @@ def write_subchunks(state: dict[str, Any], folder: str, threads: int) -> None:
 
     def write(number: int) -> None:
         file = os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        scratch = np.empty(_scratch(bands[number]), np.uint8)
+        scratch, used = np.empty(max(GROUP, bands[number].size) + 4 * GROUP // math.prod(CELL), np.uint8), 0
         try:
-            for part, stored in _cells(bands[number], scratch):
+            for part in _cells(bands[number]):
+                if used >= GROUP:
+                    os.write(file, scratch[:used].data)
+                    used = 0
+                stored = scratch[used : used + part.size + 4 * len(part)].reshape(len(part), -1)
                 stored[:, :-4].reshape(part.shape)[...] = part
                 for row in stored:
                     row[-4:] = np.frombuffer(crc32c(row[:-4].data).to_bytes(4, "little"), np.uint8)
-                os.write(file, stored.data)
+                used += stored.size
+            os.write(file, scratch[:used].data)
         finally:
             os.close(file)
 
@@ -113,9 +117,10 @@ def read_subchunks(target: dict[str, Any], folder: str, threads: int) -> None:
 
     def read(number: int) -> None:
         file = os.open(f"{folder}/{number}", os.O_RDONLY)
-        scratch, at = np.empty(_scratch(bands[number]), np.uint8), 0
+        scratch, at = np.empty(bands[number].size + 4 * BLOCK, np.uint8), 0
         try:
-            for part, stored in _cells(bands[number], scratch):
+            for part in _cells(bands[number]):
+                stored = scratch[: part.size + 4 * len(part)].reshape(len(part), -1)
                 at += os.preadv(file, [stored.data], at)
                 for row in stored:
                     if crc32c(row[:-4].data) != int.from_bytes(row[-4:].tobytes(), "little"):
@@ -125,10 +130,6 @@ def read_subchunks(target: dict[str, Any], folder: str, threads: int) -> None:
             os.close(file)
 
     _parallel(read, len(bands), threads)
-
-
-def _scratch(band: Any) -> int:
-    return int(band.size + 4 if len(band) == 1 else BLOCK + 4 * BLOCK // math.prod(CELL))
 
 
 class MemoryCopy:

@@ -119,7 +119,7 @@ def _round(contender: Any, state: Any, target: Any, folder: str, world: int) -> 
         if _rank() == 0:
             os.sync()  # nobody pays for what another left to be written
         _barrier(world)
-        warm(2 * states.nbytes(state) // world)
+        _warm(state, f"{folder}/warm-{_rank()}", states.nbytes(state) // world)
         _barrier(world)
         saved = _all_ranks(lambda: contender.save(state, path), world)
         loaded = _all_ranks(lambda: contender.load(target, path), world)
@@ -131,6 +131,13 @@ def _round(contender: Any, state: Any, target: Any, folder: str, world: int) -> 
         return saved, loaded
 
     return once
+
+
+def _warm(state: Any, path: str, nbytes: int) -> None:
+    """Use the memory that buffers and the file cache are going to get, see :func:`warm`."""
+    warm(nbytes)
+    limits.write_files(state, path, 1)
+    shutil.rmtree(path)
 
 
 def _figures(speeds: list[Speed]) -> list[Figure]:

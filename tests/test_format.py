@@ -256,12 +256,14 @@ def test_claim_and_marker(tmp_path: Path) -> None:
     report = zarrckpt.save({"model": {"w": torch.ones(2)}, "step": 1, "raw": b"x"}, tmp_path / "ck")
     group = {"zarr_format": 3, "node_type": "group"}
     claim = json.loads((tmp_path / "ck/@zarrckpt/zarr.json").read_bytes())
+    assert len(claim["attributes"]["zarrckpt"].pop("crc32c")) == 8
     assert claim == {**group, "attributes": {"zarrckpt": {"format": 1, "claim": report.save_id}}}
     marker = json.loads((tmp_path / f"ck/@zarrckpt/{report.save_id}/zarr.json").read_bytes())
     own = marker["attributes"]["zarrckpt"]
+    assert len(own.pop("crc32c")) == 8
     assert own.pop("started") < Reader(tmp_path / "ck").own["created"]
     assert own == {
-        **{"format": 1, "attempt": report.save_id, "tree": ""},
+        **{"format": 1, "attempt": report.save_id, "tree": "", "base": ""},
         **{"arrays": ["model/w", "raw", "step"], "groups": ["model"]},
     }
 

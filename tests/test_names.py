@@ -168,13 +168,13 @@ def test_clashes_name_both(one: tuple[str | int, ...], other: tuple[str | int, .
 
 
 def test_good_paths() -> None:
-    for path in ("a", "model/layers.0.weight", "@0123/a", "c.0/__x", "%2E/é 😀", "x" * 255 + "/y"):
+    for path in ("a", "model/layers.0.weight", "a@0123/a", "c.0/__x", "%2E/é 😀", "x" * 255 + "/y"):
         validate_path(path)
 
 
 BAD_PATHS = [
     *("", "/", "/etc/passwd", "a/", "a//b", ".", "..", "../x", "a/../b", "a/./b"),
-    *("a\\..\\b", "\\\\host\\x", "C:/x", "c:x", "file://x", "a*", "a?b"),
+    *("@0123/a", "a/@b", "@", "a\\..\\b", "\\\\host\\x", "C:/x", "c:x", "file://x", "a*", "a?b"),
     *("a\0b", "a\nb", "a/\x7f", "\x85", "\ud800", "x" * 256, "é" * 128),
 ]
 

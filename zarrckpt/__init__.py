@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from zarrckpt._async import async_save
     from zarrckpt._checkpoint import Checkpoint, latest, open
     from zarrckpt._cleaning import RecoverReport, recover, remove
+    from zarrckpt._importing import import_checkpoint
     from zarrckpt._per_rank import PerRank
     from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner
     from zarrckpt._planning import plan_report
@@ -73,6 +74,7 @@ __all__ = [
     "ZarrStorageWriter",
     "__version__",
     "async_save",
+    "import_checkpoint",
     "latest",
     "load",
     "open",
@@ -96,6 +98,7 @@ _LAZY = {
     "ZarrStorageReader": "_reader",
     "ZarrStorageWriter": "_writer",
     "async_save": "_async",
+    "import_checkpoint": "_importing",
     "latest": "_checkpoint",
     "load": "_api",
     "open": "_checkpoint",
@@ -104,7 +107,7 @@ _LAZY = {
     "remove": "_cleaning",
     "save": "_api",
 }
-_NEED_TORCH = {"_per_rank", "_planner", "_planning", "_reader", "_writer", "_async", "_api"}
+_NEED_TORCH = {"_importing", "_per_rank", "_planner", "_planning", "_reader", "_writer", "_async", "_api"}
 
 
 def __getattr__(name: str) -> Any:

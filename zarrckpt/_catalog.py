@@ -23,7 +23,10 @@ from zarrckpt._errors import (
 from zarrckpt._grid import Ints
 from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, Root, Table, ValueEntry, table_node
 from zarrckpt._store import Store, StoreSpec
-from zarrckpt._transfer import read_box, run
+from zarrckpt._transfer import LARGE_BYTES, look_for_end, read_box, run
+
+_MANY = 1 << 16
+"""Subchunks of one array: a list of so many is no burden."""
 
 _Parts = Mapping[str, _codec.RawArray]
 """Node path -> the array's part of a table."""
@@ -91,6 +94,32 @@ class Catalog:
                 f"{odd[0]} bytes, expected {_codec.CRC_BYTES + 1} to {most}"
             )
 
+    def refuse_uncounted(self, node: ArrayNode) -> None:
+        """Raise CorruptCheckpointError where an array claims more chunks than there are checksums.
+
+        A document can claim anything, and readers make lists of chunks. No request but that for the tables, and that
+        only where there are very many.
+        """
+        if node.grid.num_subchunks > _MANY:
+            with self.guard():
+                self.checksums(node)
+
+    def refuse_unstored(self, node: ArrayNode) -> None:
+        """Raise CorruptCheckpointError where an array claims to be much larger than what is stored of it.
+
+        Who indexes a zarr.Array allocates all that is asked for before the first chunk is read. One request for what
+        this process could not allocate, to see whether the first chunk is as long as it should be; else none.
+        """
+        self.refuse_uncounted(node)
+        if node.nbytes <= LARGE_BYTES:
+            return
+        try:
+            np.empty(node.nbytes, np.uint8)  # no memory is touched
+        except (MemoryError, ValueError):
+            with self.guard():
+                stored = node.under(self.root.tree)
+                look_for_end(self.store, stored, self.checksums(node), self.sizes(node))
+
     def writers(self) -> dict[str, _codec.RawArray]:
         """Which rank wrote each chunk: node path -> uint32 array in the shape of the chunk grid. One request."""
         table = self.read_table(WRITERS, self.root.writers)
@@ -137,7 +166,7 @@ class Catalog:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Tell damage from a checkpoint that was replaced while it was being read."""
+        """Tell damage from a checkpoint that was replaced while it was being read; and say where memory is short."""
         try:
             yield
         except CorruptCheckpointError as err:
@@ -147,6 +176,11 @@ class Catalog:
                     "being read: open it again"
                 ) from err
             raise
+        except MemoryError as err:
+            raise CheckpointError(
+                f"what is read of {self.store.url} takes more memory than can be allocated here ({err}); if that is "
+                "not to be expected, the checkpoint is damaged"
+            ) from err
 
     def replaced(self) -> bool:
         """Whether another save has been committed at the url since this one was opened. One request."""

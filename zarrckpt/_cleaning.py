@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt import _commit
+from zarrckpt._catalog import Catalog
 from zarrckpt._commit import CLAIM_KEY
 from zarrckpt._documents import NODE
 from zarrckpt._errors import CheckpointNotFoundError
 from zarrckpt._store import StoreSpec
+from zarrckpt._verify import verify
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,63 @@ def recover(
     dead = [marker for marker in found.others if stopped or not found.may_commit(marker)]
     kept = [marker.attempt for marker in found.others if marker not in dead]
     # Their markers go too where nobody can write what they name any more.
-    objects = _commit.clean(place, dead, finished=[marker.attempt for marker in dead] if stopped else [])
+    committed = None if found.root is None else found.root.marker()
+    finished = [marker.attempt for marker in dead] if stopped else []
+    objects = _commit.clean(place, dead, finished=finished, committed=committed)
     if stopped:
         place.delete(found.probes)
+        _commit.sweep(place)
     return RecoverReport(place.url, objects, tuple(marker.attempt for marker in dead), tuple(kept))
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What :func:`examine` found at a url, in words."""
+
+    url: str
+    state: str
+    findings: tuple[str, ...]
+    """What is not as it should be, or is left over."""
+    advice: tuple[str, ...]
+    """Commands that help."""
+
+
+def examine(
+    url: str | os.PathLike[str] | None = None,
+    *,
+    store: object | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    credential_provider: Callable[..., Any] | None = None,
+) -> Examination:
+    """Say what is at a url: a checkpoint, unfinished saves, leftovers, damage that a listing shows. Reads no chunk.
+
+    The arguments are those of :func:`open`. Raises ForeignObjectsError where the url holds anything else.
+    """
+    spec = StoreSpec(url, store, storage_options, credential_provider)
+    place = spec.open()
+    found = _commit.leftovers(place, damaged=True)
+    findings, advice = [], []
+    if found.root is not None:
+        state = f"{place.url}: a checkpoint, committed at {found.root.created} by {found.root.world_size} ranks"
+        report = verify(Catalog(spec, found.root), quick=True, max_inflight_bytes=1 << 28, progress=None)
+        if not report:
+            findings.append(f"{len(report.damages)} objects are missing or have another size")
+            advice.append(f"zarrckpt verify {place.url}")
+    elif found.root_bytes is not None:
+        state = f"{place.url}: a damaged checkpoint"
+        findings.append("the root document is not what was saved")
+        advice.append(f"zarrckpt rm {place.url}")
+    else:
+        state = f"{place.url}: " + ("no checkpoint; a save was begun" if found.begun else "nothing")
+    for marker in found.others:
+        running = found.may_commit(marker)
+        kind = "could still commit, if it runs" if running else "can commit no more, or was replaced"
+        findings.append(f"save {marker.attempt}, begun at {marker.started}, {kind}")
+    if any(not found.may_commit(marker) for marker in found.others):
+        advice.append(f"zarrckpt recover {place.url}")
+    if any(found.may_commit(marker) for marker in found.others) or found.probes:
+        advice.append(f"zarrckpt recover {place.url} --stopped    (only if no save to it is running)")
+    return Examination(place.url, state, tuple(findings), tuple(advice))
 
 
 def remove(
@@ -85,4 +140,5 @@ def remove(
     markers = found.markers
     objects = _commit.clean(place, markers, finished=[marker.attempt for marker in markers])
     place.delete([*found.probes, CLAIM_KEY])
+    _commit.sweep(place)
     return objects + len(markers) + (found.root_bytes is not None) + found.claimed

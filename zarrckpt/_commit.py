@@ -34,6 +34,7 @@ from zarrckpt._root import (
     Root,
     claim_bytes,
     is_table_key,
+    is_tree,
     parse_claim,
     parse_marker,
     parse_root,
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from zarrckpt._store._base import Versioned
 
 CLAIM_KEY = f"{HOUSE}/{NODE}"
+
+_LISTINGS = 3
+"""How often a clean-up lists again until nothing is left, before it leaves the rest to the next one."""
 
 
 def marker_key(attempt: str) -> str:
@@ -204,7 +208,9 @@ def _put_claim(store: Store, save_id: str) -> bool:
 def _marker(store: Store, attempt: str) -> Marker | None:
     key = marker_key(attempt)
     try:
-        return parse_marker(store.get(key), f"the marker {join(store.url, key)}")
+        marker = parse_marker(store.get(key), f"the marker {join(store.url, key)}")
+        # Another attempt's names nothing of this one: it was put here by somebody else.
+        return marker if marker.attempt == attempt else None
     except ObjectNotFoundError:
         return None  # its attempt was cleaned between the listing and the read, or left only tables behind
     except (CorruptCheckpointError, ForeignObjectsError):
@@ -224,7 +230,8 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen) -> list[Marker
     markers = [marker for marker in run(reads, store.max_concurrency) if marker is not None]
     if root is not None and root.save_id not in {marker.attempt for marker in markers}:
         markers.append(root.marker())
-    known = {HOUSE, NODE, *(f"@{attempt}" for attempt in seen.attempts)}
+    # A tree without a marker is a cleaned one's, to which the network brought a put twice.
+    known = {HOUSE, NODE, *filter(is_tree, seen.names)}
     for marker in markers:
         known |= marker.top_names()
     foreign = seen.names - known
@@ -267,12 +274,22 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
             store.create(NODE, data)
         else:
             store.replace(NODE, data, attempt.base.version)
-    except ObjectExistsError as err:
-        winner = load_root(store)
-        # Ours was put, its answer was lost, and another save has replaced it since: that is a success.
+    except StorageError as err:
+        winner = _winner(store, err)
+        # Ours was put and its answer was lost; perhaps another save has replaced it since: that is a success.
         if attempt.save_id in (winner.save_id, *winner.history):
-            return
-        raise _lost(store, attempt.save_id, winner) from err
+            return store.sync([NODE])
+        if isinstance(err, ObjectExistsError):
+            raise _lost(store, attempt.save_id, winner) from err
+        raise
+
+
+def _winner(store: Store, err: StorageError) -> Root:
+    """What is committed after a put of the root failed. Raises ``err`` where that cannot be read."""
+    try:
+        return load_root(store)
+    except CheckpointError:
+        raise err from None
 
 
 def _lost(store: Store, save_id: str, winner: Root) -> CheckpointExistsError:
@@ -292,10 +309,7 @@ def losing_is_named(store: Store, save_id: str, base_id: str) -> Iterator[None]:
     try:
         yield
     except StorageError as err:
-        try:
-            winner = load_root(store)
-        except CheckpointError:
-            raise err from None
+        winner = _winner(store, err)
         if winner.save_id == base_id or save_id in (winner.save_id, *winner.history):
             raise
         raise _lost(store, save_id, winner) from err
@@ -340,37 +354,58 @@ def leftovers(store: Store, *, damaged: bool = False) -> Leftovers:
     return Leftovers(None if seen.base is None else seen.base.data, root, seen.claimed, markers, probes)
 
 
-def clean(store: Store, markers: Iterable[Marker], *, finished: Iterable[str] = ()) -> int:
+def clean(
+    store: Store, markers: Iterable[Marker], *, finished: Iterable[str] = (), committed: Marker | None = None
+) -> int:
     """Delete what other attempts left: only keys that their markers name. Returns the number of objects deleted.
 
     ``finished`` are the ids of attempts that write no more; their markers go too. Those of the others stay, since a
-    late rank may still write what they name. Called by the coordinator after its own commit.
+    late rank may still write what they name. Nothing that ``committed`` names is deleted, whatever another marker says.
+    Called by the coordinator after its own commit.
     """
     done = {*finished}
     deleted = 0
     for marker in markers:
-        # A flat state has a folder an entry: one listing after the other would take long.
-        listings = run(
-            (partial(_named, store, marker, top) for top in sorted(marker.top_names())), store.max_concurrency
-        )
-        keys = [key for listing in listings for key in listing]
-        keys += [info.key for info in store.list(f"{HOUSE}/{marker.attempt}") if is_table_key(info.key)]
-        store.delete(keys)
-        if marker.attempt in done:
-            # Last: after a crash in between, the next clean-up still knows what to look for.
-            store.delete([marker_key(marker.attempt)])
-        deleted += len(keys)
+        tops = marker.top_names()
+        deleted += _delete_named(store, marker, tops, committed)
+        for _ in range(_LISTINGS if marker.attempt in done else 0):
+            # A listing may be stale, and what it lacks would be nobody's without the marker.
+            tops &= _top_names(store)
+            more = _delete_named(store, marker, tops, committed)
+            deleted += more
+            if not more:
+                # Last: after a crash in between, the next clean-up still knows what to look for.
+                store.delete([marker_key(marker.attempt)])
+                break
     return deleted
 
 
-def _named(store: Store, marker: Marker, top: str) -> list[str]:
-    """The stored keys below a folder that a marker names."""
-    return [info.key for info in store.list(top) if marker.names_key(info.key)]
+def _delete_named(store: Store, marker: Marker, tops: Iterable[str], committed: Marker | None) -> int:
+    """Delete what a marker names below some names, and its attempt's tables. Returns the number of objects found."""
+    # A flat state has a folder an entry: one listing after the other would take long.
+    reads = (partial(_named, store, marker, top, committed) for top in sorted(tops))
+    keys = [key for listing in run(reads, store.max_concurrency) for key in listing]
+    keys += [info.key for info in store.list(f"{HOUSE}/{marker.attempt}") if is_table_key(info.key)]
+    store.delete(keys)
+    store.sweep(marker.folders())
+    return len(keys)
+
+
+def _named(store: Store, marker: Marker, top: str, committed: Marker | None) -> list[str]:
+    """The stored keys below a folder that a marker names, and that of what is committed does not."""
+    keys = [info.key for info in store.list(top) if marker.names_key(info.key)]
+    return keys if committed is None else [key for key in keys if not committed.names_key(key)]
+
+
+def sweep(store: Store) -> None:
+    """Remove what is left of writes of root, claim and markers that a crash cut short. No save may be running."""
+    store.sweep(["", HOUSE, *(f"{HOUSE}/{attempt}" for attempt in _attempts(store))])
 
 
 def abandon(store: Store, attempt: Attempt) -> None:
     """Remove what a lost attempt wrote, after all of its ranks have stopped writing. Never raises."""
     try:
-        clean(store, [attempt.marker], finished=[attempt.save_id])
+        # Of the canonical tree nothing but the marker tells what is whose.
+        clean(store, [attempt.marker], finished=[attempt.save_id] if attempt.tree else [])
     except CheckpointError:
         return  # the error that lost the attempt matters more; the next save cleans up

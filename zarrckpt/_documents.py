@@ -21,6 +21,9 @@ NODE = "zarr.json"
 ATTRIBUTE = "zarrckpt"
 """The one attribute of Zarr nodes that this package writes."""
 
+MAX_DIMENSIONS = 63
+"""Of an array: numpy has 64, and copying takes one."""
+
 _MAX_EXTENT = 2**62
 _CRC32C = {"name": "crc32c"}
 _SHARDING = "sharding_indexed"
@@ -146,11 +149,17 @@ def parse_array(path: str, document: Any) -> ArrayNode:
     chunk = _extents(_configured(chunk_grid, "regular", "chunk_shape"), 1, f"chunk_shape in {where}")
     codecs = document.get("codecs")
     sub = _sub_shape(codecs, where)
+    if len(shape) > MAX_DIMENSIONS:
+        raise CorruptCheckpointError(f"{where} has {len(shape)} dimensions, expected at most {MAX_DIMENSIONS}")
     if len(chunk) != len(shape) or (sub is not None and len(sub) != len(shape)):
         raise CorruptCheckpointError(f"shape and chunk shapes in {where} differ in their number of dimensions")
     if sub is not None and any(c % s for c, s in zip(chunk, sub, strict=True)):
         raise CorruptCheckpointError(f"subchunks {sub} do not divide the chunks {chunk} in {where}")
     dtype, portable = _parse_dtype(document, where)
+    # An empty array's other extents count: numpy multiplies them.
+    most = max(math.prod(max(n, 1) for n in shape), math.prod(chunk))
+    if most * dtype.itemsize > _MAX_EXTENT:
+        raise CorruptCheckpointError(f"{where} has a shape that is too large for any array")
     node = ArrayNode(path, Grid(shape, chunk, sub), dtype, portable, _parse_compression(codecs, where))
     if node.compression is not None and not compressible(node.grid, dtype):
         raise CorruptCheckpointError(f"subchunks too long to be compressed in {where}")

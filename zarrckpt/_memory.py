@@ -55,9 +55,9 @@ class BytesBudget:
             self._reserve(need)
             memory = self._kept(size)
             self._give_back()
-        if memory is None:
-            memory = self._allocate(size)
         try:
+            if memory is None:
+                memory = self._allocate(size)
             yield memory[:nbytes]
         finally:
             self._release(need, memory)

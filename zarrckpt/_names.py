@@ -159,6 +159,9 @@ def validate_path(path: str) -> None:
             raise CorruptCheckpointError(
                 f"{path!r:.300} is not a node path: found {component!r}, expected names joined by '/'"
             )
+        if component[0] == "@":
+            # This package's own groups: a marker that names them would have clean-ups delete other saves' objects.
+            raise CorruptCheckpointError(f"{path!r:.300} is not a node path: a name in it begins with '@'")
         found = _REFUSED.search(component)
         if found:
             raise CorruptCheckpointError(

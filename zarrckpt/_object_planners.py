@@ -7,7 +7,6 @@ of them instead of leaving the others in a collective that this rank never joins
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from zarrckpt import _state
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._flatten import flatten
+from zarrckpt._matching import matches
 from zarrckpt._per_rank import LoadedRanks
 from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner, listed, without_target
 
@@ -95,7 +95,7 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         assert self.metadata is not None
         entries = self.metadata.state_dict_metadata
         names = [*self.loaded, *self.missing]
-        idle = [p for p in self._patterns or () if not any(_matches(name, p) for name in names)]
+        idle = [p for p in self._patterns or () if not any(matches(name, p) for name in names)]
         owed = _mask(entries, {name for name in self.unexpected if self._is_of_an_object(name)})
         findings = _Findings(idle, owed, _mask(entries, {*self.loaded}))
         return dataclasses.replace(super().create_local_plan(), planner_data=findings)
@@ -140,7 +140,7 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
     def _is_asked_for(self, fqn: str) -> bool:
         if fqn in self._ranks.kept:
             return False
-        return self._patterns is None or any(_matches(fqn, pattern) for pattern in self._patterns)
+        return self._patterns is None or any(matches(fqn, pattern) for pattern in self._patterns)
 
     def _is_required(self, fqn: str) -> bool:
         return self._differs and self._is_of_an_object(fqn)
@@ -149,15 +149,11 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         return any(fqn.startswith(prefix) for prefix in self.plain.exact)
 
     def _refuse_idle_patterns(self, names: set[str]) -> None:
-        idle = [p for p in self._patterns or () if not any(_matches(name, p) for name in names)]
+        idle = [p for p in self._patterns or () if not any(matches(name, p) for name in names)]
         if idle:
             raise KeyMismatchError(
                 f"keys={idle} match nothing in the checkpoint; it has, for example, {sorted(names)[:5]}"
             )
-
-
-def _matches(fqn: str, pattern: str) -> bool:
-    return fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern)
 
 
 def _mask(entries: Collection[str], names: set[str]) -> np.ndarray[Any, Any]:

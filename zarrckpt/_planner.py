@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from zarrckpt._digests import digests_of
 from zarrckpt._distributed import in_use
-from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError, UnsupportedValueError
+from zarrckpt._documents import MAX_DIMENSIONS
+from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._flatten import build, flatten, set_leaf
 from zarrckpt._held import HeldTensor
 from zarrckpt._mail import Notes
@@ -154,10 +155,22 @@ def _fault_of(leaf: Any) -> str | None:
         return None
     if leaf.is_meta:
         return "is on the meta device: it has no data; materialise it (to_empty) first"
+    if leaf.ndim > MAX_DIMENSIONS:
+        return f"has {leaf.ndim} dimensions: more than {MAX_DIMENSIONS} cannot be saved; reshape it"
     if leaf.layout != torch.strided or leaf.is_nested:
         kind = "is a nested tensor" if leaf.is_nested else f"has layout {leaf.layout}"
         return f"{kind}: only strided tensors can be saved; use .to_dense(), or save its parts"
     return None
+
+
+def _new_tensor(fqn: str, entry: TensorStorageMetadata) -> torch.Tensor:
+    try:
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+    except RuntimeError as err:
+        raise CheckpointError(
+            f"{fqn!r} has the shape {tuple(entry.size)} in the checkpoint, more than can be allocated here: load it "
+            "into a sharded tensor, or leave the key out"
+        ) from err
 
 
 class ZarrLoadPlanner(DefaultLoadPlanner):
@@ -240,7 +253,7 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         entry = self.metadata.state_dict_metadata[fqn]
         if isinstance(entry, TensorStorageMetadata) and not isinstance(leaf, (torch.Tensor, ShardedTensor)):
-            return torch.empty(entry.size, dtype=entry.properties.dtype)
+            return _new_tensor(fqn, entry)
         return leaf
 
     def _refuse(self, targets: Mapping[str, Any]) -> None:

@@ -178,6 +178,8 @@ class ZarrStorageReader(StorageReader):
         if len(plans) > 1 and self._catalog is not None and self._shares(self._catalog):
             nodes = self._catalog.root.tensors
             targets = [_targets(plan.items) for plan in plans]
+            for fqn in {fqn for own in targets for fqn, _ in own}:
+                self._catalog.refuse_uncounted(nodes[fqn])
             shares = plan_shares(nodes, wanted_boxes(targets), len(plans), max(1, self._max_inflight_bytes // 4))
         mesh = None
         if any(shares):

@@ -134,6 +134,7 @@ class TensorReads:
         """What this rank fetches for itself alone; a subchunk that several of its boxes share, once."""
         for fqn, targets in self._targets.items():
             node = self._catalog.root.tensors[fqn]
+            self._catalog.refuse_uncounted(node)
             wanting: dict[Ints, list[_Target]] = {}
             for target in targets:
                 for chunk in node.grid.chunks_of(target.box):

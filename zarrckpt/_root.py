@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 from zarrckpt import _dtypes, _names, _values
 from zarrckpt._crc32c import crc32c
 from zarrckpt._documents import ATTRIBUTE, NODE, ArrayNode, Json, dumps, group_document, join, loads, parse_array
-from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, UnsupportedFormatError
+from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, KeyMismatchError, UnsupportedFormatError
 from zarrckpt._grid import Grid
 from zarrckpt._state_path import CONTAINERS, DICT, LIST, StatePath
+
+T = TypeVar("T")
 
 FORMAT = 1
 HOUSE = "@zarrckpt"
 """The group that holds the claim, and a group for each attempt: its marker and its tables."""
 
 CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
+MAX_POSITION = 1 << 20
+"""Positions in lists are below: who rebuilds a list makes room up to the last one. Flat lists of values are values."""
 PROBE = "probe-"
 """How the names of objects in the house begin on which a store's conditional puts are tried."""
 HISTORY = 16
@@ -92,9 +96,10 @@ class Root:
         """The entries that are Python objects."""
         return {fqn: entry for fqn, entry in self.entries.items() if not isinstance(entry, ArrayNode)}
 
-    def arrays(self) -> list[ArrayNode]:
-        """Every array of the tree, sorted by path: the order of the tables."""
-        nodes = [entry.array if isinstance(entry, BlobEntry) else entry for entry in self.entries.values()]
+    def arrays(self, fqns: Iterable[str] | None = None) -> list[ArrayNode]:
+        """Every array of the tree, or of some entries, sorted by path: the order of the tables."""
+        entries = self.entries.values() if fqns is None else [self.entries[fqn] for fqn in fqns]
+        nodes = [entry.array if isinstance(entry, BlobEntry) else entry for entry in entries]
         return sorted((node for node in nodes if isinstance(node, ArrayNode)), key=lambda node: node.path)
 
     def marker(self) -> Marker:
@@ -102,19 +107,32 @@ class Root:
         arrays = tuple(node.path for node in self.arrays())
         return Marker(self.save_id, self.tree, arrays, tuple(sorted(parent_groups(arrays))), self.created)
 
+    def node_path(self, fqn: str) -> str:
+        """An entry's path, relative to the tree; values have one too, though no node."""
+        entry = self.entries[fqn]
+        return entry.array.path if isinstance(entry, BlobEntry) else entry.path
+
     def state_path(self, fqn: str) -> StatePath:
         """Where an entry sits in the state dict."""
-        entry = self.entries[fqn]
-        path = entry.array.path if isinstance(entry, BlobEntry) else entry.path
-        names = path.split("/")
+        names = self.node_path(fqn).split("/")
         containers = [self.containers.get("/".join(names[:depth]), DICT) for depth in range(len(names))]
         keys: list[object] = list(self.keys.get(fqn, map(_names.unescape, names)))
         if len(keys) != len(names):
-            raise CorruptCheckpointError(f"entry {fqn!r:.200} has {len(keys)} keys for the path {path!r:.200}")
+            raise CorruptCheckpointError(f"entry {fqn!r:.200} has {len(keys)} keys for the path {names!r:.200}")
         for depth, container in enumerate(containers):
             if container == LIST:
                 keys[depth] = _position(keys[depth], fqn)
         return StatePath(keys, containers)
+
+    def group_path(self, name: str) -> str:
+        """The node path of the group with a flat name. Raises KeyMismatchError where no array is below such a group."""
+        for fqn, entry in self.entries.items():
+            if fqn.startswith(f"{name}.") and not isinstance(entry, ValueEntry):
+                keys = self.state_path(fqn).keys
+                for depth in range(1, len(keys)):
+                    if ".".join(map(str, keys[:depth])) == name:
+                        return "/".join(self.node_path(fqn).split("/")[:depth])
+        raise KeyMismatchError(f"no group {name!r} with arrays below it")
 
     def document(self) -> Json:
         """The root ``zarr.json``: a Zarr group with inline consolidated metadata and our one attribute."""
@@ -194,7 +212,7 @@ def _own_attribute(document: Json, where: str) -> Json:
     if not isinstance(own, dict) or "format" not in own:
         raise ForeignObjectsError(f"{where} was not written by zarrckpt: it has no {ATTRIBUTE!r} attribute")
     features = own.get("features", [])
-    if own["format"] != FORMAT or features != []:
+    if type(own["format"]) is not int or own["format"] != FORMAT or features != []:
         raise UnsupportedFormatError(
             f"{where} has format {own['format']!r:.40} with features {features!r:.200}; this zarrckpt reads "
             f"format {FORMAT} without features: upgrade zarrckpt"
@@ -202,6 +220,20 @@ def _own_attribute(document: Json, where: str) -> Json:
     return own
 
 
+def _nesting_bounded(parse: Callable[[bytes, str], T]) -> Callable[[bytes, str], T]:
+    """Nesting that the JSON parser has just taken may be too deep for what shows or compares it."""
+
+    @wraps(parse)
+    def bounded(data: bytes, where: str) -> T:
+        try:
+            return parse(data, where)
+        except RecursionError as err:
+            raise CorruptCheckpointError(f"{where} is nested deeper than any document of this format") from err
+
+    return bounded
+
+
+@_nesting_bounded
 def parse_root(data: bytes, where: str) -> Root:
     """Validate a stored root document. ``where`` names it in errors.
 
@@ -298,17 +330,44 @@ def _check_whole(root: Root, nodes: Mapping[str, ArrayNode], where: str) -> None
     ):
         if table is not None and table.length != expected:
             raise CorruptCheckpointError(f"{where}: a table has {table.length} elements, expected {expected}")
+    inside: dict[tuple[object, ...], str] = {}
     for fqn in root.entries:
-        if root.state_path(fqn).fqn != fqn:
+        path = root.state_path(fqn)
+        if path.fqn != fqn:
             raise CorruptCheckpointError(f"{where}: entry {fqn!r:.200} is kept under a path of another name")
+        _check_nesting(inside, path, where)
+
+
+def _check_nesting(inside: dict[tuple[object, ...], str], path: StatePath, where: str) -> None:
+    """Add an entry to what holds the entries before it (keys -> container). Refuses what no nested state is like."""
+    for depth, container in enumerate(path.containers):
+        if inside.setdefault(path.keys[:depth], container) != container:
+            raise CorruptCheckpointError(f"{where}: entry {path.fqn!r:.200} is in what is no {container} for others")
+    if path.keys in inside:
+        raise CorruptCheckpointError(f"{where}: entry {path.fqn!r:.200} stands where others are")
+    inside[path.keys] = ""
 
 
 def _position(key: object, fqn: str) -> int:
+    found = -1
     if isinstance(key, int) and not isinstance(key, bool):
-        return key
-    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10:
-        return int(key)
+        found = key
+    elif isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10:
+        found = int(key)
+    if 0 <= found < MAX_POSITION:
+        return found
     raise CorruptCheckpointError(f"entry {fqn!r:.200}: {key!r:.40} is no position in a list")
+
+
+_VALUE_LEVELS = 128
+"""Of JSON; the format's own limit is lower, and found when a value is decoded."""
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in inner)
 
 
 @dataclass(frozen=True)
@@ -382,12 +441,21 @@ class _Checker:
         if not isinstance(entry.get("path"), str):
             raise self.fail(f"value {fqn!r:.200}", entry, "a path and a value")
         _check_path(entry["path"], self.where)
+        if _is_deeper(entry["value"], _VALUE_LEVELS):
+            raise CorruptCheckpointError(f"{self.where}: value {fqn!r:.200} is nested deeper than any value")
         return ValueEntry(entry["path"], entry["value"])
 
     def keys(self, fqn: str, keys: Any) -> tuple[object, ...]:
         if fqn not in self.mapping("entries") or not isinstance(keys, list):
             raise self.fail(f"the keys of {fqn!r:.200}", keys, "a list, for a known entry")
-        return tuple(_values.decode_json(key) for key in keys)
+        found = tuple(_values.decode_json(key) for key in keys)
+        try:
+            for key in found:
+                hash(key)
+                str(key)
+        except (TypeError, ValueError):  # no key of any dict, or an integer with more digits than Python shows
+            raise self.fail(f"the keys of {fqn!r:.200}", keys, "keys of dicts") from None
+        return found
 
     def container(self, path: str, kind: Any) -> str:
         if kind not in CONTAINERS:
@@ -427,6 +495,13 @@ class Marker:
             return {self.tree}
         return {path.partition("/")[0] for path in (*self.arrays, *self.groups)}
 
+    def folders(self) -> set[str]:
+        """The folders that this attempt may have made, below the checkpoint's url."""
+        nodes = {join(self.tree, path) for path in (*self.arrays, *self.groups)}
+        own = f"{HOUSE}/{self.attempt}"
+        tables = {own, *(f"{own}/{name}" for name in (CHECKSUMS, WRITERS, SIZES))}
+        return nodes | tables | ({self.tree} if self.tree else set())
+
     def names_key(self, key: str) -> bool:
         """Whether a key is one that this attempt may have written (its marker and tables excepted)."""
         relative = key.removeprefix(f"{self.tree}/") if self.tree else key
@@ -452,11 +527,17 @@ _CHUNK_KEY = re.compile(r"c(\.\d+)*")
 _TABLE_KEY = re.compile(rf"{HOUSE}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES})/({re.escape(NODE)}|c\.0)")
 
 
+def is_tree(name: str) -> bool:
+    """Whether a name is that of a tree that is not the canonical one."""
+    return name.startswith("@") and _ID.fullmatch(name[1:]) is not None
+
+
 def is_table_key(key: str) -> bool:
     """Whether a key is one of an attempt's tables."""
     return _TABLE_KEY.fullmatch(key) is not None
 
 
+@_nesting_bounded
 def parse_marker(data: bytes, where: str) -> Marker:
     """Validate a stored marker; errors as in :func:`parse_root`."""
     check = _Checker(_unsealed(data, where)[1], where)
@@ -478,6 +559,7 @@ def claim_bytes(save_id: str) -> bytes:
     return _sealed(group_document({ATTRIBUTE: {"crc32c": _UNSEALED, "format": FORMAT, "claim": save_id}}))
 
 
+@_nesting_bounded
 def parse_claim(data: bytes, where: str) -> str:
     """The id of the attempt that put a stored claim; errors as in :func:`parse_root`."""
     check = _Checker(_unsealed(data, where)[1], where)

@@ -20,6 +20,9 @@ from zarrckpt._grid import Box, Grid, Ints, intersect, ravel_f
 if TYPE_CHECKING:
     from zarrckpt._store import Reader
 
+_MAX_DIMENSIONS = 32
+"""Cells and the elements in them have a dimension each on the way, and numpy has 64."""
+
 Altered = Callable[[int], NoReturn]
 """Raises the error for the subchunk with a place."""
 
@@ -46,8 +49,11 @@ class Bands:
 
 
 def bands_of(grid: Grid, chunk: Ints, box: Box) -> Bands | None:
-    """How a box needs a chunk; None where it needs parts of cells along another dimension than the first."""
-    if not grid.shape:
+    """How a box needs a chunk; None where it needs parts of cells along another dimension than the first.
+
+    None for arrays without dimensions too, and for those with too many.
+    """
+    if not 0 < len(grid.shape) <= _MAX_DIMENSIONS:
         return None
     sub = grid.subchunk_shape or grid.chunk_shape
     origin = tuple(c * n for c, n in zip(chunk, grid.chunk_shape, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteReques
 from zarr.storage import WrapperStore
 
 from zarrckpt._documents import NODE, ArrayNode
-from zarrckpt._errors import CorruptCheckpointError
+from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError
 
 if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest, Store
@@ -59,13 +59,27 @@ class StrictStore(WrapperStore[Any]):
         return value
 
     async def _get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
-        value: Buffer | None = await self._store.get(key, prototype, byte_range)
+        value: Buffer | None = await self._asked(f"reading {key!r}", self._store.get(key, prototype, byte_range))
         return value
 
     async def getsize(self, key: str) -> int:
         """An object's size by the store's own cheapest way."""
-        size: int = await self._store.getsize(key)
+        size: int = await self._asked(f"asking for the size of {key!r}", self._store.getsize(key))
         return size
+
+    async def _asked(self, what: str, answer: Awaitable[Any]) -> Any:
+        """An answer of the store. Its own errors become StorageError: they may quote credentials."""
+        failure: StorageError
+        try:
+            return await answer
+        except CheckpointError:
+            raise
+        except FileNotFoundError as error:
+            failure = ObjectNotFoundError(str(self._catalog.store.failure(what, error)))
+        except Exception as error:
+            failure = self._catalog.store.failure(what, error)
+        # Outside of the handler: an exception's context would keep the client's own text.
+        raise failure
 
     async def _has_other_size(self, node: ArrayNode, key: str) -> bool:
         try:

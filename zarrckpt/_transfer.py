@@ -147,15 +147,10 @@ def read_chunk(store: Store, read: ChunkRead, memory: BytesBudget) -> tuple[int,
 
     Raises CorruptCheckpointError naming the array and the object for an absent, short or altered object.
     """
-    if read.node.compression is not None:
-        nbytes = read.nbytes
-        with memory.take(nbytes + unpacking_bytes(read.node)) as both:
-            fetch(store, read, both[:nbytes])
-            return nbytes, deliver(store, read, both[:nbytes], both[nbytes:])
-    with memory.hold(read.nbytes):
-        with _missing_is_damage(store, read):
-            stored = store.read(_key(read), read.byte_offset, read.nbytes)
-        return read.nbytes, deliver(store, read, np.frombuffer(stored, np.uint8))
+    nbytes = read.nbytes
+    with memory.take(nbytes + unpacking_bytes(read.node)) as both:
+        fetch(store, read, both[:nbytes])
+        return nbytes, deliver(store, read, both[:nbytes], both[nbytes:])
 
 
 def fetch(store: Store, read: ChunkRead, stored: RawArray) -> None:
@@ -276,20 +271,25 @@ def new_array(store: Store, node: ArrayNode, checksums: RawArray, sizes: RawArra
     Raises CorruptCheckpointError where that is not stored, CheckpointError where there is not so much memory.
     """
     if node.nbytes > LARGE_BYTES:
-        first = (0,) * len(node.grid.shape)
-        end = chunk_table(node.grid, node.dtype.itemsize, first, checksums, sizes).object_size
-        try:
-            store.read(node.chunk_key(first), end - _codec.CRC_BYTES, _codec.CRC_BYTES)
-        except ObjectNotFoundError as err:
-            raise CorruptCheckpointError(
-                f"chunk {node.chunk_key(first)!r} of array {node.path!r} is missing in {store.url}"
-            ) from err
+        look_for_end(store, node, checksums, sizes)
     try:
         return np.empty(node.grid.shape, raw_dtype(node))
     except (MemoryError, ValueError) as err:
         raise CheckpointError(
             f"array {node.path!r} in {store.url} has {node.nbytes:,} bytes, more than can be allocated here: read it "
             "in parts, ckpt[name][begin:end]"
+        ) from err
+
+
+def look_for_end(store: Store, node: ArrayNode, checksums: RawArray, sizes: RawArray | None) -> None:
+    """One request for the end of an array's first chunk. Raises CorruptCheckpointError where that is not stored."""
+    first = (0,) * len(node.grid.shape)
+    end = chunk_table(node.grid, node.dtype.itemsize, first, checksums, sizes).object_size
+    try:
+        store.read(node.chunk_key(first), end - _codec.CRC_BYTES, _codec.CRC_BYTES)
+    except ObjectNotFoundError as err:
+        raise CorruptCheckpointError(
+            f"chunk {node.chunk_key(first)!r} of array {node.path!r} is missing in {store.url}"
         ) from err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from zarrckpt import _codec, _commit
 from zarrckpt._catalog import Catalog
 from zarrckpt._chunk_table import ChunkTable
 from zarrckpt._commit import CLAIM_KEY, marker_key
+from zarrckpt._compression import DecodeError
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
 from zarrckpt._errors import (
     CheckpointReplacedError,
@@ -26,6 +28,9 @@ from zarrckpt._grid import Ints
 from zarrckpt._memory import BytesBudget
 from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, BlobEntry, parse_claim, parse_marker, table_node
 from zarrckpt._transfer import Progress, requests, run
+
+_UNSTORED = 1 << 16
+"""A document can claim any number of chunks: at most so many are looked for that no table is stored for."""
 
 Fault = str | None
 """What is wrong with an object, or None."""
@@ -103,15 +108,17 @@ class _Verification:
         self._progress = progress
         self._lock = threading.Lock()
         self._done = self._total = 0
+        self._unreadable: str | None = None
         self.damages: list[Damage] = []
         self.objects = self.nbytes = 0
 
     def run(self, quick: bool) -> _Verification:
         listed = {info.key: info.size for info in self._store.list()}
         expected = [*self._documents(), *self._tables()]
-        # Their damage is found by their own checks; chunks can only be counted then.
+        # Their damage is found by their own checks; chunks have to speak for themselves then.
         tables = (quick and self._catalog.root.sizes is None) or self._can_read_tables()
-        expected += self._chunks(tables)
+        if self._can_be_as_many(listed):
+            expected += self._chunks(tables)
         self.objects = len(expected)
         self._total = sum(listed.get(item.key, 0) for item in expected)
         whole = [item for item in expected if self._is_there(item, listed)]
@@ -120,6 +127,7 @@ class _Verification:
         else:
             run((partial(self._read, item, listed[item.key]) for item in whole), self._store.max_concurrency)
             self.nbytes = self._done
+        self._note_tables()
         self.damages.sort(key=lambda damage: damage.key)
         return self
 
@@ -128,9 +136,30 @@ class _Verification:
             for _, node in self._arrays():
                 self._catalog.checksums(node)
                 break
-        except CorruptCheckpointError:
+        except CorruptCheckpointError as err:
+            self._unreadable = str(err)
             return False
         return True
+
+    def _note_tables(self) -> None:
+        """Name the table that could not be read, where its size is right: it is altered, or says what none says."""
+        if self._unreadable is None:
+            return
+        root, keys = self._catalog.root, {}
+        for name, table in ((CHECKSUMS, root.checksums), (SIZES, root.sizes)):
+            if table is not None:
+                key = table_node(root.save_id, name, table.length).chunk_key((0,))
+                keys[key] = self._fault(partial(self._fault_of, partial(self._catalog.read_table, name, table)))
+        if not any(keys.values()):
+            keys[key] = self._unreadable
+        noted = {damage.key for damage in self.damages}
+        self.damages += [Damage(key, "", fault) for key, fault in keys.items() if fault and key not in noted]
+
+    def _can_be_as_many(self, listed: dict[str, int]) -> bool:
+        """Whether the chunks that the root claims are worth looking for. If not, the table of writers is damaged."""
+        root = self._catalog.root
+        key = table_node(root.save_id, WRITERS, root.writers.length).chunk_key((0,))
+        return listed.get(key, 0) >= 4 * root.writers.length or root.writers.length <= len(listed) + _UNSTORED
 
     def _is_there(self, item: _Expected, listed: dict[str, int]) -> bool:
         """Whether an object is listed with its size. Notes where it is not."""
@@ -142,18 +171,22 @@ class _Verification:
         return False
 
     def _read(self, item: _Expected, size: int) -> None:
-        try:
-            fault = item.check()
-        except ObjectNotFoundError:
-            fault = "it is missing"
-        except (CorruptCheckpointError, ForeignObjectsError, UnsupportedFormatError) as err:
-            fault = str(err)
+        fault = self._fault(item.check)
         with self._lock:
             if fault is not None:
                 self.damages.append(Damage(item.key, item.fqn, fault))
             self._done += size
             if self._progress is not None:
                 self._progress(self._done, self._total)
+
+    @staticmethod
+    def _fault(check: Callable[[], Fault]) -> Fault:
+        try:
+            return check()
+        except ObjectNotFoundError:
+            return "it is missing"
+        except (CorruptCheckpointError, ForeignObjectsError, UnsupportedFormatError) as err:
+            return str(err)
 
     # -- what a checkpoint consists of
 
@@ -191,7 +224,7 @@ class _Verification:
         for fqn, node in self._arrays():
             stored = node.under(tree)
             for chunk in _all_chunks(node):
-                check = partial(self._check_chunk, node, chunk) if tables else _unknown
+                check = partial(self._check_chunk if tables else self._check_alone, node, chunk)
                 yield _Expected(stored.chunk_key(chunk), fqn, self._size(node, chunk, tables), check)
 
     def _size(self, node: ArrayNode, chunk: Ints, tables: bool) -> int | None:
@@ -239,9 +272,33 @@ class _Verification:
                     return f"bytes {begin}-{end} are not what was saved"
         return None
 
+    def _check_alone(self, node: ArrayNode, chunk: Ints) -> Fault:
+        """Without tables: whether a chunk's parts have the checksums that are stored behind them."""
+        key = node.under(self._catalog.root.tree).chunk_key(chunk)
+        size = _codec.subchunk_bytes(node.grid, node.dtype.itemsize) - _codec.CRC_BYTES
+        with self._memory.hold(_codec.chunk_object_size(node.grid, node.dtype.itemsize)):
+            stored = np.frombuffer(self._store.get(key), np.uint8)
+            for begin, nbytes in _spans(node, stored) or [(0, 0)]:
+                part = stored[begin : begin + nbytes]
+                if not _codec.CRC_BYTES < nbytes == len(part) or _codec.checked(part) is None:
+                    return f"bytes {begin}-{begin + nbytes} do not have the checksum that is stored behind them"
+                try:
+                    if node.compression is not None:
+                        node.compression.expect(part[: -_codec.CRC_BYTES], size)
+                except DecodeError as err:
+                    return f"bytes {begin}-{begin + nbytes} are not compressed elements: {err}"
+        return None
 
-def _unknown() -> Fault:
-    return None
+
+def _spans(node: ArrayNode, stored: _codec.RawArray) -> list[tuple[int, int]] | None:
+    """Where a chunk's subchunks are, (begin, bytes), by its own index; None where that is altered."""
+    if node.grid.subchunk_shape is None:
+        return [(0, len(stored))]
+    index = stored[-16 * math.prod(node.grid.sub_counts) - _codec.CRC_BYTES :]
+    if len(index) % 16 != _codec.CRC_BYTES or _codec.checked(index) is None:
+        return None
+    numbers: list[int] = index[: -_codec.CRC_BYTES].view("<u8").tolist()
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _all_chunks(node: ArrayNode) -> Iterator[Ints]:

@@ -241,7 +241,7 @@ class ZarrStorageWriter(StorageWriter):
         replaced = attempt.base_id
         stale = [m for m in attempt.older if not (self._keep_replaced and m.attempt == replaced)]
         try:
-            _commit.clean(store, stale, finished=[replaced] if replaced else [])
+            _commit.clean(store, stale, finished=[replaced] if replaced else [], committed=attempt.marker)
         except CheckpointError as err:
             # The save is committed: that must not look like a failure.
             warnings.warn(

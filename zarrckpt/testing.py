@@ -88,7 +88,7 @@ class Call:
 Rule = Callable[[Call], Fault | None]
 """Says what becomes of an operation; None: it is done. Called from many threads, one at a time."""
 
-WRITES = frozenset({"put", "create", "replace", "delete", "sync"})
+WRITES = frozenset({"put", "create", "replace", "delete", "sweep", "sync"})
 
 
 def never(call: Call) -> Fault | None:
@@ -179,6 +179,10 @@ class FaultyStore(Store):
         names = [*keys]
         self._call("delete", ", ".join(names), lambda: self._inner.delete(names))
 
+    def sweep(self, folders: Iterable[str]) -> None:
+        names = [*folders]
+        self._call("sweep", ", ".join(names), lambda: self._inner.sweep(names))
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         found = self._call("list", prefix, lambda: [*self._inner.list(prefix)])
         return iter(found)
@@ -189,6 +193,9 @@ class FaultyStore(Store):
     def sync(self, keys: Iterable[str]) -> None:
         names = [*keys]
         self._call("sync", ", ".join(names), lambda: self._inner.sync(names))
+
+    def failure(self, what: str, error: BaseException) -> StorageError:
+        return self._inner.failure(what, error)
 
     def zarr_store(self) -> ZarrStore:
         """The store behind this one: reads through zarr-python do not fail."""
@@ -233,11 +240,14 @@ class FaultyStore(Store):
             raise Stopped
         if fault is FAIL:
             raise StorageError(f"{verb} of {key!r} in {self.url} failed (injected)")
-        found = work()
-        if fault is STOP_AFTER:
-            raise Stopped
-        if fault is FAIL_AFTER:
-            raise StorageError(f"the answer to {verb} of {key!r} in {self.url} was lost (injected)")
+        try:
+            found = work()
+        finally:
+            # A refusal, or that there is nothing, is an answer that gets lost as well.
+            if fault is STOP_AFTER:
+                raise Stopped
+            if fault is FAIL_AFTER:
+                raise StorageError(f"the answer to {verb} of {key!r} in {self.url} was lost (injected)")
         return found
 
 

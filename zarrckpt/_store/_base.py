@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from zarrckpt._errors import StorageError
+from zarrckpt._store import _failures
+
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
 
@@ -68,6 +71,10 @@ class Store(abc.ABC):
     max_concurrency: int = 16
     """How many transfers (puts and reads) to run at once. A store may let fewer of them through at a time."""
 
+    def failure(self, what: str, error: BaseException) -> StorageError:
+        """A client's error as one of this package's own: what was done, where, why, the next step; never a secret."""
+        return _failures.storage_error(what, self.url, error, ())
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} holds a live client; pickle the StoreSpec that opened it")
 
@@ -88,10 +95,7 @@ class Store(abc.ABC):
         """
 
     def read(self, key: str, byte_offset: int, nbytes: int) -> memoryview:
-        """Return ``nbytes`` of the object from ``byte_offset`` on: a flat, read-only view of the client's own memory.
-
-        One copy less than :meth:`read_into` where a client fetches into memory of its own. Errors and cost as there.
-        """
+        """Return ``nbytes`` of the object from ``byte_offset`` on. Errors and cost as for :meth:`read_into`."""
         buffer = memoryview(bytearray(nbytes))
         self.read_into(key, byte_offset, buffer)
         return buffer.toreadonly()
@@ -144,6 +148,13 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; absent ones are no error. Local folders left empty below the url go too."""
+
+    def sweep(self, folders: Iterable[str]) -> None:  # noqa: B027 - there is nothing to do where objects are no files
+        """Remove what writes that a crash cut short left right in these folders ("" for the root), and empty ones.
+
+        Such files are no objects: no listing shows them. Does nothing where a put leaves nothing before its end.
+        Conditional puts must not be under way in them; other puts begin again.
+        """
 
     @abc.abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
 from zarrckpt._store._secrets import scrub
 
-_LONGEST = 500
+_BEGIN, _END = 300, 700
 # obstore appends the same facts once more, as a Rust structure over many lines.
 _DETAILS = "\n\nDebug source"
 
@@ -48,7 +48,9 @@ def reason(error: BaseException, known: Sequence[str]) -> str:
         # s3fs puts the server's error code into the cause only.
         text = f"{text} ({error.__cause__})"
     text = " ".join(scrub(text, known).split())
-    text = text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    if len(text) > _BEGIN + _END:
+        # A url comes first, however long, and what the server said last.
+        text = f"{text[:_BEGIN]} ... {text[-_END:]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

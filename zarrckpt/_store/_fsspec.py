@@ -136,6 +136,9 @@ class FsspecStore(Store):
     def sync(self, keys: Iterable[str]) -> None:
         """Nothing to do: what fsspec wrote is as durable as its filesystem makes it."""
 
+    def failure(self, what: str, error: BaseException) -> StorageError:
+        return _failures.storage_error(what, self.url, error, self._known, _hint(error))
+
     def zarr_store(self) -> ZarrStore:
         return self._own_errors("opening the store", self._filesystems.zarr_store)
 
@@ -236,7 +239,7 @@ class FsspecStore(Store):
         except CheckpointError:
             raise
         except Exception as error:
-            failure = _failures.storage_error(what, self.url, error, self._known, _hint(error))
+            failure = self.failure(what, error)
         # Outside of the handler: an exception's context would keep the client's unscrubbed text.
         raise failure
 
@@ -254,7 +257,7 @@ def _is_refusal(error: BaseException, condition: Mapping[str, Any]) -> bool:
     return status in (409, 412)
 
 
-def _hint(error: Exception) -> str:
+def _hint(error: BaseException) -> str:
     if isinstance(error, ImportError):
         return "Install what this protocol needs, for example: pip install 'zarrckpt[s3fs]'"
     if isinstance(error, PermissionError):

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import CheckpointError, StorageError
@@ -44,6 +44,7 @@ _NEXT_STEP = {
     errno.EEXIST: "A file stands where a folder is needed: choose another path",
     errno.EISDIR: "A folder stands where a file is needed: choose another path",
     errno.ESTALE: "The network filesystem lost the file: check the mount, and try again",
+    errno.EFBIG: "The file is too large for this filesystem, or for the limit on files (ulimit -f)",
     errno.EMFILE: "Too many files are open: raise the limit (ulimit -n)",
 }
 
@@ -140,12 +141,17 @@ class LocalStore(Store):
             for key in keys:
                 self._syncs.pop(key, None)
         paths = [self._path(key) for key in keys]
-        self._each("deleting", paths, _remove)
         folders = {folder for path in paths for folder in self._parents(path)} - {self._root}
-        # Deepest first, so that a folder is empty when its turn comes.
-        for folder in sorted(folders, key=lambda name: name.count("/"), reverse=True):
-            self._folders.discard(folder)
-            self._run("deleting", folder, _remove_folder)
+        _refuse_links("deleting", folders)
+        self._each("deleting", paths, _remove)
+        self._remove_folders(folders)
+
+    def sweep(self, folders: Iterable[str]) -> None:
+        paths = {self._path(folder) if folder else self._root for folder in folders}
+        # What is behind a link below the root is not ours.
+        paths = {path for path in paths if not any(map(os.path.islink, {path, *self._parents(path)} - {self._root}))}
+        self._each("deleting", sorted(paths), _remove_own)
+        self._remove_folders(paths.union(*map(self._parents, paths)) - {self._root})
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         todo = [check_key(prefix) if prefix else ""]
@@ -200,6 +206,7 @@ class LocalStore(Store):
     def _make_folder(self, folder: str) -> None:
         if folder in self._folders:
             return
+        _refuse_links("writing", {folder, *self._parents(folder)} - {self._root})
         if not self._folders:
             above = self._root
             while not os.path.isdir(above) and above != os.path.dirname(above):
@@ -213,6 +220,13 @@ class LocalStore(Store):
             # It was there, and a clean-up has removed it since.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
         self._folders.add(folder)
+
+    def _remove_folders(self, folders: Iterable[str]) -> None:
+        """Remove those that are empty."""
+        # Deepest first, so that a folder is empty when its turn comes.
+        for folder in sorted(folders, key=lambda name: name.count("/"), reverse=True):
+            self._folders.discard(folder)
+            self._run("deleting", folder, _remove_folder)
 
     def _sync_folders(self, keys: Iterable[str]) -> None:
         """The folders of the keys up to the root, its parent, and what grew above it."""
@@ -312,12 +326,32 @@ def _entry(item: os.DirEntry[str]) -> tuple[str, bool, int] | None:
         return (item.name, False, 0) if item.is_symlink() else None
 
 
+def _refuse_links(verb: str, folders: Iterable[str]) -> None:
+    """Raise StorageError for a link among the folders below a root: what is behind it lies outside, and is not ours."""
+    for folder in folders:
+        if os.path.islink(folder):
+            raise StorageError(f"{verb} in {folder!r} is refused: it is a link, which may lead elsewhere; remove it")
+
+
 def _remove(path: str) -> None:
     for name in (path, files.own_name(path, "part")):
         try:
             os.unlink(name)
         except files.ABSENT:
             continue
+
+
+def _remove_own(folder: str) -> None:
+    """Remove the helper files in a folder that processes left behind when they died."""
+    try:
+        with os.scandir(folder) as entries:
+            own = [item.path for item in entries if files.is_own_name(item.name)]
+    except files.ABSENT:
+        return
+    for path in own:
+        # Its writer may live: it finds its file gone, and writes it again.
+        with suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _remove_folder(folder: str) -> None:

@@ -35,6 +35,9 @@ T = TypeVar("T")
 SPLIT = 32 * 2**20
 """Objects from this size on go up in parts: a connection is seldom as fast as the line, and few fit in memory."""
 
+_PIECE = 2**18
+"""Answers come in pieces of about so many bytes, which stay in the processor's cache until they are copied."""
+
 _PART = 16 * 2**20
 _PARTS_AT_ONCE = 8
 _LEAST_AT_ONCE = 4
@@ -44,7 +47,7 @@ _DOUBT = 3
 
 _BUCKET_HINT = "Check that the bucket (or container) exists and that the endpoint and the region are its own"
 _ACCESS_HINT = "Check the credentials, and what they allow"
-_NETWORK_HINT = "Check the endpoint, the region and the network"
+_NETWORK_HINT = "Check the endpoint, the region and the network, and after a refusal the credentials"
 
 
 class ObstoreStore(Store):
@@ -70,31 +73,34 @@ class ObstoreStore(Store):
         return self._read(key, 0, fetch)
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
-        buffer[:] = self.read(key, byte_offset, len(buffer))
+        if not len(buffer):
+            return
+        end, tries = byte_offset + len(buffer), itertools.count(1)
 
-    def read(self, key: str, byte_offset: int, nbytes: int) -> memoryview:
-        if not nbytes:
-            return memoryview(b"")
-        tries = itertools.count(1)
-
-        def fetch(store: Any) -> memoryview:
+        def fetch(store: Any) -> int:
             # A range behind the end is an error of no kind of its own.
             if next(tries) == _DOUBT:
-                self._refuse_short(key, byte_offset + nbytes)
-            return memoryview(obstore.get_range(store, below("", key), start=byte_offset, length=nbytes))
+                self._refuse_short(key, end)
+            done = 0
+            answer = obstore.get(store, below("", key), options={"range": (byte_offset, end)})
+            # Piece by piece into memory that is used again: a whole answer would be put together in new memory.
+            for piece in answer.stream(min_chunk_size=_PIECE):
+                view = memoryview(piece)
+                buffer[done : done + len(view)] = view
+                done += len(view)
+            return done
 
         try:
-            data = self._read(key, nbytes, fetch)
+            done = self._read(key, len(buffer), fetch)
         except ObjectNotFoundError:
             raise
         except StorageError:
             if next(tries) <= _DOUBT:
                 with self._gate.slot(0):
-                    self._refuse_short(key, byte_offset + nbytes)
+                    self._refuse_short(key, end)
             raise
-        if len(data) != nbytes:
-            raise _failures.short_object(key, self.url, byte_offset + nbytes, byte_offset + len(data))
-        return data
+        if done != len(buffer):
+            raise _failures.short_object(key, self.url, end, byte_offset + done)
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         views = byte_views(buffers) or [memoryview(b"")]
@@ -179,6 +185,9 @@ class ObstoreStore(Store):
         from zarrckpt._store._zarr_readers import ForkCheckedStore
 
         return ForkCheckedStore(self._client.store, read_only=True)
+
+    def failure(self, what: str, error: BaseException) -> StorageError:
+        return _failures.storage_error(what, self.url, error, self._client.known_secrets, _hint(error))
 
     # -- what the guard needs
 
@@ -274,12 +283,12 @@ class ObstoreStore(Store):
         except CheckpointError:
             raise
         except Exception as error:
-            failure = _failures.storage_error(what, self.url, error, self._client.known_secrets, _hint(error))
+            failure = self.failure(what, error)
         # Outside of the handler: an exception's context would keep the client's unscrubbed text.
         raise failure
 
 
-def _hint(error: Exception) -> str:
+def _hint(error: BaseException) -> str:
     if isinstance(error, client_errors.PermissionDeniedError | client_errors.UnauthenticatedError):
         return _ACCESS_HINT
     return _BUCKET_HINT if isinstance(error, FileNotFoundError) else _NETWORK_HINT

@@ -12,7 +12,7 @@ from zarr.abc.store import Store as ZarrStore
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync as wait
 
-from zarrckpt._errors import CheckpointError, ObjectNotFoundError
+from zarrckpt._errors import CheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, Versioned
 from zarrckpt._store._guard import Guard, Honoured
@@ -167,13 +167,16 @@ class WrappedZarrStore(Store):
         except FileNotFoundError:
             return None
 
+    def failure(self, what: str, error: BaseException) -> StorageError:
+        return _failures.storage_error(what, self.url, error, (), _hint(self._store))
+
     def _run(self, what: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         try:
             return wait(call())
         except CheckpointError:
             raise
         except Exception as error:
-            failure = _failures.storage_error(what, self.url, error, (), _hint(self._store))
+            failure = self.failure(what, error)
         # Outside of the handler: an exception's context would keep the client's unscrubbed text.
         raise failure
 

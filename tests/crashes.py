@@ -1,0 +1,257 @@
+"""What tests of crashes share: small states, places to save to, and what must be true of a place afterwards."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from one_at_a_time import Shelf, running
+
+import zarrckpt
+from zarrckpt._store import Store, open_store
+from zarrckpt.testing import FaultyStore, Rule, Stopped
+
+SAVING: dict[str, Any] = {"max_chunk_bytes": 48, "concurrency": 1}
+"""Options of saves here: two chunks of "w", and one thread, so that operations come in one order."""
+
+
+def state(value: int) -> dict[str, Any]:
+    """A small state that says which save it is of: tensors, one in two chunks, a value, a blob, nested groups."""
+    return {
+        "w": torch.arange(24, dtype=torch.float32).reshape(6, 4) + 100 * value,
+        "deep": {"b": torch.full((3,), value, dtype=torch.bfloat16), "er": {"n": torch.tensor(value)}},
+        "step": value,
+        "blob": b"%d" % value * 3,
+    }
+
+
+@dataclass
+class Place:
+    """Somewhere that checkpoints are saved to: the arguments that name it."""
+
+    url: str | None = None
+    store: object | None = None
+    storage_options: dict[str, Any] | None = None
+    durable: bool = field(default=True, kw_only=True)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For any function of the package."""
+        return {"url": self.url, "store": self.store, "storage_options": self.storage_options}
+
+    def save(self, value: int, *, overwrite: bool = False) -> zarrckpt.SaveReport:
+        """Save :func:`state` of a value, which is its number as well."""
+        running.number = value
+        return zarrckpt.save(state(value), **self.options, **SAVING, overwrite=overwrite, durable=self.durable)
+
+    def faulty(self, rule: Rule) -> FaultyStore:
+        """The same place behind a store that fails."""
+        store = FaultyStore(rule=rule, **self.options, durable=self.durable)
+        store.max_concurrency = 1
+        return store
+
+    def opened(self) -> Store:
+        """The bare store."""
+        return open_store(**self.options, durable=False)
+
+    def keys(self) -> set[str]:
+        """The keys of all that is stored."""
+        return {info.key for info in self.opened().list()}
+
+    def objects(self) -> dict[str, bytes]:
+        """All that is stored."""
+        store = self.opened()
+        return {info.key: store.get(info.key) for info in store.list()}
+
+    def fill(self, objects: Mapping[str, bytes]) -> Place:
+        """Store objects as they are."""
+        if self.url is not None and "://" not in self.url:
+            for key, data in objects.items():
+                path = Path(self.url, key)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+        else:
+            store = self.opened()
+            with ThreadPoolExecutor(4) as pool:
+                for _ in pool.map(lambda item: store.put(item[0], [item[1]]), objects.items()):
+                    pass
+        return self
+
+
+def in_memory() -> Place:
+    """A fresh place in this process's memory."""
+    return Place(store=Shelf({}).store)
+
+
+def held(place: Place) -> int | None:
+    """Which state opens at a place, every value and every stored byte of it checked; None: nothing is committed."""
+    try:
+        checkpoint = zarrckpt.open(**place.options)
+    except zarrckpt.CheckpointNotFoundError:
+        return None
+    value: int = checkpoint["step"]
+    expected, arrays = state(value), checkpoint.read()
+    assert np.array_equal(arrays["w"], expected["w"].numpy())
+    assert (arrays["deep.b"].astype("f4") == value).all() and arrays["deep.b"].shape == (3,)
+    assert arrays["deep.er.n"] == value and checkpoint["blob"] == expected["blob"] and len(checkpoint) == 5
+    checkpoint.verify().raise_if_damaged()
+    return value
+
+
+@cache
+def _clean() -> tuple[frozenset[str], frozenset[str]]:
+    """The keys that one clean save leaves at an empty place: of its house, with "ID" for its id, and of its tree."""
+    place = in_memory()
+    own = f"@zarrckpt/{place.save(0).save_id}/"
+    house = {key for key in place.keys() if key.startswith("@zarrckpt/")}  # noqa: SIM118 - it is no mapping
+    tree = frozenset(place.keys() - house - {"zarr.json"})
+    return frozenset(key.replace(own, "@zarrckpt/ID/") for key in house), tree
+
+
+def needed(place: Place) -> set[str]:
+    """Exactly the keys that the committed checkpoint consists of, by what one clean save to an empty place leaves."""
+    checkpoint, (house, tree) = zarrckpt.open(**place.options), _clean()
+    keys = {key.replace("/ID/", f"/{checkpoint.save_id}/") for key in house} | {"zarr.json"}
+    if not checkpoint.tree:
+        return keys | tree
+    return keys | {f"{checkpoint.tree}/{key}" for key in (*tree, "zarr.json")}
+
+
+def all_files(folder: str | os.PathLike[str]) -> tuple[set[str], set[str]]:
+    """Every file below a folder, hidden ones as well, and every empty folder."""
+    files, empty = set(), set()
+    for path in Path(folder).rglob("*"):
+        if path.is_dir():
+            empty |= set() if any(path.iterdir()) else {str(path.relative_to(folder))}
+        else:
+            files.add(str(path.relative_to(folder)))
+    return files, empty
+
+
+def crashed(action: Callable[[], object]) -> BaseException | None:
+    """Run what may fail; return its error. Anything but an error of the package, or a stop, is raised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            action()
+        except (zarrckpt.CheckpointError, Stopped) as err:
+            return err
+    return None
+
+
+def next_save_is_whole(place: Place, value: int = 9) -> None:
+    """The next save commits, and after :func:`zarrckpt.recover` nothing but its checkpoint is stored."""
+    place.save(value, overwrite=held(place) is not None)
+    assert held(place) == value
+    zarrckpt.recover(**place.options, stopped=True)
+    assert held(place) == value
+    assert place.keys() == needed(place)
+    if isinstance(place.url, str) and os.path.isdir(place.url):
+        assert all_files(place.url) == (needed(place), set())
+
+
+# -- system calls
+
+
+@dataclass(frozen=True)
+class Event:
+    """One system call that changes the disk, or an fsync; ``source`` is what a link or a rename was made from."""
+
+    verb: str
+    path: str
+    source: str = ""
+
+
+class Disk:
+    """Stands in for ``os`` in the modules of local files: remembers what changes the disk, and dies at one such call.
+
+    Args:
+        stop_at: the number of the call, from 0 on, that is not made, as little as any change after it.
+        half: a write with that number writes half of its bytes first.
+        short: every write takes half of what it is given, and goes on.
+    """
+
+    def __init__(self, stop_at: int | None = None, *, half: bool = False, short: bool = False) -> None:
+        self.events: list[Event] = []
+        """In the order in which changes began and fsyncs ended."""
+        self.changes = 0
+        self.stopped = False
+        self._stop_at, self._half, self._short = stop_at, half, short
+        self._paths: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT and not os.path.lexists(path):
+            self._change("open", path)
+        file = os.open(path, flags, mode)
+        with self._lock:
+            self._paths[file] = path
+        return file
+
+    def writev(self, file: int, buffers: Sequence[memoryview]) -> int:
+        try:
+            self._change("write", self._paths[file])
+        except Stopped:
+            if self._half and self.changes == self._stop_at:
+                self._half = False
+                self._write_half(file, buffers)
+            raise
+        return self._write_half(file, buffers) if self._short else os.writev(file, buffers)
+
+    @staticmethod
+    def _write_half(file: int, buffers: Sequence[memoryview]) -> int:
+        data = b"".join(buffers)
+        return os.write(file, data[: (len(data) + 1) // 2])
+
+    def fsync(self, file: int) -> None:
+        if self.stopped:
+            raise Stopped
+        os.fsync(file)
+        with self._lock:
+            self.events.append(Event("fsync", self._paths[file]))
+
+    def link(self, source: str, path: str) -> None:
+        self._change("link", path, source)
+        os.link(source, path)
+
+    def replace(self, source: str, path: str) -> None:
+        self._change("replace", path, source)
+        os.replace(source, path)
+
+    def unlink(self, path: str) -> None:
+        if os.path.lexists(path):
+            self._change("unlink", path)
+        os.unlink(path)
+
+    def rmdir(self, path: str) -> None:
+        if os.path.isdir(path) and not os.listdir(path):
+            self._change("rmdir", path)
+        os.rmdir(path)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        parent = os.path.dirname(path)
+        if parent and not os.path.exists(parent):
+            self.makedirs(parent, exist_ok=True)
+        if not os.path.lexists(path):
+            self._change("mkdir", path)
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def _change(self, verb: str, path: str, source: str = "") -> None:
+        with self._lock:
+            self.stopped = self.stopped or self.changes == self._stop_at
+            if self.stopped:
+                raise Stopped
+            self.changes += 1
+            self.events.append(Event(verb, path, source))

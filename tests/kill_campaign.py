@@ -1,0 +1,561 @@
+"""Kill ranks of real saves at random moments, and look at what is stored after each.
+
+    python -m tests.kill_campaign --kills 300                # a temporary folder, and an S3 server of its own
+    python -m tests.kill_campaign --kills 100 --url s3://bucket/kills --url /mnt/shared/kills
+
+Four processes save, over gloo, a state whose pieces move between them: to a new place, or in place of a checkpoint that
+they saved just before. At a random moment of it one of them, or all, get SIGKILL; the others are ended a moment later,
+as torchrun does it, or in a share of the trials watched until they have noticed by themselves. After each kill the
+place must open as the complete old or the complete new checkpoint, or as not committed, and be free of damage; every
+few kills the next save must succeed and leave nothing of the dead ones. A place under ``--url`` must be empty.
+
+The command prints a table, and exits with 1 if anything was wrong, or took longer than a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import mmap
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[:2]))
+
+import torch
+import torch.distributed as dist
+from uneven_states import full, mesh_of, same_bits, sharded, uneven_state, uneven_values, uneven_wholes
+
+import zarrckpt
+from benchmarks.s3_server import served
+from zarrckpt import _commit
+from zarrckpt._exchange import Channel
+from zarrckpt._store import open_store
+from zarrckpt._writer import ZarrStorageWriter
+
+RANKS = 4
+WATCHED_SECONDS = 20.0
+"""How long survivors are watched."""
+
+LONGEST_SECONDS = 60.0
+"""A case that takes longer hangs."""
+
+AGENT_SECONDS = 0.1
+"""How often torchrun looks at its processes."""
+
+OPTIONS: dict[str, Any] = {"fill_bytes": 8 << 10, "max_inflight_bytes": 64 << 10}
+"""Of the saves: pieces move in many rounds."""
+
+LATE = ("_api", "_checkpoint", "_cleaning", "_verify", "_store._local", "_store._obstore")
+"""This package's modules that are imported when they are needed: here before processes are forked."""
+
+_context = multiprocessing.get_context("fork")
+
+
+class Place(IntEnum):
+    """How far a rank is with its save; the coordinator's steps are in their order."""
+
+    STARTS = 0
+    PLANS = 1
+    BEGINS = 2
+    SENDS_PLANS = 3
+    WRITES = 4
+    EXCHANGES = 5
+    WAITS = 6
+    COUNTS = 7
+    COMMITS = 8
+    CLEANS = 9
+    RETURNED = 10
+
+
+class Board:
+    """What the ranks of a job tell while they save: memory that all processes share."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def clear(self) -> None:
+        self._memory[: 2 * RANKS] = bytes(2 * RANKS)
+
+    def mark(self, rank: int, place: Place) -> None:
+        self._memory[rank] = place
+
+    def place(self, rank: int) -> Place:
+        return Place(self._memory[rank])
+
+    def fail(self, rank: int) -> None:
+        self._memory[RANKS + rank] = 1
+
+    def failed(self, rank: int) -> bool:
+        return bool(self._memory[RANKS + rank])
+
+    def all_at(self, place: Place) -> bool:
+        return all(self.place(rank) >= place for rank in range(RANKS))
+
+
+# -- the state
+
+
+def _extra(number: float) -> dict[str, torch.Tensor]:
+    """Tensors of a few KiB, whose pieces move, and a larger one."""
+    small = {f"small.{place}": full((64, 16), number + place / 100) for place in range(12)}
+    return {**small, "large": full((1024, 512), number)}
+
+
+def state_of(number: float) -> dict[str, Any]:
+    """The state that is saved, of four ranks. Collective."""
+    line = mesh_of([*range(RANKS)])
+    extra = {name: sharded(whole, line) for name, whole in _extra(number).items()}
+    return {**uneven_state(number), "extra": extra}
+
+
+def wrong_entries(checkpoint: zarrckpt.Checkpoint, number: float) -> list[str]:
+    """The entries of a checkpoint that are not those of ``state_of(number)``."""
+    wholes = uneven_wholes(number) | {f"extra.{name}": whole for name, whole in _extra(number).items()}
+    values = uneven_values(number)
+    found = checkpoint.read()
+    wrong = [name for name in wholes.keys() & found if not same_bits(found[name], wholes[name])]
+    wrong += [name for name in values.keys() & {*checkpoint.non_tensors} if checkpoint[name] != values[name]]
+    return wrong + sorted({*wholes, *values} ^ {*checkpoint})
+
+
+# -- the ranks
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A save by four processes: of one number to a new place, or in place of another, which they save before."""
+
+    url: str
+    number: int
+    replaces: bool = False
+
+    def run(self, rank: int, board: Board) -> None:
+        """Called on every rank, within their process group."""
+        if self.replaces:
+            zarrckpt.save(state_of(self.number - 1), self.url, overwrite=True, **OPTIONS)
+        state = state_of(self.number)
+        _watch(rank, board)
+        dist.barrier()
+        board.mark(rank, Place.PLANS)
+        zarrckpt.save(state, self.url, overwrite=True, **OPTIONS)
+        board.mark(rank, Place.RETURNED)
+
+
+def _watch(rank: int, board: Board) -> None:
+    """Have every step of the next save marked on the board."""
+
+    def marked(owner: Any, name: str, place: Place, after: Place) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            board.mark(rank, place)
+            found = real(*args, **options)
+            board.mark(rank, after)
+            return found
+
+        setattr(owner, name, call)
+
+    marked(_commit, "begin", Place.BEGINS, Place.SENDS_PLANS)
+    marked(ZarrStorageWriter, "write_data", Place.WRITES, Place.WAITS)
+    marked(Channel, "swap", Place.EXCHANGES, Place.WRITES)
+    marked(ZarrStorageWriter, "finish", Place.COUNTS, Place.CLEANS)
+    marked(_commit, "commit", Place.COMMITS, Place.CLEANS)
+
+
+def _rank(saving: Saving, rank: int, board: Board, port: int, name: str, log: str) -> None:
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        torch.set_num_threads(1)
+        server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        store = dist.PrefixStore(name, server)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=LONGEST_SECONDS)
+        )
+        saving.run(rank, board)
+    except BaseException:
+        board.fail(rank)
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+class Job:
+    """Four processes that save."""
+
+    def __init__(self, saving: Saving, board: Board, port: int, name: str, log: str) -> None:
+        board.clear()
+        self._board = board
+        self.processes = [
+            _context.Process(target=_rank, args=(saving, rank, board, port, name, log), daemon=True)
+            for rank in range(RANKS)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def wait_until(self, place: Place) -> None:
+        """Return when all ranks are that far. Raises where one ends before."""
+        deadline = time.monotonic() + LONGEST_SECONDS
+        while not self._board.all_at(place):
+            if any(process.exitcode for process in self.processes):
+                raise Wrong("a rank failed that nobody killed")
+            if time.monotonic() > deadline:
+                raise Wrong(f"hangs: {[self._board.place(rank).name for rank in range(RANKS)]}")
+            time.sleep(0.0005)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.processes[rank].kill()
+        for rank in ranks:
+            self.processes[rank].join()
+
+    def running(self) -> list[int]:
+        return [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+
+    def wait_for_any(self, seconds: float) -> None:
+        """Return when a process that runs has ended, or after some seconds; at once where none runs."""
+        if running := self.running():
+            wait([self.processes[rank].sentinel for rank in running], seconds)
+
+    def end(self) -> None:
+        self.kill(range(RANKS))
+        for process in self.processes:
+            process.close()
+
+
+# -- processes of the campaign
+
+
+class Wrong(Exception):
+    """Something is not as it must be."""
+
+
+class Helper:
+    """A forked process that answers calls: what it does leaves no threads and no clients in this one."""
+
+    def __init__(self, work: Callable[[Connection], None]) -> None:
+        self._pipe, child = _context.Pipe()
+        self._process = _context.Process(target=work, args=(child,), daemon=True)
+        self._process.start()
+        child.close()
+
+    def receive(self) -> Any:
+        if not self._pipe.poll(LONGEST_SECONDS):
+            raise Wrong(f"hangs: no answer within {LONGEST_SECONDS} s")
+        right, found = self._pipe.recv()
+        if not right:
+            raise Wrong(found)
+        return found
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        self._pipe.send((function, args))
+        return self.receive()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _rendezvous(pipe: Connection) -> None:
+    """A TCPStore, as torchrun has one."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send((True, server.port))
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+
+
+def _answer(pipe: Connection) -> None:
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = pipe.recv()
+            try:
+                pipe.send((True, function(*args)))
+            except Exception:
+                pipe.send((False, traceback.format_exc()))
+
+
+def look(url: str) -> int | None:
+    """The number of the checkpoint at a url, which must be whole and free of damage; None where none is committed."""
+    try:
+        checkpoint = zarrckpt.open(url)
+    except zarrckpt.CheckpointNotFoundError:
+        return None
+    number: int = checkpoint["value"][2]
+    if wrong := wrong_entries(checkpoint, number):
+        raise Wrong(f"{url}: these entries are not those of save {number}: {wrong}")
+    checkpoint.verify().raise_if_damaged()
+    return number
+
+
+def left_beside(url: str) -> list[str]:
+    """What lies at a url and is not of the checkpoint that is committed there: names in its folder."""
+    tree = zarrckpt.open(url).tree
+    objects, folders = open_store(url).list_dir()
+    # The canonical tree has no folder of its own.
+    names = {*objects, *folders} - {"zarr.json", "@zarrckpt", tree} if tree else set()
+    # Files that were being written; those of the root and of the claim are as small as they are rare.
+    parts = () if "://" in url else Path(url).glob("[@a-z]*/*/**/.zarrckpt-*.part")
+    return sorted({*names, *map(str, parts)})
+
+
+def erase(url: str) -> list[str]:
+    """Remove all that saves left at a url; return the keys that are still there, which must be none."""
+    with contextlib.suppress(zarrckpt.CheckpointNotFoundError):
+        zarrckpt.remove(url)
+    return [info.key for info in open_store(url).list()]
+
+
+# -- trials
+
+
+@dataclass
+class Kill:
+    """One kill, and what came of it."""
+
+    url: str
+    replaces: bool
+    victims: tuple[int, ...]
+    place: str
+    """Where the victim was, or the coordinator where all were killed."""
+    coordinator: str
+    """Where the coordinator was when the last process had ended."""
+    found: str
+    """"old", "new", "none"."""
+    seconds: float
+    noticed: float | None = None
+    """After how many seconds the last survivor had ended by itself, where that was waited for."""
+    unaware: int = 0
+    """Survivors that had not ended after WATCHED_SECONDS."""
+
+
+@dataclass
+class Report:
+    """All kills of a campaign."""
+
+    kills: list[Kill] = field(default_factory=list)
+    wrongs: list[str] = field(default_factory=list)
+    late: int = 0
+    """Kills that came when the save was over: not counted, but what they left was looked at as well."""
+    next_saves: int = 0
+    durations: dict[str, float] = field(default_factory=dict)
+    longest: float = 0.0
+
+    @property
+    def hangs(self) -> int:
+        return sum(kill.seconds > LONGEST_SECONDS for kill in self.kills) + sum("hangs" in w for w in self.wrongs)
+
+    def text(self) -> str:
+        """The campaign as a few tables."""
+        lines = [f"{len(self.kills)} kills, {len(self.wrongs)} wrong, {self.hangs} hangs; {self.late} came too late"]
+        lines += [f"{self.next_saves} next saves; the longest case took {self.longest:.1f} s", ""]
+        lines += [f"a save takes {seconds:.2f} s: {what}" for what, seconds in self.durations.items()]
+        found = Counter((kill.place, kill.found) for kill in self.kills)
+        lines += ["", f"{'killed while it':<16}{'none':>6}{'old':>6}{'new':>6}"]
+        for place in Place:
+            counts = [found[place.name, what] for what in ("none", "old", "new")]
+            if any(counts):
+                lines.append(f"{place.name.lower():<16}" + "".join(f"{count:>6}" for count in counts))
+        lines += ["", *self._groups(), *self._survivors(), *self.wrongs]
+        return "\n".join(lines)
+
+    def _groups(self) -> Iterator[str]:
+        groups = Counter(
+            (
+                "S3" if kill.url.startswith("s3:") else "local files",
+                "overwrite" if kill.replaces else "first save",
+                "all ranks" if len(kill.victims) > 1 else "the coordinator" if 0 in kill.victims else "another rank",
+            )
+            for kill in self.kills
+        )
+        for (where, what, who), count in sorted(groups.items()):
+            yield f"{count:>5}  {where}, {what}, {who}"
+
+    def _survivors(self) -> Iterator[str]:
+        watched = [kill for kill in self.kills if kill.noticed is not None]
+        if watched:
+            aware = sorted(kill.noticed or 0.0 for kill in watched if not kill.unaware)
+            shown = f"median {statistics.median(aware):.2f} s, most {aware[-1]:.2f} s" if aware else "none did"
+            yield f"\nsurvivors were watched {len(watched)} times: all had noticed in {len(aware)} ({shown})"
+            for kill in watched:
+                if kill.unaware:
+                    yield f"  not by {kill.unaware} after {WATCHED_SECONDS:.0f} s: {kill.victims} {kill.place}"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How often: all ranks are killed, survivors are watched, and the next save is tried."""
+
+    all_ranks: float = 0.3
+    watched: float = 0.1
+    next_save: float = 0.25
+
+
+class Campaign:
+    """Trials at some urls in turn, first saves and overwrites."""
+
+    def __init__(self, urls: Sequence[str], folder: str, seed: int = 0, shares: Shares = Shares()) -> None:
+        self._urls = urls
+        self._random = random.Random(seed)
+        self._shares = shares
+        self._log = f"{folder}/ranks.log"
+        self._board = Board()
+        self._rendezvous = Helper(_rendezvous)
+        self._port: int = self._rendezvous.receive()
+        self._checker = Helper(_answer)
+        self._jobs = self._number = 0
+        self.report = Report()
+
+    def end(self) -> None:
+        self._checker.end()
+        self._rendezvous.end()
+
+    def run(self, kills: int, told: Callable[[str], None] = print) -> Report:
+        """Kill so often. What is wrong is told at once, and the campaign goes on."""
+        kinds = [(url, replaces) for url in self._urls for replaces in (False, True)]
+        for url, replaces in kinds:
+            seconds = statistics.median(self._whole(f"{url}/latest", replaces) for _ in range(min(3, 1 + kills // 20)))
+            self.report.durations[f"{url}, {'overwrite' if replaces else 'first save'}"] = seconds
+        durations = [*self.report.durations.values()]
+        trial = 0
+        while len(self.report.kills) < kills and len(self.report.wrongs) < 10:
+            which = trial % len(kinds)
+            began = time.monotonic()
+            try:
+                self._trial(*kinds[which], durations[which], trial)
+            except Wrong as err:
+                self.report.wrongs.append(f"trial {trial}, {kinds[which]}: {err}")
+                told(self.report.wrongs[-1])
+            self.report.longest = max(self.report.longest, time.monotonic() - began)
+            trial += 1
+            if trial % 50 == 0:
+                told(f"{len(self.report.kills)} kills, {len(self.report.wrongs)} wrong")
+        return self.report
+
+    def _start(self, saving: Saving) -> Job:
+        self._jobs += 1
+        return Job(saving, self._board, self._port, f"job-{self._jobs}", self._log)
+
+    def _whole(self, place: str, replaces: bool = False) -> float:
+        """Save without a kill; return how long that took. Nothing of dead attempts is left then."""
+        saving = self._saving(place, replaces)
+        job = self._start(saving)
+        try:
+            job.wait_until(Place.PLANS)
+            began = time.monotonic()
+            job.wait_until(Place.RETURNED)
+            seconds = time.monotonic() - began
+        finally:
+            job.end()
+        found, left = self._checker.call(look, place), self._checker.call(left_beside, place)
+        if found != saving.number or left:
+            raise Wrong(f"save {saving.number} succeeded: found are save {found}, and {left} of others")
+        return seconds
+
+    def _saving(self, url: str, replaces: bool) -> Saving:
+        self._number += 2
+        return Saving(url, self._number, replaces)
+
+    def _trial(self, url: str, replaces: bool, duration: float, trial: int) -> None:
+        place = f"{url}/latest" if replaces else f"{url}/first-{trial}"
+        saving = self._saving(place, replaces)
+        began = time.monotonic()
+        kill, killed = self._kill(saving, duration)
+        found = self._checker.call(look, place)
+        names = {saving.number: "new", saving.number - 1: "old", None: "none"}
+        kill.found = names.get(found, f"save {found}")
+        kill.seconds = time.monotonic() - began
+        if killed:
+            self.report.kills.append(kill)
+        else:
+            self.report.late += 1
+        self._judge(kill)
+        if self._random.random() < self._shares.next_save:
+            self._whole(place)
+            self.report.next_saves += 1
+        if not replaces and (left := self._checker.call(erase, place)):
+            raise Wrong(f"remove left {left}")
+
+    def _kill(self, saving: Saving, duration: float) -> tuple[Kill, bool]:
+        """Kill within a save. Returns what was done, and whether the save was still under way."""
+        board, shares, chance = self._board, self._shares, self._random
+        everyone = chance.random() < shares.all_ranks
+        victims = tuple(chance.sample(range(RANKS), RANKS if everyone else 1))
+        watches = not everyone and chance.random() < shares.watched
+        job = self._start(saving)
+        try:
+            job.wait_until(Place.PLANS)
+            time.sleep(chance.uniform(0, 1.05 * duration))
+            job.kill(victims)
+            at = time.monotonic()
+            place = board.place(0 if everyone else victims[0])
+            if watches:
+                while job.running() and time.monotonic() < at + WATCHED_SECONDS:
+                    job.wait_for_any(at + WATCHED_SECONDS - time.monotonic())
+            elif not everyone:
+                job.wait_for_any(chance.uniform(0, AGENT_SECONDS))
+            noticed, unaware = time.monotonic() - at, len(job.running())
+        finally:
+            job.end()
+        kill = Kill(saving.url, saving.replaces, victims, place.name, board.place(0).name, "", 0.0)
+        if watches:
+            kill.noticed, kill.unaware = noticed, unaware
+        return kill, place is not Place.RETURNED
+
+    def _judge(self, kill: Kill) -> None:
+        """Whether what was found is what the coordinator's place allows."""
+        before = "old" if kill.replaces else "none"
+        reached = Place[kill.coordinator]
+        allowed = {before} if reached < Place.COMMITS else {"new"} if reached > Place.COMMITS else {before, "new"}
+        if kill.found not in allowed:
+            raise Wrong(f"the coordinator came to {reached.name}, expected {sorted(allowed)}: {kill}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--url", action="append", help="where to save; default: a temporary folder, and an S3 server")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--watched", type=float, default=Shares.watched, help="share of kills whose survivors are let")
+    parser.add_argument("--latency", type=float, default=0.002, help="of the S3 server, in seconds")
+    parser.add_argument("--json", help="a file for the result, all kills one by one")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # a process that has started OpenMP's threads cannot be forked
+    for name in ("torch._dynamo", *(f"zarrckpt.{name}" for name in LATE)):
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory(prefix="zarrckpt-kills-") as folder, contextlib.ExitStack() as stack:
+        urls = args.url
+        if not urls:
+            server = stack.enter_context(served(latency=args.latency))
+            os.environ |= server.environment
+            urls = [f"{folder}/local", "s3://bucket/kills"]
+        campaign = Campaign(urls, folder, args.seed, Shares(watched=args.watched))
+        stack.callback(campaign.end)
+        report = campaign.run(args.kills)
+        if report.wrongs:
+            print(Path(folder, "ranks.log").read_text()[-20_000:])
+    print(report.text())
+    if args.json:
+        Path(args.json).write_text(json.dumps(asdict(report), indent=1))
+    sys.exit(bool(report.wrongs or report.hangs or report.longest > LONGEST_SECONDS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""The code of saves and reads over one store in memory that answers one operation at a time.
+
+Every operation on the store is asked for, and answered by whoever decides the order (see ``interleaving.py``). What the
+store holds is a dict, which is never changed in place.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+from unittest import mock
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+import zarrckpt
+from zarrckpt import ZarrStorageWriter, _commit, _finish, _transfer, _writer
+from zarrckpt._api import save_with
+from zarrckpt._errors import ObjectNotFoundError, StorageError
+from zarrckpt._mail import Facts
+from zarrckpt._object_planners import ObjectSavePlanner
+from zarrckpt._store import Buffer, ObjectInfo, Store, Versioned
+from zarrckpt._store._base import Listing
+from zarrckpt._store._guard import Guard, Honoured
+
+T = TypeVar("T")
+Content = dict[str, bytes]
+ROOT, CLAIM = "zarr.json", "@zarrckpt/zarr.json"
+FIRST = 0
+"""The number of the save that is committed before anything else, where one is."""
+
+
+class Op(NamedTuple):
+    """One operation on the store: what is written, and for a conditional put the bytes that must be there."""
+
+    verb: str
+    key: str
+    data: bytes = b""
+    version: bytes | None = None
+
+
+class Failed(NamedTuple):
+    """The answer of a store that failed."""
+
+    reason: str
+
+
+def answer(content: Content, op: Op) -> tuple[Any, Content]:
+    """What the store says to an operation, and what it holds then."""
+    verb, key, data, version = op
+    if verb == "get":
+        return content.get(key), content
+    if verb == "list":
+        return tuple((name, len(found)) for name, found in sorted(content.items()) if _below(name, key)), content
+    if verb == "list_dir":
+        rests = sorted({name[len(key) + 1 if key else 0 :] for name in content if _below(name, key)})
+        objects = tuple(rest for rest in rests if "/" not in rest)
+        return (objects, tuple(dict.fromkeys(rest.split("/")[0] for rest in rests if "/" in rest))), content
+    if verb == "delete":
+        return True, {name: found for name, found in content.items() if name != key}
+    if (verb == "create" and key in content) or (verb == "replace" and content.get(key) != version):
+        return False, content
+    return True, {**content, key: data}
+
+
+def _below(name: str, folder: str) -> bool:
+    return not folder or name.startswith(f"{folder}/")
+
+
+class AskedStore(Store):
+    """A store each of whose operations somebody else answers. Conditional puts are settled by the package's guard."""
+
+    url = "asked"
+    max_concurrency = 1
+
+    def __init__(self, ask: Callable[[Op], Any]) -> None:
+        self._ask_one = ask
+        self._guard = Guard(self, Honoured(True, True))
+
+    def ask(self, op: Op) -> Any:
+        found = self._ask_one(op)
+        if isinstance(found, Failed):
+            raise StorageError(found.reason)
+        return found
+
+    def get(self, key: str) -> bytes:
+        data: bytes | None = self.ask(Op("get", key))
+        if data is None:
+            raise ObjectNotFoundError(f"there is no object {key!r}")
+        return data
+
+    def get_versioned(self, key: str) -> Versioned:
+        data = self.get(key)
+        return Versioned(data, data)
+
+    def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
+        buffer[:] = self.get(key)[byte_offset : byte_offset + len(buffer)]
+
+    def put(self, key: str, buffers: Sequence[Buffer]) -> None:
+        self.ask(Op("put", key, b"".join(bytes(buffer) for buffer in buffers)))
+
+    def create(self, key: str, data: bytes) -> None:
+        self._guard.create(key, data)
+
+    def replace(self, key: str, data: bytes, version: Any) -> None:
+        self._guard.replace(key, data, version)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        # Many keys take many requests, in any store: whatever happens in between happens here.
+        for key in keys:
+            self.ask(Op("delete", key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return (ObjectInfo(*item) for item in self.ask(Op("list", prefix)))
+
+    def list_dir(self, prefix: str = "") -> Listing:
+        objects, folders = self.ask(Op("list_dir", prefix))
+        return [*objects], [*folders]
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Changes nothing that another one could see."""
+
+    def zarr_store(self) -> Any:
+        raise NotImplementedError
+
+    # -- what the guard needs
+
+    def read_if_any(self, key: str) -> Versioned | None:
+        try:
+            return self.get_versioned(key)
+        except ObjectNotFoundError:
+            return None
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        found: bool = self.ask(Op("create", key, data))
+        return found
+
+    def put_if_version(self, key: str, data: bytes, version: Any) -> bool:
+        found: bool = self.ask(Op("replace", key, data, version))
+        return found
+
+
+class Shelf:
+    """A store that answers for itself: what is there, for code that runs alone."""
+
+    def __init__(self, content: Content) -> None:
+        self.content = content
+        self.store = AskedStore(self._answer)
+
+    def _answer(self, op: Op) -> Any:
+        found, self.content = answer(self.content, op)
+        return found
+
+
+# -- the code that runs
+
+
+Order = Callable[[list[Any]], list[Any]]
+"""In which order jobs run that threads would do side by side."""
+
+
+class Running(threading.local):
+    """What the code that runs in this thread is: the number of its save, and the order of its jobs."""
+
+    number = FIRST
+    order: Order = list
+
+
+running = Running()
+
+
+def _run(jobs: Iterable[Callable[[], T]], concurrency: int) -> list[T]:
+    numbered = [*enumerate(jobs)]
+    found = {number: job() for number, job in running.order(numbered)}
+    return [found[number] for number, _ in numbered]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """All jobs of the package run in the calling thread; saves have the ids of their numbers, and all one time.
+
+    Jobs that threads would do side by side make one request each, so every interleaving of theirs is an order.
+    """
+    modules = [module for name, module in sys.modules.items() if name.startswith("zarrckpt.")]
+    original = _transfer.run
+    with ExitStack() as patches:
+        for module in modules:
+            if getattr(module, "run", None) is original:
+                patches.enter_context(mock.patch.object(module, "run", _run))
+        for module in (_writer, _finish):
+            patches.enter_context(mock.patch.object(module, "now", lambda: "2026-01-01T00:00:00.000000+00:00"))
+        patches.enter_context(mock.patch.object(_commit, "new_id", lambda: save_id(running.number)))
+        patches.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
+
+
+def save_id(number: int) -> str:
+    """The id of the save with a number."""
+    return f"{number + 1:032x}"
+
+
+def state(number: int) -> dict[str, Any]:
+    """Two chunks of two bytes, and a value, that say which save they are of."""
+    return {"w": torch.full((4,), number, dtype=torch.uint8), "step": number}
+
+
+class _Watched(ZarrStorageWriter):
+    """A writer that keeps what its ranks told it."""
+
+    results: Any = None
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        self.results = results
+        super().finish(metadata, results)
+
+
+@dataclass
+class Save:
+    """A save over what is there, with what its plan and its ranks come to prepared: begin, puts, finish.
+
+    What the writer does is the package's own code; planning is left out, since it does not touch the store.
+    """
+
+    number: int
+    keep_replaced: bool = False
+    layout: Any = None
+    results: Any = None
+    puts: Content = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shelf = Shelf({})
+        writer = _Watched(store=shelf.store, max_chunk_bytes=2)
+        save_with(ObjectSavePlanner(), state(self.number), writer, None)
+        self.layout, self.results = writer._layout, writer.results
+        outside = ("@", ROOT)
+        self.puts = {key: data for key, data in shelf.content.items() if not key.startswith(outside)}
+
+    def __call__(self, store: Store) -> str:
+        writer = ZarrStorageWriter(store=store, overwrite=True, keep_replaced=self.keep_replaced)
+        writer._layout = self.layout
+        running.number = self.number
+        try:
+            ticket = writer._begin([Facts(0, {})], False)
+            with _commit.losing_is_named(store, ticket.save_id, ticket.base_id):
+                for key, data in self.puts.items():
+                    store.put(f"{ticket.tree}/{key}" if ticket.tree else key, [data])
+            writer.finish(Metadata({}), self.results)
+        except zarrckpt.CheckpointExistsError:
+            return "lost"
+        except StorageError:
+            return "failed"
+        return "won"
+
+
+def whole_save(number: int) -> Callable[[Store], str]:
+    """A save as users make it."""
+
+    def save(store: Store) -> str:
+        running.number = number
+        try:
+            zarrckpt.save(state(number), store=store, overwrite=True, max_chunk_bytes=2)
+        except zarrckpt.CheckpointExistsError:
+            return "lost"
+        except StorageError:
+            return "failed"
+        return "won"
+
+    return save
+
+
+def read(store: Store) -> str:
+    """Open what is there, read all of it; say which save it is of."""
+    try:
+        checkpoint = zarrckpt.open(store=store)
+        arrays = checkpoint.read()
+    except zarrckpt.CheckpointNotFoundError:
+        return "nothing"
+    except zarrckpt.CheckpointReplacedError:
+        return "replaced"
+    except StorageError:
+        return "failed"
+    number = checkpoint["step"]
+    return f"read {number}" if (arrays["w"] == number).all() and len(arrays["w"]) == 4 else "a mixture"
+
+
+def committed_first() -> Content:
+    """What the first save leaves, where one is committed before the others begin."""
+    shelf = Shelf({})
+    assert Save(FIRST)(shelf.store) == "won"
+    return shelf.content
+
+
+# -- what must be true
+
+
+class Broken(AssertionError):
+    """A promise that did not hold, and how it came to that."""
+
+
+class Judge:
+    """Says whether what a store holds is as promised; remembers what it has looked at."""
+
+    def __init__(self) -> None:
+        self._known: dict[frozenset[tuple[str, bytes]], str] = {}
+        self._after: set[frozenset[tuple[str, bytes]]] = set()
+
+    def committed(self, content: Content) -> str:
+        """What is committed is one save's, whole: the save's id, "" for none. Raises Broken."""
+        if ROOT not in content:
+            return ""
+        own = _commit.parse_committed(content[ROOT], "")
+        prefixes = (f"{own.tree}/", f"@zarrckpt/{own.save_id}/") if own.tree else ("w/", f"@zarrckpt/{own.save_id}/")
+        key = frozenset(item for item in content.items() if item[0] in (ROOT, CLAIM) or item[0].startswith(prefixes))
+        if key not in self._known:
+            self._known[key] = self._read(content, own.save_id)
+        return self._known[key]
+
+    @staticmethod
+    def _read(content: Content, committed: str) -> str:
+        store = Shelf(content).store
+        found = read(store)
+        numbers = {f"read {number}": save_id(number) for number in range(10)}
+        report = zarrckpt.open(store=store).verify()
+        if not report or numbers.get(found) != committed:
+            raise Broken(f"save {committed} is committed, but a reader found {found!r}, and {report.damages}")
+        return committed
+
+    def can_go_on(self, content: Content, save: Save) -> None:
+        """Whatever was left, the next save commits; recovering then leaves nothing but its checkpoint."""
+        key = frozenset(content.items())
+        if key in self._after:
+            return
+        self._after.add(key)
+        shelf = Shelf(content)
+        if save(shelf.store) != "won" or self.committed(shelf.content) != save_id(save.number):
+            raise Broken("the next save did not commit")
+        zarrckpt.recover(store=shelf.store, stopped=True)
+        tree = zarrckpt.open(store=shelf.store).tree
+        own = {key for key in shelf.content if key.startswith(f"@zarrckpt/{save_id(save.number)}/")}
+        named = {f"{tree}/{key}" for key in (*save.puts, ROOT)} if tree else {*save.puts}
+        if shelf.content.keys() != own | named | {ROOT, CLAIM} or len(own) != 5:
+            raise Broken(f"after it there are {sorted(shelf.content)}")
+
+    @property
+    def distinct(self) -> int:
+        """How many different committed checkpoints it has read."""
+        return len(self._known)
+
+
+def check_outcomes(content: Content, outcomes: Sequence[str]) -> None:
+    """When all saves have ended: those that won are committed one after the other, the others are not."""
+    history: tuple[str, ...] = ()
+    if ROOT in content:
+        root = _commit.parse_committed(content[ROOT], "")
+        history = (root.save_id, *root.history)
+    for number, outcome in enumerate(outcomes, FIRST + 1):
+        if (outcome == "won") != (save_id(number) in history) and outcome not in ("failed", "dead"):
+            raise Broken(f"save {number} ended with {outcome!r}, but the history is {history}")
+        if outcome not in ("won", "lost", "failed", "dead"):
+            raise Broken(f"save {number} ended with {outcome!r}")
+    if len(set(history)) != len(history):
+        raise Broken(f"one base was replaced twice: {history}")
+    if {*outcomes} == {"lost"}:
+        raise Broken("all saves lost")
+
+
+def check_reads(outcomes: Sequence[str]) -> None:
+    """A reader has read one save, whole, or was told that there is none, or that it was replaced."""
+    for outcome in outcomes:
+        if outcome not in ("nothing", "replaced", "failed") and not outcome.startswith("read "):
+            raise Broken(f"a reader ended with {outcome!r}")

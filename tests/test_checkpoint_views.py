@@ -1,0 +1,158 @@
+"""Parts of an open checkpoint, its numbers, and ways out of it: xarray, torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zarrckpt
+from zarrckpt._numbers import _Moments
+
+
+def _state() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    return {
+        "model": model.state_dict(),
+        "ema": OrderedDict(w=torch.randn(4, 6).bfloat16()),
+        "list": [torch.ones(2), 3],
+        "cfg": {"lr": 0.1, 2: "two"},
+        "step": 12,
+    }
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return _state()
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path, state: dict[str, Any]) -> zarrckpt.Checkpoint:
+    zarrckpt.save(state, tmp_path / "one")
+    return zarrckpt.open(tmp_path / "one")
+
+
+def test_views_are_checkpoints_of_a_part(ckpt: zarrckpt.Checkpoint) -> None:
+    assert list(ckpt.tensors) == ["model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias", "ema.w", "list.0"]
+    assert dict(ckpt.non_tensors) == {"list.1": 3, "cfg.lr": 0.1, "cfg.2": "two", "step": 12}
+    assert {name: len(part) for name, part in ckpt.groups.items()} == {"model": 4, "ema": 1, "list": 2, "cfg": 2}
+    part = ckpt.select("model", "*.w")
+    assert list(part) == [name for name in ckpt.tensors if not name.startswith("list")]
+    assert list(part.select("*.bias").read()) == ["model.0.bias", "model.1.bias"]
+    assert "step" not in part and part.nbytes == sum(array.nbytes for array in part.read().values())
+    with pytest.raises(zarrckpt.KeyMismatchError):
+        part["step"]
+    with pytest.raises(zarrckpt.KeyMismatchError):
+        part.read(["list.0"])
+    with pytest.raises(zarrckpt.KeyMismatchError):
+        ckpt.select("model", "nothing.*")
+    assert ckpt != zarrckpt.open(ckpt.url) and len({ckpt, part}) == 2
+
+
+def test_info_adds_up(ckpt: zarrckpt.Checkpoint) -> None:
+    found = ckpt.info
+    assert (found.step, found.tensors, found.values, found.blobs) == (12, 6, 4, 0)
+    assert found.nbytes == sum(part.nbytes for part in found.dtypes.values()) == sum(found.groups.values())
+    assert found.dtypes["bfloat16"].elements == 24
+    assert found.largest[0][:3] == ("model.0.weight", (5, 3), "float32")
+    assert ckpt.select("model").info.nbytes == ckpt.groups["model"].nbytes == (15 + 5 + 10 + 2) * 4
+
+
+def test_html_shows_names_and_escapes_them(tmp_path: Path) -> None:
+    zarrckpt.save({"<b>": torch.ones(2), "s": "<script>"}, tmp_path / "one")
+    text = zarrckpt.open(tmp_path / "one")._repr_html_()
+    assert "&lt;b&gt;" in text and "<script>" not in text
+
+
+def test_load_gives_back_what_was_nested(ckpt: zarrckpt.Checkpoint, state: dict[str, Any]) -> None:
+    found = ckpt.load()
+    assert type(found["ema"]) is OrderedDict and found["ema"]["w"].dtype == torch.bfloat16
+    assert torch.equal(found["ema"]["w"], state["ema"]["w"]) and torch.equal(found["list"][0], torch.ones(2))
+    assert found["cfg"] == {"lr": 0.1, 2: "two"} and found["list"][1] == 3
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    model.load_state_dict(ckpt.load("model")["model"], assign=True)
+    assert all(torch.equal(value, state["model"][name]) for name, value in model.state_dict().items())
+    assert ckpt.load("step") == {"step": 12}
+
+
+def test_xarray_reads_and_checks(ckpt: zarrckpt.Checkpoint, state: dict[str, Any]) -> None:
+    tree = ckpt.to_xarray()
+    assert isinstance(tree, xr.DataTree) and {"model", "ema"} <= {*tree.children}
+    found = ckpt.to_xarray("model")["0.weight"]
+    assert np.array_equal(found.values, state["model"]["0.weight"].numpy())
+    (Path(ckpt.url) / "model" / "1.weight" / "c.0.0").unlink()
+    with pytest.raises(zarrckpt.CorruptCheckpointError):
+        ckpt.to_xarray("model")["1.weight"].load()
+    with pytest.raises(zarrckpt.KeyMismatchError):
+        ckpt.to_xarray("nothing")
+
+
+def test_stats_are_those_of_numpy(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "f32": rng.normal(3, 2, (1000, 700)).astype("f4"),
+        "far": (1e6 + rng.normal(0, 1, 5000)).astype("f8"),
+        "i64": rng.integers(-50, 50, (40, 30)),
+        "flag": rng.random(100) < 0.5,
+        "empty": np.zeros((0, 3), "f4"),
+        "z": (rng.normal(size=20) + 1j * rng.normal(size=20)).astype("c8"),
+    }
+    state = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    state["b16"] = torch.from_numpy(arrays["f32"]).bfloat16()
+    arrays["b16"] = state["b16"].float().numpy()
+    zarrckpt.save(state, tmp_path / "one", max_chunk_bytes=1 << 19)
+    seen: list[tuple[int, int]] = []
+    ckpt = zarrckpt.open(tmp_path / "one")
+    for name, found in ckpt.stats(progress=lambda *done: seen.append(done)).items():
+        values = np.abs(arrays[name]) if arrays[name].dtype.kind == "c" else arrays[name].astype("f8")
+        assert (found.count, found.zeros, found.nan) == (values.size, int((values == 0).sum()), 0)
+        if values.size:
+            expected = (values.min(), values.max(), values.mean(), values.std(), np.linalg.norm(values.reshape(-1)))
+            assert (found.min, found.max, found.mean, found.std, found.norm) == pytest.approx(expected, rel=1e-6)
+        else:
+            assert np.isnan(found.mean)
+    assert seen[-1] == (ckpt.tensors.nbytes, ckpt.tensors.nbytes)
+    assert ml_dtypes.bfloat16 is not None
+
+
+@given(st.lists(st.lists(st.floats(width=32), max_size=5), max_size=6))
+def test_moments_of_parts_are_those_of_the_whole(parts: list[list[float]]) -> None:
+    merged = _Moments()
+    for part in parts:
+        merged.add(_Moments.of(np.array(part, "f8")))
+    whole = np.array([x for part in parts for x in part], "f8")
+    finite = whole[np.isfinite(whole)]
+    found = merged.stats()
+    assert (found.count, found.nan, found.inf) == (len(whole), np.isnan(whole).sum(), np.isinf(whole).sum())
+    if len(finite):
+        assert (found.min, found.max) == (finite.min(), finite.max())
+        assert found.mean == pytest.approx(finite.mean(), rel=1e-6, abs=1e-6 * np.abs(finite).max())
+        assert found.std == pytest.approx(finite.std(), rel=1e-6, abs=1e-6 * np.abs(finite).max())
+
+
+def test_diff_across_chunks_and_stores(tmp_path: Path) -> None:
+    one = {"w": torch.randn(300, 400), "b": torch.ones(3).bfloat16(), "v": [1, 2], "blob": b"x" * 100000}
+    zarrckpt.save(one, tmp_path / "one", max_chunk_bytes=1 << 16)
+    zarrckpt.save(one, tmp_path / "two", compression="zstd")
+    a, b = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
+    assert a.diff(b) and b.diff(a)
+    changed = {**one, "w": one["w"].clone(), "blob": b"y" * 100000}  # type: ignore[attr-defined]
+    changed["w"][7, 9] += 2  # type: ignore[index]
+    changed["w"][8, 9] = float("nan")  # type: ignore[index]
+    zarrckpt.save(changed, tmp_path / "three")
+    found = a.diff(zarrckpt.open(tmp_path / "three"))
+    assert not found and list(found.changed) == ["blob"]
+    assert found.tensors["w"].unequal == 2 and found.tensors["w"].max_abs == pytest.approx(2, rel=1e-5)
+    assert found.tensors["b"].unequal == 0
+    part = a.diff(zarrckpt.open(tmp_path / "three"), "b")
+    assert part and list(part.tensors) == ["b"]

@@ -1,0 +1,322 @@
+"""A checkpoint made by somebody with bad intent raises only CheckpointErrors, runs nothing and touches nothing else.
+
+``hostile.py`` has the fuzzers and says how to run large campaigns. What they found once is here by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hostile
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hostile import Forgery
+
+import zarrckpt
+from zarrckpt import CheckpointError, CorruptCheckpointError, StorageError, UnsafeValueError, UnsupportedValueError
+
+
+def fuzz(*arguments: str) -> str:
+    """Run campaigns in a process of their own."""
+    command = [sys.executable, str(Path(hostile.__file__)), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_changed_documents_chunks_and_markers() -> None:
+    told = fuzz("documents", "120", "bytes", "40", "chunks", "24", "markers", "30", "--seed", "5")
+    assert told.count("0 faults") == 4
+    opened = {line.split(":")[0]: int(line.split("cases, ")[1].split()[0]) for line in told.splitlines()}
+    assert all(opened.values())  # some of each kind get past the first door
+
+
+def test_documents_that_claim_more_than_there_is() -> None:
+    """Terabytes, products that overflow, thousands of dimensions: with little memory, and soon."""
+    assert "0 faults" in fuzz("shapes", "40", "--seed", "5", "--address-space", "3000000000")
+
+
+# -- what fuzzing has found
+
+
+@pytest.fixture
+def forgery(tmp_path: Path) -> Forgery:
+    return Forgery(hostile.make(tmp_path / "ck", "plain"))
+
+
+def put(forgery: Forgery, fqn: str, path: str, keys: list[Any], value: Any = 1) -> None:
+    """One more value, with keys of its own."""
+    forgery.own["entries"][fqn] = {"path": path, "value": value}
+    forgery.own["keys"][fqn] = keys
+
+
+def shape(forgery: Forgery, path: str, *extents: int, chunks: int | None = None) -> None:
+    """Another shape, in one chunk or in chunks of one element, and tables that say so."""
+    node = forgery.nodes[path]
+    node["shape"] = list(extents)
+    node["chunk_grid"]["configuration"]["chunk_shape"] = [chunks or max(n, 1) for n in extents]
+    node["dimension_names"] = [f"dim{axis}_{n}" for axis, n in enumerate(extents)]
+    count, subchunks = hostile._counts(forgery.nodes)
+    forgery.own["tables"]["checksums"]["length"], forgery.own["tables"]["writers"]["length"] = subchunks, count
+
+
+def nest(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+REFUSED: dict[str, Callable[[Forgery], Any]] = {
+    "a key with more digits than Python shows": lambda f: put(f, "x", "x", [{"$int": "0x" + "f" * 5000}]),
+    "a key that no dict takes": lambda f: put(f, "[1]", "x", [[1]]),
+    "a key that holds what no dict takes": lambda f: put(f, "([1],)", "x", [{"$tuple": [[1]]}]),
+    "an entry below a value": lambda f: put(f, "step.x", "step/x", ["step", "x"]),
+    "a value where others have entries": lambda f: put(f, "model", "model", ["model"]),
+    "equal keys": lambda f: (put(f, "x.1", "x/1", ["x", 1]), put(f, "x.True", "x/True", ["x", True])),
+    "a list for some": lambda f: (
+        f.own["containers"].update(p="list"),
+        put(f, "k.1", "p/1", ["k", 1]),
+        put(f, "k.z", "q/z", ["k", "z"]),
+    ),
+    "a position far away": lambda f: put(f, "layers.999999999", "layers/999999999", ["layers", "999999999"]),
+    "a position before the first": lambda f: put(f, "layers.-1", "layers/-1", ["layers", -1]),
+    "a path into the house": lambda f: put(f, "x", "@zarrckpt/x", ["x"]),
+    "a value deeper than any": lambda f: put(f, "x", "x", ["x"], nest(200)),
+    "a value that Python can just parse": lambda f: put(f, "x", "x", ["x"], "__deep_950__"),
+    "software as deep": lambda f: f.own["software"].update(torch="__deep_950__"),
+    "a save id as deep": lambda f: f.own.update(save_id="__deep_950__"),
+    "sixty-four dimensions": lambda f: shape(f, "model/w", *[1] * 64),
+    "thousands of dimensions": lambda f: shape(f, "model/w", *[1] * 5000),
+    "more bytes than any array": lambda f: shape(f, "model/w", 2**61),
+    "more bytes than any array but for a zero": lambda f: shape(f, "model/w", 0, 2**61),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_when_it_is_opened(name: str, forgery: Forgery) -> None:
+    REFUSED[name](forgery)
+    forgery.write()
+    with pytest.raises(CorruptCheckpointError):
+        zarrckpt.open(forgery.folder)
+
+
+def test_the_same_without_a_change_opens(forgery: Forgery) -> None:
+    put(forgery, "x", "x", ["x"], nest(20))
+    forgery.write()
+    ckpt = zarrckpt.open(forgery.folder)
+    assert ckpt["x"] == nest(20)
+    assert ckpt.verify()
+
+
+@pytest.mark.parametrize(("extent", "chunks"), [(2**58, None), (2**40, 2**20), (2**30, 1), (2**45, 1)])
+def test_claims_are_not_believed_before_they_are_seen(extent: int, chunks: int | None, forgery: Forgery) -> None:
+    """Nothing is listed or allocated for chunks that nobody has stored, and nothing waits for memory for ever."""
+    shape(forgery, "model/w", extent, chunks=chunks)
+    forgery.write()
+    ckpt = zarrckpt.open(forgery.folder)
+    reads: list[Callable[[], Any]] = [
+        lambda: ckpt["model.w"][...],
+        lambda: ckpt.read(["model.w"]),
+        lambda: zarrckpt.load({"model": None}, forgery.folder),
+        lambda: ckpt.verify().raise_if_damaged(),
+        lambda: ckpt.verify(quick=True).raise_if_damaged(),
+    ]
+    for read in reads:
+        with pytest.raises(CheckpointError):
+            read()
+    if chunks is not None:
+        with pytest.raises(CheckpointError):
+            ckpt.writers("model.w")
+
+
+def test_a_chunk_that_is_claimed_to_be_huge_holds_nobody_up(forgery: Forgery) -> None:
+    """Memory that could not be had is not waited for."""
+    for path in ("model/w", "model/half", "layers/0"):
+        shape(forgery, path, 3, chunks=2**58)
+    forgery.write()
+    target = {"model": {"w": torch.zeros(3), "half": torch.zeros(3).bfloat16()}, "layers": [torch.zeros(3)]}
+    with pytest.raises(CheckpointError):
+        zarrckpt.load(target, forgery.folder, strict=False)
+
+
+def test_sizes_that_nothing_has_are_damage_of_their_table(tmp_path: Path) -> None:
+    forgery = Forgery(hostile.make(tmp_path / "ck", "zstd"))
+    forgery.table("sizes", 2, 2**31)
+    forgery.write()
+    ckpt = zarrckpt.open(forgery.folder)
+    for quick in (False, True):
+        (damage,) = ckpt.verify(quick=quick).damages
+        assert damage.key == f"@zarrckpt/{ckpt.save_id}/sizes/c.0"
+
+
+def test_what_does_not_decompress_is_damage_for_every_reader(tmp_path: Path) -> None:
+    for kind in ("zstd", "blosc"):
+        zarrckpt.save({"w": (torch.arange(4000) // 32).to(torch.uint8)}, tmp_path / kind, compression=kind)
+        forgery = Forgery(tmp_path / kind)
+        stored = (forgery.folder / "w/c.0").read_bytes()[:-4]
+        forgery.chunk("w", stored[:18] + bytes(n % 251 for n in range(len(stored) - 18)))  # the header stays
+        forgery.write()
+        ckpt = zarrckpt.open(forgery.folder)
+        reads: list[Callable[[], Any]] = [lambda ckpt=ckpt: ckpt["w"][:9], lambda ckpt=ckpt: ckpt.read()]
+        for read in reads:
+            with pytest.raises(CorruptCheckpointError, match=r"'w'.*decompress"):
+                read()
+
+
+def test_tensors_of_many_dimensions(tmp_path: Path) -> None:
+    """As many as can be read are saved, and no more."""
+    for dimensions in (32, 33, 63):
+        tensor = torch.arange(2.0).reshape(2, *[1] * (dimensions - 1))
+        zarrckpt.save({"w": tensor}, tmp_path / str(dimensions))
+        target = torch.zeros_like(tensor)
+        zarrckpt.load({"w": target}, tmp_path / str(dimensions))
+        ckpt = zarrckpt.open(tmp_path / str(dimensions))
+        assert torch.equal(target, tensor) and ckpt.verify()
+        assert (ckpt.read()["w"] == tensor.numpy()).all() and (ckpt["w"][...] == tensor.numpy()).all()
+    with pytest.raises(UnsupportedValueError, match="64 dimensions"):
+        zarrckpt.save({"w": torch.ones([1] * 64)}, tmp_path / "64")
+
+
+# -- code
+
+
+def test_no_blob_runs_code(forgery: Forgery, tmp_path: Path) -> None:
+    """Each bomb under each encoding, by every way in; only ``allow_pickle`` opens the one that says it is a pickle."""
+    target = tmp_path / "hit"
+    for payload in hostile.bombs(target).values():
+        for encoding, kind in [
+            *[("raw", "bytes"), ("npy", "ndarray"), ("npy", "scalar"), ("json", None), ("tree", None)],
+            *[("torch", "x"), ("pickle", "x"), ("exec", None)],
+        ]:
+            forgery.blob("npy", payload, encoding, kind)
+            forgery.write()
+            for allow in (False,) if encoding == "pickle" else (False, True):
+                _read_bomb(forgery.folder, allow)
+            assert not target.exists(), encoding
+    forgery.blob("npy", hostile.bombs(target)["plain"], "pickle", "x")
+    forgery.write()
+    with pytest.raises(UnsafeValueError, match="'npy'"):
+        zarrckpt.load({"npy": None}, forgery.folder)
+    assert not target.exists()
+    zarrckpt.load({"npy": None}, forgery.folder, allow_pickle=True)
+    assert target.read_text() == "hit"  # the bomb does work
+
+
+def _read_bomb(folder: Path, allow: bool) -> None:
+    ways: list[Callable[[], Any]] = [
+        lambda: zarrckpt.open(folder, allow_pickle=allow)["npy"],
+        lambda: zarrckpt.load({"npy": None}, folder, allow_pickle=allow),
+    ]
+    for way in ways:
+        try:
+            way()
+        except CheckpointError as err:
+            assert "npy" in str(err)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader = zarrckpt.ZarrStorageReader(folder, allow_pickle=allow)
+        try:
+            dcp.load({"npy": np.zeros(1)}, storage_reader=reader, no_dist=True)
+        except dcp.api.CheckpointException as err:
+            assert all(isinstance(cause, CheckpointError) for cause, _ in err.failures.values()), err
+
+
+# -- clean-up
+
+
+def plant(folder: Path, where: str, **members: Any) -> None:
+    """A marker, in order but for what it says."""
+    own = {"crc32c": "00000000", "format": 1, "attempt": where, "tree": "", "base": "0" * 32, "started": ""}
+    attributes = {"zarrckpt": {**own, "arrays": [], "groups": [], **members}}
+    document = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    (folder / "@zarrckpt" / where).mkdir(exist_ok=True)
+    data = json.dumps(document, separators=(",", ":")).encode()
+    (folder / "@zarrckpt" / where / "zarr.json").write_bytes(hostile.sealed(data))
+
+
+CLEAN_UPS: dict[str, Callable[[Path], Any]] = {
+    "recover": lambda folder: zarrckpt.recover(folder, stopped=True),
+    "overwrite": lambda folder: zarrckpt.save({"w": torch.ones(3)}, folder, overwrite=True),
+}
+
+
+@pytest.mark.parametrize("how", CLEAN_UPS)
+def test_a_marker_does_not_lead_to_what_is_committed(how: str, tmp_path: Path) -> None:
+    """One that names a committed tree's arrays, another save's tree, or what is another attempt's."""
+    for kind in ("plain", "tree"):
+        folder = hostile.make(tmp_path / kind, kind)
+        own = zarrckpt.open(folder)
+        arrays = [own.node_path(fqn) for fqn in own.tensors]
+        plant(folder, "1" * 32, arrays=arrays, groups=["model"])
+        plant(folder, "2" * 32, arrays=[f"@{own.save_id}/model/w", f"@zarrckpt/{own.save_id}/checksums"])
+        plant(folder, "3" * 32, attempt=own.save_id, tree=own.tree, arrays=["model/w"])
+        plant(folder, "4" * 32, tree=f"@{own.save_id}", arrays=["model/w"])
+        CLEAN_UPS[how](folder)
+        zarrckpt.open(folder).verify().raise_if_damaged()
+
+
+@pytest.mark.parametrize("how", [*CLEAN_UPS, "remove"])
+def test_nothing_outside_is_deleted(how: str, tmp_path: Path) -> None:
+    """Paths that lead upwards or are absolute, and another program's array that a marker does not name in full."""
+    folder = hostile.make(tmp_path / "ck", "plain")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("zarr.json", "c.0", "c"):
+        (outside / name).write_bytes(b"not ours")
+    for number, path in enumerate(("../outside", str(outside), "a/../../outside", "model/../../outside", "..", "")):
+        plant(folder, f"{number}" * 32, arrays=[path], groups=[path])
+    (folder / "other/c/0").mkdir(parents=True)
+    (folder / "other/c/0/0").write_bytes(b"not ours")
+    (folder / "other/.zattrs").write_bytes(b"not ours")
+    plant(folder, "a" * 32, arrays=["other"])
+    {**CLEAN_UPS, "remove": zarrckpt.remove}[how](folder)
+    kept = [outside / "zarr.json", outside / "c.0", outside / "c", folder / "other/c/0/0", folder / "other/.zattrs"]
+    assert all(file.read_bytes() == b"not ours" for file in kept)
+
+
+@pytest.mark.parametrize("how", [*CLEAN_UPS, "remove"])
+def test_links_do_not_lead_outside(how: str, tmp_path: Path) -> None:
+    folder = hostile.make(tmp_path / "ck", "plain")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("zarr.json", "c.0"):
+        (outside / name).write_bytes(b"not ours")
+    (folder / "evil").symlink_to(outside)
+    plant(folder, "1" * 32, arrays=["evil"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an overwrite is committed, and says that it could not clean up
+        try:
+            {**CLEAN_UPS, "remove": zarrckpt.remove}[how](folder)
+        except StorageError as err:
+            assert "evil" in str(err)
+    found = {file.name: file.read_bytes() for file in outside.iterdir()}
+    assert found == {"zarr.json": b"not ours", "c.0": b"not ours"}
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck/@zarrckpt").symlink_to(outside)
+    with pytest.raises(StorageError, match="link"):
+        zarrckpt.save({"w": torch.ones(3)}, tmp_path / "ck")
+    assert not list(outside.iterdir())
+    # A checkpoint's own folder, and what is above it, may be a link.
+    (tmp_path / "real").mkdir()
+    (tmp_path / "alias").symlink_to(tmp_path / "real")
+    for _ in range(2):
+        zarrckpt.save({"w": torch.ones(3)}, tmp_path / "alias", overwrite=True)
+    zarrckpt.open(tmp_path / "alias").verify().raise_if_damaged()
+    shutil.rmtree(tmp_path / "real")

@@ -1,0 +1,56 @@
+"""Some kills of real saves, as ``tests/kill_campaign.py`` makes them by the hundred."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zarrckpt
+from zarrckpt._store._local_commit import write_temp
+from zarrckpt.testing import STOP, FaultyStore, Stopped
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_killed_saves_leave_the_old_or_the_new_checkpoint_or_none(tmp_path: Path) -> None:
+    # A process of its own: it forks, which this one cannot with its threads and clients.
+    command = [sys.executable, "-m", "tests.kill_campaign", "--kills=12", "--watched=0", f"--json={tmp_path}/report"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(Path(tmp_path, "report").read_text())
+    assert len(report["kills"]) == 12 and not report["wrongs"]
+    assert {kill["replaces"] for kill in report["kills"]} == {False, True}
+    assert {kill["url"].partition(":")[0] == "s3" for kill in report["kills"]} == {False, True}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_files_that_were_being_written_go_with_the_dead_save(first: bool, stopped: bool, tmp_path: Path) -> None:
+    """No listing shows such a file, nor the folders that have nothing else in them."""
+    url = tmp_path / "one"
+    if not first:
+        zarrckpt.save({"w": torch.ones(3)}, url)
+    store = FaultyStore(url, lambda call: STOP if call.key.endswith("w/c.0") else None)
+    with pytest.raises(Stopped):
+        zarrckpt.save({"w": torch.zeros(3), "deep": {"v": torch.ones(4)}}, store=store, overwrite=True)
+    (folder,) = (path for path in url.rglob("w") if not (path / "c.0").exists())
+    write_temp(str(folder / "c.0"), [[memoryview(b"half")]], unique=False, sync=False)
+    (folder.parent / "deep" / "v").mkdir(parents=True, exist_ok=True)
+    if stopped:
+        zarrckpt.recover(url, stopped=True)
+    else:
+        zarrckpt.save({"w": torch.ones(3)}, url, overwrite=True)
+    assert not [*url.rglob(".zarrckpt-*")] and not folder.exists()
+    # Nor do they stand in the way, once nothing names them any more.
+    zarrckpt.recover(url, stopped=True)
+    zarrckpt.save({"w": torch.full((3,), 2.0)}, url, overwrite=True)
+    assert zarrckpt.open(url)["w"][:].tolist() == [2, 2, 2]
+    zarrckpt.remove(url)
+    assert not [path for path in url.rglob("*") if path.is_file()]

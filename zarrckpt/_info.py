@@ -1,0 +1,135 @@
+"""What a checkpoint is, in numbers: from the root document alone. No torch."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from zarrckpt._documents import ArrayNode
+from zarrckpt._root import FORMAT, BlobEntry, Root
+
+_STEPS = ("step", "global_step", "iteration")
+_LARGEST = 10
+
+
+@dataclass(frozen=True)
+class DTypeInfo:
+    """The tensors of one data type."""
+
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What :attr:`Checkpoint.info` says. Sizes are of elements, without padding, checksums and compression."""
+
+    url: str
+    format: int
+    save_id: str
+    tree: str
+    created: str
+    software: Mapping[str, str]
+    world_size: int
+    replaced: tuple[str, ...]
+    """The saves that this one, and those before it, replaced; newest first."""
+    step: int | None
+    """The value of an entry called step, global_step or iteration, at any depth, where there is one."""
+    tensors: int
+    values: int
+    blobs: int
+    nbytes: int
+    elements: int
+    chunks: int
+    subchunks: int
+    compression: tuple[str, ...]
+    """The names of the codecs that compress some of the tensors."""
+    dtypes: Mapping[str, DTypeInfo] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of tensors by the first part of their names."""
+    largest: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
+    """(name, shape, dtype, bytes) of the ten largest tensors."""
+
+
+def info_of(url: str, root: Root, names: Iterable[str]) -> CheckpointInfo:
+    """Numbers of some entries of a checkpoint, and who saved it."""
+    entries = {fqn: root.entries[fqn] for fqn in names}
+    tensors = {fqn: entry for fqn, entry in entries.items() if isinstance(entry, ArrayNode)}
+    blobs = [entry for entry in entries.values() if isinstance(entry, BlobEntry)]
+    arrays = list(tensors.values())
+    largest = sorted(tensors.items(), key=lambda item: -item[1].nbytes)[:_LARGEST]
+    return CheckpointInfo(
+        url=url,
+        format=FORMAT,
+        save_id=root.save_id,
+        tree=root.tree,
+        created=root.created,
+        software=dict(root.software),
+        world_size=root.world_size,
+        replaced=root.history,
+        step=_step(root, entries),
+        tensors=len(tensors),
+        values=len(entries) - len(tensors) - len(blobs),
+        blobs=len(blobs),
+        nbytes=sum(node.nbytes for node in arrays),
+        elements=sum(math.prod(node.grid.shape) for node in arrays),
+        chunks=sum(node.grid.num_chunks for node in arrays),
+        subchunks=sum(node.grid.num_subchunks for node in arrays),
+        compression=tuple(sorted({node.compression.name for node in arrays if node.compression is not None})),
+        dtypes=_dtypes(arrays),
+        groups=_groups(tensors),
+        largest=tuple((fqn, node.grid.shape, node.dtype.name, node.nbytes) for fqn, node in largest),
+    )
+
+
+def _step(root: Root, entries: Iterable[str]) -> int | None:
+    found = []
+    for fqn in entries:
+        value = getattr(root.entries[fqn], "json", None)
+        if fqn.rpartition(".")[2] in _STEPS and type(value) is int:
+            found.append((fqn.count("."), value))
+    return min(found)[1] if found else None
+
+
+def _dtypes(arrays: list[ArrayNode]) -> dict[str, DTypeInfo]:
+    found: dict[str, list[int]] = {}
+    for node in arrays:
+        numbers = found.setdefault(node.dtype.name, [0, 0, 0])
+        for place, more in enumerate((1, math.prod(node.grid.shape), node.nbytes)):
+            numbers[place] += more
+    return {name: DTypeInfo(*numbers) for name, numbers in sorted(found.items(), key=lambda item: -item[1][2])}
+
+
+def _groups(tensors: Mapping[str, ArrayNode]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for fqn, node in tensors.items():
+        name = fqn.partition(".")[0]
+        found[name] = found.get(name, 0) + node.nbytes
+    return found
+
+
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes for people, three digits: 1.23 GB is 1,230,000,000 bytes or so."""
+    amount, unit = float(nbytes), 0
+    while amount >= 999.5 and unit + 1 < len(_UNITS):
+        amount, unit = amount / 1000, unit + 1
+    return f"{nbytes} B" if not unit else f"{amount:.3g} {_UNITS[unit]}"
+
+
+def as_html(found: CheckpointInfo, rows: Iterable[tuple[str, str, str, str]]) -> str:
+    """The numbers, and a table of (name, dtype, shape or value, size) behind a click."""
+    head = (
+        f"<b>zarrckpt.Checkpoint</b> <code>{html.escape(found.url)}</code><br>{found.tensors} tensors, "
+        f"{found.values + found.blobs} values, {size_text(found.nbytes)}; saved by {found.world_size} ranks at "
+        f"{html.escape(found.created)}"
+    )
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    columns = "".join(f"<th>{name}</th>" for name in ("name", "dtype", "shape or value", "size"))
+    table = f"<table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div>{head}<details><summary>entries</summary>{table}</details></div>"

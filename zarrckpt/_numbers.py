@@ -1,0 +1,254 @@
+"""What the numbers in a tensor look like, and how those of two checkpoints differ: chunk by chunk. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from zarrckpt._catalog import Catalog
+from zarrckpt._grid import Box
+from zarrckpt._memory import BytesBudget
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, read_box, run
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
+
+_BLOCK = 1 << 18
+"""So many elements are looked at at once: as doubles they stay in the processor's cache."""
+_CHUNKS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """The numbers of one tensor; of complex ones, of their absolute values. NaN where there is nothing to say.
+
+    ``min``, ``max``, ``mean``, ``std`` (of the population), ``norm`` (the root of the sum of squares) are those of the
+    finite elements.
+    """
+
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    min: float = math.nan
+    max: float = math.nan
+    mean: float = math.nan
+    std: float = math.nan
+    norm: float = math.nan
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How one tensor differs between two checkpoints; NaN where there is nothing to say.
+
+    ``unequal`` elements have other bits; ``max_abs`` and ``max_rel`` are the greatest difference, and that over the
+    greater of the two absolute values, of elements that are finite in both; ``cosine`` is that of the angle between
+    both tensors as vectors.
+    """
+
+    count: int
+    unequal: int
+    max_abs: float
+    max_rel: float
+    cosine: float
+
+
+@dataclass
+class _Moments:
+    """Counts and moments of a part of a tensor. Means are shifted as parts are merged, so that nothing cancels."""
+
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    finite: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    mean: float = 0.0
+    squares: float = 0.0
+    """The sum of the squared distances from the mean."""
+
+    @classmethod
+    def of(cls, values: Numbers) -> _Moments:
+        nan = int(np.isnan(values).sum())
+        finite = values[np.isfinite(values)]
+        found = cls(len(values), nan, len(values) - nan - len(finite), int((values == 0).sum()), len(finite))
+        if len(finite):
+            found.low, found.high, found.mean = float(finite.min()), float(finite.max()), float(finite.mean())
+            found.squares = float(np.square(finite - found.mean).sum())
+        return found
+
+    def add(self, other: _Moments) -> None:
+        self.count += other.count
+        self.nan += other.nan
+        self.inf += other.inf
+        self.zeros += other.zeros
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        if not other.finite:
+            return
+        finite = self.finite + other.finite
+        apart = other.mean - self.mean
+        self.squares += other.squares + apart * apart * self.finite * other.finite / finite
+        self.mean += apart * other.finite / finite
+        self.finite = finite
+
+    def stats(self) -> TensorStats:
+        if not self.finite:
+            return TensorStats(self.count, self.nan, self.inf, self.zeros)
+        std = math.sqrt(self.squares / self.finite)
+        norm = math.sqrt(self.squares + self.mean * self.mean * self.finite)
+        return TensorStats(self.count, self.nan, self.inf, self.zeros, self.low, self.high, self.mean, std, norm)
+
+
+def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | None = None) -> dict[str, TensorStats]:
+    """Look at every number of some tensors, in bounded memory. Errors as in ``Checkpoint.read``."""
+    names = list(fqns)
+    found = {fqn: _Moments() for fqn in names}
+    count = _Counter(sum(catalog.root.tensors[fqn].nbytes for fqn in names), progress)
+
+    def look(fqn: str, box: Box) -> tuple[str, _Moments]:
+        moments = _Moments()
+        for (block,) in _blocks(_read(catalog, fqn, box)):
+            moments.add(_Moments.of(_doubles(block)))
+        return fqn, moments
+
+    jobs = [(fqn, box, partial(look, fqn, box)) for fqn in names for box in _boxes(catalog, fqn)]
+    for fqn, moments in count.run(catalog, jobs):
+        found[fqn].add(moments)
+    return {fqn: moments.stats() for fqn, moments in found.items()}
+
+
+@dataclass
+class _Sums:
+    """What a part of two tensors adds to their difference."""
+
+    count: int = 0
+    unequal: int = 0
+    max_abs: float = math.nan
+    max_rel: float = math.nan
+    products: float = 0.0
+    ones: float = 0.0
+    others: float = 0.0
+
+    def add(self, one: Numbers, other: Numbers) -> None:
+        self.count += one.size
+        self.unequal += _unequal(one, other)
+        a, b = _doubles(one), _doubles(other)
+        both = np.isfinite(a) & np.isfinite(b)
+        a, b = a[both], b[both]
+        if len(a):
+            apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
+            self.merge(float(apart.max()), float(np.divide(apart, size, out=np.zeros_like(a), where=size > 0).max()))
+            self.products += float(a @ b)
+            self.ones += float(a @ a)
+            self.others += float(b @ b)
+
+    def merge(self, max_abs: float, max_rel: float) -> None:
+        self.max_abs = float(np.fmax(self.max_abs, max_abs))
+        self.max_rel = float(np.fmax(self.max_rel, max_rel))
+
+    def join(self, other: _Sums) -> None:
+        self.count += other.count
+        self.unequal += other.unequal
+        self.merge(other.max_abs, other.max_rel)
+        self.products += other.products
+        self.ones += other.ones
+        self.others += other.others
+
+    def difference(self) -> TensorDifference:
+        length = math.sqrt(self.ones) * math.sqrt(self.others)
+        cosine = self.products / length if length else math.nan
+        return TensorDifference(self.count, self.unequal, self.max_abs, self.max_rel, cosine)
+
+
+def tensor_differences(
+    one: Catalog, other: Catalog, fqns: Iterable[str], progress: Progress | None = None
+) -> dict[str, TensorDifference]:
+    """Compare tensors that both have with one shape and dtype, whatever their chunks; memory is bounded."""
+    names = list(fqns)
+    found = {fqn: _Sums() for fqn in names}
+    count = _Counter(sum(one.root.tensors[fqn].nbytes for fqn in names), progress)
+
+    def look(fqn: str, box: Box) -> tuple[str, _Sums]:
+        sums = _Sums()
+        for a, b in _blocks(_read(one, fqn, box), _read(other, fqn, box)):
+            sums.add(a, b)
+        return fqn, sums
+
+    jobs = [(fqn, box, partial(look, fqn, box)) for fqn in names for box in _boxes(one, fqn)]
+    for fqn, sums in count.run(one, jobs):
+        found[fqn].join(sums)
+    return {fqn: sums.difference() for fqn, sums in found.items()}
+
+
+class _Counter:
+    """Runs jobs on boxes, as many as fit in memory, and says how far they are."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress, self._done = total, progress, 0
+        self._memory = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
+
+    def run(self, catalog: Catalog, jobs: Iterable[tuple[str, Box, Any]]) -> list[Any]:
+        def counted(nbytes: int, job: Any) -> Any:
+            with self._memory.hold(2 * nbytes):
+                found = job()
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+            return found
+
+        sizes = catalog.root.tensors
+        work = (partial(counted, box.size * sizes[fqn].dtype.itemsize, job) for fqn, box, job in jobs)
+        with catalog.guard():
+            return run(work, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
+
+
+def _boxes(catalog: Catalog, fqn: str) -> Iterator[Box]:
+    grid = catalog.root.tensors[fqn].grid
+    for chunk in grid.chunks_of(Box((0,) * len(grid.shape), grid.shape)):
+        yield grid.chunk_box(chunk)
+
+
+def _read(catalog: Catalog, fqn: str, box: Box) -> Numbers:
+    node = catalog.root.tensors[fqn]
+    stored = node.under(catalog.root.tree)
+    raw = read_box(catalog.store, stored, catalog.checksums(node), box, sizes=catalog.sizes(node))
+    return raw.reshape(-1).view(node.dtype.numpy)
+
+
+def _blocks(*arrays: Numbers) -> Iterator[tuple[Numbers, ...]]:
+    for begin in range(0, len(arrays[0]), _BLOCK):
+        yield tuple(array[begin : begin + _BLOCK] for array in arrays)
+
+
+def _unequal(one: Numbers, other: Numbers) -> int:
+    """How many elements have other bits."""
+    words = np.dtype(f"u{min(one.dtype.itemsize, 8)}")
+    return int((one.view(words) != other.view(words)).reshape(len(one), -1).any(axis=1).sum())
+
+
+def _doubles(values: Numbers) -> Numbers:
+    if values.dtype.kind == "c":
+        return np.abs(values).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        return values.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a checkpoint differs from another one, see ``Checkpoint.diff``. True where it does not."""
+
+    only_here: tuple[str, ...]
+    only_there: tuple[str, ...]
+    changed: dict[str, tuple[str, str]]
+    """Values that differ, and tensors with another shape or dtype, as texts: here and there."""
+    tensors: dict[str, TensorDifference]
+    """The tensors that both have with one shape and dtype."""
+
+    def __bool__(self) -> bool:
+        some = self.only_here or self.only_there or self.changed
+        return not some and not any(item.unequal for item in self.tensors.values())

@@ -1,0 +1,123 @@
+"""What the commands share: options of stores, output for people or as JSON, progress."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from zarrckpt._checkpoint import Checkpoint
+    from zarrckpt._transfer import Progress
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def parsed_options(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> dict[str, Any] | None:
+    """``NAME=VALUE`` words as a mapping; values are JSON where they can be, else text."""
+    found: dict[str, Any] = {}
+    for item in given:
+        name, equals, text = item.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{item!r} is not NAME=VALUE")
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = text
+    return found or None
+
+
+def store_options(command: F) -> F:
+    """``--storage-option``, which every command has that opens a url."""
+    option = click.option(
+        "--storage-option",
+        "-o",
+        "storage_options",
+        metavar="NAME=VALUE",
+        multiple=True,
+        callback=parsed_options,
+        help="An option of the store, as in storage_options= (repeatable), e.g. -o endpoint_url=http://localhost:9000",
+    )
+    return option(command)
+
+
+def json_option(command: F) -> F:
+    """``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(command)
+
+
+def opened(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterable[str] = ()) -> Checkpoint:
+    """The checkpoint at a url, or the part of it that patterns mean."""
+    import zarrckpt
+
+    ckpt = zarrckpt.open(url, storage_options=storage_options)
+    wanted = tuple(patterns)
+    return ckpt.select(*wanted) if wanted else ckpt
+
+
+def print_json(value: Any) -> None:
+    """Strict JSON on one line; numbers that JSON lacks as strings."""
+    click.echo(json.dumps(_plain(value), ensure_ascii=False, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = ()) -> None:
+    """Aligned columns; into a pipe, tabs between them and no header."""
+    listed = [list(map(_one_line, row)) for row in rows]
+    if not sys.stdout.isatty():
+        for row in listed:
+            click.echo("\t".join(row))
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *listed, strict=True)]
+    numbers = {*right}
+    click.secho(_aligned(columns, columns, widths, numbers), dim=True)
+    for row in listed:
+        click.echo(_aligned(columns, row, widths, numbers))
+
+
+def _aligned(columns: Sequence[str], cells: Sequence[str], widths: Sequence[int], right: set[str]) -> str:
+    parts = zip(columns, cells, widths, strict=True)
+    return "  ".join(cell.rjust(n) if name in right else cell.ljust(n) for name, cell, n in parts).rstrip()
+
+
+def _one_line(text: str) -> str:
+    """Control characters as escapes: names come from the checkpoint, and terminals obey them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def shown(number: float) -> str:
+    """A number for a table."""
+    return "-" if math.isnan(number) else f"{number:.5g}"
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Progress | None]:
+    """A bar on the terminal while something long runs; None where nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def move(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield move

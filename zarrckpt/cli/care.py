@@ -1,0 +1,111 @@
+"""``verify``, ``doctor``, ``recover``, ``rm``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+
+from zarrckpt.cli._common import json_option, opened, print_json, print_table, progress_bar, store_options
+
+
+@click.command()
+@click.argument("url")
+@click.option("--quick", is_flag=True, help="Only list: what is missing, or has another size.")
+@json_option
+@store_options
+def verify(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:
+    """Check that everything is stored as it was saved. Exits with 1 where it is not.
+
+    \b
+    Examples:
+      zarrckpt verify s3://bucket/run/step-100 --quick
+      zarrckpt verify run/step-100 --json
+    """
+    from zarrckpt._info import size_text
+
+    ckpt = opened(url, storage_options)
+    with progress_bar("verifying") as progress:
+        report = ckpt.verify(quick=quick, progress=progress)
+    if as_json:
+        print_json(dataclasses.asdict(report))
+    else:
+        print_table(("object", "entry", "what is wrong"), [(d.key, d.fqn or "-", d.reason) for d in report.damages])
+        how = "listed" if quick else "read and checked"
+        state = "whole" if report else f"{len(report.damages)} damaged"
+        click.echo(f"{state}: {report.objects:,} objects, {size_text(report.nbytes)}, {how}", err=not report)
+    click.get_current_context().exit(0 if report else 1)
+
+
+@click.command()
+@click.argument("url")
+@json_option
+@store_options
+def doctor(url: str, as_json: bool, storage_options: Any) -> None:
+    """Say what is at a url: a checkpoint, damage, unfinished saves, leftovers; and what to run.
+
+    Lists, and reads no chunk. Exits with 1 where there is anything to do.
+
+    \b
+    Example:
+      zarrckpt doctor s3://bucket/run/step-100
+    """
+    from zarrckpt._cleaning import examine
+
+    found = examine(url, storage_options=storage_options)
+    if as_json:
+        print_json(dataclasses.asdict(found))
+    else:
+        for line in (found.state, *found.findings):
+            click.echo(line)
+        for command in found.advice:
+            click.echo(f"  run: {command}")
+    click.get_current_context().exit(1 if found.findings or found.advice else 0)
+
+
+@click.command()
+@click.argument("url")
+@click.option(
+    "--stopped", is_flag=True, help="No save to this url is running, anywhere: remove all that never committed."
+)
+@json_option
+@store_options
+def recover(url: str, stopped: bool, as_json: bool, storage_options: Any) -> None:
+    """Remove what dead saves left; the checkpoint stays.
+
+    \b
+    Example:
+      zarrckpt recover s3://bucket/run/step-100 --stopped
+    """
+    import zarrckpt
+
+    report = zarrckpt.recover(url, stopped=stopped, storage_options=storage_options)
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return
+    click.echo(f"{report.objects:,} objects of {len(report.removed)} saves removed")
+    for save_id in report.kept:
+        click.echo(f"kept {save_id}: it could still commit; if it is not running: zarrckpt recover {url} --stopped")
+
+
+@click.command()
+@click.argument("url")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@store_options
+def rm(url: str, yes: bool, storage_options: Any) -> None:
+    """Delete a checkpoint, damaged or whole, and what saves left there. Refuses what is none.
+
+    \b
+    Example:
+      zarrckpt rm s3://bucket/run/step-100 --yes
+    """
+    import zarrckpt
+    from zarrckpt._cleaning import examine
+
+    found = examine(url, storage_options=storage_options)
+    if not yes:
+        click.echo(found.state)
+        click.confirm("Delete it?", abort=True)
+    count = zarrckpt.remove(url, storage_options=storage_options)
+    click.echo(f"{count:,} objects deleted")

@@ -1,0 +1,104 @@
+"""``stats`` and ``diff``: the numbers of tensors, and how those of two checkpoints differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zarrckpt.cli._common import json_option, opened, print_json, print_table, progress_bar, shown, store_options
+
+if TYPE_CHECKING:
+    from zarrckpt._numbers import TensorDifference
+
+_ORDERS = ("name", "nan", "inf", "min", "max", "mean", "std", "norm", "zeros")
+
+
+@click.command()
+@click.argument("url")
+@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.option("--sort", type=click.Choice(_ORDERS), default="name", help="Greatest first, or as saved (name).")
+@json_option
+@store_options
+def stats(url: str, patterns: tuple[str, ...], sort: str, as_json: bool, storage_options: Any) -> None:
+    """Min, max, mean, std, norm, share of zeros, NaN and inf of each tensor. Reads them all, in bounded memory.
+
+    Exits with 1 where any tensor has NaN or inf.
+
+    \b
+    Examples:
+      zarrckpt stats run/step-100 --sort nan
+      zarrckpt stats run/step-100 'model.layers.*.weight' --json
+    """
+    ckpt = opened(url, storage_options, patterns)
+    with progress_bar("reading") as progress:
+        found = ckpt.stats(progress=progress)
+    if sort != "name":
+        found = dict(sorted(found.items(), key=lambda item: -_sortable(getattr(item[1], sort))))
+    if as_json:
+        print_json({fqn: dataclasses.asdict(item) for fqn, item in found.items()})
+    else:
+        columns = ("name", "min", "max", "mean", "std", "norm", "zeros", "nan", "inf")
+        rows = []
+        for fqn, item in found.items():
+            numbers = [shown(getattr(item, name)) for name in columns[1:6]]
+            rows.append([fqn, *numbers, _share(item.zeros, item.count), str(item.nan), str(item.inf)])
+        print_table(columns, rows, right=columns[1:])
+    if any(item.nan or item.inf for item in found.values()):
+        click.get_current_context().exit(1)
+
+
+def _sortable(number: float) -> float:
+    return -math.inf if math.isnan(number) else number
+
+
+def _share(part: int, whole: int) -> str:
+    return "-" if not whole else f"{100 * part / whole:.3g}%"
+
+
+@click.command()
+@click.argument("one", metavar="A")
+@click.argument("other", metavar="B")
+@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.option("--all", "everything", is_flag=True, help="List equal tensors, too.")
+@json_option
+@store_options
+def diff(
+    one: str, other: str, patterns: tuple[str, ...], everything: bool, as_json: bool, storage_options: Any
+) -> None:
+    """Compare two checkpoints: keys, shapes, dtypes, values, and how far tensors are apart.
+
+    Exits with 1 where they differ. Chunks may differ: numbers are compared.
+
+    \b
+    Examples:
+      zarrckpt diff run/step-100 s3://bucket/run/step-100
+      zarrckpt diff run/step-100 run/step-200 'model.*' --json
+    """
+    import zarrckpt
+
+    ckpts = [zarrckpt.open(url, storage_options=storage_options) for url in (one, other)]
+    with progress_bar("comparing") as progress:
+        found = ckpts[0].diff(ckpts[1], *patterns, progress=progress)
+    if as_json:
+        print_json(dataclasses.asdict(found))
+    else:
+        for mark, names in (("-", found.only_here), ("+", found.only_there)):
+            for name in names:
+                click.echo(f"{mark} {name}")
+        for name, (here, there) in found.changed.items():
+            click.echo(f"! {name}: {here} -> {there}")
+        rows = [(name, *_cells(item)) for name, item in found.tensors.items() if everything or item.unequal]
+        if rows:
+            columns = ("name", "unequal", "max abs", "max rel", "cosine")
+            print_table(columns, rows, right=columns[1:])
+        if found:
+            click.echo(f"equal: {len(found.tensors)} tensors", err=True)
+    click.get_current_context().exit(0 if found else 1)
+
+
+def _cells(item: TensorDifference) -> tuple[str, ...]:
+    cosine = "-" if math.isnan(item.cosine) else f"{item.cosine:.9f}"
+    return _share(item.unequal, item.count), shown(item.max_abs), shown(item.max_rel), cosine
