@@ -22,7 +22,7 @@ demo: .venv/.demo
 	$(BIN)/python examples/train_fsdp2.py $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""To safetensors and from other libraries' files: bits, names, layout, with these libraries' own loaders and writers."""
+"""To safetensors and from other libraries' files: bits, names, layout; with the own loaders of these libraries."""
 
 from __future__ import annotations
 

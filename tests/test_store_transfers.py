@@ -121,7 +121,7 @@ def test_a_given_number_is_reached_and_never_exceeded(concurrency: int, monkeypa
     options: dict[str, Any] = {"concurrency": concurrency}
     state = a_state(3)
     calls = Calls(monkeypatch)
-    with served(latency=0.005) as server:
+    with served(latency=0.03) as server:
         options["storage_options"] = server.storage_options
         zarrckpt.save(state, "s3://bucket/run", **options)
         assert calls.most == concurrency
