@@ -87,7 +87,7 @@ class Attempt:
 
 
 def load_root(store: Store) -> Root:
-    """Read and validate the committed root document. One request, a second one where nothing is committed.
+    """Read and validate the committed root document. One request, two more where nothing is committed.
 
     Raises CheckpointNotFoundError saying whether nothing is there or an unfinished save is.
     """
@@ -97,7 +97,7 @@ def load_root(store: Store) -> Root:
         try:
             store.get(CLAIM_KEY)
         except ObjectNotFoundError:
-            reason = f"nothing is committed at {store.url}: no {NODE} there; check the path"
+            reason = f"nothing is committed at {store.url}: no {NODE} there; check the path{_why_absent(store)}"
         else:
             reason = (
                 f"the save at {store.url} was begun but never committed (or it is still running); "
@@ -105,6 +105,15 @@ def load_root(store: Store) -> Root:
             )
         raise CheckpointNotFoundError(reason) from err
     return parse_committed(data, store.url)
+
+
+def _why_absent(store: Store) -> str:
+    """What a listing says where nothing is found: a missing bucket looks like a missing object otherwise."""
+    try:
+        store.list_dir()
+    except StorageError as err:
+        return f". A listing fails, too: {err}"
+    return ""
 
 
 def parse_committed(data: bytes, url: str) -> Root:
