@@ -6,7 +6,6 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -122,7 +121,6 @@ def test_stats_are_those_of_numpy(tmp_path: Path) -> None:
         else:
             assert np.isnan(found.mean)
     assert seen[-1] == (ckpt.tensors.nbytes, ckpt.tensors.nbytes)
-    assert ml_dtypes.bfloat16 is not None
 
 
 @given(st.lists(st.lists(st.floats(width=32), max_size=5), max_size=6))
