@@ -66,6 +66,14 @@ def test_info_adds_up(ckpt: zarrckpt.Checkpoint) -> None:
     assert ckpt.select("model").info.nbytes == ckpt.groups["model"].nbytes == (15 + 5 + 10 + 2) * 4
 
 
+def test_one_entry_is_not_those_whose_names_begin_alike(tmp_path: Path) -> None:
+    zarrckpt.save({"a": torch.ones(3), "a.b": torch.ones(5), "v": 1}, tmp_path / "one")
+    ckpt = zarrckpt.open(tmp_path / "one")
+    assert [ckpt.nbytes_of(fqn) for fqn in ckpt] == [12, 20, 0]
+    with pytest.raises(zarrckpt.KeyMismatchError):
+        ckpt.select("v").nbytes_of("a")
+
+
 def test_html_shows_names_and_escapes_them(tmp_path: Path) -> None:
     zarrckpt.save({"<b>": torch.ones(2), "s": "<script>"}, tmp_path / "one")
     text = zarrckpt.open(tmp_path / "one")._repr_html_()

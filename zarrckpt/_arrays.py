@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from zarrckpt._catalog import Catalog
 from zarrckpt._documents import ArrayNode
 from zarrckpt._grid import Box
 from zarrckpt._memory import BytesBudget
-from zarrckpt._transfer import Job, Progress, chunk_jobs, new_array, run
+from zarrckpt._transfer import Job, Progress, Tally, chunk_jobs, new_array, run
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -25,16 +24,11 @@ def read_arrays(
     nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
     with catalog.guard():
         raw = {fqn: _new_array(catalog, node) for fqn, node in nodes.items()}
-    memory, lock = BytesBudget(max_inflight_bytes), threading.Lock()
-    total, done = sum(array.nbytes for array in raw.values()), 0
+    memory = BytesBudget(max_inflight_bytes)
+    tally = Tally(sum(array.nbytes for array in raw.values()), progress)
 
     def counted(job: Job) -> None:
-        nonlocal done
-        filled = job()[1]
-        with lock:
-            done += filled
-            if progress is not None:
-                progress(done, total)
+        tally.add(job()[1])
 
     def jobs() -> Iterator[Callable[[], None]]:
         for fqn, node in nodes.items():

@@ -161,6 +161,13 @@ class Checkpoint(Mapping[str, Any]):
             return fqn, entry.encoding, entry.kind or "", size_text(entry.array.nbytes)
         return fqn, "value", f"{self[fqn]!r:.80}", ""
 
+    def nbytes_of(self, fqn: str) -> int:
+        """Bytes of one entry, as :attr:`nbytes` counts them; 0 for a value that the root document holds."""
+        if fqn not in self._names:
+            raise KeyMismatchError(f"no entry {fqn!r} in {self.url}")
+        node = self._catalog.root.array(fqn)
+        return 0 if node is None else node.nbytes
+
     def node_path(self, fqn: str) -> str:
         """The path of a tensor's array below the url, for other Zarr readers: ``zarr.open_group(url)[path]``."""
         root = self._catalog.root
@@ -280,8 +287,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         from zarrckpt._numbers import tensor_stats
 
-        part = self.select(*patterns)
-        return tensor_stats(self._catalog, part.tensors, progress)
+        return tensor_stats(self._catalog, self.select(*patterns).tensors, progress)
 
     def diff(self, other: Checkpoint, *patterns: str, progress: Progress | None = None) -> Difference:
         """Compare with another checkpoint: keys, shapes, dtypes, values, and how far tensors are apart.
@@ -292,13 +298,13 @@ class Checkpoint(Mapping[str, Any]):
         from zarrckpt._numbers import Difference, tensor_differences
 
         names = list(dict.fromkeys((*self, *other)))
+        arrays, others = self._catalog.root.tensors, other._catalog.root.tensors
         wanted = select(names, patterns, f"{self.url} and {other.url}") if patterns else names
         here, there = [n for n in wanted if n not in other], [n for n in wanted if n not in self]
         changed, same = {}, []
         for fqn in (name for name in wanted if name in self and name in other):
             one, two = (" ".join(ckpt.summary(fqn)[1:3]) for ckpt in (self, other))
-            both = fqn in self.tensors and fqn in other.tensors
-            if both and one == two:
+            if one == two and fqn in arrays and fqn in others:
                 same.append(fqn)
             elif one != two or self._fingerprint(fqn) != other._fingerprint(fqn):
                 changed[fqn] = (one, two)

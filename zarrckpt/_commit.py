@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from zarrckpt._codec import RawArray, encode_chunk
+from zarrckpt._crc32c import crc32c
 from zarrckpt._documents import NODE, dumps, group_document, join
 from zarrckpt._errors import (
     CheckpointError,
@@ -32,17 +35,19 @@ from zarrckpt._root import (
     PROBE,
     Marker,
     Root,
+    Table,
     claim_bytes,
     is_table_key,
     is_tree,
     parse_claim,
     parse_marker,
     parse_root,
+    table_node,
 )
 from zarrckpt._transfer import run
 
 if TYPE_CHECKING:
-    from zarrckpt._store import Store
+    from zarrckpt._store import Buffer, Store
     from zarrckpt._store._base import Versioned
 
 CLAIM_KEY = f"{HOUSE}/{NODE}"
@@ -293,6 +298,19 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
         raise
 
 
+def tables_of(save_id: str, numbers: Mapping[str, RawArray]) -> tuple[dict[str, Table], dict[str, Sequence[Buffer]]]:
+    """A save's tables, for its root, and the objects that hold them, by key."""
+    tables: dict[str, Table] = {}
+    puts: dict[str, Sequence[Buffer]] = {}
+    for name, table in numbers.items():
+        tables[name] = Table(len(table), crc32c(table))
+        node = table_node(save_id, name, len(table))
+        puts[join(node.path, NODE)] = [dumps(node.document())]
+        if len(table):
+            puts[node.chunk_key((0,))] = encode_chunk(node.grid, table)[0]
+    return tables, puts
+
+
 def _winner(store: Store, err: StorageError) -> Root:
     """What is committed after a put of the root failed. Raises ``err`` where that cannot be read."""
     try:
@@ -387,6 +405,21 @@ def clean(
                 store.delete([marker_key(marker.attempt)])
                 break
     return deleted
+
+
+def clean_after(store: Store, attempt: Attempt, *, keep_replaced: bool = False) -> None:
+    """Delete what an attempt that has committed replaced, and what others left. Warns where that fails."""
+    replaced = attempt.base_id
+    stale = [m for m in attempt.older if not (keep_replaced and m.attempt == replaced)]
+    try:
+        clean(store, stale, finished=[replaced] if replaced else [], committed=attempt.marker)
+    except CheckpointError as err:
+        # It is committed: that must not look like a failure.
+        warnings.warn(
+            f"the checkpoint at {store.url} is saved, but objects of earlier ones could not be removed; the next "
+            f"save there tries again: {err}",
+            stacklevel=2,
+        )
 
 
 def _delete_named(store: Store, marker: Marker, tops: Iterable[str], committed: Marker | None) -> int:

@@ -6,9 +6,7 @@ No torch.
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -16,15 +14,14 @@ import numpy as np
 
 from zarrckpt import _codec, _commit
 from zarrckpt._catalog import Catalog
-from zarrckpt._crc32c import crc32c
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
-from zarrckpt._errors import CheckpointError, CorruptCheckpointError
+from zarrckpt._errors import CorruptCheckpointError
 from zarrckpt._grid import Ints
 from zarrckpt._memory import BytesBudget
 from zarrckpt._report import SaveReport
-from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, Marker, Root, Table, now, parent_groups, table_node
+from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, Root, now, parent_groups
 from zarrckpt._store import Buffer, Store
-from zarrckpt._transfer import Progress, run
+from zarrckpt._transfer import Progress, Tally, run
 
 
 def copy_checkpoint(
@@ -36,33 +33,23 @@ def copy_checkpoint(
     max_inflight_bytes: int,
     progress: Progress | None,
 ) -> SaveReport:
-    """Copy entries of a checkpoint, see :func:`zarrckpt.copy`."""
+    """Copy entries of a checkpoint, see :meth:`Checkpoint.copy_to`."""
     began = time.monotonic()
-    root = _part(source.root, names)
-    arrays = tuple(node.path for node in root.arrays())
-    groups = tuple(sorted(parent_groups(arrays)))
-    marker = Marker(_commit.new_id(), "", arrays, groups, now())
-    attempt = _commit.begin(target, marker, overwrite=overwrite)
-    root = dataclasses.replace(root, save_id=attempt.save_id, tree=attempt.tree, history=attempt.history)
+    root = dataclasses.replace(_part(source.root, names), save_id=_commit.new_id(), tree="", created=now())
+    attempt = _commit.begin(target, root.marker(), overwrite=overwrite)
+    root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
     with _commit.losing_is_named(target, attempt.save_id, attempt.base_id):
         copied = _Copy(source, root, target, max_inflight_bytes, progress)
         keys = copied.run()
         target.sync(keys)
-        tables, puts = _tables(source, root)
+        tables, puts = _commit.tables_of(root.save_id, _numbers(source, root))
         run((partial(target.put, key, buffers) for key, buffers in puts.items()), target.max_concurrency)
         target.sync(puts)
-        _commit.commit(target, attempt, dataclasses.replace(root, created=now(), **tables))  # type: ignore[arg-type]
-    _clean(target, attempt)
+        named = {"checksums": tables[CHECKSUMS], "writers": tables[WRITERS], "sizes": tables.get(SIZES)}
+        _commit.commit(target, attempt, dataclasses.replace(root, created=now(), **named))  # type: ignore[arg-type]
+    _commit.clean_after(target, attempt)
     chunks = sum(node.grid.num_chunks for node in root.arrays())
-    return SaveReport(target.url, attempt.save_id, copied.done, chunks, (copied.done,), time.monotonic() - began)
-
-
-def _clean(target: Store, attempt: _commit.Attempt) -> None:
-    try:
-        finished = [attempt.base_id] if attempt.base_id else []
-        _commit.clean(target, attempt.older, finished=finished, committed=attempt.marker)
-    except CheckpointError as err:
-        warnings.warn(f"the copy at {target.url} is whole, but objects of earlier saves stay: {err}", stacklevel=4)
+    return SaveReport(target.url, root.save_id, copied.done, chunks, (copied.done,), time.monotonic() - began)
 
 
 def _part(root: Root, names: Sequence[str]) -> Root:
@@ -86,16 +73,17 @@ class _Copy:
         self._target = target
         self._memory = BytesBudget(max_inflight_bytes)
         self._progress = progress
-        self._lock = threading.Lock()
-        self._total = 0
-        self.done = 0
+
+    @property
+    def done(self) -> int:
         """Bytes of chunk objects."""
+        return self._tally.done
 
     def run(self) -> list[str]:
         """Copy all; the keys that were written."""
         # An array without dimensions has one chunk, and an empty one none: numpy's rule, too.
         chunks = [(node, chunk) for node in self._root.arrays() for chunk in np.ndindex(*node.grid.counts)]
-        self._total = sum(self._source.chunk_table(*item).object_size for item in chunks)
+        self._tally = Tally(sum(self._source.chunk_table(*item).object_size for item in chunks), self._progress)
         jobs: list[Callable[[], str]] = [*self._documents(), *(partial(self._chunk, *item) for item in chunks)]
         with self._source.guard():
             return run(jobs, min(self._source.store.max_concurrency, self._target.max_concurrency))
@@ -123,31 +111,18 @@ class _Copy:
                     "copy was not committed"
                 )
             self._put(join(self._root.tree, key), [memory.data])
-        with self._lock:
-            self.done += size
-            if self._progress is not None:
-                self._progress(self.done, self._total)
+        self._tally.add(size)
         return join(self._root.tree, key)
 
 
-def _tables(source: Catalog, root: Root) -> tuple[dict[str, Table | None], dict[str, Sequence[Buffer]]]:
-    """The parts of the source's tables that the copied arrays have, as tables of the copy."""
+def _numbers(source: Catalog, root: Root) -> dict[str, _codec.RawArray]:
+    """The parts of the source's tables that the copied arrays have."""
     arrays, writers = root.arrays(), source.writers()
-    compressed = [node for node in arrays if node.compression is not None]
     parts = {
         CHECKSUMS: [source.checksums(node) for node in arrays],
         WRITERS: [writers[node.path].reshape(-1) for node in arrays],
     }
-    if compressed:
-        sizes = [source.sizes(node) for node in compressed]
-        parts[SIZES] = [part for part in sizes if part is not None]
-    tables: dict[str, Table | None] = {CHECKSUMS: None, WRITERS: None, SIZES: None}
-    puts: dict[str, Sequence[Buffer]] = {}
-    for name, pieces in parts.items():
-        table = np.concatenate([np.zeros(0, "<u4"), *pieces]).astype("<u4")
-        tables[name] = Table(len(table), crc32c(table))
-        node = table_node(root.save_id, name, len(table))
-        puts[join(node.path, NODE)] = [dumps(node.document())]
-        if len(table):
-            puts[node.chunk_key((0,))] = _codec.encode_chunk(node.grid, table)[0]
-    return tables, puts
+    sizes = [found for node in arrays if (found := source.sizes(node)) is not None]
+    if sizes:
+        parts[SIZES] = sizes
+    return {name: np.concatenate([np.zeros(0, "<u4"), *pieces]) for name, pieces in parts.items()}

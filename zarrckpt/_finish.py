@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zarrckpt import _codec, _names, _values
-from zarrckpt._commit import Attempt
-from zarrckpt._crc32c import crc32c
+from zarrckpt._commit import Attempt, tables_of
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
 from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
 from zarrckpt._plan import Layout
@@ -26,14 +25,12 @@ from zarrckpt._root import (
     WRITERS,
     BlobEntry,
     Root,
-    Table,
     ValueEntry,
     now,
     parent_groups,
-    table_node,
 )
 from zarrckpt._state_path import DICT, LIST, StatePath
-from zarrckpt._store import Buffer, Store
+from zarrckpt._store import Store
 from zarrckpt._transfer import run
 from zarrckpt._version import __version__
 
@@ -57,11 +54,8 @@ def finish_save(
     numbers = _tables(nodes, written)
     planned = parent_groups(node.path for node in layout.tensors.values())
     late = parent_groups(blob.array.path for blob in blobs.values()) - planned
-    tables = {name: Table(len(table), crc32c(table)) for name, table in numbers.items()}
-    document = [dumps(group_document())]
-    puts: dict[str, Sequence[Buffer]] = {join(attempt.tree, path, NODE): document for path in sorted(late)}
-    for name, table in numbers.items():
-        puts |= _table_puts(attempt.save_id, name, table)
+    tables, puts = tables_of(attempt.save_id, numbers)
+    puts |= {join(attempt.tree, path, NODE): [dumps(group_document())] for path in sorted(late)}
     run((partial(store.put, key, buffers) for key, buffers in puts.items()), store.max_concurrency)
     store.sync(puts)
     root = Root(
@@ -168,14 +162,6 @@ def _tables(
             parts.setdefault(SIZES, []).append(sizes.reshape(-1))
     empty = np.zeros(0, "<u4")
     return {name: np.concatenate([empty, *arrays]) for name, arrays in parts.items()}
-
-
-def _table_puts(save_id: str, name: str, table: _codec.RawArray) -> dict[str, Sequence[Buffer]]:
-    node = table_node(save_id, name, len(table))
-    puts: dict[str, Sequence[Buffer]] = {join(node.path, NODE): [dumps(node.document())]}
-    if len(table):
-        puts[node.chunk_key((0,))] = _codec.encode_chunk(node.grid, table)[0]
-    return puts
 
 
 def _spelled(path: StatePath) -> bool:

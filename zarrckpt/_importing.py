@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -103,8 +104,6 @@ def _merged(folder: Path, files: ExitStack) -> dict[str, Any]:
 
 
 def _torch_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
-    import pickle
-
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=not allow_pickle)
     except pickle.UnpicklingError as err:

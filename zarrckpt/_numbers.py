@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from zarrckpt._catalog import Catalog
 from zarrckpt._grid import Box
 from zarrckpt._memory import BytesBudget
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, read_box, run
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, Tally, read_box, run
 
+Part = TypeVar("Part")
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
 _BLOCK = 1 << 18
@@ -106,18 +107,15 @@ class _Moments:
 
 def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | None = None) -> dict[str, TensorStats]:
     """Look at every number of some tensors, in bounded memory. Errors as in ``Checkpoint.read``."""
-    names = list(fqns)
-    found = {fqn: _Moments() for fqn in names}
-    count = _Counter(sum(catalog.root.tensors[fqn].nbytes for fqn in names), progress)
 
-    def look(fqn: str, box: Box) -> tuple[str, _Moments]:
+    def look(fqn: str, box: Box) -> _Moments:
         moments = _Moments()
         for (block,) in _blocks(_read(catalog, fqn, box)):
             moments.add(_Moments.of(_doubles(block)))
-        return fqn, moments
+        return moments
 
-    jobs = [(fqn, box, partial(look, fqn, box)) for fqn in names for box in _boxes(catalog, fqn)]
-    for fqn, moments in count.run(catalog, jobs):
+    found = {fqn: _Moments() for fqn in fqns}
+    for fqn, moments in _by_chunks(catalog, list(found), look, progress):
         found[fqn].add(moments)
     return {fqn: moments.stats() for fqn, moments in found.items()}
 
@@ -169,42 +167,36 @@ def tensor_differences(
     one: Catalog, other: Catalog, fqns: Iterable[str], progress: Progress | None = None
 ) -> dict[str, TensorDifference]:
     """Compare tensors that both have with one shape and dtype, whatever their chunks; memory is bounded."""
-    names = list(fqns)
-    found = {fqn: _Sums() for fqn in names}
-    count = _Counter(sum(one.root.tensors[fqn].nbytes for fqn in names), progress)
 
-    def look(fqn: str, box: Box) -> tuple[str, _Sums]:
+    def look(fqn: str, box: Box) -> _Sums:
         sums = _Sums()
         for a, b in _blocks(_read(one, fqn, box), _read(other, fqn, box)):
             sums.add(a, b)
-        return fqn, sums
+        return sums
 
-    jobs = [(fqn, box, partial(look, fqn, box)) for fqn in names for box in _boxes(one, fqn)]
-    for fqn, sums in count.run(one, jobs):
+    found = {fqn: _Sums() for fqn in fqns}
+    for fqn, sums in _by_chunks(one, list(found), look, progress):
         found[fqn].join(sums)
     return {fqn: sums.difference() for fqn, sums in found.items()}
 
 
-class _Counter:
-    """Runs jobs on boxes, as many as fit in memory, and says how far they are."""
+def _by_chunks(
+    catalog: Catalog, fqns: Sequence[str], look: Callable[[str, Box], Part], progress: Progress | None
+) -> list[tuple[str, Part]]:
+    """What ``look`` makes of the box of every chunk of some tensors: as many at a time as fit in memory."""
+    nodes, memory = {fqn: catalog.root.tensors[fqn] for fqn in fqns}, BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
+    tally = Tally(sum(node.nbytes for node in nodes.values()), progress)
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total, self._progress, self._done = total, progress, 0
-        self._memory = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
+    def job(fqn: str, box: Box) -> tuple[str, Part]:
+        nbytes = box.size * nodes[fqn].dtype.itemsize
+        with memory.hold(2 * nbytes):
+            found = look(fqn, box)
+        tally.add(nbytes)
+        return fqn, found
 
-    def run(self, catalog: Catalog, jobs: Iterable[tuple[str, Box, Any]]) -> list[Any]:
-        def counted(nbytes: int, job: Any) -> Any:
-            with self._memory.hold(2 * nbytes):
-                found = job()
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-            return found
-
-        sizes = catalog.root.tensors
-        work = (partial(counted, box.size * sizes[fqn].dtype.itemsize, job) for fqn, box, job in jobs)
-        with catalog.guard():
-            return run(work, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
+    jobs = (partial(job, fqn, box) for fqn in fqns for box in _boxes(catalog, fqn))
+    with catalog.guard():
+        return run(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
 
 
 def _boxes(catalog: Catalog, fqn: str) -> Iterator[Box]:

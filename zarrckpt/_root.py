@@ -98,9 +98,15 @@ class Root:
 
     def arrays(self, fqns: Iterable[str] | None = None) -> list[ArrayNode]:
         """Every array of the tree, or of some entries, sorted by path: the order of the tables."""
-        entries = self.entries.values() if fqns is None else [self.entries[fqn] for fqn in fqns]
-        nodes = [entry.array if isinstance(entry, BlobEntry) else entry for entry in entries]
-        return sorted((node for node in nodes if isinstance(node, ArrayNode)), key=lambda node: node.path)
+        nodes = map(self.array, self.entries if fqns is None else fqns)
+        return sorted((node for node in nodes if node is not None), key=lambda node: node.path)
+
+    def array(self, fqn: str) -> ArrayNode | None:
+        """The array that holds an entry, a tensor or a blob; None for a value."""
+        entry = self.entries[fqn]
+        if isinstance(entry, ValueEntry):
+            return None
+        return entry.array if isinstance(entry, BlobEntry) else entry
 
     def marker(self) -> Marker:
         """What the save's own marker says, as far as the root knows it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ def _dealt(nodes: Mapping[str, ArrayNode], limit: int) -> list[list[str]]:
     return files
 
 
-def _write(catalog: Catalog, path: str, names: Mapping[str, str]) -> Any:
+def _write(catalog: Catalog, path: str, names: Mapping[str, str]) -> Iterator[int]:
     """Write one file under a name of its own until it is whole; yields the bytes of each tensor as it is written."""
     part = f"{path}.part"
     # Widest elements first: then each begins at a multiple of its size.

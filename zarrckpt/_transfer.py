@@ -44,6 +44,23 @@ READ_BYTES = 8 << 20
 """Neighbouring subchunks are fetched together up to this many bytes a request."""
 
 
+class Tally:
+    """Counts the bytes of jobs on many threads, and tells whoever follows them."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total = total
+        self.done = 0
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """So many more are done."""
+        with self._lock:
+            self.done += nbytes
+            if self._progress is not None:
+                self._progress(self.done, self.total)
+
+
 def check_limits(least: int = 1, /, **limits: int) -> None:
     """Refuse limits that are no integers, or too small. Raises TypeError and ValueError naming the argument."""
     for name, value in limits.items():
@@ -155,7 +172,7 @@ def read_chunk(store: Store, read: ChunkRead, memory: BytesBudget) -> tuple[int,
 
 def fetch(store: Store, read: ChunkRead, stored: RawArray) -> None:
     """Fill bytes with stored subchunks, unchecked. One request. Raises CorruptCheckpointError for an absent object."""
-    with _missing_is_damage(store, read):
+    with _missing_is_damage(store, read.node, read.chunk):
         store.read_into(_key(read), read.byte_offset, stored.data)
 
 
@@ -180,7 +197,7 @@ def stream_jobs(
     need = scratch_bytes(bands, node.grid, target.dtype.itemsize)
 
     def job(rows: range) -> tuple[int, int]:
-        with _missing_is_damage(store, whole), store.reader(_key(whole)) as file, memory.take(need) as scratch:
+        with _missing_is_damage(store, node, chunk), store.reader(_key(whole)) as file, memory.take(need) as scratch:
             filled = stream.fill(file, rows, scratch)
         return len(rows) * need, filled
 
@@ -243,12 +260,12 @@ def _key(read: ChunkRead) -> str:
 
 
 @contextmanager
-def _missing_is_damage(store: Store, read: ChunkRead) -> Iterator[None]:
+def _missing_is_damage(store: Store, node: ArrayNode, chunk: Ints) -> Iterator[None]:
     try:
         yield
     except ObjectNotFoundError as err:
         raise CorruptCheckpointError(
-            f"chunk {_key(read)!r} of array {read.node.path!r} is missing in {store.url}"
+            f"chunk {node.chunk_key(chunk)!r} of array {node.path!r} is missing in {store.url}"
         ) from err
 
 
@@ -285,12 +302,8 @@ def look_for_end(store: Store, node: ArrayNode, checksums: RawArray, sizes: RawA
     """One request for the end of an array's first chunk. Raises CorruptCheckpointError where that is not stored."""
     first = (0,) * len(node.grid.shape)
     end = chunk_table(node.grid, node.dtype.itemsize, first, checksums, sizes).object_size
-    try:
+    with _missing_is_damage(store, node, first):
         store.read(node.chunk_key(first), end - _codec.CRC_BYTES, _codec.CRC_BYTES)
-    except ObjectNotFoundError as err:
-        raise CorruptCheckpointError(
-            f"chunk {node.chunk_key(first)!r} of array {node.path!r} is missing in {store.url}"
-        ) from err
 
 
 def read_box(

@@ -26,8 +26,8 @@ from zarrckpt._errors import (
 )
 from zarrckpt._grid import Ints
 from zarrckpt._memory import BytesBudget
-from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, BlobEntry, parse_claim, parse_marker, table_node
-from zarrckpt._transfer import Progress, requests, run
+from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, parse_claim, parse_marker, table_node
+from zarrckpt._transfer import Progress, Tally, requests, run
 
 _UNSTORED = 1 << 16
 """A document can claim any number of chunks: at most so many are looked for that no table is stored for."""
@@ -107,7 +107,6 @@ class _Verification:
         self._memory = BytesBudget(max_inflight_bytes)
         self._progress = progress
         self._lock = threading.Lock()
-        self._done = self._total = 0
         self._unreadable: str | None = None
         self.damages: list[Damage] = []
         self.objects = self.nbytes = 0
@@ -120,13 +119,14 @@ class _Verification:
         if self._can_be_as_many(listed):
             expected += self._chunks(tables)
         self.objects = len(expected)
-        self._total = sum(listed.get(item.key, 0) for item in expected)
+        total = sum(listed.get(item.key, 0) for item in expected)
+        self._tally = Tally(total, self._progress)
         whole = [item for item in expected if self._is_there(item, listed)]
         if quick:
-            self.nbytes = self._total
+            self.nbytes = total
         else:
             run((partial(self._read, item, listed[item.key]) for item in whole), self._store.max_concurrency)
-            self.nbytes = self._done
+            self.nbytes = self._tally.done
         self._note_tables()
         self.damages.sort(key=lambda damage: damage.key)
         return self
@@ -172,12 +172,10 @@ class _Verification:
 
     def _read(self, item: _Expected, size: int) -> None:
         fault = self._fault(item.check)
-        with self._lock:
-            if fault is not None:
+        if fault is not None:
+            with self._lock:
                 self.damages.append(Damage(item.key, item.fqn, fault))
-            self._done += size
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+        self._tally.add(size)
 
     @staticmethod
     def _fault(check: Callable[[], Fault]) -> Fault:
@@ -201,11 +199,10 @@ class _Verification:
             yield self._exactly(join(root.tree, node.path, NODE), fqn, dumps(node.document()))
 
     def _arrays(self) -> Iterator[tuple[str, ArrayNode]]:
-        for fqn, entry in self._catalog.root.entries.items():
-            if isinstance(entry, BlobEntry):
-                yield fqn, entry.array
-            elif isinstance(entry, ArrayNode):
-                yield fqn, entry
+        for fqn in self._catalog.root.entries:
+            node = self._catalog.root.array(fqn)
+            if node is not None:
+                yield fqn, node
 
     def _tables(self) -> Iterator[_Expected]:
         root = self._catalog.root

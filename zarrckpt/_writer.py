@@ -28,7 +28,7 @@ from zarrckpt._plan import Layout, Sizes
 from zarrckpt._rank_plan import RankPlan
 from zarrckpt._rank_work import RankWork
 from zarrckpt._root import now
-from zarrckpt._store import Store, StoreSpec
+from zarrckpt._store import StoreSpec
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
 
 
@@ -234,21 +234,8 @@ class ZarrStorageWriter(StorageWriter):
         except (IncompleteSaveError, CheckpointExistsError):
             _commit.abandon(store, attempt)
             raise
-        self._clean(store, attempt)
+        _commit.clean_after(store, attempt, keep_replaced=self._keep_replaced)
         metadata.storage_data = dataclasses.replace(report, seconds=time.monotonic() - self._began)
-
-    def _clean(self, store: Store, attempt: _commit.Attempt) -> None:
-        replaced = attempt.base_id
-        stale = [m for m in attempt.older if not (self._keep_replaced and m.attempt == replaced)]
-        try:
-            _commit.clean(store, stale, finished=[replaced] if replaced else [], committed=attempt.marker)
-        except CheckpointError as err:
-            # The save is committed: that must not look like a failure.
-            warnings.warn(
-                f"the checkpoint at {store.url} is saved, but objects of earlier ones could not be removed; the next "
-                f"save there tries again: {err}",
-                stacklevel=2,
-            )
 
 
 def _warn_of(differing: Mapping[str, Sequence[int]]) -> None:

@@ -33,12 +33,13 @@ class Described:
 
 def describe(store: Any) -> Described:
     """Take a ready store apart. Raises StorageError for an object that is none, or that cannot be used."""
+    if isinstance(store, Store):
+        return Described(store=store, in_memory=True)
+
     import obstore.store
     from zarr.abc.store import Store as ZarrStore
     from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, StorePath
 
-    if isinstance(store, Store):
-        return Described(store=store, in_memory=True)
     if isinstance(store, StorePath):
         return _inside(describe(store.store), store.path)
     if isinstance(store, LocalStore):

@@ -103,9 +103,8 @@ def rm(url: str, yes: bool, storage_options: Any) -> None:
     import zarrckpt
     from zarrckpt._cleaning import examine
 
-    found = examine(url, storage_options=storage_options)
     if not yes:
-        click.echo(found.state)
+        click.echo(examine(url, storage_options=storage_options).state)
         click.confirm("Delete it?", abort=True)
     count = zarrckpt.remove(url, storage_options=storage_options)
     click.echo(f"{count:,} objects deleted")

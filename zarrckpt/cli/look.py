@@ -31,17 +31,19 @@ def ls(url: str, patterns: tuple[str, ...], as_json: bool, storage_options: Any)
     """
     ckpt = opened(url, storage_options, patterns)
     if as_json:
-        print_json([_entry(ckpt, fqn) for fqn in ckpt])
+        tensors = {*ckpt.tensors}
+        print_json([_tensor(ckpt, fqn) if fqn in tensors else _object(ckpt, fqn) for fqn in ckpt])
     else:
         print_table(("name", "dtype", "shape or value", "size"), (ckpt.summary(fqn) for fqn in ckpt), right=["size"])
 
 
-def _entry(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
-    if fqn in ckpt.tensors:
-        array = ckpt[fqn]
-        name, dtype, _, _ = ckpt.summary(fqn)
-        size = ckpt.select(fqn).nbytes
-        return {"name": name, "dtype": dtype, "shape": array.shape, "chunks": array.chunks, "nbytes": size}
+def _tensor(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
+    array, dtype = ckpt[fqn], ckpt.summary(fqn)[1]
+    found = {"name": fqn, "dtype": dtype, "shape": array.shape, "chunks": array.chunks}
+    return {**found, "nbytes": ckpt.nbytes_of(fqn)}
+
+
+def _object(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
     name, kind, text, _ = ckpt.summary(fqn)
     return {"name": name, "value": ckpt[fqn]} if kind == "value" else {"name": name, "encoding": kind, "kind": text}
 
@@ -67,7 +69,7 @@ def tree(url: str, depth: int | None, storage_options: Any) -> None:
         keys = list(map(str, ckpt.path(fqn)))
         for key in keys[:-1]:
             node = node.setdefault(key, {})
-        node[keys[-1]] = (f"{dtype} {text}", ckpt.select(fqn).nbytes)
+        node[keys[-1]] = (f"{dtype} {text}", ckpt.nbytes_of(fqn))
     click.echo(f"{ckpt.url}  {size_text(ckpt.nbytes)}")
     _print_tree(root, "", depth)
 
