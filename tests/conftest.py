@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,25 @@ def ceph_bucket(ceph_endpoint: str) -> S3Place:
 def s3_stub() -> Iterator[S3Stub]:
     """A small S3 server in this process whose faults the test chooses (``s3_stub.faults``)."""
     with S3Stub() as stub:
+        yield stub
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1 that no machine trusts, with its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, private = store_servers.make_certificate()
+    (folder / "cert.pem").write_text(certificate)
+    (folder / "key.pem").write_text(private)
+    return folder / "cert.pem"
+
+
+@pytest.fixture
+def tls_stub(certificate: Path) -> Iterator[S3Stub]:
+    """As ``s3_stub``, over TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, certificate.with_name("key.pem"))
+    with S3Stub(tls=context) as stub:
         yield stub
 
 

@@ -53,6 +53,14 @@ class Faults:
     """If-Match never holds, as on Ceph 16 with versioning."""
     bare_e_tags: bool = False
     """If-Match holds for e-tags without quotes only, as in Ceph."""
+    refuse_signed_urls: bool = False
+    """A 403 for requests whose signature is in their url."""
+    ignore_ranges: bool = False
+    """Whole objects for those who ask for a part."""
+    cut_bodies: int = 0
+    """That many objects are sent by half, and then the connection is cut."""
+    hang_up: bool = False
+    """Connections are closed after each answer, without a word."""
 
 
 @dataclass
@@ -157,7 +165,11 @@ class _Handler(BaseHTTPRequestHandler):
             if faults.server_errors > 0:
                 faults.server_errors -= 1
                 return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
+        if faults.refuse_signed_urls and "X-Amz-Signature" in self._query:
+            return self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
         work()
+        if faults.hang_up:
+            self.close_connection = True
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -165,6 +177,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if status == 206 and self.server_stub.faults.cut_bodies > 0:
+            self.server_stub.faults.cut_bodies -= 1
+            self.wfile.write(body[: len(body) // 2])
+            return self._cut()
         if self.command != "HEAD":
             self.wfile.write(body)
 
@@ -210,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
         data, status, headers = found.data, 200, _object_headers(found)
         asked = self.headers.get("Range")
-        if asked:
+        if asked and not self.server_stub.faults.ignore_ranges:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             start, end = int(first), min(int(last) + 1 if last else len(data), len(data))
             if start >= len(data):

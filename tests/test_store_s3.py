@@ -5,18 +5,16 @@ from __future__ import annotations
 import datetime
 import os
 import re
-import ssl
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from s3_stub import S3Stub
-from store_servers import S3Place, free_port, make_certificate
+from store_servers import S3Place, free_port
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
 from zarrckpt._store import Store, open_store
@@ -522,24 +520,6 @@ def test_a_proxy_is_used(s3_stub: S3Stub) -> None:
         assert s3_stub.requests[-1].target == "http://unreachable.invalid/bucket/run/k"
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1 that no machine trusts, with its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, private = make_certificate()
-    (folder / "cert.pem").write_text(certificate)
-    (folder / "key.pem").write_text(private)
-    return folder / "cert.pem"
-
-
-@pytest.fixture
-def tls_stub(certificate: Path) -> Iterator[S3Stub]:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, certificate.with_name("key.pem"))
-    with S3Stub(tls=context) as stub:
-        yield stub
-
-
 @pytest.mark.parametrize("how", ["path", "pem", "verify", "client_kwargs", "environment", "unverified"])
 def test_an_own_certificate_authority(
     how: str, tls_stub: S3Stub, certificate: Path, monkeypatch: pytest.MonkeyPatch
@@ -622,6 +602,7 @@ def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Stub) -> None:
         ({"client_kwargs": {"endpoint": "x"}}, r"client_kwargs\['endpoint'\].*endpoint_url"),
         ({"client_options": {"time_out": 3}}, "timeout"),
         ({"retry_config": {"retries": 3}}, "max_retries"),
+        ({"client_kwargs": "{}"}, "client_kwargs is of type str"),
         ({"s3_additional_kwargs": {"ACL": "private"}}, "bucket policy"),
         ({"use_listings_cache": False}, "belongs to s3fs"),
         ({"session": object()}, "credential_provider"),

@@ -17,6 +17,7 @@ import torch
 import zarrckpt
 from benchmarks.s3_server import Served, served
 from zarrckpt._store import Store, open_store
+from zarrckpt._store._direct import DirectReads
 from zarrckpt._store._gate import MOST, START
 
 
@@ -93,13 +94,14 @@ def test_throttling_is_met_by_fewer_requests_at_once() -> None:
 
 
 class Calls:
-    """Counts the calls of obstore's functions that are under way. (A server hears of an end a little late.)"""
+    """Counts the calls of obstore's functions and direct reads under way. (A server hears of an end a little late.)"""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.most = 0
         self._lock = threading.Lock()
         for name in ("put", "get", "get_range", "head", "delete"):
             monkeypatch.setattr(obstore, name, self._counted(getattr(obstore, name)))
+        monkeypatch.setattr(DirectReads, "read_into", self._counted(DirectReads.read_into))
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,22 @@ import numpy as np
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
+_MAPPED = 1 << 20
+
+
 def plain_bytes(nbytes: int) -> Bytes:
-    """Memory that is not set to anything."""
-    return np.empty(nbytes, np.uint8)
+    """Memory that is not set to anything, or all zeros; the system has it back as soon as it is let go.
+
+    That is not so with the allocator's: it keeps what is let go, for each thread.
+    """
+    if nbytes < _MAPPED:
+        return np.empty(nbytes, np.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # As numpy does: one fault for 2 MiB, where the kernel has that.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 class BytesBudget:

@@ -8,6 +8,7 @@ and never begin or end with "/".
 from __future__ import annotations
 
 import abc
+import builtins
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +41,14 @@ class ObjectInfo:
 
     key: str
     size: int
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A multipart upload that has not ended: its object's key, and its id."""
+
+    key: str
+    id: str
 
 
 @dataclass(frozen=True)
@@ -155,6 +164,16 @@ class Store(abc.ABC):
         Such files are no objects: no listing shows them. Does nothing where a put leaves nothing before its end.
         Conditional puts must not be under way in them; other puts begin again.
         """
+
+    def uploads(self) -> builtins.list[Upload] | None:
+        """Multipart uploads below the url that have not ended; None where they cannot be told. [] where there are none.
+
+        Neither a listing nor :meth:`delete` knows of them. A request for each thousand.
+        """
+        return None
+
+    def abort(self, uploads: Iterable[Upload]) -> None:  # noqa: B027 - where there are none, there is nothing to do
+        """Remove uploads and their parts; those that have ended meanwhile are no error. A request each."""
 
     @abc.abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

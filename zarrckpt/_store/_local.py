@@ -7,6 +7,7 @@ the object's key is deleted, by whoever cleans up after the dead attempt.
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import threading
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._store import _failures
 from zarrckpt._store import _local_commit as files
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reader, Store, Versioned
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reader, Store, Upload, Versioned
 from zarrckpt._store._keys import byte_views, check_key
+from zarrckpt._store._past_cache import LEAST
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
@@ -45,6 +47,7 @@ _NEXT_STEP = {
     errno.EISDIR: "A folder stands where a file is needed: choose another path",
     errno.ESTALE: "The network filesystem lost the file: check the mount, and try again",
     errno.EFBIG: "The file is too large for this filesystem, or for the limit on files (ulimit -f)",
+    errno.EINVAL: "The filesystem refuses the call: leave out direct_io if it is given",
     errno.EMFILE: "Too many files are open: raise the limit (ulimit -n)",
 }
 
@@ -52,14 +55,16 @@ _NEXT_STEP = {
 class LocalStore(Store):
     """Objects as files below the folder ``root`` (absolute; made by the first write).
 
-    ``durable=False`` leaves out the fsyncs of :meth:`sync`; conditional puts are always durable.
+    ``durable=False`` leaves out the fsyncs of :meth:`sync`; conditional puts are always durable. ``direct_io`` writes
+    large files past the kernel's file cache where the filesystem can.
     """
 
     is_local = True
     max_concurrency = max(2, min(8, os.cpu_count() or 1))
 
-    def __init__(self, root: str, durable: bool = True) -> None:
+    def __init__(self, root: str, durable: bool = True, direct_io: bool = False) -> None:
         self.url = root
+        self._direct_io = direct_io
         self._root = root
         self._durable = durable
         self._folders: set[str] = set()
@@ -107,11 +112,15 @@ class LocalStore(Store):
             os.close(file)
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
-        self.put_parts(key, lambda: [buffers])
+        large = sum(memoryview(buffer).nbytes for buffer in buffers) >= LEAST
+        self._put(key, lambda: [buffers], self._direct_io and large)
 
     def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
+        self._put(key, groups, self._direct_io)
+
+    def _put(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]], past_cache: bool) -> None:
         def work(path: str) -> None:
-            files.put_file(path, map(byte_views, groups()))
+            files.put_file(path, map(byte_views, groups()), past_cache=past_cache)
 
         self._write("writing", key, work)
         if self._durable:
@@ -152,6 +161,9 @@ class LocalStore(Store):
         paths = {path for path in paths if not any(map(os.path.islink, {path, *self._parents(path)} - {self._root}))}
         self._each("deleting", sorted(paths), _remove_own)
         self._remove_folders(paths.union(*map(self._parents, paths)) - {self._root})
+
+    def uploads(self) -> builtins.list[Upload]:
+        return []
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         todo = [check_key(prefix) if prefix else ""]

@@ -8,11 +8,13 @@ are repeated by obstore alone. Where a server has no conditional puts, :mod:`zar
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
@@ -20,7 +22,8 @@ from obstore import exceptions as client_errors
 
 from zarrckpt._errors import CheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
-from zarrckpt._store._base import MAKERS, Buffer, Listing, ObjectInfo, Store, Versioned
+from zarrckpt._store._base import MAKERS, Buffer, Listing, ObjectInfo, Store, Upload, Versioned
+from zarrckpt._store._direct import TransferError
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._gate import MOST, Gate, Slot
 from zarrckpt._store._guard import Guard
@@ -81,14 +84,7 @@ class ObstoreStore(Store):
             # A range behind the end is an error of no kind of its own.
             if next(tries) == _DOUBT:
                 self._refuse_short(key, end)
-            done = 0
-            answer = obstore.get(store, below("", key), options={"range": (byte_offset, end)})
-            # Piece by piece into memory that is used again: a whole answer would be put together in new memory.
-            for piece in answer.stream(min_chunk_size=_PIECE):
-                view = memoryview(piece)
-                buffer[done : done + len(view)] = view
-                done += len(view)
-            return done
+            return self._fetch(store, key, byte_offset, buffer)
 
         try:
             done = self._read(key, len(buffer), fetch)
@@ -100,7 +96,28 @@ class ObstoreStore(Store):
                     self._refuse_short(key, end)
             raise
         if done != len(buffer):
+            if not done:
+                # The range begins at the end or behind it.
+                self._refuse_short(key, end)
             raise _failures.short_object(key, self.url, end, byte_offset + done)
+
+    def _fetch(self, store: Any, key: str, byte_offset: int, buffer: memoryview) -> int:
+        """Fill ``buffer``; return how many of its bytes the object has. The last attempt is obstore's alone."""
+        direct = self._client.direct if store is self._client.once else None
+        if direct is not None and direct.usable:
+            done = direct.read_into(below("", key), byte_offset, buffer)
+            if done is not None:
+                return done
+        done = 0
+        answer = obstore.get(store, below("", key), options={"range": (byte_offset, byte_offset + len(buffer))})
+        if direct is not None:
+            direct.give_up()
+        # Piece by piece into memory that is used again: a whole answer would be put together in new memory.
+        for piece in answer.stream(min_chunk_size=_PIECE):
+            view = memoryview(piece)
+            buffer[done : done + len(view)] = view
+            done += len(view)
+        return done
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         views = byte_views(buffers) or [memoryview(b"")]
@@ -161,6 +178,23 @@ class ObstoreStore(Store):
         with ThreadPoolExecutor(min(_DELETES_AT_ONCE, self.max_concurrency, len(names)), "zarrckpt-delete") as pool:
             for _ in pool.map(self._delete_one, names):
                 pass
+
+    def uploads(self) -> builtins.list[Upload] | None:
+        found = self._client.uploads
+        if found is None:
+            return None
+        try:
+            return self._run("listing multipart uploads", found.list)
+        except StorageError as error:
+            if isinstance(error.__cause__, ImportError):
+                return None
+            raise
+
+    def abort(self, uploads: Iterable[Upload]) -> None:
+        found = self._client.uploads
+        assert found is not None
+        for upload in uploads:
+            self._run(f"aborting the upload of {upload.key!r}", partial(found.abort, upload))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         what = f"listing {prefix!r}"
@@ -269,7 +303,7 @@ class ObstoreStore(Store):
             with self._gate.slot(nbytes) as slot:
                 try:
                     return call(store)
-                except client_errors.GenericError as error:
+                except (client_errors.GenericError, TransferError) as error:
                     # A server that is busy, silent or gone, or a request that it will never like.
                     slot.failed = True
                     failure = error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,12 +13,19 @@ import obstore
 
 from zarrckpt._errors import CheckpointError
 from zarrckpt._store import _azure_options, _failures, _gcs_options, _s3_options
+from zarrckpt._store._direct import DirectReads, direct_reads, is_set
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._guard import Honoured, honoured_by
 from zarrckpt._store._options import Translated
 from zarrckpt._store._retries import Retries
+from zarrckpt._store._s3_uploads import S3Uploads, s3_uploads
 from zarrckpt._store._secrets import redact_url, secret_values
 from zarrckpt._store._url import Place
+
+_EXPIRES = timedelta(minutes=15)
+"""A signed url is used at once; the clocks of the two sides may differ."""
+
+_NOBODY = {"access_key_id": "nobody", "secret_access_key": "nobody", "token": None, "expires_at": None}
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,10 @@ class Client:
     """What is known of the server's conditional puts."""
     bulk_delete: bool = False
     known_secrets: Sequence[str] = ()
+    direct: DirectReads | None = None
+    """Another way for ranged gets, where there is one."""
+    uploads: S3Uploads | None = None
+    """Multipart uploads that have not ended, where they can be told."""
 
     @cached_property
     def retries(self) -> Retries:
@@ -75,7 +87,10 @@ def _open_s3(place: Place, options: Mapping[str, Any], provider: Any, known: Seq
     bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
     server = f"{out.config.get('endpoint')} {place.bucket}"
     honoured = Honoured(True, True) if _s3_options.is_amazon(out) else honoured_by(server)
-    return Client(make(retry_config=out.retry), make, _put_options(out), honoured, bulk, known)
+    store = make(retry_config=out.retry)
+    direct = direct_reads(_signer(store, make, out), out)
+    uploads = s3_uploads(out, place.bucket, place.path)
+    return Client(store, make, _put_options(out), honoured, bulk, known, direct, uploads)
 
 
 def _open_gcs(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
@@ -100,6 +115,15 @@ _OPENERS: dict[str, Callable[[Place, Mapping[str, Any], Any, Sequence[str]], Cli
 def _maker(kind: Callable[..., Any], place: Place, out: Translated) -> Callable[..., Any]:
     fixed = {"config": out.config, "client_options": out.client, "credential_provider": out.credential_provider}
     return partial(kind, place.bucket, prefix=place.path or None, **fixed)
+
+
+def _signer(store: Any, make: Callable[..., Any], out: Translated) -> Callable[[str], str]:
+    """The url of a key's GET, signed where requests are."""
+    if not is_set(out, "skip_signature"):
+        return lambda key: str(obstore.sign(store, "GET", key, _EXPIRES))
+    # obstore tells an url with a signature only.
+    named = make(config={**out.config, "skip_signature": False}, credential_provider=lambda: dict(_NOBODY))
+    return lambda key: str(obstore.sign(named, "GET", key, _EXPIRES)).partition("?")[0]
 
 
 def _put_options(out: Translated) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class Translator:
 
     def read(self, options: Mapping[str, Any], table: Table, where: str) -> None:
         """Apply every option of one (nested) mapping. None means "not given", as in fsspec."""
+        if not isinstance(options, Mapping):
+            raise StorageError(f"{where} is of type {type(options).__name__}: expected a mapping of names to values")
         for name, value in options.items():
             if value is not None:
                 self._apply(self._target(name, table, where), value)

@@ -1,0 +1,207 @@
+"""Ranged gets from S3 over connections of our own: what goes over them, and what is left to obstore."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from s3_stub import S3Stub
+from store_servers import S3Place
+
+from zarrckpt import CorruptCheckpointError, ObjectNotFoundError, StorageError
+from zarrckpt._store import Store, open_store
+
+DATA = os.urandom(3 << 20)
+
+
+def store_of(place: S3Place, **options: Any) -> Store:
+    store = open_store(place.url("run"), storage_options={**place.storage_options, **options})
+    store.put("a b/c.0", [DATA])
+    return store
+
+
+def part(store: Store, begin: int = 1000, end: int = 2 << 20) -> bool:
+    """Whether a part of the object is read as it was written."""
+    return bytes(store.read("a b/c.0", begin, end - begin)) == DATA[begin:end]
+
+
+def ways(stub: S3Stub) -> list[str]:
+    """How the gets of the server's objects came: ``direct``, ``obstore``."""
+    gets = [item for item in stub.requests if item.method == "GET"]
+    return ["obstore" if item.headers.get("user-agent", "").startswith("object_store") else "direct" for item in gets]
+
+
+def only_direct(stub: S3Stub) -> bool:
+    return {*ways(stub)} == {"direct"}
+
+
+@pytest.mark.parametrize("bucket", ["moto_bucket", pytest.param("ceph_bucket", marks=pytest.mark.ceph)])
+def test_servers_take_signed_urls(bucket: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(request.getfixturevalue(bucket))
+    from zarrckpt._store import _obstore
+
+    def no_get(*_: object, **__: object) -> None:
+        raise AssertionError("obstore was asked")
+
+    monkeypatch.setattr(_obstore.obstore, "get", no_get)
+    assert part(store) and part(store, 0, len(DATA)) and part(store, 5, 6)
+
+
+def test_credentials_of_all_kinds(s3_stub: S3Stub) -> None:
+    def provider() -> dict[str, Any]:
+        return {"access_key_id": "PROVIDED", "secret_access_key": "s", "token": "t/+=", "expires_at": None}
+
+    place = s3_stub.bucket()
+    plain = {name: value for name, value in place.storage_options.items() if name not in ("key", "secret")}
+    kinds: list[tuple[dict[str, Any], Callable[..., Any] | None, str]] = [
+        ({"key": "GIVEN", "secret": "s"}, None, "X-Amz-Credential=GIVEN"),
+        ({}, provider, "X-Amz-Security-Token=t%2F%2B%3D"),
+        ({"anon": True}, None, ""),
+    ]
+    for options, given, expected in kinds:
+        store = open_store(place.url("run"), storage_options={**plain, **options}, credential_provider=given)
+        store.put("a b/c.0", [DATA])
+        s3_stub.requests.clear()
+        assert part(store) and only_direct(s3_stub)
+        target = s3_stub.requests[-1].target
+        assert expected in target if expected else "?" not in target
+
+
+def test_many_at_once_use_connections_again(s3_stub: S3Stub) -> None:
+    store = store_of(s3_stub.bucket())
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda number: part(store, number, 1 << 20), range(100)))
+    assert only_direct(s3_stub)
+    idle = store._client.direct._idle  # type: ignore[attr-defined]
+    assert 1 <= len(idle) <= 8
+
+
+def test_connections_that_the_server_has_closed(s3_stub: S3Stub) -> None:
+    store = store_of(s3_stub.bucket())
+    s3_stub.faults.hang_up = True
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda number: part(store, number), range(20)))
+    assert only_direct(s3_stub) and len(s3_stub.requests) == 21
+
+
+# Before the third attempt obstore asks whether the object is long enough.
+@pytest.mark.parametrize(("fault", "too_many"), [("server_errors", 4), ("cut_bodies", 3)])
+def test_failures_are_repeated(fault: str, too_many: int, s3_stub: S3Stub) -> None:
+    store = store_of(s3_stub.bucket())
+    s3_stub.requests.clear()
+    setattr(s3_stub.faults, fault, 2)
+    assert part(store)
+    assert ways(s3_stub) == ["direct"] * 3
+    # What lasts longer is obstore's.
+    s3_stub.requests.clear()
+    setattr(s3_stub.faults, fault, too_many)
+    assert part(store)
+    assert ways(s3_stub) == ["direct"] * 3 + ["obstore"]
+    s3_stub.requests.clear()
+    assert part(store) and only_direct(s3_stub)
+
+
+@pytest.mark.parametrize("fault", ["refuse_signed_urls", "ignore_ranges"])
+def test_servers_that_answer_otherwise_are_left_to_obstore(fault: str, s3_stub: S3Stub) -> None:
+    store = store_of(s3_stub.bucket())
+    s3_stub.requests.clear()
+    setattr(s3_stub.faults, fault, True)
+    if fault == "ignore_ranges":
+        # obstore refuses such an answer, too.
+        with pytest.raises(StorageError):
+            part(store)
+        assert "obstore" in ways(s3_stub)
+        return
+    assert part(store) and part(store)
+    assert ways(s3_stub) == ["direct", "obstore", "obstore"]
+
+
+def test_absent_and_short_objects(s3_stub: S3Stub) -> None:
+    store = store_of(s3_stub.bucket())
+    with pytest.raises(ObjectNotFoundError):
+        store.read("no/such", 0, 10)
+    for begin in (len(DATA) - 5, len(DATA), len(DATA) + 5):
+        s3_stub.requests.clear()
+        with pytest.raises(CorruptCheckpointError, match=rf"a b/c\.0.*{begin + 10} bytes.*{len(DATA)} "):
+            store.read("a b/c.0", begin, 10)
+        assert len(s3_stub.requests) <= 2
+    assert part(store)
+    assert ways(s3_stub)[-1] == "direct"
+
+
+def test_a_server_that_hangs_is_given_up(s3_stub: S3Stub) -> None:
+    store = store_of(s3_stub.bucket(), timeout=0.5, retry_config={"max_retries": 0})
+    s3_stub.faults.stall_seconds = 3
+    began = time.monotonic()
+    with pytest.raises(StorageError):
+        part(store)
+    assert time.monotonic() - began < 2.5
+
+
+def test_errors_do_not_show_signed_urls(s3_stub: S3Stub) -> None:
+    store = store_of(s3_stub.bucket(), retry_config={"max_retries": 0})
+    for fault in ("server_errors", "cut_bodies"):
+        setattr(s3_stub.faults, fault, 1)
+        with pytest.raises(StorageError, match=r"a b/c\.0") as caught:
+            part(store)
+        assert "X-Amz" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("how", ["own authority", "unverified"])
+def test_over_tls(how: str, tls_stub: S3Stub, certificate: Path) -> None:
+    options: dict[str, Any] = {"verify": str(certificate) if how == "own authority" else False}
+    store = store_of(tls_stub.bucket(), **options)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda number: part(store, number), range(8)))
+    assert only_direct(tls_stub)
+
+
+def test_certificates_that_only_obstore_trusts(
+    tls_stub: S3Stub, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zarrckpt._store import _direct
+
+    store = store_of(tls_stub.bucket(), verify=str(certificate))
+    # As where Python finds no certificates of the system, and obstore brings its own.
+    monkeypatch.setattr(_direct.ssl.SSLContext, "load_verify_locations", lambda *_, **__: None)
+    assert part(store) and part(store)
+    assert {*ways(tls_stub)} == {"obstore"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"requester_pays": True},
+        {"s3_additional_kwargs": {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": b"k" * 32}},
+        {"client_options": {"default_headers": {"x-own": "1"}}},
+        {"HTTP_PROXY": "http://127.0.0.1:9"},
+    ],
+)
+def test_settings_that_need_more_than_an_url(
+    options: dict[str, Any], s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if proxy := options.get("HTTP_PROXY"):
+        monkeypatch.setenv("HTTP_PROXY", proxy)
+        options = {}
+    place = s3_stub.bucket()
+    store = open_store(place.url("run"), storage_options={**place.storage_options, **options})
+    assert store._client.direct is None  # type: ignore[attr-defined]
+
+
+def test_connections_are_closed_with_the_store(s3_stub: S3Stub) -> None:
+    store = store_of(s3_stub.bucket())
+    assert part(store)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        (connection,) = store._client.direct._idle  # type: ignore[attr-defined]
+        del store
+        gc.collect()
+        assert connection.sock is None
