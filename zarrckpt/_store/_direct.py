@@ -1,9 +1,9 @@
 """Ranged gets from S3, received straight into the memory where the bytes belong.
 
-obstore hands out an answer in memory of its own, piece by piece, and copies it from there costs as much as receiving
-it; over TLS receiving alone takes twice the processor's time of Python's ``ssl``. So the many large reads of a load go
-over :mod:`http.client`. All else stays with obstore: it finds the credentials and signs the urls, and what the server
-answers other than with the bytes that were asked for is asked again through it, so that it alone tells what is wrong.
+obstore hands out an answer in memory of its own, piece by piece; to copy it from there costs as much again as receiving
+it (``python -m benchmarks --only gets``). So the many large reads of a load go over :mod:`http.client`. All else stays
+with obstore: it finds the credentials and signs the urls, and what the server answers other than with the bytes that
+were asked for is asked again through it, so that it alone tells what is wrong.
 """
 
 from __future__ import annotations

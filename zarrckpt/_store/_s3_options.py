@@ -230,7 +230,7 @@ def _set_endpoint(out: Translated, endpoint: str | None, bucket: str, use_ssl: b
 def _leave_payloads_to_tls(out: Translated) -> None:
     """TLS protects what is sent: hashing it as well, for the signature, would cost a core for each GB/s.
 
-    Not over plain HTTP, where the signature is the only protection (and Ceph refuses requests without it).
+    Not over plain HTTP, where the signature is the only protection: whoever listens could put other bytes with it.
     """
     secure = not out.config.get("endpoint", "").lower().startswith("http://")
     if secure and not _environment("AWS_UNSIGNED_PAYLOAD"):
