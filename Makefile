@@ -1,6 +1,7 @@
 # make demo     train, kill and resume a model, look into its checkpoint (ARGS=--s3, ARGS="--tp 2 --async", ...)
 # make test     all tests (ARGS="-k name" for some)
 # make lint     ruff and mypy
+# make docs     the documentation as a site, into build/docs; warnings are errors
 # make bench    speed beside others, into docs/explanation/speed.md (ARGS="--only local s3", ARGS=--quick, ...)
 # make clean    remove what these made
 #
@@ -15,7 +16,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo
@@ -29,6 +30,10 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs build/docs
+	@echo "The documentation: build/docs/index.html"
+
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -40,7 +45,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("zarrckpt needs Python 3.11 or newer; this is " + sys.version.split()[0] + ": make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
-.venv/.demo .venv/.dev .venv/.bench: .venv/.%: pyproject.toml constraints.txt | $(BIN)/python
+.venv/.demo .venv/.dev .venv/.docs .venv/.bench: .venv/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing what 'make $(MAKECMDGOALS)' needs into .venv; the first time takes a few minutes"
 	@$(INSTALL) -e '.[$*]'
 	@touch $@

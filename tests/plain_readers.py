@@ -6,11 +6,15 @@ into ``out``. Most return path -> (name of the data type, shape, elements as byt
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
+import os
 import pickle
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +110,103 @@ def obstore_store(url: str, config: dict[str, str], group: str) -> tuple[Found, 
     arrays = {path: _bits(node[...]) for path, node in members if isinstance(node, zarr.Array)}
     dataset = xarray.open_zarr(store, group=group)
     return arrays, {name: _bits(variable.values) for name, variable in dataset.variables.items()}
+
+
+def _zarr_array(place: Any, path: str, **options: Any) -> Any:
+    import zarr
+
+    return zarr.open_group(place, mode="r", **options)[path]
+
+
+def _zarrs_array(place: Any, path: str, **options: Any) -> Any:
+    import zarr
+    import zarrs  # noqa: F401 - the codec pipeline that is named below
+
+    zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
+    return _zarr_array(place, path, **options)
+
+
+def _xarray_dataset(place: Any, path: str, **options: Any) -> Any:
+    import xarray
+
+    group, _, name = path.rpartition("/")
+    return xarray.open_zarr(place, group=group or None, **options)[name]
+
+
+def _xarray_tree(place: Any, path: str, **options: Any) -> Any:
+    import xarray
+
+    return xarray.open_datatree(place, engine="zarr", **options)[path]
+
+
+def _dask_array(place: Any, path: str, **options: Any) -> Any:
+    import dask.array
+    import zarr
+
+    # A group is opened first: zarr 3.1 knows no bfloat16 before.
+    return dask.array.from_zarr(zarr.open_group(place, mode="r", **options)[path])
+
+
+def _tensorstore_array(place: str, path: str, storage_options: dict[str, Any] | None = None) -> Any:
+    import tensorstore
+
+    kvstore: dict[str, Any] = {"driver": "file", "path": f"{place}/{path}/"}
+    if storage_options is not None:
+        bucket, _, key = place.removeprefix("s3://").partition("/")
+        options = {"endpoint": storage_options["endpoint_url"], "aws_region": os.environ["AWS_REGION"]}
+        credentials = {"aws_credentials": {"type": "environment"}}
+        kvstore = {"driver": "s3", "bucket": bucket, "path": f"{key}/{path}/", **options, **credentials}
+    return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, read=True).result()
+
+
+def _our_array(place: Any, path: str, **options: Any) -> Any:
+    import zarrckpt
+
+    ckpt = zarrckpt.open(place, **options)
+    return next(ckpt[fqn] for fqn in ckpt.tensors if ckpt.node_path(fqn) == path)
+
+
+READERS: dict[str, Callable[..., Any]] = {
+    "zarrckpt": _our_array,
+    "zarr": _zarr_array,
+    "zarrs": _zarrs_array,
+    "xarray": _xarray_dataset,
+    "datatree": _xarray_tree,
+    "dask": _dask_array,
+    "tensorstore": _tensorstore_array,
+}
+
+
+@functools.cache
+def _obstore(text: str) -> Any:
+    import zarr
+    from obstore.store import from_url
+
+    config = json.loads(text)
+    store = from_url(config.pop("url"), client_options={"allow_http": True}, **config)
+    return zarr.storage.ObjectStore(store, read_only=True)
+
+
+def probe(reader: str, cases: list[dict[str, Any]], environment: dict[str, str] | None = None) -> list[tuple[str, Any]]:
+    """What a reader makes of parts of arrays: ("read", what), ("warned", what), or ("raised", the error's type).
+
+    A case has the ``place`` that the reader opens or the config of an ``obstore`` store, the ``path`` of an array, and
+    may have ``options`` and a ``box``.
+    """
+    os.environ.update(environment or {})
+    found: list[tuple[str, Any]] = []
+    for case in cases:
+        place = _obstore(json.dumps(case["obstore"])) if "obstore" in case else case["place"]
+        box = tuple(slice(*pair) for pair in case["box"]) if "box" in case else ...
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            try:
+                part = READERS[reader](place, case["path"], **case.get("options", {}))[box]
+                what = _bits(part.read().result() if reader == "tensorstore" else part)
+                found.append(("warned" if seen else "read", what))
+            except Exception as err:
+                found.append(("raised", f"{type(err).__name__}: {err}"))
+    return found
 
 
 if __name__ == "__main__":

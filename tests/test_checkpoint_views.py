@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zarrckpt
-from zarrckpt._numbers import _Moments
+from zarrckpt._numbers import Moments
 
 
 def _state() -> dict[str, Any]:
@@ -74,10 +74,16 @@ def test_one_entry_is_not_those_whose_names_begin_alike(tmp_path: Path) -> None:
         ckpt.select("v").nbytes_of("a")
 
 
-def test_html_shows_names_and_escapes_them(tmp_path: Path) -> None:
-    zarrckpt.save({"<b>": torch.ones(2), "s": "<script>"}, tmp_path / "one")
+def test_html_shows_groups_and_escapes_names(tmp_path: Path) -> None:
+    many = {f"w{i}": torch.ones(2) for i in range(300)}
+    state = {"<b>": torch.ones(2), "s": "<script>", "<i>": {"<u>": 1}, "many": many, "step": 5}
+    zarrckpt.save(state, tmp_path / "one")
     text = zarrckpt.open(tmp_path / "one")._repr_html_()
-    assert "&lt;b&gt;" in text and "<script>" not in text
+    assert "&lt;b&gt;" in text and not [tag for tag in ("<script>", "<b>b", "<i>", "<u>") if f"{tag}<" in text]
+    assert "<script" not in text and "src=" not in text and "http" not in text
+    assert text.count("<details>") == text.count("</details>") == 3  # two groups, and what is in none
+    assert "300 entries" in text and "many.w199<" in text and "many.w200<" not in text and "and 100 more" in text
+    assert "saved 20" in text and "by 1 rank," in text and "step <b>5</b>" in text and "2.41 KB" in text
 
 
 def test_load_gives_back_what_was_nested(ckpt: zarrckpt.Checkpoint, state: dict[str, Any]) -> None:
@@ -90,6 +96,53 @@ def test_load_gives_back_what_was_nested(ckpt: zarrckpt.Checkpoint, state: dict[
     model.load_state_dict(ckpt.load("model")["model"], assign=True)
     assert all(torch.equal(value, state["model"][name]) for name, value in model.state_dict().items())
     assert ckpt.load("step") == {"step": 12}
+    (Path(ckpt.url) / "ema" / "w" / "c.0.0").unlink()
+    with pytest.raises(RuntimeError, match="device"):  # before anything is read
+        ckpt.load(device="nowhere")
+
+
+def test_arrays_say_where_they_are(ckpt: zarrckpt.Checkpoint) -> None:
+    assert repr(ckpt["ema.w"]) == f"<Array {ckpt.url}/ema/w shape=(4, 6) dtype=bfloat16>"
+
+
+def test_a_wrong_name_is_answered_with_a_right_one(ckpt: zarrckpt.Checkpoint) -> None:
+    for ask in (ckpt.__getitem__, ckpt.path, ckpt.nbytes_of, ckpt.node_path, ckpt.read, ckpt.select, ckpt.load):
+        with pytest.raises(zarrckpt.KeyMismatchError, match=r"model\.0\.weight"):
+            ask("model.0.weigth")
+        with pytest.raises(zarrckpt.KeyMismatchError, match="did you mean 'model"):
+            ask("1.bias")
+    with pytest.raises(zarrckpt.KeyMismatchError, match="it is a value"):
+        ckpt.read("step")
+    with pytest.raises(zarrckpt.KeyMismatchError, match="beginning of 4"):
+        ckpt["model"]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_stored_bytes_are_those_of_the_objects(compression: str | None, tmp_path: Path) -> None:
+    """Subchunks, cut chunks, scalars, blobs, empty ones."""
+    state = {
+        "large": torch.zeros(1100, 600),
+        "m": {"cut": torch.randn(301, 77), "scalar": torch.ones(()), "none": torch.zeros(0, 4)},
+        "blob": b"x" * 70000,
+    }
+    zarrckpt.save(state, tmp_path / "one", compression=compression, max_chunk_bytes=1 << 21)
+    ckpt = zarrckpt.open(tmp_path / "one")
+    for part in (ckpt, ckpt.select("m"), ckpt.select("large")):
+        places = [tmp_path / "one" / fqn.replace(".", "/") for fqn in part]
+        assert part.nbytes_stored == sum(f.stat().st_size for place in places for f in place.rglob("c*"))
+    assert ckpt.info.nbytes_stored == ckpt.tensors.nbytes_stored and ckpt.info.blob_nbytes == 70000
+
+
+def test_only_compressed_checkpoints_need_a_table_for_stored_bytes(tmp_path: Path) -> None:
+    for name, compression in (("plain", None), ("small", "zstd")):
+        zarrckpt.save({"w": torch.zeros(50, 50)}, tmp_path / name, compression=compression)
+        for table in tmp_path.rglob("@zarrckpt/*/*/c.0"):
+            table.unlink()
+    assert zarrckpt.open(tmp_path / "plain").info.nbytes_stored == 10004
+    damaged = zarrckpt.open(tmp_path / "small")
+    assert damaged.info.nbytes_stored is None and damaged.info.nbytes == 10000
+    with pytest.raises(zarrckpt.CorruptCheckpointError):
+        _ = damaged.nbytes_stored
 
 
 def test_xarray_reads_and_checks(ckpt: zarrckpt.Checkpoint, state: dict[str, Any]) -> None:
@@ -100,8 +153,21 @@ def test_xarray_reads_and_checks(ckpt: zarrckpt.Checkpoint, state: dict[str, Any
     (Path(ckpt.url) / "model" / "1.weight" / "c.0.0").unlink()
     with pytest.raises(zarrckpt.CorruptCheckpointError):
         ckpt.to_xarray("model")["1.weight"].load()
-    with pytest.raises(zarrckpt.KeyMismatchError):
+    with pytest.raises(zarrckpt.KeyMismatchError, match="'model', 'ema'"):
         ckpt.to_xarray("nothing")
+
+
+def test_xarray_has_the_part_alone(ckpt: zarrckpt.Checkpoint, state: dict[str, Any]) -> None:
+    part = ckpt.select("model.0", "ema")
+    tree = part.to_xarray()
+    assert {*tree.children} == {"model", "ema"} and {*tree["model"].data_vars} == {"0.weight", "0.bias"}
+    assert np.array_equal(tree["model"]["0.bias"].values, state["model"]["0.bias"].numpy())
+    assert {*part.to_xarray("model").data_vars} == {"0.weight", "0.bias"}
+    with pytest.raises(zarrckpt.KeyMismatchError):
+        part.to_xarray("list")
+    assert not part.select("ema").to_xarray()["ema"].children
+    attributes = ckpt.to_xarray().attrs  # not the root's own: a table of all entries
+    assert attributes == {"url": ckpt.url, "save_id": ckpt.save_id, "created": ckpt.created, "step": 12}
 
 
 def test_stats_are_those_of_numpy(tmp_path: Path) -> None:
@@ -133,9 +199,9 @@ def test_stats_are_those_of_numpy(tmp_path: Path) -> None:
 
 @given(st.lists(st.lists(st.floats(width=32), max_size=5), max_size=6))
 def test_moments_of_parts_are_those_of_the_whole(parts: list[list[float]]) -> None:
-    merged = _Moments()
+    merged = Moments()
     for part in parts:
-        merged.add(_Moments.of(np.array(part, "f8")))
+        merged.add(Moments.of(np.array(part, "f8")))
     whole = np.array([x for part in parts for x in part], "f8")
     finite = whole[np.isfinite(whole)]
     found = merged.stats()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from store_servers import S3Place, free_port
 
 import zarrckpt
 from zarrckpt import testing
@@ -78,21 +83,53 @@ def test_ls_lists_names_types_and_sizes(saved: Path) -> None:
 
 
 def test_names_cannot_command_the_terminal(tmp_path: Path) -> None:
-    zarrckpt.save({"evil\x1b[2J": torch.ones(1)}, tmp_path / "one")
-    assert "\x1b" not in run("ls", tmp_path / "one").stdout
+    for name, number in (("one", 1), ("two", 2)):
+        state = {"evil\x1b[2J": torch.full((2,), float(number)), "v\x1b[2J": number, f"{number}\x1b[2J": number}
+        zarrckpt.save(state, tmp_path / name)
+    one, two = tmp_path / "one", tmp_path / "two"
+    for command in (["ls", one], ["tree", one], ["info", one], ["stats", one], ["diff", one, two], ["cat", one, "x"]):
+        found = run(*command)
+        assert "\x1b" not in found.stdout + found.stderr and "x1b[2J" in found.stdout + found.stderr, command
 
 
 def test_tree_shows_what_was_nested(saved: Path) -> None:
     lines = run("tree", saved).stdout.splitlines()
     assert lines[1:4] == ["├── model  64 B", "│   ├── w  float32 (3, 4)  48 B", "│   └── b  float32 (4,)  16 B"]
-    assert "w  float32" not in run("tree", saved, "--depth", 1).stdout
+    assert "├── model  2 entries  64 B" in run("tree", saved, "--depth", 1).stdout.splitlines()
+    assert run("tree", saved, "model.b").stdout.splitlines()[1:] == ["└── model  16 B", "    └── b  float32 (4,)  16 B"]
+    found = as_json("tree", saved)
+    assert found["tree"]["model"]["entries"]["w"]["shape"] == [3, 4] and found["tree"]["step"]["value"] == 7
 
 
 def test_info_says_what_it_is(saved: Path) -> None:
-    assert "tensors      3 with 18 elements, 68 B" in run("info", saved).stdout
+    text = run("info", saved).stdout
+    rows = dict(line.split(maxsplit=1) for line in text.splitlines() if not line.startswith(" "))
+    assert rows["tensors"] == "3 with 18 elements, 68 B" and rows["step"] == "7"
+    assert rows["values"] == "1, and 1 kept as bytes, 100 KB"
+    assert rows["saved"].endswith(" UTC by 1 rank") and rows["layout"] == "3 chunks, 3 subchunks"
+    assert "half" in text and "half.*" not in text
     found = as_json("info", saved)
     assert (found["step"], found["tensors"], found["blobs"], found["nbytes"]) == (7, 3, 1, 68)
     assert found["dtypes"]["bfloat16"] == {"tensors": 1, "elements": 2, "nbytes": 4}
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_info_says_how_much_is_stored(compression: str | None, tmp_path: Path) -> None:
+    state = {"w": torch.zeros(700, 800), "half": torch.ones(90, 33).bfloat16(), "none": torch.ones(0, 3)}
+    zarrckpt.save(state, tmp_path / "one", compression=compression, max_chunk_bytes=1 << 20)
+    on_disk = sum(file.stat().st_size for file in tmp_path.rglob("c.*") if "@zarrckpt" not in file.parts)
+    found = as_json("info", tmp_path / "one")
+    assert found["nbytes_stored"] == zarrckpt.open(tmp_path / "one").nbytes_stored == on_disk
+    assert (found["nbytes_stored"] < found["nbytes"]) == (compression is not None)
+    assert ("compressed by zstd" if compression else "not compressed") in run("info", tmp_path / "one").stdout
+
+
+def test_info_of_a_damaged_checkpoint(tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.zeros(70, 80)}, tmp_path / "one", compression="zstd")
+    (table,) = tmp_path.rglob("sizes/c.0")
+    table.unlink()
+    assert as_json("info", tmp_path / "one")["nbytes_stored"] is None
+    assert "run zarrckpt verify" in run("info", tmp_path / "one").stdout
 
 
 def test_cat_shows_values_slices_and_corners(saved: Path) -> None:
@@ -101,9 +138,25 @@ def test_cat_shows_values_slices_and_corners(saved: Path) -> None:
     assert as_json("cat", saved, "half")["values"] == [[1.5, -2.0]]
     text = run("cat", saved, "model.b").stdout
     assert "nan 1  inf 1  of 4" in text and "max 1" in text
+    assert as_json("cat", saved, "model.w", "-1,-2:")["values"] == [10.0, 11.0]
+    assert "no elements: this part has the shape (0, 4)" in run("cat", saved, "model.w", "3:").stdout
+    assert "96,003 characters more" in run("cat", saved, "blob").stdout
 
 
-@pytest.mark.parametrize("slice_", ["1:2:3:4", "x", "7", "0,0,0", "1.5"])
+def test_cat_shows_a_corner_of_what_is_large(tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.arange(4 * 3 * 9 * 8).reshape(4, 3, 9, 8)}, tmp_path / "one")
+    text = run("cat", tmp_path / "one", "w").stdout
+    assert "[:2, :2, :6, :6]" in text and "min 0  max 863" in text
+
+
+def test_cat_takes_no_slice_of_a_value_and_no_unknown_option(saved: Path) -> None:
+    assert "SLICE" in run("cat", saved, "step", "0").stderr
+    for word in ("--jsn", "-q"):
+        found = run("cat", saved, "model.w", word)
+        assert found.exit_code == 2 and f"No such option '{word}'" in found.stderr
+
+
+@pytest.mark.parametrize("slice_", ["1:2:3:4", "x", "7", "0,0,0", "1.5", "::0", "::-1", "-4"])
 def test_a_wrong_slice_is_wrong_usage(saved: Path, slice_: str) -> None:
     found = run("cat", saved, "model.w", slice_)
     assert found.exit_code == 2 and "SLICE" in found.stderr
@@ -131,7 +184,19 @@ def test_diff_says_what_differs(saved: Path, tmp_path: Path) -> None:
     assert any(line.startswith("! step: value 7 -> value 8") for line in lines)
     assert any(line.startswith("! half: bfloat16 (1, 2) -> float32 (2,)") for line in lines)
     numbers = as_json("diff", saved, tmp_path / "two", "model.w")["tensors"]["model.w"]
-    assert numbers == {"count": 12, "unequal": 11, "max_abs": 11.0, "max_rel": 0.5, "cosine": pytest.approx(1.0)}
+    exact = {"count": 12, "unequal": 11, "max_abs": 11.0, "max_rel": 0.5, "rel_norm": 1.0}
+    assert numbers == {**exact, "cosine": pytest.approx(1.0)}
+    assert found.stderr == "0 tensors equal, 1 not; 2 other entries changed; 1 only in A, 1 only in B\n"
+
+
+def test_diff_takes_options_for_each_store(saved: Path, moto_bucket: S3Place) -> None:
+    url, options = moto_bucket.url("one"), moto_bucket.storage_options
+    zarrckpt.save(STATE, url, storage_options=options)
+    words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
+    for_a, for_b = ([part for word in words for part in (letter, word)] for letter in ("-o", "-t"))
+    assert run("diff", saved, url, *for_b).exit_code == 0
+    assert run("diff", url, saved, *for_a).exit_code == 0
+    assert run("diff", url, url, *for_a).exit_code == 0
 
 
 def test_verify_names_the_damaged_object(saved: Path) -> None:
@@ -153,7 +218,8 @@ def test_doctor_says_what_to_run_and_recover_runs_it(saved: Path) -> None:
     found = run("doctor", saved)
     assert found.exit_code == 1 and "could still commit" in found.stdout and "--stopped" in found.stdout
     assert "kept" in run("recover", saved).stdout
-    assert "of 1 saves removed" in run("recover", saved, "--stopped").stdout
+    assert "of 1 save removed" in run("recover", saved, "--stopped").stdout
+    assert run("recover", saved).stdout == "nothing to remove\n"
     assert run("doctor", saved).exit_code == 0
     assert run("verify", saved).exit_code == 0
 
@@ -163,7 +229,16 @@ def test_rm_asks_and_deletes(saved: Path) -> None:
     assert asked.exit_code == 1 and zarrckpt.open(saved).verify()
     assert run("rm", saved, "--yes").exit_code == 0
     assert not list(saved.rglob("*")) or not saved.exists()
-    assert run("rm", saved, "--yes").exit_code == 3
+    found = run("rm", saved)  # nothing is there: nothing to ask
+    assert found.exit_code == 3 and "Delete it?" not in found.output
+
+
+def test_doctor_does_not_take_a_damaged_checkpoint_for_leftovers(saved: Path) -> None:
+    root = saved / "zarr.json"
+    root.write_bytes(root.read_bytes().replace(b"model", b"mudel", 1))
+    found = as_json("doctor", saved)
+    assert "damaged" in found["state"] and found["advice"] == [f"zarrckpt rm {saved}"]
+    assert "save " not in " ".join(found["findings"]).replace("save again", "")
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -174,3 +249,87 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "keep me"
     assert run("ls").exit_code == 2 and run("nonsense").exit_code == 2
     assert run("ls", tmp_path, "-o", "half").exit_code == 2
+
+
+def test_wrong_names_and_urls_are_answered_with_right_ones(saved: Path) -> None:
+    assert "did you mean one of ['model.w', " in run("cat", saved, "model.W").stderr
+    assert "did you mean 'model.w'?" in run("ls", saved, "del.w").stderr
+    assert "'model'" in run("ls", saved, "modle").stderr
+    found = run("cat", saved, "model")
+    assert found.exit_code == 3 and "the beginning of 2, for example ['model.w', 'model.b']" in found.stderr
+    for command in ("ls", "doctor"):
+        assert f"The newest checkpoint below it is {saved}" in run(command, saved.parent).stderr
+
+
+COMMANDS: dict[str, list[Any]] = {
+    "verify": [],
+    "cp": ["B"],
+    "export": ["C"],
+    "report": ["--output", "D.html"],
+    "cat": ["model.b"],
+    "diff": ["B"],
+}
+
+
+def test_every_command_has_json(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line on standard output, without the numbers that JSON lacks."""
+    monkeypatch.chdir(tmp_path)
+    commands = [name for name in main.list_commands(click.Context(main)) if name not in ("import", "rm")]
+    lines = [[name, "one", *COMMANDS.get(name, [])] for name in sorted(commands, key=[*COMMANDS, *commands].index)]
+    for words in [*lines, ["import", "C", "E"], ["rm", "B", "--yes"]]:
+        found = run(*words, "--json")
+        assert found.exit_code in (0, 1) and found.stdout.count("\n") == 1, (words, found.output)
+        json.loads(found.stdout, parse_constant=pytest.fail)
+
+
+PROGRAM = [sys.executable, "-m", "zarrckpt.cli"]
+
+
+def test_an_interrupt_ends_a_command_that_waits_for_a_server() -> None:
+    """The main thread is inside the client then, where no signal is heard."""
+    with socket.create_server(("127.0.0.1", port := free_port())) as server:
+        options = [f"endpoint_url=http://127.0.0.1:{port}", "key=x", "secret=x", "region=us-east-1"]
+        words = [*PROGRAM, "ls", "s3://bucket/run", *(part for word in options for part in ("-o", word))]
+        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as command:
+            connection, _ = server.accept()
+            assert connection.recv(4) == b"GET "
+            command.send_signal(signal.SIGINT)
+            try:
+                _, told = command.communicate(timeout=30)
+            finally:
+                command.kill()
+                connection.close()
+    assert command.returncode == 130 and told == "zarrckpt: interrupted\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(saved: Path) -> None:
+    with subprocess.Popen(
+        [*PROGRAM, "ls", saved], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as command:
+        assert command.stdout is not None and command.stderr is not None
+        command.stdout.close()
+        assert command.stderr.read() == "" and command.wait(20) == 0
+
+
+def on_a_terminal(*words: str, **environment: str) -> str:
+    """What a command prints on a terminal."""
+    ours, theirs = os.openpty()
+    with subprocess.Popen([*PROGRAM, *words], stdout=theirs, env={**os.environ, **environment}) as command:
+        os.close(theirs)
+        text = b""
+        with contextlib.suppress(OSError):  # the terminal is gone when the command is
+            while part := os.read(ours, 4096):
+                text += part
+        assert command.wait(20) == 0
+    os.close(ours)
+    return text.decode()
+
+
+def test_tables_fit_narrow_terminals_and_need_no_colour(tmp_path: Path) -> None:
+    zarrckpt.save({"weights": torch.ones(2, 3), "words": "long " * 12, "ünï✓漢字": 7}, tmp_path / "one")
+    plain = on_a_terminal("ls", str(tmp_path / "one"), NO_COLOR="1", COLUMNS="44").split("\r\n")
+    assert plain[0] == "name      dtype    shape or value       size"
+    assert plain[1] == "weights   float32  (2, 3)               24 B"
+    assert plain[2] == "words     value    'long long long lo…"
+    assert plain[3].startswith("ünï✓漢字  value")  # two cells a character
+    assert on_a_terminal("ls", str(tmp_path / "one"), NO_COLOR="").startswith("\x1b[2mname")

@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from store_servers import S3Place
 
 import zarrckpt
 from zarrckpt.cli import main
@@ -81,11 +82,114 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
         zarrckpt.open(tmp_path / "two").to_safetensors(tmp_path / "out2", strip="a")
 
 
+WAYS_OUT = {"to_safetensors": "x.safetensors", "to_torch_save": "x.pt", "to_dcp": "dcp"}
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_out_of_a_bucket_and_into_it(
+    tmp_path: Path, moto_bucket: S3Place, tensors: dict[str, torch.Tensor], compression: Any
+) -> None:
+    tensors = {name: tensors[name] for name in ("a.bfloat16", "c.empty", "c.scalar", "c.large")}
+    options: dict[str, Any] = {"storage_options": moto_bucket.storage_options}
+    zarrckpt.save(tensors, moto_bucket.url("one"), max_chunk_bytes=1 << 18, compression=compression, **options)
+    ckpt = zarrckpt.open(moto_bucket.url("one"), **options)
+    for method, name in WAYS_OUT.items():
+        getattr(ckpt, method)(tmp_path / name, max_inflight_bytes=1 << 19)
+        zarrckpt.import_checkpoint(tmp_path / name, moto_bucket.url(name), compression=compression, **options)
+        assert ckpt.diff(zarrckpt.open(moto_bucket.url(name), **options))
+
+
+@pytest.mark.parametrize("method", WAYS_OUT)
+def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_path: Path, method: str) -> None:
+    zarrckpt.save({"w": torch.randn(90, 100)}, tmp_path / "one", max_chunk_bytes=1 << 14)
+    export, target = getattr(zarrckpt.open(tmp_path / "one"), method), tmp_path / WAYS_OUT[method]
+
+    def stop(done: int, total: int) -> None:
+        assert total == 36_000 and not target.exists()
+        if done > 9000:
+            raise KeyboardInterrupt
+
+    for overwrite in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            export(target, overwrite=overwrite, max_inflight_bytes=1 << 14, progress=stop)
+        assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    # What a killed process leaves is in nobody's way.
+    if method == "to_dcp":
+        (tmp_path / "dcp.part").mkdir()
+    (tmp_path / "dcp.part" / "x" if method == "to_dcp" else tmp_path / f"{target.name}.part").write_text("half")
+    export(target)
+    zarrckpt.import_checkpoint(target, tmp_path / "two")
+    assert zarrckpt.open(tmp_path / "one").diff(zarrckpt.open(tmp_path / "two"))
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", target.name}
+
+
+def _export(tmp_path: Path, name: str, state: dict[str, Any], **options: Any) -> dict[str, bytes]:
+    """Export a state to the folder ``out``; what is in it then."""
+    zarrckpt.save(state, tmp_path / name)
+    zarrckpt.open(tmp_path / name).to_safetensors(tmp_path / "out", **options)
+    return {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+
+def test_an_export_replaces_one_before_it_and_nothing_else(tmp_path: Path) -> None:
+    many = _export(tmp_path, "one", {f"{i}.w": torch.randn(50) for i in range(3)}, max_file_bytes=200)
+    assert len(many) == 4
+    (tmp_path / "out" / "config.json").write_text("{}")
+    save_file({"other": torch.ones(1)}, tmp_path / "out" / "adapter.safetensors")
+    with pytest.raises(zarrckpt.StorageError):  # a loader would read the index of before
+        _export(tmp_path, "two", {"v": torch.ones(2)})
+    found = _export(tmp_path, "three", {"v": torch.ones(2)}, overwrite=True)
+    assert set(found) == {"model.safetensors", "config.json", "adapter.safetensors"}
+    found = _export(tmp_path, "four", {"v": torch.ones(2), "w": torch.zeros(2)}, overwrite=True, max_file_bytes=9)
+    assert "model.safetensors" not in found and len(found) == 5
+    zarrckpt.import_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert set(zarrckpt.open(tmp_path / "back")) == {"v", "w"}
+
+
+def test_one_file_by_its_name(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    zarrckpt.save({**tensors, "e8": torch.ones(3).to(torch.float8_e8m0fnu)}, tmp_path / "one", max_chunk_bytes=1 << 17)
+    ckpt = zarrckpt.open(tmp_path / "one")
+    limits: dict[str, Any] = {"max_file_bytes": 1, "max_inflight_bytes": 1 << 17}
+    report = ckpt.to_safetensors(tmp_path / "new" / "weights.safetensors", **limits)
+    assert (report.folder, report.files) == (str(tmp_path / "new"), ("weights.safetensors",))
+    assert same(load_file(tmp_path / "new" / "weights.safetensors"), ckpt.load())
+    with pytest.raises(zarrckpt.StorageError):
+        ckpt.to_safetensors(tmp_path / "new" / "weights.safetensors")
+    ckpt.to_safetensors(tmp_path / "new" / "weights.safetensors", "c.nan", overwrite=True)
+    assert list(load_file(tmp_path / "new" / "weights.safetensors")) == ["c.nan"]
+    zarrckpt.save({"step": 1}, tmp_path / "two")
+    with pytest.raises(zarrckpt.KeyMismatchError):
+        zarrckpt.open(tmp_path / "two").to_safetensors(tmp_path / "none.safetensors")
+
+
+def test_tied_weights_stay_equal_under_each_name(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "head": torch.nn.Linear(4, 9, bias=False)})
+    model["head"].weight = model["embed"].weight
+    with pytest.raises(RuntimeError):
+        save_file(dict(model.state_dict()), tmp_path / "x.safetensors")
+    zarrckpt.save({"model": model}, tmp_path / "one")
+    zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "out", strip="model", max_file_bytes=150)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    found = {}
+    for name in {*index["weight_map"].values()}:
+        found |= load_file(tmp_path / "out" / name)
+    assert same(found, dict(model.state_dict()))
+    other = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "head": torch.nn.Linear(4, 9, bias=False)})
+    other["head"].weight = other["embed"].weight
+    other.load_state_dict(found)
+    assert torch.equal(other["head"].weight, model["head"].weight)
+
+
 def test_a_damaged_chunk_leaves_no_file(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.ones(300)}, tmp_path / "one")
     (tmp_path / "one" / "w" / "c.0").write_bytes(b"x" * 1204)
     with pytest.raises(zarrckpt.CorruptCheckpointError):
         zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+    # Of several files none gets its name where the last one fails.
+    zarrckpt.save({"u": torch.ones(300), "v": torch.ones(300)}, tmp_path / "two")
+    (tmp_path / "two" / "v" / "c.0").write_bytes(b"x" * 1204)
+    with pytest.raises(zarrckpt.CorruptCheckpointError):
+        zarrckpt.open(tmp_path / "two").to_safetensors(tmp_path / "out", max_file_bytes=1200)
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -147,3 +251,33 @@ def test_from_the_terminal(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> 
     assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors)
     assert run("export", tmp_path / "one", tmp_path / "out").exit_code == 3
     assert run("import", tmp_path / "gone", tmp_path / "two").exit_code == 2
+
+
+def test_the_terminal_chooses_a_format_by_the_name(tmp_path: Path) -> None:
+    def run(*arguments: object, code: int = 0) -> str:
+        done = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
+        assert done.exit_code == code, done.output
+        return done.output
+
+    torch.manual_seed(0)
+    state = {"model": {"w": torch.randn(4, 3), "b": torch.ones(3)}, "optim": {"m": torch.ones(2)}, "step": 5}
+    zarrckpt.save(state, tmp_path / "one")
+    for name in ("a.pt", "b.pth", "c.bin"):
+        assert "3 tensors, 1 value" in run("export", tmp_path / "one", tmp_path / name)
+        assert torch.load(tmp_path / name)["step"] == 5
+    run("export", tmp_path / "one", tmp_path / "a.pt", code=3)
+    run("export", tmp_path / "one", tmp_path / "a.pt", "--overwrite", "--exclude", "optim")
+    assert list(torch.load(tmp_path / "a.pt")) == ["model", "step"]
+    run("export", tmp_path / "one", tmp_path / "file", "model", "--strip", "model", "--format", "torch")
+    assert same(torch.load(tmp_path / "file"), state["model"])  # type: ignore[arg-type]
+    run("export", tmp_path / "one", tmp_path / "w.safetensors", "model")
+    assert set(load_file(tmp_path / "w.safetensors")) == {"model.w", "model.b"}
+    run("export", tmp_path / "one", tmp_path / "dcp", "--format", "dcp")
+    assert (tmp_path / "dcp" / ".metadata").exists()
+    for source in ("b.pth", "dcp"):
+        run("import", tmp_path / source, tmp_path / f"{source}.back")
+        run("diff", tmp_path / "one", tmp_path / f"{source}.back")
+    (tmp_path / "empty").mkdir()
+    run("import", tmp_path / "empty", tmp_path / "two", code=3)
+    run("export", tmp_path / "one", "s3://bucket/x.pt", code=3)
+    run("export", tmp_path / "one", tmp_path / "x", "--format", "gguf", code=2)

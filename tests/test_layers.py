@@ -13,10 +13,10 @@ PACKAGE = Path(zarrckpt.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
 ROW = re.compile(r"\| (\d+) \| `(\w+)` \| (torch)? ?\| .+ \|")
 
-PACKAGES = {"_store", "cli"}
+PACKAGES = {"_page", "_store", "cli"}
 """Their modules import each other."""
 
-TORCH_ON_REQUEST = {"_checkpoint": {"_loading"}}
+TORCH_ON_REQUEST = {"_checkpoint": {"_dcp_export", "_loading", "_torch_file"}}
 """What a module that runs without torch imports within a function that says that it needs it."""
 
 LAZY_TORCH = {"_values"}

@@ -270,6 +270,16 @@ def everything_in(error: BaseException) -> str:
     return "\n".join(texts)
 
 
+def test_errors_say_what_the_server_said(s3_stub: S3Stub) -> None:
+    s3_stub.faults.refusal = (
+        '<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccountProblem</Code>'
+        "<Message>Pay &amp; try again</Message><RequestId>4F1</RequestId></Error>"
+    )
+    with pytest.raises(StorageError, match="AccountProblem: Pay & try again") as caught:
+        stub_store(s3_stub).get("k")
+    assert "<" not in str(caught.value)
+
+
 def test_errors_never_quote_credentials(backend: str, s3_stub: S3Stub) -> None:
     key, secret, token = "AKIAEXAMPLEEXAMPLE", "wJalrXUtnFEMI+K7/MDENG", "FwoGZXIvYXdzE-session"
     options = {"key": key, "secret": secret, "token": token, "backend": backend}

@@ -94,6 +94,17 @@ class Catalog:
                 f"{odd[0]} bytes, expected {_codec.CRC_BYTES + 1} to {most}"
             )
 
+    def stored_nbytes(self, node: ArrayNode) -> int:
+        """Bytes of an array's chunks as they are stored. No request, but for the tables where it is compressed."""
+        grid, itemsize = node.grid, node.dtype.itemsize
+        nbytes = grid.num_chunks * _codec.chunk_object_size(grid, itemsize)
+        with self.guard():
+            sizes = self.sizes(node) if node.compression is not None else None
+        if sizes is None:
+            return nbytes
+        # The index of each chunk, where there is one, stays as long as it is.
+        return nbytes - grid.num_subchunks * _codec.subchunk_bytes(grid, itemsize) + int(sizes.sum(dtype=np.uint64))
+
     def refuse_uncounted(self, node: ArrayNode) -> None:
         """Raise CorruptCheckpointError where an array claims more chunks than there are checksums.
 

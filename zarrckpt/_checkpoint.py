@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from zarrckpt import _commit
@@ -18,11 +19,13 @@ from zarrckpt._errors import (
     KeyMismatchError,
     ObjectNotFoundError,
     StorageError,
-    UnsupportedValueError,
 )
-from zarrckpt._info import CheckpointInfo, as_html, info_of, size_text
-from zarrckpt._matching import select
+from zarrckpt._export import MAX_EXPORT_BYTES, ExportReport, local_path, stripped
+from zarrckpt._html import Group, as_html
+from zarrckpt._info import CheckpointInfo, count_text, info_of, size_text, time_text
+from zarrckpt._matching import hint, select
 from zarrckpt._root import HOUSE, BlobEntry
+from zarrckpt._state_path import StatePath
 from zarrckpt._store import Store, StoreSpec, join_url
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, run
 
@@ -30,10 +33,16 @@ if TYPE_CHECKING:
     import numpy as np
     import zarr
 
+    from zarrckpt._compression import CompressionOption
+    from zarrckpt._copy_plan import ChunksOption, DTypeOption
     from zarrckpt._numbers import Difference, TensorStats
-    from zarrckpt._report import SaveReport
-    from zarrckpt._safetensors import ExportReport
+    from zarrckpt._page import PageReport
+    from zarrckpt._report import CopyReport
     from zarrckpt._verify import VerifyReport
+
+
+_SHOWN = 80
+"""Characters of a value in a list of entries."""
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -86,6 +95,15 @@ class Checkpoint(Mapping[str, Any]):
         return sum(node.nbytes for node in self._catalog.root.arrays(self._names))
 
     @property
+    def nbytes_stored(self) -> int:
+        """Bytes of the chunks of all tensors and blobs as they are stored: with padding, checksums and compression.
+
+        No request; where any of them is compressed, one or two for the tables, the first time. Raises
+        CorruptCheckpointError where a table is damaged, CheckpointReplacedError, StorageError.
+        """
+        return sum(self._catalog.stored_nbytes(node) for node in self._catalog.root.arrays(self._names))
+
+    @property
     def tensors(self) -> Checkpoint:
         """The entries that are arrays, in the order of the state dict."""
         return self._part(fqn for fqn in self._names if fqn in self._catalog.root.tensors)
@@ -123,8 +141,15 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def info(self) -> CheckpointInfo:
-        """Sizes, dtypes, step, who wrote it, layout. No request."""
-        return info_of(self.url, self._catalog.root, self._names)
+        """Sizes, dtypes, step, who wrote it, layout. No request, but those of :attr:`nbytes_stored`.
+
+        Where they fail, ``info.nbytes_stored`` is None: a damaged checkpoint can be looked at, too.
+        """
+        try:
+            stored = self.tensors.nbytes_stored
+        except CheckpointError:
+            stored = None
+        return info_of(self.url, self._catalog.root, self._names, stored)
 
     def __getitem__(self, fqn: str) -> Any:
         root = self._catalog.root
@@ -132,7 +157,12 @@ class Checkpoint(Mapping[str, Any]):
             return self._array(fqn)
         if fqn in self._names:
             return self._catalog.read_object(fqn, allow_pickle=self._allow_pickle)
-        raise KeyMismatchError(f"no entry {fqn!r} in {self.url}; it has {len(self)}, for example {list(self)[:3]}")
+        raise self._no("entry", fqn, self)
+
+    def _no(self, what: str, fqn: str, names: Iterable[str]) -> KeyMismatchError:
+        """The error for a name that is none of some names."""
+        text = "it is a value" if fqn in self._names else hint(fqn, names)
+        return KeyMismatchError(f"no {what} {fqn!r} in {self.url}; {text}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -144,13 +174,18 @@ class Checkpoint(Mapping[str, Any]):
         return fqn in self._names
 
     def __repr__(self) -> str:
-        return (
-            f"<zarrckpt.Checkpoint {self.url!r}: {len(self.tensors)} tensors, {len(self.non_tensors)} values, "
-            f"{self.nbytes:,} bytes, saved by {self.world_size} ranks at {self.created}>"
-        )
+        what = f"{count_text(len(self.tensors), 'tensor')}, {count_text(len(self.non_tensors), 'value')}"
+        who = f"saved by {count_text(self.world_size, 'rank')} at {time_text(self.created)}"
+        return f"<zarrckpt.Checkpoint {self.url!r}: {what}, {size_text(self.nbytes)}, {who}>"
 
     def _repr_html_(self) -> str:
-        return as_html(self.info, (self.summary(fqn) for fqn in self._names))
+        parts = self.groups
+        below = {fqn for part in parts.values() for fqn in part}
+        shown = [*parts.items(), ("(no group)", self._part(fqn for fqn in self._names if fqn not in below))]
+        return as_html(self.info, [self._html_group(name, part) for name, part in shown if len(part)])
+
+    def _html_group(self, name: str, part: Checkpoint) -> Group:
+        return Group(name, len(part), part.nbytes, [part.summary(fqn) for fqn in islice(part, Group.SHOWN)])
 
     def summary(self, fqn: str) -> tuple[str, str, str, str]:
         """(name, dtype or kind, shape or value, size) of an entry for people. No request."""
@@ -159,12 +194,13 @@ class Checkpoint(Mapping[str, Any]):
             return fqn, entry.dtype.name, str(entry.grid.shape), size_text(entry.nbytes)
         if isinstance(entry, BlobEntry):
             return fqn, entry.encoding, entry.kind or "", size_text(entry.array.nbytes)
-        return fqn, "value", f"{self[fqn]!r:.80}", ""
+        text = repr(self[fqn])
+        return fqn, "value", text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…", ""
 
     def nbytes_of(self, fqn: str) -> int:
         """Bytes of one entry, as :attr:`nbytes` counts them; 0 for a value that the root document holds."""
         if fqn not in self._names:
-            raise KeyMismatchError(f"no entry {fqn!r} in {self.url}")
+            raise self._no("entry", fqn, self)
         node = self._catalog.root.array(fqn)
         return 0 if node is None else node.nbytes
 
@@ -172,13 +208,14 @@ class Checkpoint(Mapping[str, Any]):
         """The path of a tensor's array below the url, for other Zarr readers: ``zarr.open_group(url)[path]``."""
         root = self._catalog.root
         if fqn not in root.tensors:
-            raise KeyMismatchError(f"no tensor {fqn!r} in {self.url}")
+            raise self._no("tensor", fqn, self.tensors)
         return root.tensors[fqn].under(root.tree).path
 
     def read(
         self,
         keys: Iterable[str] | None = None,
         *,
+        out: Mapping[str, Any] | None = None,
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         progress: Progress | None = None,
     ) -> dict[str, np.ndarray[Any, Any]]:
@@ -188,18 +225,25 @@ class Checkpoint(Mapping[str, Any]):
         is checked. bfloat16 and float8 arrays have the dtypes of ``ml_dtypes``.
 
         Args:
-            keys: names of tensors (default: all).
+            keys: names of tensors (default: those of ``out``, else all).
+            out: name -> memory that is filled in place, for each of ``keys``: numpy arrays, or other objects with a
+                writable buffer (a torch CPU tensor's ``.numpy()``), of the tensor's shape and dtype and any strides.
+                bfloat16 and float8 also go into unsigned integers of their size, bit for bit. Nothing of the tensors'
+                size is allocated.
             max_inflight_bytes: bound on the memory beyond the arrays (default 512 MiB).
             progress: called as ``progress(bytes_done, bytes_total)`` while chunks are read.
 
-        Raises KeyMismatchError for a name that is no tensor, CorruptCheckpointError, CheckpointReplacedError.
+        Raises KeyMismatchError for a name that is no tensor, and, before anything is read, for what in ``out`` has
+        another shape or dtype (all are listed); TypeError and ValueError for what there is no writable memory;
+        CorruptCheckpointError, CheckpointReplacedError: then what ``out`` holds is undefined.
         """
         root = self._catalog.root
-        wanted = list(dict.fromkeys(self.tensors if keys is None else [keys] if isinstance(keys, str) else keys))
+        names = (self.tensors if out is None else out) if keys is None else [keys] if isinstance(keys, str) else keys
+        wanted = list(dict.fromkeys(names))
         for fqn in wanted:
             if fqn not in self._names or fqn not in root.tensors:
-                raise KeyMismatchError(f"no tensor {fqn!r} in {self.url}; it has {list(self.tensors)[:3]}, for example")
-        return read_arrays(self._catalog, wanted, max_inflight_bytes, progress)
+                raise self._no("tensor", fqn, self.tensors)
+        return read_arrays(self._catalog, wanted, max_inflight_bytes, progress, out)
 
     def load(
         self, keys: str | Iterable[str] | None = None, *, device: Any = "cpu", progress: Progress | None = None
@@ -210,8 +254,9 @@ class Checkpoint(Mapping[str, Any]):
         torch; one process reads all of it (:func:`zarrckpt.load` fills sharded states).
 
         Args:
-            keys: as in :meth:`select` (default: everything). device: where the tensors are to be. progress: see
-            :meth:`read`.
+            keys: as in :meth:`select` (default: everything).
+            device: where the tensors are to be.
+            progress: see :meth:`read`.
 
         Raises what :meth:`read` raises, and UnsafeValueError.
         """
@@ -226,59 +271,158 @@ class Checkpoint(Mapping[str, Any]):
         url: str | os.PathLike[str] | None = None,
         *,
         overwrite: bool = False,
+        resume: bool = False,
+        chunks: ChunksOption = None,
+        max_chunk_bytes: int | None = None,
+        dtype: DTypeOption = None,
+        compression: CompressionOption = "keep",
         store: object | None = None,
         storage_options: Mapping[str, Any] | None = None,
         credential_provider: Callable[..., Any] | None = None,
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         progress: Progress | None = None,
-    ) -> SaveReport:
-        """Copy this checkpoint, or this part of one, to another place, between any stores.
+    ) -> CopyReport:
+        """Copy this checkpoint, or this part of one, to another place, between any stores; rearranged if need be.
 
-        The chunks stay as they are, each is compared with its checksum on the way, and the copy is committed as a save
-        is: complete, or not there. It has a save id of its own.
+        What is read is compared with its checksums, and the copy is committed as a save is: complete, or not there. It
+        has a save id of its own. Chunks of tensors for which no option changes anything stay the same, byte for byte.
 
         Args:
-            url, store, storage_options, credential_provider: where to, as in :func:`save`. overwrite: replace what is
-            there. max_inflight_bytes: bound on the memory (default 512 MiB, at least one chunk). progress: called as
-            ``progress(bytes_done, bytes_total)``.
+            url: where to, as in :func:`save`; so are store, storage_options and credential_provider.
+            overwrite: replace what is there.
+            resume: go on with a copy of the same entries of the same save, with the same options, that was broken off:
+                what it has stored is checked and counts. Where there is none, begin one; where it is committed already,
+                do nothing. Not by default, since nobody can tell a copy that was broken off from one that still runs;
+                should one run, both work on the same copy, which is committed once.
+            chunks: a shape for the chunks of all tensors with as many dimensions, or a mapping pattern -> shape (the
+                first that means a tensor counts); -1 stands for a whole dimension.
+            max_chunk_bytes: give all other tensors the chunks that a :func:`save` by one process gives them, of at most
+                so many bytes.
+            dtype: cast floating tensors, such as ``"bfloat16"``, or a mapping pattern -> dtype. Values are rounded to
+                nearest even; one beyond the dtype's range becomes infinite (NaN where the dtype has no infinity), which
+                is counted in the report, with a UserWarning. Left alone: float8_e8m0fnu, and what is not floating.
+            compression: of all tensors, as in :func:`save`: None takes it away; ``"keep"`` leaves it.
+            max_inflight_bytes: bound on the memory (default 512 MiB, at least one chunk and what it is made from).
+            progress: called as ``progress(bytes_done, bytes_total)``.
 
         Raises CheckpointExistsError, ForeignObjectsError, CorruptCheckpointError (nothing is committed then),
-        CheckpointReplacedError, StorageError. Two requests a chunk, two an array.
+        CheckpointReplacedError, StorageError; KeyMismatchError for a pattern that means no tensor, TypeError and
+        ValueError for options that make no sense. Two requests a chunk that stays as it is, two an array; to make other
+        chunks, those parts of the source are read that they need.
         """
+        from zarrckpt._copy_plan import parse_changes
         from zarrckpt._copying import copy_checkpoint
 
+        tensors = {fqn: node for fqn, node in self._catalog.root.tensors.items() if fqn in self._names}
+        options: dict[str, Any] = {"max_chunk_bytes": max_chunk_bytes, "dtype": dtype, "compression": compression}
+        changes = parse_changes(tensors, self.url, chunks=chunks, **options)
         target = StoreSpec(url, store, storage_options, credential_provider).open()
         limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
-        return copy_checkpoint(self._catalog, list(self._names), target, overwrite=overwrite, **limits)
+        names = list(self._names)
+        report = copy_checkpoint(self._catalog, names, target, changes, overwrite=overwrite, resume=resume, **limits)
+        for fqn, count in report.overflowed.items():
+            warnings.warn(f"{fqn!r}: {count:,} finite values are beyond the range of the dtype now", stacklevel=2)
+        return report
 
     def to_safetensors(
         self,
-        folder: str | os.PathLike[str],
+        target: str | os.PathLike[str],
         *patterns: str,
         strip: str = "",
         max_file_bytes: int = 5_000_000_000,
+        overwrite: bool = False,
+        max_inflight_bytes: int = MAX_EXPORT_BYTES,
         progress: Progress | None = None,
     ) -> ExportReport:
         """Write the tensors, or those that patterns mean, as safetensors: one file, or several with an index.
 
-        One tensor is in memory at a time. Hugging Face's libraries and ``safetensors`` load the result; a folder that
-        holds such files already is refused.
+        Hugging Face's libraries and ``safetensors`` load the result. Files appear under their names when all are whole.
 
         Args:
-            folder: local; made where it is absent. strip: a beginning that the names lose: ``"model"`` writes
-                ``model.embed.weight`` as ``embed.weight``; names without it keep theirs. max_file_bytes: a file has
-                more only where a single tensor has. progress: see :meth:`read`.
+            target: a local folder, made where it is absent; or, where it ends in ``.safetensors``, the one file.
+            patterns: as in :meth:`select` (default: all tensors).
+            strip: a beginning that the names lose: ``"model"`` writes ``model.embed.weight`` as ``embed.weight``;
+                names without it keep theirs.
+            max_file_bytes: a file has more only where a single tensor has.
+            overwrite: replace the file, or the folder's ``model*.safetensors`` and their index.
+            max_inflight_bytes: bound on the memory (default 128 MiB).
+            progress: see :meth:`read`.
 
-        Raises UnsupportedValueError for a dtype that safetensors lacks, or two tensors of one name; StorageError.
+        Raises UnsupportedValueError for a dtype that safetensors lacks, or two tensors of one name; StorageError, also
+        where such files exist; and what :meth:`read` raises.
         """
         from zarrckpt._safetensors import export
 
-        part = self.select(*patterns).tensors
-        cut = f"{strip}." if strip else ""
-        names = {fqn: fqn.removeprefix(cut) for fqn in part}
-        if len({*names.values()}) < len(names):
-            raise UnsupportedValueError(f"two tensors have one name without {cut!r}: export a part of them")
-        return export(self._catalog, names, os.fspath(folder), max_file_bytes, progress)
+        paths = self.select(*patterns).tensors._stripped(strip)
+        if not paths:
+            raise KeyMismatchError(f"what was chosen of {self.url} has no tensor, and safetensors files hold no values")
+        names = {fqn: path.fqn for fqn, path in paths.items()}
+        limits: dict[str, Any] = {"max_file_bytes": max_file_bytes, "max_inflight_bytes": max_inflight_bytes}
+        return export(self._catalog, names, local_path(target), overwrite=overwrite, progress=progress, **limits)
+
+    def to_torch_save(
+        self,
+        path: str | os.PathLike[str],
+        *patterns: str,
+        strip: str = "",
+        overwrite: bool = False,
+        max_inflight_bytes: int = MAX_EXPORT_BYTES,
+        progress: Progress | None = None,
+    ) -> ExportReport:
+        """Write the nested state dict, or the part of it that patterns mean, as a file of ``torch.save``.
+
+        ``torch.load`` reads it with its defaults, ``mmap=True`` too; values of kinds that ``weights_only=True`` refuses
+        (numpy's, for one) need ``weights_only=False``. The file appears under its name when it is whole. Needs torch.
+
+        Args:
+            path: a local file.
+            overwrite: replace a file that is there.
+
+        The other arguments are those of :meth:`to_safetensors`; entries that are no tensors are written, too.
+
+        Raises UnsafeValueError for a pickled value, unless this was opened with ``allow_pickle=True``;
+        UnsupportedValueError for two entries of one name; StorageError, also where the file exists; and what
+        :meth:`read` raises.
+        """
+        from zarrckpt._torch_file import export
+
+        part = self.select(*patterns)
+        values, limit = dict(part.non_tensors), {"max_inflight_bytes": max_inflight_bytes}
+        paths = part._stripped(strip)
+        return export(self._catalog, paths, values, local_path(path), overwrite=overwrite, progress=progress, **limit)
+
+    def to_dcp(
+        self,
+        folder: str | os.PathLike[str],
+        *patterns: str,
+        strip: str = "",
+        overwrite: bool = False,
+        max_inflight_bytes: int = MAX_EXPORT_BYTES,
+        progress: Progress | None = None,
+    ) -> ExportReport:
+        """Write the state, or the part of it that patterns mean, as a folder of ``torch.distributed.checkpoint``.
+
+        By DCP's own ``FileSystemWriter``: ``dcp.load`` reads it into any sharding. Tensors are saved in the boxes of
+        their chunks here. The folder appears under its name when it is whole. Needs torch; runs in one process.
+
+        Args:
+            folder: local; absent or empty.
+            overwrite: replace a folder that holds DCP's files and nothing else.
+
+        The other arguments are those of :meth:`to_torch_save`.
+
+        Raises what :meth:`to_torch_save` raises.
+        """
+        from zarrckpt._dcp_export import export
+
+        part = self.select(*patterns)
+        values, limit = dict(part.non_tensors), {"max_inflight_bytes": max_inflight_bytes}
+        paths = part._stripped(strip)
+        return export(self._catalog, paths, values, local_path(folder), overwrite=overwrite, progress=progress, **limit)
+
+    def _stripped(self, prefix: str) -> dict[str, StatePath]:
+        """Where the entries go without a beginning of their names."""
+        return stripped({fqn: self._catalog.root.state_path(fqn) for fqn in self}, prefix)
 
     def stats(self, *patterns: str, progress: Progress | None = None) -> dict[str, TensorStats]:
         """Min, max, mean, std, norm, zeros, NaN and inf of each tensor, or of those that patterns mean.
@@ -297,19 +441,69 @@ class Checkpoint(Mapping[str, Any]):
         """
         from zarrckpt._numbers import Difference, tensor_differences
 
-        names = list(dict.fromkeys((*self, *other)))
-        arrays, others = self._catalog.root.tensors, other._catalog.root.tensors
-        wanted = select(names, patterns, f"{self.url} and {other.url}") if patterns else names
+        wanted = self._of_both(other, patterns)
+        changed, same = self._changes(other, wanted)
         here, there = [n for n in wanted if n not in other], [n for n in wanted if n not in self]
+        found = tensor_differences(self._catalog, other._catalog, same, progress)
+        return Difference(tuple(here), tuple(there), changed, found)
+
+    def _of_both(self, other: Checkpoint, patterns: Sequence[str]) -> list[str]:
+        """The entries of either that patterns mean."""
+        names = list(dict.fromkeys((*self, *other)))
+        where = self.url if other is self else f"{self.url} and {other.url}"
+        return select(names, patterns, where) if patterns else names
+
+    def _changes(self, other: Checkpoint, names: Iterable[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
+        """What differs without a look at numbers, as texts; and the tensors whose numbers can be compared."""
+        arrays, others = self._catalog.root.tensors, other._catalog.root.tensors
         changed, same = {}, []
-        for fqn in (name for name in wanted if name in self and name in other):
+        for fqn in (name for name in names if name in self and name in other):
             one, two = (" ".join(ckpt.summary(fqn)[1:3]) for ckpt in (self, other))
             if one == two and fqn in arrays and fqn in others:
                 same.append(fqn)
             elif one != two or self._fingerprint(fqn) != other._fingerprint(fqn):
                 changed[fqn] = (one, two)
-        found = tensor_differences(self._catalog, other._catalog, same, progress)
-        return Difference(tuple(here), tuple(there), changed, found)
+        return changed, same
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        other: Checkpoint | None = None,
+        *,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        values: bool = True,
+        overwrite: bool = False,
+        progress: Progress | None = None,
+    ) -> PageReport:
+        """Write one HTML page that shows this checkpoint, or compares it with another one.
+
+        Sizes as a tree map; of each tensor its numbers, a histogram, outliers, NaN and inf, and which rank wrote which
+        of its chunks; values. The page loads nothing from anywhere, and runs no code but its own. Everything is read
+        once and checked, in memory bounded as in :meth:`stats`. Blobs are not read, and nothing is unpickled.
+
+        Args:
+            path: the file to write; its folder exists.
+            other: compare with it: what changed most comes first.
+            include: as in :meth:`select` (default: all); of two checkpoints, patterns mean entries of either.
+            exclude: entries to leave out, likewise.
+            values: False shows the layout alone, and reads no tensor, but for the tables: a few requests.
+            overwrite: replace a file that is there.
+            progress: called as ``progress(bytes_done, bytes_total)``.
+
+        Raises what :meth:`read` raises, and StorageError where the file exists or cannot be written.
+        """
+        from zarrckpt._page import Side, check_target, write_page
+
+        check_target(os.fspath(path), overwrite)
+        everything = other if other is not None else self
+        dropped = set(self._of_both(everything, drop)) if (drop := [*exclude]) else set()
+        wanted = [fqn for fqn in self._of_both(everything, [*include]) if fqn not in dropped]
+        ckpts = [self] if other is None else [self, other]
+        parts = [ckpt._part(fqn for fqn in wanted if fqn in ckpt) for ckpt in ckpts]
+        sides = [Side(part._catalog, tuple(part), part.info) for part in parts]
+        changed, same = ({}, []) if other is None else self._changes(other, wanted)
+        return write_page(os.fspath(path), sides, same, changed, values=values, progress=progress)
 
     def _fingerprint(self, fqn: str) -> object:
         """What equal values have alike; bytes that need code to be understood are only compared."""
@@ -321,19 +515,18 @@ class Checkpoint(Mapping[str, Any]):
     def path(self, fqn: str) -> tuple[object, ...]:
         """The keys that lead to an entry in the state dict that was saved."""
         if fqn not in self._names:
-            raise KeyMismatchError(f"no entry {fqn!r} in {self.url}")
+            raise self._no("entry", fqn, self)
         return tuple(self._catalog.root.state_path(fqn).keys)
 
     def to_xarray(self, group: str = "") -> Any:
         """The arrays below a group (``"model"``, ``"optim.state"``; default: all) as a lazy ``xarray.DataTree``.
 
-        Whatever is read is checked. Needs xarray. Raises KeyMismatchError for a name that is no group.
+        Of a part of a checkpoint, the arrays of that part. Whatever is read is checked. Needs xarray. Raises
+        KeyMismatchError for a name that is no group.
         """
-        import xarray
+        from zarrckpt._xarray import open_tree
 
-        root = self._catalog.root
-        path = join(root.tree, root.group_path(group)) if group else root.tree
-        return xarray.open_datatree(self._zarr_store, engine="zarr", group=path or None, zarr_format=3)
+        return open_tree(self.url, self._catalog.root, self._zarr_store, self._names, group)
 
     def verify(
         self,
@@ -364,7 +557,7 @@ class Checkpoint(Mapping[str, Any]):
     def writers(self, fqn: str) -> np.ndarray[Any, Any]:
         """Which rank wrote each chunk of a tensor: uint32, in the chunk grid's shape. One request for all tensors."""
         if fqn not in self._catalog.root.tensors:
-            raise KeyMismatchError(f"no tensor {fqn!r} in {self.url}")
+            raise self._no("tensor", fqn, self.tensors)
         return self._writers[self._catalog.root.tensors[fqn].path]
 
     @cached_property

@@ -11,8 +11,9 @@ from zarrckpt import _commit
 from zarrckpt._catalog import Catalog
 from zarrckpt._commit import CLAIM_KEY
 from zarrckpt._documents import NODE
-from zarrckpt._errors import CheckpointNotFoundError
-from zarrckpt._store import StoreSpec
+from zarrckpt._errors import CheckpointNotFoundError, StorageError
+from zarrckpt._info import count_text, time_text
+from zarrckpt._store import Store, StoreSpec, Upload
 from zarrckpt._verify import verify
 
 
@@ -27,6 +28,8 @@ class RecoverReport:
     """The ids of the saves whose objects were deleted."""
     kept: tuple[str, ...]
     """The ids of saves that may still be running, see there."""
+    uploads: int | None = 0
+    """How many unfinished multipart uploads were removed; None where the store does not tell them."""
 
 
 def recover(
@@ -45,8 +48,11 @@ def recover(
     none is running. The claim stays, so that nothing a dead rank still writes can meet a later save's objects.
 
     Args:
-        stopped: no save to this url is running, anywhere: also delete what could still commit otherwise. If one is
-            running all the same, what it commits is damaged.
+        stopped: no save to this url is running, anywhere: also delete what could still commit otherwise, and every
+            unfinished upload. If one is running all the same, what it commits is damaged.
+
+    Multipart uploads that killed processes left are removed, too, on S3 where botocore is installed (boto3 and s3fs
+    bring it) and the credentials allow to list them.
 
     The other arguments are those of :func:`open`. Costs a listing for each name below the url that a marker has.
 
@@ -59,12 +65,26 @@ def recover(
     kept = [marker.attempt for marker in found.others if marker not in dead]
     # Their markers go too where nobody can write what they name any more.
     committed = None if found.root is None else found.root.marker()
+    uploads = _unfinished(place)[0]
+    if uploads:
+        # Before the markers go: they name what is whose.
+        uploads = [item for item in uploads if stopped or any(marker.names_key(item.key) for marker in dead)]
+        place.abort(uploads)
     finished = [marker.attempt for marker in dead] if stopped else []
     objects = _commit.clean(place, dead, finished=finished, committed=committed)
     if stopped:
         place.delete(found.probes)
         _commit.sweep(place)
-    return RecoverReport(place.url, objects, tuple(marker.attempt for marker in dead), tuple(kept))
+    count = None if uploads is None else len(uploads)
+    return RecoverReport(place.url, objects, tuple(marker.attempt for marker in dead), tuple(kept), count)
+
+
+def _unfinished(store: Store) -> tuple[list[Upload] | None, str]:
+    """Multipart uploads below the url that have not ended, or None and why they are not known, where that helps."""
+    try:
+        return store.uploads(), ""
+    except StorageError as err:
+        return None, f"whether multipart uploads were left is not known: {err}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,12 @@ class Examination:
     """What is not as it should be, or is left over."""
     advice: tuple[str, ...]
     """Commands that help."""
+    uploads: int | None = 0
+    """Multipart uploads that have not ended; None where the store does not tell them."""
+    notes: tuple[str, ...] = ()
+    """What could not be looked at, and why."""
+    empty: bool = False
+    """Whether nothing is there at all."""
 
 
 def examine(
@@ -93,28 +119,40 @@ def examine(
     spec = StoreSpec(url, store, storage_options, credential_provider)
     place = spec.open()
     found = _commit.leftovers(place, damaged=True)
-    findings, advice = [], []
+    findings: list[str] = []
+    advice: list[str] = []
     if found.root is not None:
-        state = f"{place.url}: a checkpoint, committed at {found.root.created} by {found.root.world_size} ranks"
+        ranks = count_text(found.root.world_size, "rank")
+        state = f"{place.url}: a checkpoint, committed {time_text(found.root.created)} by {ranks}"
         report = verify(Catalog(spec, found.root), quick=True, max_inflight_bytes=1 << 28, progress=None)
         if not report:
-            findings.append(f"{len(report.damages)} objects are missing or have another size")
+            findings.append(f"{count_text(len(report.damages), 'object')} missing, or of another size")
             advice.append(f"zarrckpt verify {place.url}")
     elif found.root_bytes is not None:
+        # Which save it was of is not known: no save's objects can be told from leftovers.
         state = f"{place.url}: a damaged checkpoint"
-        findings.append("the root document is not what was saved")
-        advice.append(f"zarrckpt rm {place.url}")
+        findings.append("the root document is not what was saved: restore zarr.json from a copy, or save again")
+        return Examination(place.url, state, tuple(findings), (f"zarrckpt rm {place.url}",))
     else:
-        state = f"{place.url}: " + ("no checkpoint; a save was begun" if found.begun else "nothing")
+        state = f"{place.url}: " + ("no checkpoint; a save was begun" if found.begun else "nothing is there")
     for marker in found.others:
         running = found.may_commit(marker)
         kind = "could still commit, if it runs" if running else "can commit no more, or was replaced"
-        findings.append(f"save {marker.attempt}, begun at {marker.started}, {kind}")
+        what = "copy" if marker.copy else "save"
+        findings.append(f"{what} {marker.attempt}, begun {time_text(marker.started)}, {kind}")
+    uploads, unknown = _unfinished(place)
+    if uploads:
+        findings.append(f"{count_text(len(uploads), 'multipart upload')} not ended: of a save that runs, or was killed")
+    if any(found.may_commit(marker) and marker.copy for marker in found.others):
+        advice.append(f"zarrckpt cp ... {place.url} --resume    (the same command goes on with the copy)")
     if any(not found.may_commit(marker) for marker in found.others):
         advice.append(f"zarrckpt recover {place.url}")
-    if any(found.may_commit(marker) for marker in found.others) or found.probes:
+    if any(found.may_commit(marker) for marker in found.others) or found.probes or uploads:
         advice.append(f"zarrckpt recover {place.url} --stopped    (only if no save to it is running)")
-    return Examination(place.url, state, tuple(findings), tuple(advice))
+    empty = found.root is None and not found.begun
+    count = None if uploads is None else len(uploads)
+    notes = (unknown,) if unknown else ()
+    return Examination(place.url, state, tuple(findings), tuple(advice), count, notes, empty)
 
 
 def remove(
@@ -137,6 +175,8 @@ def remove(
     if not found.begun:
         raise CheckpointNotFoundError(f"there is no checkpoint at {place.url}, and no save was begun; check the path")
     place.delete([NODE])
+    if uploads := _unfinished(place)[0]:
+        place.abort(uploads)
     markers = found.markers
     objects = _commit.clean(place, markers, finished=[marker.attempt for marker in markers])
     place.delete([*found.probes, CLAIM_KEY])

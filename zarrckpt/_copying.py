@@ -1,58 +1,102 @@
-"""A checkpoint, or a part of it, copied elsewhere: the same chunks, checked on the way, committed as a save is.
+"""A checkpoint, or a part of it, copied elsewhere: checked on the way, committed as a save is. No torch.
 
-No torch.
+Chunks of arrays that stay as they are go over as they are; those of the others are made anew (``_rechunking``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 
 from zarrckpt import _codec, _commit
 from zarrckpt._catalog import Catalog
+from zarrckpt._commit import Attempt
+from zarrckpt._copy_plan import Changes, changed, digest
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
-from zarrckpt._errors import CorruptCheckpointError
+from zarrckpt._errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from zarrckpt._grid import Ints
 from zarrckpt._memory import BytesBudget
-from zarrckpt._report import SaveReport
+from zarrckpt._rechunking import MadeChunk, make_chunk, writers_of
+from zarrckpt._report import CopyReport
+from zarrckpt._resuming import Found, Record, find, is_listed, read_made
 from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, Root, now, parent_groups
 from zarrckpt._store import Buffer, Store
-from zarrckpt._transfer import Progress, Tally, run
+from zarrckpt._transfer import Progress, Tally, check_limits, run
 
 
 def copy_checkpoint(
     source: Catalog,
     names: Sequence[str],
     target: Store,
+    changes: Changes,
     *,
     overwrite: bool,
+    resume: bool,
     max_inflight_bytes: int,
     progress: Progress | None,
-) -> SaveReport:
+) -> CopyReport:
     """Copy entries of a checkpoint, see :meth:`Checkpoint.copy_to`."""
     began = time.monotonic()
-    root = dataclasses.replace(_part(source.root, names), save_id=_commit.new_id(), tree="", created=now())
-    attempt = _commit.begin(target, root.marker(), overwrite=overwrite)
-    root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
-    with _commit.losing_is_named(target, attempt.save_id, attempt.base_id):
-        copied = _Copy(source, root, target, max_inflight_bytes, progress)
-        keys = copied.run()
-        target.sync(keys)
-        tables, puts = _commit.tables_of(root.save_id, _numbers(source, root))
-        run((partial(target.put, key, buffers) for key, buffers in puts.items()), target.max_concurrency)
-        target.sync(puts)
-        named = {"checksums": tables[CHECKSUMS], "writers": tables[WRITERS], "sizes": tables.get(SIZES)}
-        _commit.commit(target, attempt, dataclasses.replace(root, created=now(), **named))  # type: ignore[arg-type]
+    check_limits(max_inflight_bytes=max_inflight_bytes)
+    root = dataclasses.replace(changed(part_of(source.root, names), changes), save_id=_commit.new_id(), tree="")
+    bound = digest(source.root, root)
+    found = find(target, bound, overwrite=overwrite) if resume else Found()
+    if found.committed is not None:
+        return _committed(target, found, began)
+    marker = dataclasses.replace(root.marker(), started=now(), copy=bound)
+    attempt = found.attempt or _commit.begin(target, marker, overwrite=overwrite)
+    root = dataclasses.replace(root, save_id=attempt.save_id, tree=attempt.tree, history=attempt.history)
+    copy = _Copy(source, root, target, found, max_inflight_bytes, progress)
+    try:
+        with _commit.losing_is_named(target, attempt.save_id, attempt.base_id):
+            copy.run()
+            copy.commit(attempt)
+    except CheckpointExistsError:
+        # It can never be committed now: whoever else works on it loses as well.
+        _commit.abandon(target, attempt)
+        raise
+    except StorageError:
+        _remove_unlisted(target, attempt)
+        raise
     _commit.clean_after(target, attempt)
-    chunks = sum(node.grid.num_chunks for node in root.arrays())
-    return SaveReport(target.url, root.save_id, copied.done, chunks, (copied.done,), time.monotonic() - began)
+    _remove_unlisted(target, attempt)
+    return copy.report(began)
 
 
-def _part(root: Root, names: Sequence[str]) -> Root:
+def _remove_unlisted(target: Store, attempt: Attempt) -> None:
+    """Remove what was written after somebody else who worked on the copy had committed it, and it was replaced.
+
+    It is nobody's then: the clean-up has taken the marker away. One request.
+    """
+    try:
+        listed = is_listed(target, attempt)
+    except StorageError:
+        return
+    if not listed:
+        _commit.abandon(target, attempt)
+
+
+def _committed(target: Store, found: Found, began: float) -> CopyReport:
+    """The report of a copy that was committed before."""
+    assert found.committed is not None
+    sizes = [size for key, size in found.stored.items() if not key.endswith(f"/{NODE}")]
+    done, seconds = sum(sizes), time.monotonic() - began
+    return CopyReport(target.url, found.committed.save_id, done, len(sizes), (done,), seconds, len(sizes))
+
+
+def part_of(root: Root, names: Sequence[str]) -> Root:
     """The root of some entries: with the containers that still hold any."""
     entries = {fqn: root.entries[fqn] for fqn in names}
     kept = {fqn: keys for fqn, keys in root.keys.items() if fqn in entries}
@@ -62,67 +106,185 @@ def _part(root: Root, names: Sequence[str]) -> Root:
     return dataclasses.replace(part, containers={path: kind for path, kind in root.containers.items() if path in above})
 
 
+class _Remade:
+    """What is known of an array whose chunks are made anew: its parts of the tables, filled chunk by chunk."""
+
+    def __init__(self, old: ArrayNode, node: ArrayNode, first: int) -> None:
+        self.old = old
+        self.node = node
+        self.first = first
+        """The number of its first chunk in the record."""
+        self.checksums = np.zeros((node.grid.num_chunks, int(np.prod(node.grid.sub_counts))), "<u4")
+        self.sizes = None if node.compression is None else np.zeros_like(self.checksums)
+        self.overflowed = 0
+
+    def add(self, number: int, made: MadeChunk) -> None:
+        self.checksums[number] = made.checksums
+        if self.sizes is not None:
+            self.sizes[number] = made.sizes
+        self.overflowed += made.overflowed
+
+
 class _Copy:
-    """Chunks and documents on their way."""
+    """One copy under way: chunks and documents, the tables, the commit."""
 
     def __init__(
-        self, source: Catalog, root: Root, target: Store, max_inflight_bytes: int, progress: Progress | None
+        self,
+        source: Catalog,
+        root: Root,
+        target: Store,
+        found: Found,
+        max_inflight_bytes: int,
+        progress: Progress | None,
     ) -> None:
         self._source = source
         self._root = root
         self._target = target
+        self._stored = found.stored
         self._memory = BytesBudget(max_inflight_bytes)
         self._progress = progress
+        self._lock = threading.Lock()
+        self._keys: list[str] = []
+        self._nbytes = self._reused = 0
+        self._remade: dict[str, _Remade] = {}
+        old, chunks = {node.path: node for node in source.root.arrays()}, 0
+        for node in root.arrays():
+            if node != old[node.path]:
+                self._remade[node.path] = _Remade(old[node.path], node, chunks)
+                chunks += node.grid.num_chunks
+        self._record = Record(target, root.save_id, chunks) if chunks else None
+        if self._record is not None and found.attempt is not None:
+            self._record.read()
 
-    @property
-    def done(self) -> int:
-        """Bytes of chunk objects."""
-        return self._tally.done
-
-    def run(self) -> list[str]:
-        """Copy all; the keys that were written."""
+    def run(self) -> None:
+        """Put all chunks and documents."""
         # An array without dimensions has one chunk, and an empty one none: numpy's rule, too.
         chunks = [(node, chunk) for node in self._root.arrays() for chunk in np.ndindex(*node.grid.counts)]
-        self._tally = Tally(sum(self._source.chunk_table(*item).object_size for item in chunks), self._progress)
-        jobs: list[Callable[[], str]] = [*self._documents(), *(partial(self._chunk, *item) for item in chunks)]
         with self._source.guard():
-            return run(jobs, min(self._source.store.max_concurrency, self._target.max_concurrency))
+            self._tally = Tally(sum(self._expected(*item) for item in chunks), self._progress)
+            jobs: list[Callable[[], None]] = [*self._documents(), *(partial(self._chunk, *item) for item in chunks)]
+            try:
+                run(jobs, min(self._source.store.max_concurrency, self._target.max_concurrency))
+            except (CheckpointError, KeyboardInterrupt):
+                self._leave_record()
+                raise
+        self._target.sync(self._keys)
 
-    def _documents(self) -> Iterator[Callable[[], str]]:
+    def commit(self, attempt: Attempt) -> None:
+        """Put the tables, then the root document."""
+        tables, puts = _commit.tables_of(attempt.save_id, self._numbers())
+        run((partial(self._target.put, key, buffers) for key, buffers in puts.items()), self._target.max_concurrency)
+        self._target.sync(puts)
+        checksums, writers, sizes = tables[CHECKSUMS], tables[WRITERS], tables.get(SIZES)
+        root = dataclasses.replace(self._root, created=now(), checksums=checksums, writers=writers, sizes=sizes)
+        _commit.commit(self._target, attempt, root)
+        if self._record is not None:
+            with suppress(StorageError):  # it is committed; the record goes with it when it is replaced
+                self._record.delete()
+
+    def report(self, began: float) -> CopyReport:
+        """What was done."""
+        names = {node.path: fqn for fqn, node in self._root.tensors.items()}
+        lost = {names[path]: remade.overflowed for path, remade in self._remade.items() if remade.overflowed}
+        objects = sum(node.grid.num_chunks for node in self._root.arrays())
+        done, seconds = self._nbytes, time.monotonic() - began
+        return CopyReport(self._target.url, self._root.save_id, done, objects, (done,), seconds, self._reused, lost)
+
+    def _expected(self, node: ArrayNode, chunk: Ints) -> int:
+        """What a chunk counts for in the progress: its object's bytes, or where these are not known, its elements'."""
+        if node.path in self._remade:
+            return node.grid.chunk_box(chunk).size * node.dtype.itemsize
+        return self._source.chunk_table(node, chunk).object_size
+
+    def _documents(self) -> Iterator[Callable[[], None]]:
         for path in self._root.groups():
             yield partial(self._put, join(path, NODE), [dumps(group_document())])
         for node in self._root.arrays():
             yield partial(self._put, join(self._root.tree, node.path, NODE), [dumps(node.document())])
+        if self._record is not None:
+            yield self._record.begin
 
-    def _put(self, key: str, buffers: Sequence[Buffer]) -> str:
+    def _put(self, key: str, buffers: Sequence[Buffer]) -> None:
         self._target.put(key, buffers)
-        return key
+        with self._lock:
+            self._keys.append(key)
 
-    def _chunk(self, node: ArrayNode, chunk: Ints) -> str:
-        """Read a chunk, compare it with the table, write it."""
-        table, key = self._source.chunk_table(node, chunk), node.chunk_key(chunk)
+    def _chunk(self, node: ArrayNode, chunk: Ints) -> None:
+        key = join(self._root.tree, node.chunk_key(chunk))
+        remade = self._remade.get(node.path)
+        nbytes, reused = self._copied(node, chunk, key) if remade is None else self._made(remade, chunk, key)
+        with self._lock:
+            self._keys.append(key)
+            self._nbytes += nbytes
+            self._reused += reused
+        self._tally.add(self._expected(node, chunk))
+
+    def _copied(self, node: ArrayNode, chunk: Ints, key: str) -> tuple[int, bool]:
+        """Read a chunk, compare it with the table, put it; its bytes, and whether it was there already."""
+        table = self._source.chunk_table(node, chunk)
         size = table.object_size
         with self._memory.take(size) as memory:
-            stored = join(self._source.root.tree, key)
+            if self._stored.get(key) == size and self._read(key, memory) and table.check(0, memory, node.compression):
+                return size, True
+            stored = join(self._source.root.tree, node.chunk_key(chunk))
             self._source.store.read_into(stored, 0, memory.data)
             if not table.check(0, memory, node.compression):
                 raise CorruptCheckpointError(
                     f"chunk {stored!r} of array {node.path!r} in {self._source.store.url} is not what was saved; the "
                     "copy was not committed"
                 )
-            self._put(join(self._root.tree, key), [memory.data])
-        self._tally.add(size)
-        return join(self._root.tree, key)
+            self._target.put(key, [memory.data])
+        return size, False
 
+    def _read(self, key: str, memory: _codec.RawArray) -> bool:
+        """Fill memory with a stored object, if it is there and as long."""
+        try:
+            self._target.read_into(key, 0, memory.data)
+        except (CorruptCheckpointError, ObjectNotFoundError):
+            return False
+        return True
 
-def _numbers(source: Catalog, root: Root) -> dict[str, _codec.RawArray]:
-    """The parts of the source's tables that the copied arrays have."""
-    arrays, writers = root.arrays(), source.writers()
-    parts = {
-        CHECKSUMS: [source.checksums(node) for node in arrays],
-        WRITERS: [writers[node.path].reshape(-1) for node in arrays],
-    }
-    sizes = [found for node in arrays if (found := source.sizes(node)) is not None]
-    if sizes:
-        parts[SIZES] = sizes
-    return {name: np.concatenate([np.zeros(0, "<u4"), *pieces]) for name, pieces in parts.items()}
+    def _made(self, remade: _Remade, chunk: Ints, key: str) -> tuple[int, bool]:
+        """Make a chunk and put it, as :meth:`_copied`."""
+        number = remade.node.grid.chunk_number(chunk)
+        made = self._made_before(remade.node, remade.first + number, key)
+        reused = made is not None
+        if made is None:
+            made = make_chunk(self._source, remade.old, remade.node, chunk, self._target, key, self._memory)
+            assert self._record is not None
+            self._record.add(remade.first + number, made)
+        with self._lock:
+            remade.add(number, made)
+        return made.nbytes, reused
+
+    def _made_before(self, node: ArrayNode, number: int, key: str) -> MadeChunk | None:
+        """A chunk that is there already, and is what the record says."""
+        assert self._record is not None
+        size = self._stored.get(key, 0)
+        if not size or not self._record.knows(number):
+            return None
+        made = read_made(self._target, key, size, node, self._memory)
+        return None if made is None else self._record.check(number, made)
+
+    def _leave_record(self) -> None:
+        """Record what was made before something failed."""
+        if self._record is not None:
+            with suppress(StorageError):
+                self._record.put()
+
+    def _numbers(self) -> dict[str, _codec.RawArray]:
+        """The tables' elements: the source's own for arrays that stay as they are."""
+        parts: dict[str, list[_codec.RawArray]] = {CHECKSUMS: [], WRITERS: []}
+        writers = self._source.writers()
+        for node in self._root.arrays():
+            remade = self._remade.get(node.path)
+            if remade is None:
+                crcs, ranks, sizes = self._source.checksums(node), writers[node.path], self._source.sizes(node)
+            else:
+                crcs, ranks = remade.checksums, writers_of(remade.old, node, writers[node.path])
+                sizes = remade.sizes
+            parts[CHECKSUMS].append(crcs.reshape(-1))
+            parts[WRITERS].append(ranks.reshape(-1))
+            if sizes is not None:
+                parts.setdefault(SIZES, []).append(sizes.reshape(-1))
+        return {name: np.concatenate([np.zeros(0, "<u4"), *arrays]) for name, arrays in parts.items()}

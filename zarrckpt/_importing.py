@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import StorageMeta
 
-from zarrckpt._api import save
+from zarrckpt._api import save_with
+from zarrckpt._dcp_import import METADATA, DcpFolder
+from zarrckpt._documents import NODE
 from zarrckpt._errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeValueError, UnsupportedValueError
+from zarrckpt._flatten import flatten
+from zarrckpt._mapped import MappedFiles
 from zarrckpt._matching import select
+from zarrckpt._planner import ZarrSavePlanner
 from zarrckpt._report import SaveReport
-from zarrckpt._safetensors import INDEX
+from zarrckpt._safetensors import INDEX, SUFFIX
+from zarrckpt._state import for_save
+from zarrckpt._state_path import DICT, StatePath
+from zarrckpt._transfer import Progress
+from zarrckpt._writer import ZarrStorageWriter
 
 
 def import_checkpoint(
@@ -26,56 +36,96 @@ def import_checkpoint(
     prefix: str = "",
     keys: tuple[str, ...] = (),
     allow_pickle: bool = False,
+    progress: Progress | None = None,
     **options: Any,
 ) -> SaveReport:
-    """Save what another library's file holds as a checkpoint. Runs in one process.
+    """Save what another library's files hold as a checkpoint. Runs in one process.
+
+    Files are mapped into memory, and what is saved is read as it is written: memory does not grow with the model.
 
     Args:
-        source: a ``.safetensors`` file; a folder of them, with or without Hugging Face's index; or a file of
-            ``torch.save``. url: where the checkpoint goes. prefix: a key below which everything is put (``"model"``).
-        keys: only these, patterns as in :meth:`Checkpoint.select`. allow_pickle: a file of ``torch.save`` that
-            ``weights_only=True`` refuses runs its code. options: those of :func:`save`.
+        source: a ``.safetensors`` file; a folder of them, with or without Hugging Face's index; a folder of
+            ``torch.distributed.checkpoint``; or a file of ``torch.save``.
+        url: where the checkpoint goes.
+        prefix: a key below which everything is put (``"model"``).
+        keys: only these, patterns as in :meth:`Checkpoint.select`.
+        allow_pickle: values, and DCP's metadata, that hold other classes than torch's and Python's own run their code.
+        progress: called as ``progress(bytes_done, bytes_total)``.
+        options: the others of :func:`save`.
 
     Tensors that share memory in a file of ``torch.save`` (tied weights) are saved under each of their names.
 
     Raises CheckpointNotFoundError, CorruptCheckpointError for a file that is not what it should be, UnsafeValueError,
-    and what :func:`save` raises.
+    UnsupportedLayoutError where the pieces of a tensor leave gaps or overlap, and what :func:`save` raises.
     """
     path = Path(source)
+    group = options.pop("process_group", None)
     with ExitStack() as files:
-        state = _state(path, files, allow_pickle)
-        if keys:
-            state = {name: state[name] for name in select(state, keys, str(path))}
-        nested: Mapping[str, Any] = state
-        for part in reversed(prefix.split(".") if prefix else []):
-            nested = {part: nested}
-        return save(nested, url, **options)
+        mapped = MappedFiles()
+        paths, leaf = _source(path, files, mapped, allow_pickle)
+        wanted = select(paths, keys, str(path)) if keys else [*paths]
+        above = prefix.split(".") if prefix else []
+        entries = {fqn: leaf(fqn) for fqn in wanted}
+        named = {fqn: _below(above, paths[fqn]) for fqn in wanted}
+        planner = _FlatPlanner({named[fqn].fqn: entries[fqn] for fqn in wanted}, named.values())
+        return save_with(planner, {}, ZarrStorageWriter(url, progress=mapped.follow(progress), **options), group)
 
 
-def _state(path: Path, files: ExitStack, allow_pickle: bool) -> dict[str, Any]:
+class _FlatPlanner(ZarrSavePlanner):
+    """Saves entries that are flat already, under the paths that they are to have."""
+
+    def __init__(self, entries: Mapping[str, Any], paths: Iterable[StatePath]) -> None:
+        super().__init__()
+        self._entries = entries
+        self._paths = {path.fqn: path for path in paths}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._take(self._entries, self._paths)
+        self.is_coordinator = is_coordinator
+
+
+def _below(above: Sequence[str], path: StatePath) -> StatePath:
+    return StatePath((*above, *path.keys), (*(DICT for _ in above), *path.containers))
+
+
+_Source = tuple[Mapping[str, StatePath], Callable[[str], Any]]
+"""Where each entry is to be, by flat name; and what gives an entry."""
+
+
+def _source(path: Path, files: ExitStack, mapped: MappedFiles, allow_pickle: bool) -> _Source:
+    if path.is_dir() and (path / METADATA).is_file():
+        folder = DcpFolder(path, mapped, allow_pickle=allow_pickle)
+        return folder.paths, folder.leaf
     if path.is_dir():
-        return _merged(path, files)
-    if not path.is_file():
+        found = _merged(path, files, mapped)
+    elif not path.is_file():
         raise CheckpointNotFoundError(f"there is no file {path}")
-    if path.suffix == ".safetensors":
-        return dict(_safetensors(path, files))
-    return _torch_file(path, allow_pickle)
+    elif path.suffix == SUFFIX:
+        found = _safetensors(path, files, mapped)
+    else:
+        leaves, paths = flatten(for_save(_torch_file(path, allow_pickle)).state)
+        mapped.add(leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
+        return paths, leaves.__getitem__
+    return {name: StatePath((name,), (DICT,)) for name in found}, found.__getitem__
 
 
-def _safetensors(path: Path, files: ExitStack) -> Iterator[tuple[str, torch.Tensor]]:
+def _safetensors(path: Path, files: ExitStack, mapped: MappedFiles) -> dict[str, torch.Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as err:
         raise ModuleNotFoundError("reading safetensors files needs safetensors: pip install safetensors") from err
     try:
         file = files.enter_context(safe_open(path, framework="pt"))
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
-            yield name, file.get_tensor(name)
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except SafetensorError as err:
         raise CorruptCheckpointError(f"{path} is no whole safetensors file: {err}") from err
+    mapped.add(found.values())
+    return found
 
 
-def _merged(folder: Path, files: ExitStack) -> dict[str, Any]:
+def _merged(folder: Path, files: ExitStack, mapped: MappedFiles) -> dict[str, torch.Tensor]:
     """All tensors of a folder. Raises CorruptCheckpointError where its index says otherwise."""
     index = folder / INDEX
     wanted: dict[str, str] | None = None
@@ -86,13 +136,13 @@ def _merged(folder: Path, files: ExitStack) -> dict[str, Any]:
             raise CorruptCheckpointError(f"{index} is no index of safetensors files: {err!r}") from err
     names = sorted({*wanted.values()}) if wanted is not None else sorted(p.name for p in folder.glob("*.safetensors"))
     if not names:
-        raise CheckpointNotFoundError(f"there is no safetensors file in {folder}")
-    found: dict[str, Any] = {}
+        raise CheckpointNotFoundError(f"{folder} has neither safetensors files nor DCP's {METADATA}{_instead(folder)}")
+    found: dict[str, torch.Tensor] = {}
     for name in names:
         path = folder / name
         if Path(name).name != name or not path.is_file():
             raise CorruptCheckpointError(f"{index} names {name!r}, which is no file of {folder}")
-        for key, tensor in _safetensors(path, files):
+        for key, tensor in _safetensors(path, files, mapped).items():
             if wanted is None or wanted.get(key) == name:
                 if key in found:
                     raise CorruptCheckpointError(f"two files in {folder} have a tensor {key!r}")
@@ -103,9 +153,25 @@ def _merged(folder: Path, files: ExitStack) -> dict[str, Any]:
     return found
 
 
-def _torch_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
+def _instead(folder: Path) -> str:
+    """What a folder seems to hold."""
+    names = {path.name for path in folder.iterdir()}
+    if any(name.endswith(".distcp") for name in names):
+        return ", which its files of torch.distributed.checkpoint (DCP) need: was that save finished?"
+    return ": this is a checkpoint; zarrckpt cp copies it" if NODE in names else ""
+
+
+_ARCHIVE, _PICKLE = b"PK\x03\x04", b"\x80"
+"""How files of ``torch.save`` begin: of PyTorch 1.6 and newer, and before it. The older ones cannot be mapped."""
+
+
+def _torch_file(path: Path, allow_pickle: bool) -> dict[Any, Any]:
+    with open(path, "rb") as file:
+        head = file.read(len(_ARCHIVE))
+    if head != _ARCHIVE and not head.startswith(_PICKLE):
+        raise CorruptCheckpointError(f"{path} is neither a file of torch.save nor named as one of safetensors")
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=not allow_pickle)
+        found = torch.load(path, map_location="cpu", mmap=head == _ARCHIVE, weights_only=not allow_pickle)
     except pickle.UnpicklingError as err:
         raise UnsafeValueError(
             f"{path} holds more than tensors and plain values: allow_pickle=True runs its code, if you trust it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ class DTypeInfo:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What :attr:`Checkpoint.info` says. Sizes are of elements, without padding, checksums and compression."""
+    """What ``Checkpoint.info`` says. ``nbytes`` are of elements, without padding, checksums and compression."""
 
     url: str
     format: int
@@ -52,9 +51,14 @@ class CheckpointInfo:
     """Bytes of tensors by the first part of their names."""
     largest: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
     """(name, shape, dtype, bytes) of the ten largest tensors."""
+    blob_nbytes: int = 0
+    """Bytes of the values that are kept as bytes."""
+    nbytes_stored: int | None = None
+    """Bytes of the tensors' chunks in the store, with padding, checksums and compression; None where the table that
+    says how long compressed chunks are cannot be read."""
 
 
-def info_of(url: str, root: Root, names: Iterable[str]) -> CheckpointInfo:
+def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | None = None) -> CheckpointInfo:
     """Numbers of some entries of a checkpoint, and who saved it."""
     entries = {fqn: root.entries[fqn] for fqn in names}
     tensors = {fqn: entry for fqn, entry in entries.items() if isinstance(entry, ArrayNode)}
@@ -82,6 +86,8 @@ def info_of(url: str, root: Root, names: Iterable[str]) -> CheckpointInfo:
         dtypes=_dtypes(arrays),
         groups=_groups(tensors),
         largest=tuple((fqn, node.grid.shape, node.dtype.name, node.nbytes) for fqn, node in largest),
+        blob_nbytes=sum(blob.array.nbytes for blob in blobs),
+        nbytes_stored=nbytes_stored,
     )
 
 
@@ -122,14 +128,16 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} B" if not unit else f"{amount:.3g} {_UNITS[unit]}"
 
 
-def as_html(found: CheckpointInfo, rows: Iterable[tuple[str, str, str, str]]) -> str:
-    """The numbers, and a table of (name, dtype, shape or value, size) behind a click."""
-    head = (
-        f"<b>zarrckpt.Checkpoint</b> <code>{html.escape(found.url)}</code><br>{found.tensors} tensors, "
-        f"{found.values + found.blobs} values, {size_text(found.nbytes)}; saved by {found.world_size} ranks at "
-        f"{html.escape(found.created)}"
-    )
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    columns = "".join(f"<th>{name}</th>" for name in ("name", "dtype", "shape or value", "size"))
-    table = f"<table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table>"
-    return f"<div>{head}<details><summary>entries</summary>{table}</details></div>"
+def count_text(number: int, noun: str, nouns: str | None = None) -> str:
+    """A number of things for people: "1 rank", "2,048 ranks"; ``nouns`` where more than one take more than an s."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
+def time_text(created: str) -> str:
+    """When something was committed, for people: to the second."""
+    return created.replace("T", " ").partition(".")[0].removesuffix("Z") + " UTC"
+
+
+def software_text(software: Mapping[str, str]) -> str:
+    """What wrote a checkpoint."""
+    return ", ".join(f"{name} {version}" for name, version in software.items())

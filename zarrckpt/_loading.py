@@ -19,7 +19,7 @@ def load_state(
     catalog: Catalog, fqns: Sequence[str], device: Any, *, allow_pickle: bool, progress: Progress | None
 ) -> dict[str, Any]:
     """Read entries, see :meth:`Checkpoint.load`. Tensors arrive in CPU memory first."""
-    root = catalog.root
+    root, device = catalog.root, torch.device(device)  # a device that is none fails before anything is read
     values = {fqn: catalog.read_object(fqn, allow_pickle=allow_pickle) for fqn in fqns if fqn in root.objects}
     arrays = read_arrays(catalog, [fqn for fqn in fqns if fqn in root.tensors], DEFAULT_MAX_INFLIGHT_BYTES, progress)
     for fqn in list(arrays):

@@ -12,8 +12,8 @@ import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-
-_MAPPED = 1 << 20
+MAPPED = 1 << 20
+"""Memory of so many bytes is the system's own, not the allocator's."""
 
 
 def plain_bytes(nbytes: int) -> Bytes:
@@ -21,9 +21,13 @@ def plain_bytes(nbytes: int) -> Bytes:
 
     That is not so with the allocator's: it keeps what is let go, for each thread.
     """
-    if nbytes < _MAPPED:
+    if nbytes < MAPPED:
         return np.empty(nbytes, np.uint8)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as err:
+        # As the allocator says it.
+        raise MemoryError(f"{nbytes} bytes cannot be allocated: {err}") from err
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # As numpy does: one fault for 2 MiB, where the kernel has that.
         with suppress(OSError):

@@ -48,7 +48,7 @@ class TensorDifference:
 
     ``unequal`` elements have other bits; ``max_abs`` and ``max_rel`` are the greatest difference, and that over the
     greater of the two absolute values, of elements that are finite in both; ``cosine`` is that of the angle between
-    both tensors as vectors.
+    both tensors as vectors; ``rel_norm`` is the norm of their difference over the norm of the first.
     """
 
     count: int
@@ -56,10 +56,11 @@ class TensorDifference:
     max_abs: float
     max_rel: float
     cosine: float
+    rel_norm: float
 
 
 @dataclass
-class _Moments:
+class Moments:
     """Counts and moments of a part of a tensor. Means are shifted as parts are merged, so that nothing cancels."""
 
     count: int = 0
@@ -74,16 +75,19 @@ class _Moments:
     """The sum of the squared distances from the mean."""
 
     @classmethod
-    def of(cls, values: Numbers) -> _Moments:
-        nan = int(np.isnan(values).sum())
-        finite = values[np.isfinite(values)]
-        found = cls(len(values), nan, len(values) - nan - len(finite), int((values == 0).sum()), len(finite))
+    def of(cls, values: Numbers) -> Moments:
+        finite, nan = values, 0
+        if np.count_nonzero(is_finite := np.isfinite(values)) < len(values):
+            finite, nan = values[is_finite], int(np.count_nonzero(np.isnan(values)))
+        zeros = len(values) - int(np.count_nonzero(values))
+        found = cls(len(values), nan, len(values) - nan - len(finite), zeros, len(finite))
         if len(finite):
             found.low, found.high, found.mean = float(finite.min()), float(finite.max()), float(finite.mean())
-            found.squares = float(np.square(finite - found.mean).sum())
+            apart = finite - found.mean
+            found.squares = float(apart @ apart)
         return found
 
-    def add(self, other: _Moments) -> None:
+    def add(self, other: Moments) -> None:
         self.count += other.count
         self.nan += other.nan
         self.inf += other.inf
@@ -108,20 +112,20 @@ class _Moments:
 def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | None = None) -> dict[str, TensorStats]:
     """Look at every number of some tensors, in bounded memory. Errors as in ``Checkpoint.read``."""
 
-    def look(fqn: str, box: Box) -> _Moments:
-        moments = _Moments()
-        for (block,) in _blocks(_read(catalog, fqn, box)):
-            moments.add(_Moments.of(_doubles(block)))
+    def look(fqn: str, box: Box) -> Moments:
+        moments = Moments()
+        for (block,) in blocks(read_part(catalog, fqn, box)):
+            moments.add(Moments.of(doubles(block)))
         return moments
 
-    found = {fqn: _Moments() for fqn in fqns}
-    for fqn, moments in _by_chunks(catalog, list(found), look, progress):
+    found = {fqn: Moments() for fqn in fqns}
+    for fqn, moments in by_chunks(catalog, list(found), look, progress):
         found[fqn].add(moments)
     return {fqn: moments.stats() for fqn, moments in found.items()}
 
 
 @dataclass
-class _Sums:
+class Sums:
     """What a part of two tensors adds to their difference."""
 
     count: int = 0
@@ -131,16 +135,18 @@ class _Sums:
     products: float = 0.0
     ones: float = 0.0
     others: float = 0.0
+    apart: float = 0.0
 
     def add(self, one: Numbers, other: Numbers) -> None:
         self.count += one.size
         self.unequal += _unequal(one, other)
-        a, b = _doubles(one), _doubles(other)
+        a, b = doubles(one), doubles(other)
         both = np.isfinite(a) & np.isfinite(b)
         a, b = a[both], b[both]
         if len(a):
             apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
             self.merge(float(apart.max()), float(np.divide(apart, size, out=np.zeros_like(a), where=size > 0).max()))
+            self.apart += float(apart @ apart)
             self.products += float(a @ b)
             self.ones += float(a @ a)
             self.others += float(b @ b)
@@ -149,18 +155,24 @@ class _Sums:
         self.max_abs = float(np.fmax(self.max_abs, max_abs))
         self.max_rel = float(np.fmax(self.max_rel, max_rel))
 
-    def join(self, other: _Sums) -> None:
+    def join(self, other: Sums) -> None:
         self.count += other.count
         self.unequal += other.unequal
         self.merge(other.max_abs, other.max_rel)
         self.products += other.products
         self.ones += other.ones
         self.others += other.others
+        self.apart += other.apart
 
     def difference(self) -> TensorDifference:
         length = math.sqrt(self.ones) * math.sqrt(self.others)
         cosine = self.products / length if length else math.nan
-        return TensorDifference(self.count, self.unequal, self.max_abs, self.max_rel, cosine)
+        return TensorDifference(self.count, self.unequal, self.max_abs, self.max_rel, cosine, self._rel_norm())
+
+    def _rel_norm(self) -> float:
+        if not self.apart:
+            return math.nan if math.isnan(self.max_abs) else 0.0
+        return math.sqrt(self.apart) / math.sqrt(self.ones) if self.ones else math.inf
 
 
 def tensor_differences(
@@ -168,19 +180,19 @@ def tensor_differences(
 ) -> dict[str, TensorDifference]:
     """Compare tensors that both have with one shape and dtype, whatever their chunks; memory is bounded."""
 
-    def look(fqn: str, box: Box) -> _Sums:
-        sums = _Sums()
-        for a, b in _blocks(_read(one, fqn, box), _read(other, fqn, box)):
+    def look(fqn: str, box: Box) -> Sums:
+        sums = Sums()
+        for a, b in blocks(read_part(one, fqn, box), read_part(other, fqn, box)):
             sums.add(a, b)
         return sums
 
-    found = {fqn: _Sums() for fqn in fqns}
-    for fqn, sums in _by_chunks(one, list(found), look, progress):
+    found = {fqn: Sums() for fqn in fqns}
+    for fqn, sums in by_chunks(one, list(found), look, progress):
         found[fqn].join(sums)
     return {fqn: sums.difference() for fqn, sums in found.items()}
 
 
-def _by_chunks(
+def by_chunks(
     catalog: Catalog, fqns: Sequence[str], look: Callable[[str, Box], Part], progress: Progress | None
 ) -> list[tuple[str, Part]]:
     """What ``look`` makes of the box of every chunk of some tensors: as many at a time as fit in memory."""
@@ -189,7 +201,8 @@ def _by_chunks(
 
     def job(fqn: str, box: Box) -> tuple[str, Part]:
         nbytes = box.size * nodes[fqn].dtype.itemsize
-        with memory.hold(2 * nbytes):
+        # Sums of doubles can be beyond doubles: then they are inf, or NaN, and no warning says more.
+        with memory.hold(2 * nbytes), np.errstate(over="ignore", invalid="ignore"):
             found = look(fqn, box)
         tally.add(nbytes)
         return fqn, found
@@ -205,14 +218,14 @@ def _boxes(catalog: Catalog, fqn: str) -> Iterator[Box]:
         yield grid.chunk_box(chunk)
 
 
-def _read(catalog: Catalog, fqn: str, box: Box) -> Numbers:
+def read_part(catalog: Catalog, fqn: str, box: Box) -> Numbers:
     node = catalog.root.tensors[fqn]
     stored = node.under(catalog.root.tree)
     raw = read_box(catalog.store, stored, catalog.checksums(node), box, sizes=catalog.sizes(node))
     return raw.reshape(-1).view(node.dtype.numpy)
 
 
-def _blocks(*arrays: Numbers) -> Iterator[tuple[Numbers, ...]]:
+def blocks(*arrays: Numbers) -> Iterator[tuple[Numbers, ...]]:
     for begin in range(0, len(arrays[0]), _BLOCK):
         yield tuple(array[begin : begin + _BLOCK] for array in arrays)
 
@@ -223,7 +236,7 @@ def _unequal(one: Numbers, other: Numbers) -> int:
     return int((one.view(words) != other.view(words)).reshape(len(one), -1).any(axis=1).sum())
 
 
-def _doubles(values: Numbers) -> Numbers:
+def doubles(values: Numbers) -> Numbers:
     if values.dtype.kind == "c":
         return np.abs(values).astype(np.float64)
     with np.errstate(invalid="ignore"):

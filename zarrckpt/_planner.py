@@ -61,11 +61,14 @@ class ZarrSavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten this rank's state. Raises UnsupportedValueError listing tensors that can't be saved."""
-        flat, paths = flatten(state_dict)
+        self._take(*flatten(state_dict))
+        self.is_coordinator = is_coordinator
+
+    def _take(self, flat: Mapping[str, Any], paths: Mapping[str, StatePath]) -> None:
+        """Save a state that is flat already: leaves and paths by flat name. Raises UnsupportedValueError."""
         _refuse_unsaveable(flat)
         self.mappings = dict(paths)
-        self.state_dict = _with_pieces(flat)
-        self.is_coordinator = is_coordinator
+        self.state_dict = _with_pieces(dict(flat))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What an item of the plan stands for: of a tensor, the piece that begins at the index's offset."""

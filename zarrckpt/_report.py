@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,18 @@ class SaveReport:
     objects: int
     rank_bytes: tuple[int, ...]
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CopyReport(SaveReport):
+    """One committed copy, see ``Checkpoint.copy_to``.
+
+    ``reused`` of its ``objects`` were there already, from a copy that was broken off. ``overflowed`` has the tensors of
+    which finite values are beyond the range of the dtype that they were cast to, and how many.
+    """
+
+    reused: int = 0
+    overflowed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ HOUSE = "@zarrckpt"
 """The group that holds the claim, and a group for each attempt: its marker and its tables."""
 
 CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
+DONE = "done"
+"""The table of a copy under way: which chunks it has made. Deleted when the copy has been committed."""
 MAX_POSITION = 1 << 20
 """Positions in lists are below: who rebuilds a list makes room up to the last one. Flat lists of values are values."""
 PROBE = "probe-"
@@ -480,6 +482,8 @@ class Marker:
     started: str
     base: str = ""
     """The save that it is to replace, or "" where none was committed. It can commit while that is still so."""
+    copy: str = ""
+    """Of a copy: the digest of what is copied, and how. Only a copy of the same may continue this one."""
 
     def to_bytes(self) -> bytes:
         """The marker as it is stored."""
@@ -493,6 +497,7 @@ class Marker:
             "arrays": list(self.arrays),
             "groups": list(self.groups),
         }
+        own |= {"copy": self.copy} if self.copy else {}
         return _sealed(group_document({ATTRIBUTE: own}))
 
     def top_names(self) -> set[str]:
@@ -505,7 +510,7 @@ class Marker:
         """The folders that this attempt may have made, below the checkpoint's url."""
         nodes = {join(self.tree, path) for path in (*self.arrays, *self.groups)}
         own = f"{HOUSE}/{self.attempt}"
-        tables = {own, *(f"{own}/{name}" for name in (CHECKSUMS, WRITERS, SIZES))}
+        tables = {own, *(f"{own}/{name}" for name in (CHECKSUMS, WRITERS, SIZES, DONE))}
         return nodes | tables | ({self.tree} if self.tree else set())
 
     def names_key(self, key: str) -> bool:
@@ -530,7 +535,7 @@ class Marker:
 _CHUNK_KEY = re.compile(r"c(\.\d+)*")
 
 
-_TABLE_KEY = re.compile(rf"{HOUSE}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES})/({re.escape(NODE)}|c\.0)")
+_TABLE_KEY = re.compile(rf"{HOUSE}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES}|{DONE})/({re.escape(NODE)}|c\.0)")
 
 
 def is_tree(name: str) -> bool:
@@ -557,7 +562,8 @@ def parse_marker(data: bytes, where: str) -> Marker:
             raise check.fail("a path", path, "a string")
         _check_path(path, where)
     arrays, groups = tuple(paths["arrays"]), tuple(paths["groups"])
-    return Marker(attempt, tree, arrays, groups, check.text("started"), base and check.save_id(base))
+    copy = check.text("copy") if "copy" in check.own else ""
+    return Marker(attempt, tree, arrays, groups, check.text("started"), base and check.save_id(base), copy)
 
 
 def claim_bytes(save_id: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as safetensors files, one tensor in memory at a time. No torch.
+"""Tensors of a checkpoint as safetensors files, in bounded memory. No torch.
 
 The format: https://github.com/huggingface/safetensors#format. Eight bytes with the length of a JSON header, the header,
 the tensors' bytes one after the other. Several files get an index as Hugging Face has it.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from zarrckpt._arrays import read_arrays
 from zarrckpt._catalog import Catalog
 from zarrckpt._documents import ArrayNode
-from zarrckpt._errors import StorageError, UnsupportedValueError
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
+from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._export import ExportReport, flush, new_files, refuse_existing
+from zarrckpt._parts import in_order
+from zarrckpt._transfer import Progress, Tally
 
 INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+_MODEL_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _ALIGNED = 8
 _NAMES = {
     "float64": "F64",
@@ -38,55 +41,65 @@ _NAMES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2": "F8_E5M2",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
     "complex64": "C64",
 }
 
 
-@dataclass(frozen=True)
-class ExportReport:
-    """What ``Checkpoint.to_safetensors`` wrote."""
-
-    folder: str
-    files: tuple[str, ...]
-    tensors: int
-    nbytes: int
-
-
 def export(
-    catalog: Catalog, names: Mapping[str, str], folder: str, max_file_bytes: int, progress: Progress | None
+    catalog: Catalog,
+    names: Mapping[str, str],
+    target: str,
+    *,
+    max_file_bytes: int,
+    overwrite: bool,
+    max_inflight_bytes: int,
+    progress: Progress | None,
 ) -> ExportReport:
     """Write tensors, fqn -> name in the files, see ``Checkpoint.to_safetensors``."""
     nodes = {fqn: catalog.root.tensors[fqn] for fqn in names}
     for fqn, node in nodes.items():
         if node.dtype.name not in _NAMES:
             raise UnsupportedValueError(
-                f"{fqn!r} is {node.dtype.name}, which safetensors has no name for: leave it out with keys="
+                f"{fqn!r} is {node.dtype.name}, which safetensors has no name for: export a part without it"
             )
-    files = _dealt(nodes, max_file_bytes)
-    width = max(5, len(str(len(files))))
-    paths = ["model.safetensors"]
-    if len(files) > 1:
-        paths = [f"model-{i + 1:0{width}}-of-{len(files):0{width}}.safetensors" for i in range(len(files))]
-    total, done = sum(node.nbytes for node in nodes.values()), 0
-    os.makedirs(folder, exist_ok=True)
-    _refuse_existing(folder, [*paths, *([INDEX] if len(files) > 1 else [])])
-    for path, fqns in zip(paths, files, strict=True):
-        for nbytes in _write(catalog, os.path.join(folder, path), {fqn: names[fqn] for fqn in fqns}):
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-    if len(files) > 1:
-        where = {names[fqn]: path for path, fqns in zip(paths, files, strict=True) for fqn in fqns}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        _put(os.path.join(folder, INDEX), json.dumps(index, indent=2).encode())
-        paths.append(INDEX)
-    return ExportReport(folder, tuple(paths), len(names), total)
+    folder, files = _files(nodes, target, max_file_bytes)
+    written = [*files, *([INDEX] if len(files) > 1 else [])]
+    stale = [] if target.endswith(SUFFIX) else _model_files(folder)
+    if not overwrite:
+        refuse_existing([*(os.path.join(folder, name) for name in written), *stale])
+    total = sum(node.nbytes for node in nodes.values())
+    tally = Tally(total, progress)
+    with new_files([os.path.join(folder, name) for name in written]) as parts:
+        for part, fqns in zip(parts, files.values(), strict=False):
+            _write(catalog, part, {fqn: names[fqn] for fqn in fqns}, max_inflight_bytes, tally)
+        if len(files) > 1:
+            where = {names[fqn]: name for name, fqns in files.items() for fqn in fqns}
+            _put(parts[-1], {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        # Before the new ones have their names: an index must not name files of another export.
+        for path in stale:
+            os.unlink(path)
+    return ExportReport(folder, tuple(written), len(names), 0, total)
 
 
-def _refuse_existing(folder: str, names: Sequence[str]) -> None:
-    found = [name for name in names if os.path.lexists(os.path.join(folder, name))]
-    if found:
-        raise StorageError(f"{folder} holds {found[0]!r} already; nothing was written: export to another folder")
+def _files(nodes: Mapping[str, ArrayNode], target: str, limit: int) -> tuple[str, dict[str, list[str]]]:
+    """The folder, and the names of the tensors in each of its files."""
+    if target.endswith(SUFFIX):
+        folder, name = os.path.split(target)
+        return folder or ".", {name: list(nodes)}
+    dealt = _dealt(nodes, limit)
+    if len(dealt) == 1:
+        return target, {f"model{SUFFIX}": dealt[0]}
+    width = max(5, len(str(len(dealt))))
+    return target, {f"model-{i + 1:0{width}}-of-{len(dealt):0{width}}{SUFFIX}": part for i, part in enumerate(dealt)}
+
+
+def _model_files(folder: str) -> list[str]:
+    """Files of an earlier export, the index first: loaders would take them for this one's."""
+    if not os.path.isdir(folder):
+        return []
+    names = sorted(name for name in os.listdir(folder) if name == INDEX or _MODEL_FILE.fullmatch(name))
+    return [os.path.join(folder, name) for name in sorted(names, key=lambda name: name != INDEX)]
 
 
 def _dealt(nodes: Mapping[str, ArrayNode], limit: int) -> list[list[str]]:
@@ -102,26 +115,15 @@ def _dealt(nodes: Mapping[str, ArrayNode], limit: int) -> list[list[str]]:
     return files
 
 
-def _write(catalog: Catalog, path: str, names: Mapping[str, str]) -> Iterator[int]:
-    """Write one file under a name of its own until it is whole; yields the bytes of each tensor as it is written."""
-    part = f"{path}.part"
+def _write(catalog: Catalog, path: str, names: Mapping[str, str], max_inflight_bytes: int, tally: Tally) -> None:
     # Widest elements first: then each begins at a multiple of its size.
     ordered = sorted(names, key=lambda fqn: -catalog.root.tensors[fqn].dtype.itemsize)
-    try:
-        with open(part, "wb") as file:
-            file.write(_header(catalog, {fqn: names[fqn] for fqn in ordered}))
-            for fqn in ordered:
-                array = read_arrays(catalog, [fqn], DEFAULT_MAX_INFLIGHT_BYTES, None)[fqn]
-                file.write(array.reshape(-1).view("u1").data)
-                yield array.nbytes
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(part, path)
-    except OSError as err:
-        raise StorageError(f"writing {path} failed: {err.strerror or err}") from err
-    finally:
-        if os.path.exists(part):
-            os.unlink(part)
+    with open(path, "wb") as file:
+        file.write(_header(catalog, {fqn: names[fqn] for fqn in ordered}))
+        for _, array in in_order(catalog, ordered, max_inflight_bytes):
+            file.write(array.reshape(-1).view("u1").data)
+            tally.add(array.nbytes)
+        flush(file)
 
 
 def _header(catalog: Catalog, names: Mapping[str, str]) -> bytes:
@@ -137,9 +139,7 @@ def _header(catalog: Catalog, names: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _put(path: str, data: bytes) -> None:
-    try:
-        with open(path, "xb") as file:
-            file.write(data)
-    except OSError as err:
-        raise StorageError(f"writing {path} failed: {err.strerror or err}") from err
+def _put(path: str, document: Any) -> None:
+    with open(path, "wb") as file:
+        file.write(json.dumps(document, indent=2).encode())
+        flush(file)

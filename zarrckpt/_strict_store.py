@@ -34,6 +34,9 @@ class StrictStore(WrapperStore[Any]):
         self._catalog = catalog
         self._nodes = {node.under(catalog.root.tree).path: node for node in catalog.root.arrays()}
 
+    def __str__(self) -> str:
+        return self._catalog.store.url  # arrays show it as their place
+
     def __reduce__(self) -> tuple[object, ...]:
         # The store anew, and with it a client of the process that unpickles.
         return (reopen, (self._catalog,))

@@ -275,7 +275,7 @@ class _Verification:
         size = _codec.subchunk_bytes(node.grid, node.dtype.itemsize) - _codec.CRC_BYTES
         with self._memory.hold(_codec.chunk_object_size(node.grid, node.dtype.itemsize)):
             stored = np.frombuffer(self._store.get(key), np.uint8)
-            for begin, nbytes in _spans(node, stored) or [(0, 0)]:
+            for begin, nbytes in spans(node, stored) or [(0, 0)]:
                 part = stored[begin : begin + nbytes]
                 if not _codec.CRC_BYTES < nbytes == len(part) or _codec.checked(part) is None:
                     return f"bytes {begin}-{begin + nbytes} do not have the checksum that is stored behind them"
@@ -287,7 +287,7 @@ class _Verification:
         return None
 
 
-def _spans(node: ArrayNode, stored: _codec.RawArray) -> list[tuple[int, int]] | None:
+def spans(node: ArrayNode, stored: _codec.RawArray) -> list[tuple[int, int]] | None:
     """Where a chunk's subchunks are, (begin, bytes), by its own index; None where that is altered."""
     if node.grid.subchunk_shape is None:
         return [(0, len(stored))]

@@ -42,22 +42,25 @@ class ZarrStorageWriter(StorageWriter):
     Args:
         url: where the checkpoint goes: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
-        committed. keep_replaced: with ``overwrite``, leave the replaced checkpoint's objects for readers that still
-        hold it. store: a ready ``zarr.abc.store.Store`` instead of a url. storage_options: options of the store,
-        under the names of fsspec or obstore (``docs/how-to/stores.md``). credential_provider: a picklable callable
-        that returns fresh credentials, for tokens that expire. portable_dtypes: keep bfloat16 and float8 as
-        unsigned integers, for readers that know neither. compression: None, ``"zstd"``, ``"blosc"``, or a mapping
-        with options of Zarr's codec, such as ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``);
-        tensors are compressed, values are not. max_chunk_bytes: larger pieces become several chunks (default 128
-        MiB). min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks and are
-        merged into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
-        merging, except where pieces fit no regular grid). fill_bytes: see there (default: a quarter of a rank's mean
-        part, 4 to 32 MiB). concurrency: exactly so many chunks and documents in transfer at once, a rank (default: the
-        store's own choice, which in object stores follows what the server bears: ``docs/how-to/speed.md``).
+            committed.
+        keep_replaced: with ``overwrite``, leave the replaced checkpoint's objects for readers that still hold it.
+        store: a ready ``zarr.abc.store.Store`` instead of a url.
+        storage_options: options of the store, under the names of fsspec or obstore (``docs/how-to/stores.md``).
+        credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
+        portable_dtypes: keep bfloat16 and float8 as unsigned integers, for readers that know neither.
+        compression: None, ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
+            ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``); tensors are compressed, values are not.
+        max_chunk_bytes: larger pieces become several chunks (default 128 MiB).
+        min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks and are merged
+            into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
+            merging, except where pieces fit no regular grid).
+        fill_bytes: see there (default: a quarter of a rank's mean part, 4 to 32 MiB).
+        concurrency: exactly so many chunks and documents in transfer at once, a rank (default: the store's own choice,
+            which in object stores follows what the server bears: ``docs/how-to/speed.md``).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB, at
-        least one chunk).
-        durable: local files are synced to disk before the commit. progress: called on each rank as
-        ``progress(bytes_done, bytes_total)`` while its chunks are written.
+            least one chunk).
+        durable: local files are synced to disk before the commit.
+        progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are written.
     """
 
     def __init__(

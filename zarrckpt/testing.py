@@ -10,6 +10,7 @@ goes wherever ``store=`` does. No torch.
 
 from __future__ import annotations
 
+import builtins
 import enum
 import itertools
 import os
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import StorageError
-from zarrckpt._store import Buffer, ObjectInfo, Reader, Store, Versioned, open_store
+from zarrckpt._store import Buffer, ObjectInfo, Reader, Store, Upload, Versioned, open_store
 from zarrckpt._store._base import Listing
 
 if TYPE_CHECKING:
@@ -119,8 +120,11 @@ class FaultyStore(Store):
     A put is one operation, however many requests it takes; so is a delete of many keys, a sync, a listing.
 
     Args:
-        url: what stands behind it, a local path or any url. rule: what becomes of each operation. store: a ready store
-        instead of a url. storage_options: as everywhere. durable: as for :func:`zarrckpt.save`.
+        url: what stands behind it, a local path or any url.
+        rule: what becomes of each operation.
+        store: a ready store instead of a url.
+        storage_options: as everywhere.
+        durable: as for :func:`zarrckpt.save`.
     """
 
     def __init__(
@@ -182,6 +186,13 @@ class FaultyStore(Store):
     def sweep(self, folders: Iterable[str]) -> None:
         names = [*folders]
         self._call("sweep", ", ".join(names), lambda: self._inner.sweep(names))
+
+    def uploads(self) -> builtins.list[Upload] | None:
+        return self._call("list", "", self._inner.uploads)
+
+    def abort(self, uploads: Iterable[Upload]) -> None:
+        found = [*uploads]
+        self._call("delete", " ".join(upload.key for upload in found), lambda: self._inner.abort(found))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         found = self._call("list", prefix, lambda: [*self._inner.list(prefix)])

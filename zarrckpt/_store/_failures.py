@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterator, Sequence
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
@@ -10,6 +12,8 @@ from zarrckpt._store._secrets import scrub
 _BEGIN, _END = 300, 700
 # obstore appends the same facts once more, as a Rust structure over many lines.
 _DETAILS = "\n\nDebug source"
+
+_ERROR_DOCUMENT = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?</Error>", re.DOTALL)
 
 
 def storage_error(what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "") -> StorageError:
@@ -47,11 +51,17 @@ def reason(error: BaseException, known: Sequence[str]) -> str:
     if error.__cause__ is not None and str(error.__cause__) not in text:
         # s3fs puts the server's error code into the cause only.
         text = f"{text} ({error.__cause__})"
-    text = " ".join(scrub(text, known).split())
+    text = " ".join(_ERROR_DOCUMENT.sub(_said, scrub(text, known)).split())
     if len(text) > _BEGIN + _END:
         # A url comes first, however long, and what the server said last.
         text = f"{text[:_BEGIN]} ... {text[-_END:]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _said(document: re.Match[str]) -> str:
+    """What a server's XML document says of an error: its code, and its message where there is one."""
+    found = (re.search(rf"<{name}>(.*?)</{name}>", document[0], re.DOTALL) for name in ("Code", "Message"))
+    return ": ".join(html.unescape(part[1]) for part in found if part is not None) or document[0]
 
 
 def clean_cause(error: BaseException, known: Sequence[str]) -> BaseException:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
-from typing import Any
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import click
 
@@ -20,7 +24,8 @@ _COMMANDS = {
     "cat": "look",
     "stats": "compare",
     "diff": "compare",
-    "cp": "convert",
+    "report": "report",
+    "cp": "copy",
     "export": "convert",
     "import": "convert",
     "verify": "care",
@@ -41,8 +46,39 @@ Exit codes: 0 all is well; 1 differences, damage or leftovers were found; 2 wron
 usage; 3 an error. `zarrckpt COMMAND -h` has each command's options."""
 
 
+_PATIENCE = 1.0
+"""Seconds in which Ctrl-C may end a command in good order."""
+
+
+def _leave_on_interrupt() -> None:
+    """Let Ctrl-C end this process, even while its main thread waits for a store's client, which hears no signals."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+
+    def watch() -> None:
+        while os.read(reader, 1) != bytes([signal.SIGINT]):
+            pass
+        time.sleep(_PATIENCE)
+        _leave()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _leave() -> NoReturn:
+    """End at once, without waiting for requests: what was begun is not committed, and ``recover`` removes it."""
+    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # progress bars hide it
+    click.echo(f"{show_cursor}zarrckpt: interrupted", err=True)
+    os._exit(130)
+
+
 class _Commands(click.Group):
     """Loads a command's module when it is used."""
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
+        if args is None:  # the words that this process was started with: it is ours
+            _leave_on_interrupt()
+        return super().main(args, *more, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -55,11 +91,15 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
+        if os.environ.get("NO_COLOR"):
+            ctx.color = False
         try:
             return super().invoke(ctx)
         except CheckpointError as err:
             click.echo(f"zarrckpt: {type(err).__name__}: {err}", err=True)
             ctx.exit(3)
+        except KeyboardInterrupt:
+            _leave()
         except ModuleNotFoundError as err:
             click.echo(f"zarrckpt: {err}", err=True)
             ctx.exit(3)
@@ -74,5 +114,5 @@ class _Commands(click.Group):
 def main() -> None:
     """Look at, check, convert and clean up zarrckpt checkpoints: on disk, in S3 and wherever fsspec goes.
 
-    Only `import` needs PyTorch.
+    Only `import`, and `export` to PyTorch's own formats, need PyTorch.
     """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,16 +34,31 @@ def parsed_options(ctx: click.Context, param: click.Parameter, given: Sequence[s
     return found or None
 
 
-def store_options(command: F) -> F:
+def store_options(command: F, letters: Sequence[str] = ("-o", "-O")) -> F:
     """``--storage-option``, which every command has that opens a url."""
     option = click.option(
         "--storage-option",
-        "-o",
+        *letters,
         "storage_options",
         metavar="NAME=VALUE",
         multiple=True,
         callback=parsed_options,
-        help="An option of the store, as in storage_options= (repeatable), e.g. -o endpoint_url=http://localhost:9000",
+        help="An option of the store, as in storage_options= (repeatable), e.g. "
+        f"{letters[0]} endpoint_url=http://localhost:9000",
+    )
+    return option(command)
+
+
+def target_options(command: F, default: str = "") -> F:
+    """``--target-option``, for commands with a second url; ``default`` says what it is where it is not given."""
+    option = click.option(
+        "--target-option",
+        "-t",
+        "target_options",
+        metavar="NAME=VALUE",
+        multiple=True,
+        callback=parsed_options,
+        help=f"An option of B's store{default}; -o is A's.",
     )
     return option(command)
 
@@ -55,9 +72,49 @@ def opened(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterab
     """The checkpoint at a url, or the part of it that patterns mean."""
     import zarrckpt
 
-    ckpt = zarrckpt.open(url, storage_options=storage_options)
+    with hints(url, storage_options):
+        ckpt = zarrckpt.open(url, storage_options=storage_options)
     wanted = tuple(patterns)
     return ckpt.select(*wanted) if wanted else ckpt
+
+
+_FOLDERS = 200
+"""So many folders below a wrong url are looked into at most, one request each."""
+
+
+@contextmanager
+def hints(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Where there is no checkpoint at the url, its error names the newest one right below it."""
+    from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError
+
+    try:
+        yield
+    except (CheckpointNotFoundError, ForeignObjectsError) as err:
+        newest = _newest_below(url, storage_options)
+        if newest is None:
+            raise
+        raise type(err)(f"{err}. The newest checkpoint below it is {newest}") from err
+
+
+def _newest_below(url: str, storage_options: Mapping[str, Any] | None) -> str | None:
+    import zarrckpt
+    from zarrckpt._root import HOUSE
+    from zarrckpt._store import StoreSpec
+
+    try:
+        folders = StoreSpec(url, None, storage_options).open().list_dir()[1]
+        if HOUSE in folders or len(folders) > _FOLDERS:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return zarrckpt.latest(url, storage_options=storage_options)
+    except zarrckpt.CheckpointError:
+        return None
+
+
+def say(text: str, **more: Any) -> None:
+    """Print a line; what is in it may come from the checkpoint."""
+    click.echo(one_line(text), **more)
 
 
 def print_json(value: Any) -> None:
@@ -75,14 +132,27 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = ()) -> None:
-    """Aligned columns; into a pipe, tabs between them and no header."""
-    listed = [list(map(_one_line, row)) for row in rows]
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = (), cut: str | None = None
+) -> None:
+    """Aligned columns; into a pipe, tabs between them and no header.
+
+    Where the terminal is narrower than the table, the cells of the column ``cut`` are shortened.
+    """
+    listed = [list(map(one_line, row)) for row in rows]
     if not sys.stdout.isatty():
         for row in listed:
             click.echo("\t".join(row))
         return
-    widths = [max(map(len, column)) for column in zip(columns, *listed, strict=True)]
+    if not listed:
+        return
+    widths = [max(map(_width, column)) for column in zip(columns, *listed, strict=True)]
+    if cut is not None:
+        place = columns.index(cut)
+        room = shutil.get_terminal_size().columns - (sum(widths) - widths[place] + 2 * len(widths) - 2)
+        widths[place] = max(min(widths[place], room), len(cut))
+        for row in listed:
+            row[place] = _shortened(row[place], widths[place])
     numbers = {*right}
     click.secho(_aligned(columns, columns, widths, numbers), dim=True)
     for row in listed:
@@ -90,11 +160,31 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: It
 
 
 def _aligned(columns: Sequence[str], cells: Sequence[str], widths: Sequence[int], right: set[str]) -> str:
-    parts = zip(columns, cells, widths, strict=True)
-    return "  ".join(cell.rjust(n) if name in right else cell.ljust(n) for name, cell, n in parts).rstrip()
+    parts = []
+    for name, cell, width in zip(columns, cells, widths, strict=True):
+        space = " " * (width - _width(cell))
+        parts.append(space + cell if name in right else cell + space)
+    return "  ".join(parts).rstrip()
 
 
-def _one_line(text: str) -> str:
+def _width(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _shortened(text: str, width: int) -> str:
+    if _width(text) <= width:
+        return text
+    while text and _width(text) >= width:
+        text = text[:-1]
+    return f"{text}…"
+
+
+def one_line(text: str) -> str:
     """Control characters as escapes: names come from the checkpoint, and terminals obey them."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from zarrckpt.cli._common import json_option, opened, print_json, print_table, progress_bar, store_options
+from zarrckpt.cli._common import hints, json_option, opened, print_json, print_table, progress_bar, say, store_options
 
 
 @click.command()
@@ -23,7 +23,7 @@ def verify(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:
       zarrckpt verify s3://bucket/run/step-100 --quick
       zarrckpt verify run/step-100 --json
     """
-    from zarrckpt._info import size_text
+    from zarrckpt._info import count_text, size_text
 
     ckpt = opened(url, storage_options)
     with progress_bar("verifying") as progress:
@@ -34,7 +34,8 @@ def verify(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:
         print_table(("object", "entry", "what is wrong"), [(d.key, d.fqn or "-", d.reason) for d in report.damages])
         how = "listed" if quick else "read and checked"
         state = "whole" if report else f"{len(report.damages)} damaged"
-        click.echo(f"{state}: {report.objects:,} objects, {size_text(report.nbytes)}, {how}", err=not report)
+        objects = count_text(report.objects, "object")
+        click.echo(f"{state}: {objects}, {size_text(report.nbytes)}, {how}", err=not report)
     click.get_current_context().exit(0 if report else 1)
 
 
@@ -53,14 +54,18 @@ def doctor(url: str, as_json: bool, storage_options: Any) -> None:
     """
     from zarrckpt._cleaning import examine
 
-    found = examine(url, storage_options=storage_options)
+    with hints(url, storage_options):
+        found = examine(url, storage_options=storage_options)
     if as_json:
         print_json(dataclasses.asdict(found))
     else:
-        for line in (found.state, *found.findings):
-            click.echo(line)
+        say(found.state)
+        for line in found.findings or ("Nothing to do.",):
+            say(f"  {line}")
+        for note in found.notes:
+            say(f"  {note}")
         for command in found.advice:
-            click.echo(f"  run: {command}")
+            say(f"  run: {command}")
     click.get_current_context().exit(1 if found.findings or found.advice else 0)
 
 
@@ -79,21 +84,28 @@ def recover(url: str, stopped: bool, as_json: bool, storage_options: Any) -> Non
       zarrckpt recover s3://bucket/run/step-100 --stopped
     """
     import zarrckpt
+    from zarrckpt._info import count_text
 
     report = zarrckpt.recover(url, stopped=stopped, storage_options=storage_options)
     if as_json:
         print_json(dataclasses.asdict(report))
         return
-    click.echo(f"{report.objects:,} objects of {len(report.removed)} saves removed")
+    if report.removed:
+        click.echo(f"{count_text(report.objects, 'object')} of {count_text(len(report.removed), 'save')} removed")
+    elif not report.kept:
+        click.echo("nothing to remove")
+    if report.uploads:
+        click.echo(f"{count_text(report.uploads, 'multipart upload')} removed")
     for save_id in report.kept:
-        click.echo(f"kept {save_id}: it could still commit; if it is not running: zarrckpt recover {url} --stopped")
+        say(f"kept {save_id}: it could still commit; if it is not running: zarrckpt recover {url} --stopped")
 
 
 @click.command()
 @click.argument("url")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@json_option
 @store_options
-def rm(url: str, yes: bool, storage_options: Any) -> None:
+def rm(url: str, yes: bool, as_json: bool, storage_options: Any) -> None:
     """Delete a checkpoint, damaged or whole, and what saves left there. Refuses what is none.
 
     \b
@@ -102,9 +114,14 @@ def rm(url: str, yes: bool, storage_options: Any) -> None:
     """
     import zarrckpt
     from zarrckpt._cleaning import examine
+    from zarrckpt._info import count_text
 
-    if not yes:
-        click.echo(examine(url, storage_options=storage_options).state)
-        click.confirm("Delete it?", abort=True)
+    found = None if yes else examine(url, storage_options=storage_options)
+    if found is not None and not found.empty:
+        say(found.state, err=True)
+        click.confirm("Delete it?", abort=True, err=True)
     count = zarrckpt.remove(url, storage_options=storage_options)
-    click.echo(f"{count:,} objects deleted")
+    if as_json:
+        print_json({"url": url, "objects": count})
+    else:
+        click.echo(f"{count_text(count, 'object')} deleted")

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt.cli._common import json_option, opened, print_json, print_table, progress_bar, shown, store_options
+from zarrckpt.cli._common import (
+    json_option,
+    opened,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    shown,
+    store_options,
+    target_options,
+)
 
 if TYPE_CHECKING:
-    from zarrckpt._numbers import TensorDifference
+    from zarrckpt._numbers import Difference, TensorDifference
 
 _ORDERS = ("name", "nan", "inf", "min", "max", "mean", "std", "norm", "zeros")
 
@@ -46,6 +57,8 @@ def stats(url: str, patterns: tuple[str, ...], sort: str, as_json: bool, storage
             numbers = [shown(getattr(item, name)) for name in columns[1:6]]
             rows.append([fqn, *numbers, _share(item.zeros, item.count), str(item.nan), str(item.inf)])
         print_table(columns, rows, right=columns[1:])
+        if not rows:
+            click.echo("no tensors among them", err=True)
     if any(item.nan or item.inf for item in found.values()):
         click.get_current_context().exit(1)
 
@@ -63,10 +76,17 @@ def _share(part: int, whole: int) -> str:
 @click.argument("other", metavar="B")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--all", "everything", is_flag=True, help="List equal tensors, too.")
+@partial(target_options, default=" (default: A's, but for a local path)")
 @json_option
 @store_options
 def diff(
-    one: str, other: str, patterns: tuple[str, ...], everything: bool, as_json: bool, storage_options: Any
+    one: str,
+    other: str,
+    patterns: tuple[str, ...],
+    everything: bool,
+    target_options: Any,
+    as_json: bool,
+    storage_options: Any,
 ) -> None:
     """Compare two checkpoints: keys, shapes, dtypes, values, and how far tensors are apart.
 
@@ -77,26 +97,33 @@ def diff(
       zarrckpt diff run/step-100 s3://bucket/run/step-100
       zarrckpt diff run/step-100 run/step-200 'model.*' --json
     """
-    import zarrckpt
-
-    ckpts = [zarrckpt.open(url, storage_options=storage_options) for url in (one, other)]
+    if target_options is None and "://" in other:
+        target_options = storage_options
+    ckpts = opened(one, storage_options), opened(other, target_options)
     with progress_bar("comparing") as progress:
         found = ckpts[0].diff(ckpts[1], *patterns, progress=progress)
     if as_json:
         print_json(dataclasses.asdict(found))
     else:
-        for mark, names in (("-", found.only_here), ("+", found.only_there)):
-            for name in names:
-                click.echo(f"{mark} {name}")
-        for name, (here, there) in found.changed.items():
-            click.echo(f"! {name}: {here} -> {there}")
-        rows = [(name, *_cells(item)) for name, item in found.tensors.items() if everything or item.unequal]
-        if rows:
-            columns = ("name", "unequal", "max abs", "max rel", "cosine")
-            print_table(columns, rows, right=columns[1:])
-        if found:
-            click.echo(f"equal: {len(found.tensors)} tensors", err=True)
+        _print_difference(found, everything)
     click.get_current_context().exit(0 if found else 1)
+
+
+def _print_difference(found: Difference, everything: bool) -> None:
+    from zarrckpt._info import count_text
+
+    for mark, names in (("-", found.only_here), ("+", found.only_there)):
+        for name in names:
+            say(f"{mark} {name}")
+    for name, (here, there) in found.changed.items():
+        say(f"! {name}: {here} -> {there}")
+    unequal = [name for name, item in found.tensors.items() if item.unequal]
+    rows = [(name, *_cells(item)) for name, item in found.tensors.items() if everything or item.unequal]
+    columns = ("name", "unequal", "max abs", "max rel", "cosine")
+    print_table(columns, rows, right=columns[1:])
+    same = f"{count_text(len(found.tensors) - len(unequal), 'tensor')} equal, {len(unequal):,} not"
+    others = f"{count_text(len(found.changed), 'other entry', 'other entries')} changed"
+    click.echo(f"{same}; {others}; {len(found.only_here):,} only in A, {len(found.only_there):,} only in B", err=True)
 
 
 def _cells(item: TensorDifference) -> tuple[str, ...]:

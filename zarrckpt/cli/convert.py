@@ -1,94 +1,101 @@
-"""``cp``, ``export`` and ``import``: to other places, and to and from other libraries' files."""
+"""``export`` and ``import``: to and from other libraries' files."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt.cli._common import json_option, opened, parsed_options, print_json, progress_bar, store_options
+from zarrckpt.cli._common import json_option, print_json, progress_bar, store_options
 
+if TYPE_CHECKING:
+    from zarrckpt._export import ExportReport
 
-@click.command()
-@click.argument("source", metavar="A")
-@click.argument("target", metavar="B")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Only these entries (repeatable).")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="All but these (repeatable).")
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
-@click.option(
-    "--target-option",
-    "-t",
-    "target_options",
-    metavar="NAME=VALUE",
-    multiple=True,
-    callback=parsed_options,
-    help="An option of B's store; -o is A's.",
-)
-@json_option
-@store_options
-def cp(
-    source: str,
-    target: str,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    overwrite: bool,
-    target_options: Any,
-    as_json: bool,
-    storage_options: Any,
-) -> None:
-    """Copy a checkpoint between any stores, or some of its entries. Chunks stay as they are, and are checked.
-
-    \b
-    Examples:
-      zarrckpt cp s3://bucket/run/step-100 /data/step-100
-      zarrckpt cp run/step-100 gs://bucket/weights --include model --exclude '*.bias'
-    """
-    from zarrckpt._info import size_text
-
-    ckpt = opened(source, storage_options).select(*include, exclude=exclude)
-    with progress_bar("copying") as progress:
-        report = ckpt.copy_to(target, overwrite=overwrite, storage_options=target_options, progress=progress)
-    if as_json:
-        print_json(dataclasses.asdict(report))
-    else:
-        click.echo(f"{report.objects:,} chunks, {size_text(report.nbytes)}, copied to {report.url}")
+_TORCH_SUFFIXES = {".pt", ".pth", ".bin"}
+_FORMATS = ("safetensors", "torch", "dcp")
 
 
 @click.command()
 @click.argument("url")
-@click.argument("folder", type=click.Path(file_okay=False))
+@click.argument("target", type=click.Path())
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(_FORMATS),
+    help="Default: torch where TARGET ends in .pt, .pth or .bin; else safetensors.",
+)
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="All but these (repeatable).")
 @click.option("--strip", default="", metavar="PREFIX", help="Take it off the names: model.embed -> embed.")
-@click.option("--max-file-gb", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True)
+@click.option(
+    "--max-file-gb",
+    type=click.FloatRange(0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Where one safetensors file ends and the next one begins, in a folder.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace what is there.")
+@click.option("--allow-pickle", is_flag=True, help="Run the code of values that were saved pickled.")
 @json_option
 @store_options
 def export(
     url: str,
-    folder: str,
+    target: str,
     patterns: tuple[str, ...],
+    format_: str | None,
+    exclude: tuple[str, ...],
     strip: str,
     max_file_gb: float,
+    overwrite: bool,
+    allow_pickle: bool,
     as_json: bool,
     storage_options: Any,
 ) -> None:
-    """Write tensors as safetensors: one file, or several with Hugging Face's index. One tensor is in memory at a time.
+    """Write entries as files of other libraries, in bounded memory; TARGET appears when it is whole.
 
     \b
-    Example:
-      zarrckpt export s3://bucket/run/step-100 out model --strip model
-    """
-    from zarrckpt._info import size_text
+    safetensors  tensors only: one file, where TARGET ends in .safetensors, or a
+                 folder, several files of which get Hugging Face's index
+    torch        a file that torch.load reads; values, too. Needs PyTorch
+    dcp          a folder that torch.distributed.checkpoint reads. Needs PyTorch
 
-    ckpt = opened(url, storage_options)
+    \b
+    Examples:
+      zarrckpt export s3://bucket/run/step-100 out model --strip model
+      zarrckpt export run/step-100 step-100.pt
+      zarrckpt export run/step-100 old-style --format dcp --exclude 'optim'
+    """
+    import zarrckpt
+    from zarrckpt._info import count_text, size_text
+
+    kind = format_ or ("torch" if PurePath(target).suffix in _TORCH_SUFFIXES else "safetensors")
+    ckpt = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
+    part = ckpt.select(*patterns, exclude=exclude)
+    options: dict[str, Any] = {"strip": strip, "overwrite": overwrite}
     with progress_bar("exporting") as progress:
-        report = ckpt.to_safetensors(
-            folder, *patterns, strip=strip, max_file_bytes=int(max_file_gb * 1e9), progress=progress
-        )
+        if kind == "safetensors":
+            report = part.to_safetensors(target, max_file_bytes=int(max_file_gb * 1e9), progress=progress, **options)
+        else:
+            report = _with_torch(part, kind, target, {**options, "progress": progress})
     if as_json:
         print_json(dataclasses.asdict(report))
-    else:
-        click.echo(f"{report.tensors:,} tensors, {size_text(report.nbytes)}, in {folder}: {', '.join(report.files)}")
+        return
+    values = f", {count_text(report.values, 'value')}" if report.values else ""
+    files = ", ".join(report.files) if len(report.files) <= 3 else count_text(len(report.files), "file")
+    where = files if report.folder == "." else f"{report.folder}: {files}"
+    click.echo(f"{count_text(report.tensors, 'tensor')}{values}, {size_text(report.nbytes)}, in {where}")
+
+
+def _with_torch(part: Any, kind: str, target: str, options: dict[str, Any]) -> ExportReport:
+    try:
+        report: ExportReport = (part.to_torch_save if kind == "torch" else part.to_dcp)(target, **options)
+    except ModuleNotFoundError as err:
+        if err.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"--format {kind} needs PyTorch: pip install 'zarrckpt[torch]'") from err
+    return report
 
 
 @click.command("import")
@@ -98,7 +105,7 @@ def export(
 @click.option("--prefix", default="", metavar="KEY", help="Put everything below a key: embed -> model.embed.")
 @click.option("--compression", type=click.Choice(["zstd", "blosc"]), help="Compress the tensors.")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
-@click.option("--allow-pickle", is_flag=True, help="Run the code of a torch.save file that needs it.")
+@click.option("--allow-pickle", is_flag=True, help="Run the code of values (torch.save, DCP) that need it.")
 @json_option
 @store_options
 def import_(
@@ -112,12 +119,16 @@ def import_(
     as_json: bool,
     storage_options: Any,
 ) -> None:
-    """Save a safetensors file, a folder of them, or a torch.save file as a checkpoint. Needs PyTorch.
+    """Save other libraries' files as a checkpoint, in bounded memory. Needs PyTorch.
+
+    SOURCE is a .safetensors file, a folder of them (with or without Hugging Face's index), a folder of
+    torch.distributed.checkpoint (it has a .metadata), or a file of torch.save.
 
     \b
     Examples:
       zarrckpt import Llama-3-8B s3://bucket/llama --prefix model
       zarrckpt import old.pt run/imported
+      zarrckpt import dcp-run/step-100 run/step-100
     """
     import zarrckpt
     from zarrckpt._info import size_text

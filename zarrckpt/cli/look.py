@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt.cli._common import json_option, opened, print_json, print_table, shown, store_options
+from zarrckpt.cli._common import json_option, opened, print_json, print_table, progress_bar, say, shown, store_options
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
+    from zarrckpt._info import CheckpointInfo, DTypeInfo
 
 
 @click.command()
@@ -31,10 +33,15 @@ def ls(url: str, patterns: tuple[str, ...], as_json: bool, storage_options: Any)
     """
     ckpt = opened(url, storage_options, patterns)
     if as_json:
-        tensors = {*ckpt.tensors}
-        print_json([_tensor(ckpt, fqn) if fqn in tensors else _object(ckpt, fqn) for fqn in ckpt])
+        print_json([*_described(ckpt).values()])
     else:
-        print_table(("name", "dtype", "shape or value", "size"), (ckpt.summary(fqn) for fqn in ckpt), right=["size"])
+        columns = ("name", "dtype", "shape or value", "size")
+        print_table(columns, (ckpt.summary(fqn) for fqn in ckpt), right=["size"], cut="shape or value")
+
+
+def _described(ckpt: Checkpoint) -> dict[str, dict[str, Any]]:
+    tensors = {*ckpt.tensors}
+    return {fqn: _tensor(ckpt, fqn) if fqn in tensors else _object(ckpt, fqn) for fqn in ckpt}
 
 
 def _tensor(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
@@ -50,44 +57,64 @@ def _object(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
 
 @click.command()
 @click.argument("url")
+@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--depth", type=click.IntRange(1), help="Levels to show (default: all).")
+@json_option
 @store_options
-def tree(url: str, depth: int | None, storage_options: Any) -> None:
+def tree(url: str, patterns: tuple[str, ...], depth: int | None, as_json: bool, storage_options: Any) -> None:
     """Show the entries as the tree that was saved, with sizes.
 
     \b
-    Example:
+    Examples:
       zarrckpt tree run/step-100 --depth 2
+      zarrckpt tree run/step-100 'optim.state'
     """
     from zarrckpt._info import size_text
 
-    ckpt = opened(url, storage_options)
+    ckpt = opened(url, storage_options, patterns)
+    if as_json:
+        print_json({"url": ckpt.url, "nbytes": ckpt.nbytes, "tree": _nested(ckpt, _described(ckpt))})
+        return
+    leaves = {fqn: (" ".join(ckpt.summary(fqn)[1:3]), ckpt.nbytes_of(fqn)) for fqn in ckpt}
+    say(f"{ckpt.url}  {size_text(ckpt.nbytes)}")
+    _print_tree(_nested(ckpt, leaves), "", depth)
+
+
+def _nested(ckpt: Checkpoint, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves as the state dict was nested; groups are ``{"entries": ...}``."""
     root: dict[str, Any] = {}
-    for fqn in ckpt:
-        _, dtype, text, _ = ckpt.summary(fqn)
+    for fqn, leaf in leaves.items():
         node = root
-        keys = list(map(str, ckpt.path(fqn)))
-        for key in keys[:-1]:
-            node = node.setdefault(key, {})
-        node[keys[-1]] = (f"{dtype} {text}", ckpt.nbytes_of(fqn))
-    click.echo(f"{ckpt.url}  {size_text(ckpt.nbytes)}")
-    _print_tree(root, "", depth)
+        *keys, last = map(str, ckpt.path(fqn))
+        for key in keys:
+            node = node.setdefault(key, {"entries": {}})["entries"]
+        node[last] = leaf
+    return root
 
 
 def _print_tree(node: dict[str, Any], indent: str, depth: int | None) -> None:
-    from zarrckpt._info import size_text
+    from zarrckpt._info import count_text, size_text
 
     for place, (name, child) in enumerate(node.items()):
         last = place == len(node) - 1
-        text = f"  {child[0]}" if isinstance(child, tuple) else ""
-        size = _size(child)
-        click.echo(f"{indent}{'└── ' if last else '├── '}{name}{text}" + (f"  {size_text(size)}" if size else ""))
-        if isinstance(child, dict) and (depth is None or depth > 1):
-            _print_tree(child, indent + ("    " if last else "│   "), None if depth is None else depth - 1)
+        leaf, (entries, size) = isinstance(child, tuple), _extent(child)
+        cut = not leaf and depth == 1
+        text = f"  {child[0]}" if leaf else f"  {count_text(entries, 'entry', 'entries')}" if cut else ""
+        say(f"{indent}{'└── ' if last else '├── '}{name}{text}" + (f"  {size_text(size)}" if size else ""))
+        if not leaf and not cut:
+            _print_tree(child["entries"], indent + ("    " if last else "│   "), None if depth is None else depth - 1)
 
 
-def _size(child: Any) -> int:
-    return int(child[1]) if isinstance(child, tuple) else sum(map(_size, child.values()))
+def _extent(child: Any) -> tuple[int, int]:
+    """How many entries, and their bytes."""
+    if isinstance(child, tuple):
+        return 1, int(child[1])
+    parts = [_extent(part) for part in child["entries"].values()]
+    return sum(entries for entries, _ in parts), sum(size for _, size in parts)
+
+
+_LISTED = 12
+"""Groups that ``info`` names; the largest ones, where there are more."""
 
 
 @click.command()
@@ -97,42 +124,79 @@ def _size(child: Any) -> int:
 def info(url: str, as_json: bool, storage_options: Any) -> None:
     """Say what a checkpoint is: sizes, dtypes, step, who wrote it.
 
+    One request; two more where tensors are compressed, for the sizes that are stored.
+
     \b
     Example:
       zarrckpt info s3://bucket/run/step-100 --json
     """
-    from zarrckpt._info import size_text
-
     found = opened(url, storage_options).info
     if as_json:
         print_json(dataclasses.asdict(found))
         return
-    software = ", ".join(f"{name} {version}" for name, version in found.software.items())
-    rows = [
-        ("url", found.url),
-        ("saved", f"{found.created}, by {found.world_size} ranks ({software})"),
-        ("save id", found.save_id + (f", replaced {len(found.replaced)} before" if found.replaced else "")),
-        ("step", "-" if found.step is None else str(found.step)),
-        ("tensors", f"{found.tensors:,} with {found.elements:,} elements, {size_text(found.nbytes)}"),
-        ("values", f"{found.values:,}, and {found.blobs:,} kept as bytes"),
-        ("chunks", f"{found.chunks:,} objects, {found.subchunks:,} subchunks; tree {found.tree or 'canonical'!r}"),
-        ("compression", ", ".join(found.compression) or "none"),
-        *(
-            (f"  {name}", f"{part.tensors:,} tensors, {part.elements:,} elements, {size_text(part.nbytes)}")
-            for name, part in found.dtypes.items()
-        ),
-        *((f"  {name}.*", size_text(size)) for name, size in found.groups.items()),
-    ]
+    rows = _info_rows(found)
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        click.echo(f"{name:{width}}  {text}")
+        say(f"{name:{width}}  {text}")
+
+
+def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
+    from zarrckpt._info import count_text, size_text, software_text, time_text
+
+    blobs = f", and {found.blobs:,} kept as bytes, {size_text(found.blob_nbytes)}" if found.blobs else ""
+    chunks = f"{count_text(found.chunks, 'chunk')}, {count_text(found.subchunks, 'subchunk')}"
+    place = f"; the arrays are below {found.tree}" if found.tree else ""
+    before = f"; replaced {count_text(len(found.replaced), 'save')} before" if found.replaced else ""
+    rows = [
+        ("url", found.url),
+        ("saved", f"{time_text(found.created)} by {count_text(found.world_size, 'rank')}"),
+        ("with", software_text(found.software)),
+        ("save id", found.save_id + before),
+        ("step", "-" if found.step is None else f"{found.step:,}"),
+        ("tensors", f"{found.tensors:,} with {count_text(found.elements, 'element')}, {size_text(found.nbytes)}"),
+        ("stored", _stored(found)),
+        ("layout", chunks + place),
+        ("values", f"{found.values:,}{blobs}"),
+        *_headed("dtypes", [(name, _numbers_of(part)) for name, part in found.dtypes.items()]),
+    ]
+    listed = sorted(found.groups, key=lambda name: -found.groups[name])[:_LISTED]
+    sizes = [(name, size_text(size)) for name, size in found.groups.items() if name in listed]
+    if len(found.groups) > _LISTED:
+        sizes.append(("...", f"and {len(found.groups) - _LISTED:,} smaller ones"))
+    return rows + _headed("groups", sizes)
+
+
+def _headed(title: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Rows for names and their texts, with a title before the first."""
+    width = max((len(name) for name, _ in pairs), default=0)
+    return [(title if place == 0 else "", f"{name:{width}}  {text}") for place, (name, text) in enumerate(pairs)]
+
+
+def _numbers_of(part: DTypeInfo) -> str:
+    from zarrckpt._info import count_text, size_text
+
+    return f"{count_text(part.tensors, 'tensor')}, {count_text(part.elements, 'element')}, {size_text(part.nbytes)}"
+
+
+def _stored(found: CheckpointInfo) -> str:
+    """The tensors' bytes in the store, and what compression makes of them."""
+    from zarrckpt._info import size_text
+
+    if found.nbytes_stored is None:
+        return f"unknown: a table cannot be read; run zarrckpt verify {found.url}"
+    if not found.compression:
+        return f"{size_text(found.nbytes_stored)}, not compressed"
+    share = f" ({found.nbytes_stored / found.nbytes:.1%})" if found.nbytes else ""
+    return f"{size_text(found.nbytes_stored)}{share}, compressed by {', '.join(found.compression)}"
 
 
 _SLICE = re.compile(r"\[?([-\d:,\s.]*)\]?")
 
 
-def _selection(text: str) -> tuple[Any, ...]:
-    """``0:4,:,3`` as numpy understands it."""
+def _selection(text: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """``0:4,:,3`` as numpy understands it, for an array of a shape."""
+    import numpy as np
+
     match = _SLICE.fullmatch(text.strip())
     if match is None:
         raise click.BadParameter(f"{text!r} is no slice such as 0:4,:,3", param_hint="SLICE")
@@ -148,10 +212,17 @@ def _selection(text: str) -> tuple[Any, ...]:
                 parts.append(int(part))
         except (ValueError, TypeError) as err:
             raise click.BadParameter(f"{part!r} is no index and no slice", param_hint="SLICE") from err
+    if any(isinstance(part, slice) and (part.step or 1) < 0 for part in parts):
+        raise click.BadParameter(f"{text!r} goes backwards; steps are 1 or more", param_hint="SLICE")
+    try:
+        # Of an array that takes no memory: nothing is read before the slice is known to fit.
+        np.broadcast_to(np.zeros((), np.uint8), shape)[tuple(parts)]
+    except (IndexError, ValueError) as err:
+        raise click.BadParameter(f"{text!r} does not fit the shape {shape}: {err}", param_hint="SLICE") from err
     return tuple(parts)
 
 
-@click.command()
+@click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("url")
 @click.argument("key")
 @click.argument("slice_", metavar="[SLICE]", required=False)
@@ -164,32 +235,62 @@ def cat(url: str, key: str, slice_: str | None, as_json: bool, storage_options: 
     Examples:
       zarrckpt cat run/step-100 step
       zarrckpt cat run/step-100 model.embed.weight 0:4,:8
+      zarrckpt cat run/step-100 model.embed.weight -1,:
     """
+    # -2: is a slice, which click takes for an option that it does not know; other such words are none.
+    for word in (url, key, slice_ or ""):
+        if re.match(r"-+[^-\d:,.\s]", word):
+            raise click.NoSuchOption(word)
+    ckpt = opened(url, storage_options)
+    if key in ckpt.tensors:
+        _cat_tensor(ckpt, key, slice_, as_json)
+        return
+    found = ckpt[key]
+    if slice_:
+        raise click.BadParameter(f"{key!r} is a value, no tensor: it is shown whole", param_hint="SLICE")
+    if as_json:
+        print_json(found)
+        return
+    text = repr(found)
+    more = f"\n... {len(text) - _LONGEST:,} characters more; --json has them all" if len(text) > _LONGEST else ""
+    click.echo(text[:_LONGEST] + more)
+
+
+_LONGEST = 4000
+"""Characters of a value that ``cat`` shows."""
+
+
+def _cat_tensor(ckpt: Checkpoint, key: str, slice_: str | None, as_json: bool) -> None:
     import numpy as np
 
-    ckpt = opened(url, storage_options)
     found = ckpt[key]
-    if key not in ckpt.tensors:
-        print_json(found) if as_json else click.echo(repr(found))
-        return
-    try:
-        part = np.asarray(found[_selection(slice_)] if slice_ else found[tuple(slice(0, 6) for _ in found.shape)])
-    except IndexError as err:
-        raise click.BadParameter(f"{slice_!r} does not fit the shape {found.shape}: {err}", param_hint="SLICE") from err
+    where = _selection(slice_, found.shape) if slice_ else _corner(found.shape)
+    part = np.asarray(found[where])
     if as_json:
-        print_json({"name": key, "shape": found.shape, "dtype": str(found.dtype), "values": _numbers(part)})
+        print_json({"name": key, "shape": found.shape, "dtype": ckpt.summary(key)[1], "values": _numbers(part)})
         return
-    click.echo("  ".join(cell for cell in ckpt.summary(key) if cell))
+    say("  ".join(cell for cell in ckpt.summary(key) if cell))
     if not slice_:
-        stats = ckpt.stats(key)[key]
+        with progress_bar("reading") as progress:
+            stats = ckpt.stats(key, progress=progress)[key]
         words = ("min", "max", "mean", "std", "norm")
         click.echo("  ".join(f"{word} {shown(getattr(stats, word))}" for word in words))
         click.echo(f"zeros {stats.zeros:,}  nan {stats.nan:,}  inf {stats.inf:,}  of {stats.count:,}")
+        if part.shape != found.shape:
+            click.echo(f"[{', '.join(f':{stop.stop}' for stop in where)}]")
+    if not part.size and found.size:
+        click.echo(f"no elements: this part has the shape {part.shape}")
+        return
     with np.printoptions(threshold=4096, edgeitems=4, linewidth=120, precision=5):
         click.echo(str(part if part.dtype.kind in "biufc" else part.astype(np.float32)))
 
 
+def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Up to 6 rows and columns; of what is before the last two dimensions the first 2."""
+    return tuple(slice(0, min(n, 6 if axis >= len(shape) - 2 else 2)) for axis, n in enumerate(shape))
+
+
 def _numbers(part: Any) -> Any:
     if part.dtype.kind == "c":
-        return [str(item) for item in part.reshape(-1)]
+        return part.astype(str).tolist()
     return (part if part.dtype.kind in "biuf" else part.astype("f4")).tolist()

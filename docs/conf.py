@@ -1,0 +1,145 @@
+"""The documentation as a site: ``make docs``.
+
+The same Markdown files are read as they are, on GitHub for example, so what only a site needs is here: the navigation,
+the API from the docstrings, the help of the commands.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+from pygments.lexers.shell import BashLexer
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon import Config, GoogleDocstring
+
+from zarrckpt import __all__, __version__
+from zarrckpt.cli import main
+
+ROOT = Path(__file__).parent.parent
+
+project = "zarrckpt"
+author = "The zarrckpt authors"
+copyright = f"{author}. Apache License 2.0"
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_*"]
+
+# Links: to headings as GitHub has them, and every one must lead somewhere (warnings are errors).
+myst_heading_anchors = 4
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(collections|concurrent|numpy|np|os|torch|xarray|zarr)\..+|Progress|\w+Option")]
+
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"zarrckpt {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = html_show_sourcelink = html_show_sphinx = False
+pygments_style, pygments_dark_style = "friendly", "github-dark"
+
+# Caption -> pages in their order, with a short title; those of a folder that are not named come after them, by name.
+NAVIGATION = {
+    "Start": ["Tutorial <tutorial>"],
+    "How to": [
+        "Training loops <how-to/training-loops>",
+        "S3 and other stores <how-to/stores>",
+        "Resume <how-to/resume>",
+        "Per-rank state <how-to/per-rank-state>",
+        "DCP's own calls <how-to/dcp>",
+        "Read without training <how-to/read>",
+        "See it on one page <how-to/report>",
+        "Analyse with xarray <how-to/analyse>",
+        "Copy <how-to/copy>",
+        "Convert <how-to/convert>",
+        "Failed saves, damage <how-to/unfinished-saves>",
+        "Speed and memory <how-to/speed>",
+        "Compression <how-to/compression>",
+    ],
+    "Look up": [
+        "API <reference/api>",
+        "API, all docstrings <reference/python/index>",
+        "Command line <reference/cli>",
+        "Command line, all options <reference/commands>",
+        "Errors <reference/errors>",
+        "Glossary <reference/glossary>",
+        "Format <reference/format>",
+        "Other readers <reference/readers>",
+        "Versions <reference/versions>",
+        "Changelog <reference/changelog>",
+    ],
+    "Understand": [
+        "Architecture <explanation/architecture>",
+        "Chunks and shards <explanation/chunks>",
+        "Subchunks <explanation/subchunks>",
+        "Exchange between ranks <explanation/exchange>",
+        "Commit <explanation/commit>",
+        "Crashes <explanation/crashes>",
+        "Comparison <explanation/comparison>",
+        "Speed <explanation/speed>",
+    ],
+}
+
+
+def navigation(found: set[str]) -> str:
+    """The tables of contents of all pages."""
+    tables = ""
+    for caption, entries in NAVIGATION.items():
+        named = [entry.partition("<")[2].removesuffix(">") for entry in entries]
+        folder = named[-1].rpartition("/")[0]
+        others = {page for page in found if folder and page.rpartition("/")[0] == folder}
+        listed = "\n".join([*entries, *sorted(others.difference(named))])
+        tables += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
+    return tables
+
+
+def help_of_commands() -> str:
+    """Each command's own help, as a terminal shows it."""
+    context = click.Context(main, info_name="zarrckpt", terminal_width=90, **main.context_settings)
+    sections = ""
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
+        assert command is not None
+        with click.Context(command, parent=context, info_name=name) as inner:
+            sections += f"\n## zarrckpt {name}\n\n```text\n{command.get_help(inner)}\n```\n"
+    return sections
+
+
+def complete_page(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Add what a page has on the site alone."""
+    if docname == "index":
+        source[0] += navigation(app.env.found_docs)
+    elif docname == "reference/commands":
+        source[0] += help_of_commands()
+    elif docname == "reference/changelog":
+        source[0] = (ROOT / "CHANGELOG.md").read_text()
+
+
+ERROR = re.compile(rf"(?<![\w`.~])({'|'.join(name for name in __all__ if name.endswith('Error'))})\b")
+
+
+def format_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """``Args:`` as a list, and links to errors.
+
+    No lists for attributes, where the napoleon extension takes what stands before a colon for a type.
+    """
+    if what in ("class", "function", "method"):
+        lines[:] = GoogleDocstring("\n".join(lines), Config(), app, what, name, obj, options).lines()
+    lines[:] = [ERROR.sub(r":class:`~zarrckpt.\1`", line) for line in lines]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Sphinx calls this."""
+    app.add_lexer("console", BashLexer)  # the pages' commands stand without a prompt, to be copied
+    app.connect("source-read", complete_page)
+    app.connect("autodoc-process-docstring", format_docstring)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

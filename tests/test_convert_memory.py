@@ -1,0 +1,65 @@
+"""Conversions take memory for what is on its way, not for the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+MIB = 1 << 20
+STATE_BYTES = 240 * MIB
+LIMIT_BYTES = 110 * MIB
+
+# Peaks are of memory in use by the process, mapped files included. Each kind of conversion is made once with next to
+# nothing before it is measured, for what is imported meanwhile.
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+import zarrckpt
+
+folder, nbytes = Path(sys.argv[1]), int(sys.argv[2])
+
+def status(name):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
+
+def convert(size):
+    ckpt = zarrckpt.open(folder / size)
+    less = {"max_inflight_bytes": 48 << 20}
+    into = {"max_chunk_bytes": 16 << 20, "durable": False}
+    yield "to torch", lambda: ckpt.to_torch_save(folder / f"{size}.pt", **less)
+    yield "to dcp", lambda: ckpt.to_dcp(folder / f"{size}.dcp", **less)
+    yield "to safetensors", lambda: ckpt.to_safetensors(folder / f"{size}.safetensors", **less)
+    for kind in ("pt", "dcp", "safetensors"):
+        source = folder / f"{size}.{kind}"
+        yield f"from {kind}", lambda s=source: zarrckpt.import_checkpoint(s, f"{s}.back", **into)
+
+for size, count in (("small", 1 << 10), ("large", nbytes // 8)):
+    # One tensor alone is larger than what may be used.
+    state = {"a": torch.zeros(count), "b": [torch.zeros(count // 8, 4), torch.zeros(4, count // 16, 2)]}
+    zarrckpt.save(state, folder / size, max_chunk_bytes=16 << 20, durable=False)
+    del state
+    peaks = {}
+    for name, run in convert(size):
+        Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
+        before = status("VmRSS")
+        run()
+        peaks[name] = status("VmHWM") - before
+        if name.startswith("from"):
+            report = zarrckpt.open(folder / f"{size}.{name[5:]}.back")
+            assert report.tensors.nbytes == zarrckpt.open(folder / size).tensors.nbytes
+print(json.dumps(peaks))
+"""
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, tmp_path, str(STATE_BYTES)]
+    # Memory is returned to the system as soon as it is free, so that what is measured is what was needed.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout)
+    assert len(peaks) == 6
+    assert {name: peak // MIB for name, peak in peaks.items() if peak > LIMIT_BYTES} == {}

@@ -1,0 +1,164 @@
+"""From and to files of torch.save: bits, nesting, the archive itself; with torch's own loader."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_convert_dcp import Code, bits
+from torch.utils.serialization import config
+
+import zarrckpt
+
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu", "complex64", "complex128"),
+    *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"),
+)
+
+
+def _state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    tensors = {f"dtype.{name}": torch.randint(0, 2, (3, 2, 3)).to(getattr(torch, name)) for name in DTYPES}
+    tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5), "nan": torch.tensor([float("nan"), -0.0])}
+    return {
+        "model": OrderedDict(tensors, large=torch.randn(300, 170), cube=torch.randn(7, 60, 50)),
+        "optim": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(300, 170)}}, "param_groups": [{}]},
+        "list": [torch.ones(2), 3, {"x": torch.ones(1)}],
+        # A value, in which there are tensors: two of them of one memory.
+        "rng": (torch.arange(9), [torch.ones(3), None]),
+        "step": 12,
+        "text": "a.b",
+        "raw": b"bytes",
+        "nothing": {},
+    }
+
+
+def test_everything_goes_there_and_back(tmp_path: Path) -> None:
+    state = _state()
+    shared = state["rng"][0]
+    state["rng"] = (shared, shared[3:5], *state["rng"][1:])
+    zarrckpt.save(state, tmp_path / "one", max_chunk_bytes=1 << 15)
+    ckpt = zarrckpt.open(tmp_path / "one")
+    seen: list[tuple[int, int]] = []
+    limits: dict[str, Any] = {"max_inflight_bytes": 1 << 15, "progress": lambda *done: seen.append(done)}
+    report = ckpt.to_torch_save(tmp_path / "out" / "x.pt", **limits)
+    assert (report.folder, report.files) == (str(tmp_path / "out"), ("x.pt",))
+    assert seen[-1] == (report.nbytes, report.nbytes) and len(seen) > len(ckpt.tensors)
+    assert (report.tensors, report.values) == (len(ckpt.tensors), len(ckpt.non_tensors))
+    path = tmp_path / "out" / "x.pt"
+    for options in ({}, {"mmap": True}, {"weights_only": False}):
+        assert bits(torch.load(path, **options)) == bits(state)
+    with config.patch("load.calculate_storage_offsets", True):
+        assert bits(torch.load(path, mmap=True)) == bits(state)
+    zarrckpt.import_checkpoint(path, tmp_path / "two")
+    assert bits(zarrckpt.open(tmp_path / "two").load()) == bits(state)
+    assert ckpt.diff(zarrckpt.open(tmp_path / "two"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.pt"]
+
+
+def test_the_archive_is_laid_out_as_torch_does_and_has_the_right_checksums(tmp_path: Path) -> None:
+    state = _state()
+    zarrckpt.save(state, tmp_path / "one", max_chunk_bytes=1 << 15)
+    zarrckpt.open(tmp_path / "one").to_torch_save(tmp_path / "x.pt")
+    torch.save(state, tmp_path / "y.pt")
+    found, expected = zipfile.ZipFile(tmp_path / "x.pt"), zipfile.ZipFile(tmp_path / "y.pt")
+    assert found.testzip() is None
+
+    def records(archive: zipfile.ZipFile) -> list[tuple[Any, ...]]:
+        kept = [info for info in archive.infolist() if "data/" in info.filename.replace(".data/", "")]
+        return [(info.filename.partition("/")[2], info.file_size, info.CRC, info.header_offset % 64) for info in kept]
+
+    assert records(found) == records(expected)
+
+
+def test_parts_and_stripped_names(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    zarrckpt.save({"model": model, "step": 3, "list": [torch.ones(1), torch.zeros(1)]}, tmp_path / "one")
+    ckpt = zarrckpt.open(tmp_path / "one")
+    ckpt.to_torch_save(tmp_path / "model.pt", "model", strip="model")
+    assert bits(dict(torch.load(tmp_path / "model.pt"))) == bits(dict(model.state_dict()))
+    ckpt.to_torch_save(tmp_path / "layer.pt", "model.1", "step", strip="model.1")
+    assert list(torch.load(tmp_path / "layer.pt")) == ["weight", "bias", "step"]
+    ckpt.to_torch_save(tmp_path / "list.pt", "list", strip="list")
+    assert bits(torch.load(tmp_path / "list.pt")) == bits({0: torch.ones(1), 1: torch.zeros(1)})
+    zarrckpt.save({"a": {"w": torch.ones(1)}, "w": {"x": torch.ones(1)}}, tmp_path / "two")
+    for strip in ("a", "w"):
+        ckpt = zarrckpt.open(tmp_path / "two")
+        assert strip == "w" or list(ckpt.select("a").to_torch_save(tmp_path / "a.pt", strip="a").files) == ["a.pt"]
+    with pytest.raises(zarrckpt.UnsupportedValueError):
+        ckpt.to_torch_save(tmp_path / "b.pt", strip="a")
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_tied_weights_are_written_under_each_name(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    torch.save(model.state_dict(), tmp_path / "x.pt")
+    zarrckpt.import_checkpoint(tmp_path / "x.pt", tmp_path / "one")
+    zarrckpt.open(tmp_path / "one").to_torch_save(tmp_path / "y.pt")
+    found = torch.load(tmp_path / "y.pt")
+    assert bits(found) == bits(dict(model.state_dict())) and len(found) == 2
+    model.load_state_dict(found)
+    assert model[0].weight is model[1].weight
+
+
+def test_values_that_need_code(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning):
+        zarrckpt.save({"w": torch.ones(3), "code": Code(), "array": np.arange(3)}, tmp_path / "one")
+    ckpt = zarrckpt.open(tmp_path / "one")
+    with pytest.raises(zarrckpt.UnsafeValueError):
+        ckpt.to_torch_save(tmp_path / "x.pt")
+    assert not list(tmp_path.glob("x.pt*"))
+    ckpt = zarrckpt.open(tmp_path / "one", allow_pickle=True)
+    ckpt.to_torch_save(tmp_path / "x.pt")
+    found = torch.load(tmp_path / "x.pt", weights_only=False)
+    assert found["code"] == Code() and found["array"].tolist() == [0, 1, 2] and found["w"].sum() == 3
+
+
+def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.ones(300)}, tmp_path / "one")
+    zarrckpt.save({"w": torch.zeros(300)}, tmp_path / "two")
+    one, two = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
+    one.to_torch_save(tmp_path / "x.pt")
+    with pytest.raises(zarrckpt.StorageError):
+        two.to_torch_save(tmp_path / "x.pt")
+    (tmp_path / "two" / "w" / "c.0").write_bytes(b"x" * 1204)
+    with pytest.raises(zarrckpt.CorruptCheckpointError):
+        two.to_torch_save(tmp_path / "x.pt", overwrite=True)
+    assert torch.load(tmp_path / "x.pt")["w"].sum() == 300
+    zarrckpt.save({"v": torch.zeros(3)}, tmp_path / "three")
+    zarrckpt.open(tmp_path / "three").to_torch_save(tmp_path / "x.pt", overwrite=True)
+    assert list(torch.load(tmp_path / "x.pt")) == ["v"]
+    for target in ("s3://bucket/x.pt", "/proc/none/x.pt", tmp_path / "x.pt" / "y.pt"):
+        with pytest.raises(zarrckpt.StorageError):
+            one.to_torch_save(target)
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "three", "x.pt"}
+
+
+def test_patterns_of_an_import_mean_nested_names(tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "x.pt")
+    keys = ("model.dtype.int8", "list.2", "*.exp_avg")
+    zarrckpt.import_checkpoint(tmp_path / "x.pt", tmp_path / "one", keys=keys)
+    found = zarrckpt.open(tmp_path / "one")
+    assert set(found) == {"model.dtype.int8", "list.2.x", "optim.state.0.exp_avg"}
+    assert list(found.load()["optim"]["state"]) == [0]
+
+
+def test_old_files_and_files_of_something_else(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(4)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    zarrckpt.import_checkpoint(tmp_path / "old.pt", tmp_path / "one")
+    assert zarrckpt.open(tmp_path / "one")["w"][:].tolist() == [0, 1, 2, 3]
+    for data in (b"", b"some text", (tmp_path / "one" / "zarr.json").read_bytes()):
+        (tmp_path / "bad.pt").write_bytes(data)
+        with pytest.raises(zarrckpt.CorruptCheckpointError):
+            zarrckpt.import_checkpoint(tmp_path / "bad.pt", tmp_path / "two")
+    torch.save({"w": torch.arange(400)}, tmp_path / "new.pt")
+    (tmp_path / "bad.pt").write_bytes((tmp_path / "new.pt").read_bytes()[:-100])
+    with pytest.raises(zarrckpt.CorruptCheckpointError):
+        zarrckpt.import_checkpoint(tmp_path / "bad.pt", tmp_path / "two")

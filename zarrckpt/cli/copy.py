@@ -1,0 +1,106 @@
+"""``cp``: to other places, rearranged if need be."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zarrckpt._errors import CheckpointError, StorageError
+from zarrckpt.cli._by_pattern import by_pattern, dtype, shape
+from zarrckpt.cli._common import json_option, opened, print_json, progress_bar, store_options, target_options
+
+if TYPE_CHECKING:
+    from zarrckpt._checkpoint import Checkpoint
+    from zarrckpt._report import CopyReport
+
+_COMPRESSIONS = {None: "keep", "none": None}
+"""What ``copy_to`` takes for words that are no codec's name."""
+
+
+@click.command()
+@click.argument("source", metavar="A")
+@click.argument("target", metavar="B")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Only these entries (repeatable).")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="All but these (repeatable).")
+@click.option(
+    "--chunks",
+    metavar="[PATTERN=]SHAPE",
+    multiple=True,
+    callback=by_pattern(shape),
+    help="Other chunks, e.g. 1024,-1 (-1: whole dimension).",
+)
+@click.option(
+    "--max-chunk-mb",
+    metavar="MB",
+    type=click.FloatRange(0, min_open=True),
+    help="Other chunks: those of a save by one process, at most so large.",
+)
+@click.option(
+    "--dtype",
+    metavar="[PATTERN=]DTYPE",
+    multiple=True,
+    callback=by_pattern(dtype),
+    help="Cast floating tensors, e.g. bfloat16, or 'model=bfloat16' (repeatable).",
+)
+@click.option("--compression", type=click.Choice(["zstd", "blosc", "none"]), help="Of all tensors; default: as it is.")
+@click.option("--resume", is_flag=True, help="Go on with the same copy that was broken off; begin where there is none.")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
+@target_options
+@json_option
+@store_options
+def cp(
+    source: str,
+    target: str,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    max_chunk_mb: float | None,
+    compression: str | None,
+    target_options: Any,
+    as_json: bool,
+    storage_options: Any,
+    **options: Any,
+) -> None:
+    """Copy a checkpoint between any stores, or some of its entries. All that is read is checked.
+
+    Chunks stay as they are, unless an option says otherwise.
+
+    \b
+    Examples:
+      zarrckpt cp s3://bucket/run/step-100 /data/step-100 --resume
+      zarrckpt cp run/step-100 gs://bucket/weights --include model --exclude '*.bias'
+      zarrckpt cp run/step-100 weights --include model --dtype bfloat16 --max-chunk-mb 64
+      zarrckpt cp run/step-100 small --compression blosc
+    """
+    from zarrckpt._info import size_text
+
+    options |= {"storage_options": target_options, "compression": _COMPRESSIONS.get(compression, compression)}
+    if max_chunk_mb is not None:
+        options["max_chunk_bytes"] = max(1, int(max_chunk_mb * 1e6))
+    ckpt = opened(source, storage_options).select(*include, exclude=exclude)
+    report = _copied(ckpt, target, options)
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return
+    reused = f", {report.reused:,} of which were there already" if report.reused else ""
+    click.echo(f"{report.objects:,} chunks, {size_text(report.nbytes)}, copied to {report.url}{reused}")
+
+
+def _copied(ckpt: Checkpoint, target: str, options: dict[str, Any]) -> CopyReport:
+    """Copy; warnings become lines, and who is broken off learns how to go on."""
+    try:
+        with warnings.catch_warnings(record=True) as caught, progress_bar("copying") as progress:
+            warnings.simplefilter("always")
+            report = ckpt.copy_to(target, progress=progress, **options)
+    except (StorageError, KeyboardInterrupt):
+        click.echo("What was copied is kept: the same command with --resume goes on.", err=True)
+        raise
+    except CheckpointError:
+        raise
+    except ValueError as err:
+        raise click.UsageError(str(err)) from err
+    for warning in caught:
+        click.echo(f"warning: {warning.message}", err=True)
+    return report
