@@ -184,7 +184,6 @@ def local_contenders(world: int) -> list[Contender]:
     """On local files; those that know no shards only where one process saves."""
     found = [
         Contender("zarrckpt", "zarrckpt", *ours(), kind="ours"),
-        Contender("zarrckpt, direct_io", "zarrckpt", *ours(storage_options={"direct_io": True}), kind="ours"),
         Contender("zarrckpt, durable=False", "zarrckpt", *ours(durable=False), kind="ours"),
         Contender("DCP FileSystem", "torch", dcp_save, dcp_load),
         Contender("DCP FileSystem, 2 threads, no sync", "torch", dcp_save_fast, dcp_load),

@@ -290,6 +290,8 @@ def test_an_interrupt_ends_a_command_that_waits_for_a_server() -> None:
     with socket.create_server(("127.0.0.1", port := free_port())) as server:
         options = [f"endpoint_url=http://127.0.0.1:{port}", "key=x", "secret=x", "region=us-east-1"]
         words = [*PROGRAM, "ls", "s3://bucket/run", *(part for word in options for part in ("-o", word))]
+        # A shell starts what runs in its background with interrupts ignored, and so would be what we start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as command:
             connection, _ = server.accept()
             assert connection.recv(4) == b"GET "
@@ -333,3 +335,16 @@ def test_tables_fit_narrow_terminals_and_need_no_colour(tmp_path: Path) -> None:
     assert plain[2] == "words     value    'long long long lo…"
     assert plain[3].startswith("ünï✓漢字  value")  # two cells a character
     assert on_a_terminal("ls", str(tmp_path / "one"), NO_COLOR="").startswith("\x1b[2mname")
+
+
+def test_integers_that_python_does_not_write(tmp_path: Path) -> None:
+    url, other = str(tmp_path / "a"), str(tmp_path / "b")
+    zarrckpt.save({"big": 10**5000, "in a list": [1, 10**5000]}, url)
+    zarrckpt.save({"big": 10**5000 + 1, "in a list": [1, 10**5000]}, other)
+    for command in ("ls", "tree", "info", "report"):
+        arguments = ["-o", str(tmp_path / "page.html")] if command == "report" else []
+        assert run(command, url, *arguments).exit_code == 0
+    assert "4,300 digits" in run("cat", url, "big").stdout
+    assert int(json.loads(run("cat", url, "big", "--json").stdout), 16) == 10**5000
+    assert [*zarrckpt.open(url).diff(zarrckpt.open(other)).changed] == ["big"]
+    assert "4,300 digits" in zarrckpt.open(url)._repr_html_()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import itertools
 import multiprocessing
 import os
 import threading
@@ -13,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import zarrckpt
 from zarrckpt._errors import ObjectExistsError, StorageError
 from zarrckpt._store import ObjectInfo, StoreSpec, _local_commit, open_store
 from zarrckpt._store._base import Store
@@ -298,60 +294,6 @@ def test_what_another_store_has_written_is_synced_too(tmp_path: Path, synced: li
     assert synced == []
     open_store(tmp_path).sync(["k"])
     assert synced[0] == str(tmp_path / "k")
-
-
-# -- past the file cache
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, (9 << 20) + 123])
-def test_files_past_the_cache_have_the_same_bytes(nbytes: int, tmp_path: Path) -> None:
-    store = open_store(tmp_path / "root", storage_options={"direct_io": True})
-    data = os.urandom(nbytes)
-    # Buffers of odd sizes and addresses, some of them empty.
-    cuts = sorted({0, nbytes, *(nbytes * part // 7 + part for part in range(1, 7) if nbytes > 100)})
-    pieces = [memoryview(data)[begin:end] for begin, end in itertools.pairwise(cuts)]
-    store.put("put", pieces)
-    store.put_parts("parts", lambda: [[piece, b""] for piece in pieces])
-    store.sync(["put", "parts"])
-    assert store.get("put") == store.get("parts") == data
-
-
-def test_saves_go_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags: list[int] = []
-    write = os.pwrite
-
-    def noted(file: int, data: Any, offset: int) -> int:
-        flags.append(fcntl.fcntl(file, fcntl.F_GETFL))
-        return write(file, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", noted)
-    state = {"w": torch.randn(1500, 1001), "small": torch.ones(3)}
-    zarrckpt.save(state, tmp_path / "ckpt", storage_options={"direct_io": True})
-    assert any(flag & os.O_DIRECT for flag in flags)
-    target = {key: torch.zeros_like(value) for key, value in state.items()}
-    zarrckpt.load(target, tmp_path / "ckpt")
-    assert all(torch.equal(target[key], state[key]) for key in state)
-    assert zarrckpt.open(tmp_path / "ckpt").verify()
-
-
-def test_a_filesystem_that_has_no_way_past_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = fcntl.fcntl
-
-    def refused(file: int, command: int, flags: int = 0) -> int:
-        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return call(file, command, flags)
-
-    monkeypatch.setattr(fcntl, "fcntl", refused)
-    store = open_store(tmp_path / "root", storage_options={"direct_io": True})
-    data = os.urandom(2 << 20)
-    store.put("k", [data])
-    assert store.get("k") == data
-
-
-def test_direct_io_is_true_or_false(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="direct_io"):
-        open_store(tmp_path, storage_options={"direct_io": "yes"})
 
 
 # -- what the filesystem refuses

@@ -22,7 +22,7 @@ from zarrckpt._errors import (
 )
 from zarrckpt._export import MAX_EXPORT_BYTES, ExportReport, local_path, stripped
 from zarrckpt._html import Group, as_html
-from zarrckpt._info import CheckpointInfo, count_text, info_of, size_text, time_text
+from zarrckpt._info import CheckpointInfo, count_text, info_of, size_text, time_text, value_text
 from zarrckpt._matching import hint, select
 from zarrckpt._root import HOUSE, BlobEntry
 from zarrckpt._state_path import StatePath
@@ -194,7 +194,7 @@ class Checkpoint(Mapping[str, Any]):
             return fqn, entry.dtype.name, str(entry.grid.shape), size_text(entry.nbytes)
         if isinstance(entry, BlobEntry):
             return fqn, entry.encoding, entry.kind or "", size_text(entry.array.nbytes)
-        text = repr(self[fqn])
+        text = value_text(self[fqn])
         return fqn, "value", text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…", ""
 
     def nbytes_of(self, fqn: str) -> int:
@@ -510,7 +510,11 @@ class Checkpoint(Mapping[str, Any]):
         entry = self._catalog.root.entries[fqn]
         if isinstance(entry, BlobEntry):
             return self._catalog.checksums(entry.array).tolist()
-        return repr(self[fqn])
+        value = self[fqn]
+        try:
+            return repr(value)
+        except ValueError:  # an integer of more digits than Python writes: as it is stored
+            return repr(entry)
 
     def path(self, fqn: str) -> tuple[object, ...]:
         """The keys that lead to an entry in the state dict that was saved."""

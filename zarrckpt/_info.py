@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -131,6 +132,14 @@ def size_text(nbytes: int) -> str:
 def count_text(number: int, noun: str, nouns: str | None = None) -> str:
     """A number of things for people: "1 rank", "2,048 ranks"; ``nouns`` where more than one take more than an s."""
     return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
+def value_text(value: object) -> str:
+    """A value as Python writes it; not one with an integer of so many digits that Python refuses to write them."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"<{type(value).__name__} with an integer of more than {sys.get_int_max_str_digits():,} digits>"
 
 
 def time_text(created: str) -> str:

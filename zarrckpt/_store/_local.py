@@ -21,7 +21,6 @@ from zarrckpt._store import _failures
 from zarrckpt._store import _local_commit as files
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reader, Store, Upload, Versioned
 from zarrckpt._store._keys import byte_views, check_key
-from zarrckpt._store._past_cache import LEAST
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
@@ -47,7 +46,6 @@ _NEXT_STEP = {
     errno.EISDIR: "A folder stands where a file is needed: choose another path",
     errno.ESTALE: "The network filesystem lost the file: check the mount, and try again",
     errno.EFBIG: "The file is too large for this filesystem, or for the limit on files (ulimit -f)",
-    errno.EINVAL: "The filesystem refuses the call: leave out direct_io if it is given",
     errno.EMFILE: "Too many files are open: raise the limit (ulimit -n)",
 }
 
@@ -55,16 +53,14 @@ _NEXT_STEP = {
 class LocalStore(Store):
     """Objects as files below the folder ``root`` (absolute; made by the first write).
 
-    ``durable=False`` leaves out the fsyncs of :meth:`sync`; conditional puts are always durable. ``direct_io`` writes
-    large files past the kernel's file cache where the filesystem can.
+    ``durable=False`` leaves out the fsyncs of :meth:`sync`; conditional puts are always durable.
     """
 
     is_local = True
     max_concurrency = max(2, min(8, os.cpu_count() or 1))
 
-    def __init__(self, root: str, durable: bool = True, direct_io: bool = False) -> None:
+    def __init__(self, root: str, durable: bool = True) -> None:
         self.url = root
-        self._direct_io = direct_io
         self._root = root
         self._durable = durable
         self._folders: set[str] = set()
@@ -112,15 +108,11 @@ class LocalStore(Store):
             os.close(file)
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
-        large = sum(memoryview(buffer).nbytes for buffer in buffers) >= LEAST
-        self._put(key, lambda: [buffers], self._direct_io and large)
+        self.put_parts(key, lambda: [buffers])
 
     def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
-        self._put(key, groups, self._direct_io)
-
-    def _put(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]], past_cache: bool) -> None:
         def work(path: str) -> None:
-            files.put_file(path, map(byte_views, groups()), past_cache=past_cache)
+            files.put_file(path, map(byte_views, groups()))
 
         self._write("writing", key, work)
         if self._durable:

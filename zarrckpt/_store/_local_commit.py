@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 from zarrckpt._errors import StorageError
-from zarrckpt._store import _past_cache
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -65,9 +64,9 @@ def read_file(path: str) -> bytes:
         return file.read()
 
 
-def put_file(path: str, groups: Views, *, unique: bool = False, sync: bool = False, past_cache: bool = False) -> None:
+def put_file(path: str, groups: Views, *, unique: bool = False, sync: bool = False) -> None:
     """Write a file under a helper name and rename it: readers see the old one or the whole new one."""
-    temp = write_temp(path, groups, unique=unique, sync=sync, past_cache=past_cache)
+    temp = write_temp(path, groups, unique=unique, sync=sync)
     try:
         os.replace(temp, path)
     except OSError:
@@ -75,7 +74,7 @@ def put_file(path: str, groups: Views, *, unique: bool = False, sync: bool = Fal
         raise
 
 
-def write_temp(path: str, groups: Views, *, unique: bool, sync: bool, past_cache: bool = False) -> str:
+def write_temp(path: str, groups: Views, *, unique: bool, sync: bool) -> str:
     """Write the helper file of ``path`` and return its name. It is removed again where that fails."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     temp = own_name(path, "part", unique)
@@ -87,11 +86,8 @@ def write_temp(path: str, groups: Views, *, unique: bool, sync: bool, past_cache
         file = os.open(temp, flags, 0o666)
     try:
         try:
-            if past_cache and _past_cache.set_past_cache(file, True):
-                _past_cache.write(file, groups)
-            else:
-                for views in groups:
-                    _write_all(file, list(views))
+            for views in groups:
+                _write_all(file, list(views))
             if sync:
                 os.fsync(file)
         finally:

@@ -213,15 +213,9 @@ class StoreSpec:
     def _from_path(self, path: str) -> Store:
         from zarrckpt._store._local import LocalStore
 
-        unknown = [name for name in self._options if name != "direct_io"]
-        if unknown:
-            raise StorageError(
-                f"{path!r} is a local path, which takes no storage_options but 'direct_io' (got {unknown})"
-            )
-        direct_io = self._options.get("direct_io", False)
-        if not isinstance(direct_io, bool):
-            raise StorageError(f"storage_options['direct_io'] is {direct_io!r}: expected True or False")
-        return LocalStore(path, self._durable, direct_io)
+        if self._options:
+            raise StorageError(f"{path!r} is a local path, which takes no storage_options (got {[*self._options]})")
+        return LocalStore(path, self._durable)
 
     def _same_process(self) -> None:
         if self._pid != os.getpid():

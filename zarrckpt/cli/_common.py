@@ -122,9 +122,15 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(_plain(value), ensure_ascii=False, allow_nan=False))
 
 
+_MOST_BITS = 10_000
+"""Python writes integers of 4,300 decimal digits at most, about 14,000 bits, unless told otherwise."""
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return hex(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -251,7 +251,9 @@ def cat(url: str, key: str, slice_: str | None, as_json: bool, storage_options: 
     if as_json:
         print_json(found)
         return
-    text = repr(found)
+    from zarrckpt._info import value_text
+
+    text = value_text(found)
     more = f"\n... {len(text) - _LONGEST:,} characters more; --json has them all" if len(text) > _LONGEST else ""
     click.echo(text[:_LONGEST] + more)
 
