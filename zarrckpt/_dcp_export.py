@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -163,13 +164,12 @@ def _refuse_foreign(target: str, overwrite: bool) -> None:
 @contextmanager
 def _new_folder(target: str) -> Iterator[str]:
     """A folder that gets its own name, in place of what is there, when the block ends without an error."""
-    part, replaced = f"{target}.part", f"{target}.replaced"
+    # Names that nobody else has: a whole folder is removed by them.
+    part, replaced = (f"{target}.{uuid.uuid4().hex[:8]}.{kind}" for kind in ("part", "replaced"))
     try:
-        shutil.rmtree(part, ignore_errors=True)
         os.makedirs(part)
         yield part
         if os.path.lexists(target):
-            shutil.rmtree(replaced, ignore_errors=True)
             os.rename(target, replaced)
         os.rename(part, target)
     except OSError as err:

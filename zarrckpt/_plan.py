@@ -59,6 +59,10 @@ class Layout:
         return Marker(attempt, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
 
 
+LEAST_FITTING = 16 << 20
+"""For a smaller bound of memory, no smaller chunks are made: they would be too many."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The numbers of bytes that steer a plan, see :class:`ZarrStorageWriter`. None: chosen from ranks and state."""
@@ -77,7 +81,10 @@ class Sizes:
             check_limits(fill_bytes=fill)
         if min_piece is not None:
             check_limits(0, min_piece_bytes=min_piece)
-        return cls(max_chunk, min_piece, fill, max(1, max_inflight // 4))
+        # A chunk whose columns are gathered is in memory as a whole, but in local files; an eighth is for its checksums
+        # and for sizes that are rounded up.
+        fits = max(max_inflight - max_inflight // 8, LEAST_FITTING)
+        return cls(min(max_chunk, fits), min_piece, fill, max(1, max_inflight // 4))
 
 
 @dataclass(frozen=True)

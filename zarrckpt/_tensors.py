@@ -88,6 +88,8 @@ def transfer_memory(limit: int, devices: Iterable[torch.device]) -> BytesBudget:
     gpus = [device for device in devices if device.type == "cuda"]
     for gpu in gpus:
         torch.cuda.current_stream(gpu).synchronize()
+    # A sixteenth is for what threads and clients take besides.
+    limit -= limit // 16
     return BytesBudget(limit, pinned_bytes) if gpus else BytesBudget(limit)
 
 

@@ -50,7 +50,8 @@ class ZarrStorageWriter(StorageWriter):
         portable_dtypes: keep bfloat16 and float8 as unsigned integers, for readers that know neither.
         compression: None, ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
             ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``); tensors are compressed, values are not.
-        max_chunk_bytes: larger pieces become several chunks (default 128 MiB).
+        max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
+            ``max_inflight_bytes``, but for 16 MiB).
         min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks and are merged
             into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
             merging, except where pieces fit no regular grid).
