@@ -49,8 +49,8 @@ def store_options(command: F, letters: Sequence[str] = ("-o", "-O")) -> F:
     return option(command)
 
 
-def target_options(command: F, default: str = "") -> F:
-    """``--target-option``, for commands with a second url; ``default`` says what it is where it is not given."""
+def target_options(command: F, said: str = "An option of B's store; -o is A's.") -> F:
+    """``--target-option``, for commands with a second url."""
     option = click.option(
         "--target-option",
         "-t",
@@ -58,7 +58,7 @@ def target_options(command: F, default: str = "") -> F:
         metavar="NAME=VALUE",
         multiple=True,
         callback=parsed_options,
-        help=f"An option of B's store{default}; -o is A's.",
+        help=said,
     )
     return option(command)
 

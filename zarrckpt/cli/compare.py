@@ -76,7 +76,7 @@ def _share(part: int, whole: int) -> str:
 @click.argument("other", metavar="B")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--all", "everything", is_flag=True, help="List equal tensors, too.")
-@partial(target_options, default=" (default: A's, but for a local path)")
+@partial(target_options, said="An option of B's store (default: A's, but for a local path); -o is A's.")
 @json_option
 @store_options
 def diff(

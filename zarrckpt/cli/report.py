@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from zarrckpt.cli._common import json_option, opened, parsed_options, print_json, progress_bar, say, store_options
+from zarrckpt.cli._common import json_option, opened, print_json, progress_bar, say, store_options, target_options
 
 _NAMED = 5
 
@@ -23,15 +23,7 @@ _NAMED = 5
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="All but these (repeatable).")
 @click.option("--no-values", is_flag=True, help="Show the layout alone; read no tensor.")
 @click.option("--overwrite", "--force", "-f", is_flag=True, help="Replace a page that is there.")
-@click.option(
-    "--target-option",
-    "-t",
-    "target_options",
-    metavar="NAME=VALUE",
-    multiple=True,
-    callback=parsed_options,
-    help="An option of OTHER's store (default: URL's, but for a local path).",
-)
+@partial(target_options, said="An option of OTHER's store (default: URL's, but for a local path).")
 @json_option
 @partial(store_options, letters=["-O"])
 def report(
