@@ -116,7 +116,9 @@ def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_pat
     # What a killed process leaves is in nobody's way.
     if method == "to_dcp":
         (tmp_path / "dcp.part").mkdir()
-    (tmp_path / "dcp.part" / "x" if method == "to_dcp" else tmp_path / f"{target.name}.part").write_text("half")
+    (tmp_path / "dcp.part" / "__0_0_0.distcp" if method == "to_dcp" else tmp_path / f"{target.name}.part").write_text(
+        "half"
+    )
     export(target)
     zarrckpt.import_checkpoint(target, tmp_path / "two")
     assert zarrckpt.open(tmp_path / "one").diff(zarrckpt.open(tmp_path / "two"))

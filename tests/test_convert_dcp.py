@@ -164,6 +164,25 @@ def test_parts_prefixes_and_stripped_names(tmp_path: Path) -> None:
         zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "two", keys=("nothing",))
 
 
+def test_a_folder_in_the_way_of_the_export_stays(tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
+    (tmp_path / "dcp.part").mkdir()
+    (tmp_path / "dcp.part" / "thesis.tex").write_text("years of work")
+    with pytest.raises(zarrckpt.StorageError, match=r"thesis\.tex"):
+        zarrckpt.open(tmp_path / "one").to_dcp(tmp_path / "dcp")
+    assert (tmp_path / "dcp.part" / "thesis.tex").exists() and not (tmp_path / "dcp").exists()
+
+
+def test_tensors_in_pieces_below_another_key(tmp_path: Path) -> None:
+    weight = torch.randn(1000, 300)
+    zarrckpt.save({"w": weight}, tmp_path / "one")
+    zarrckpt.open(tmp_path / "one").to_dcp(tmp_path / "dcp", max_inflight_bytes=1 << 20)
+    metadata = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
+    assert len(metadata.state_dict_metadata["w"].chunks) > 2
+    zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "two", prefix="model.part")
+    assert torch.equal(torch.from_numpy(zarrckpt.open(tmp_path / "two")["model.part.w"][:]), weight)
+
+
 def test_states_that_were_saved_flat_stay_flat(tmp_path: Path) -> None:
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     state = {"model.a": torch.ones(3), "nested": {"b": torch.ones(2)}}

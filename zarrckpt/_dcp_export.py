@@ -164,9 +164,10 @@ def _refuse_foreign(target: str, overwrite: bool) -> None:
 @contextmanager
 def _new_folder(target: str) -> Iterator[str]:
     """A folder that gets its own name, in place of what is there, when the block ends without an error."""
-    # Names that nobody else has: a whole folder is removed by them.
-    part, replaced = (f"{target}.{uuid.uuid4().hex[:8]}.{kind}" for kind in ("part", "replaced"))
+    part, replaced = f"{target}.part", f"{target}.{uuid.uuid4().hex[:8]}.replaced"
+    _refuse_foreign(part, overwrite=True)  # what an export that was broken off left is no loss; another's folder is
     try:
+        shutil.rmtree(part, ignore_errors=True)
         os.makedirs(part)
         yield part
         if os.path.lexists(target):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -82,7 +83,8 @@ class HeldPieces(HeldTensor):
         return self._pieces[offset]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        return self._items
+        # An import may put them below another key.
+        return [replace(item, index=replace(item.index, fqn=fqn)) for item in self._items]
 
 
 def _boxes_of(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Held]:
