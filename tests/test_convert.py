@@ -114,11 +114,11 @@ def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_pat
             export(target, overwrite=overwrite, max_inflight_bytes=1 << 14, progress=stop)
         assert [path.name for path in tmp_path.iterdir()] == ["one"]
     # What a killed process leaves is in nobody's way.
+    left = tmp_path / f"{target.name}.part"
     if method == "to_dcp":
-        (tmp_path / "dcp.part").mkdir()
-    (tmp_path / "dcp.part" / "__0_0_0.distcp" if method == "to_dcp" else tmp_path / f"{target.name}.part").write_text(
-        "half"
-    )
+        left.mkdir()
+        left /= "__0_0_0.distcp"
+    left.write_text("half")
     export(target)
     zarrckpt.import_checkpoint(target, tmp_path / "two")
     assert zarrckpt.open(tmp_path / "one").diff(zarrckpt.open(tmp_path / "two"))
