@@ -8,6 +8,7 @@ RankError with all tracebacks. ``group=False`` calls without a process group.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 import tempfile
@@ -83,25 +84,50 @@ def run_ranks(
     return [answers[rank][1] for rank in range(world_size)]
 
 
+_DIED = ("error", (None, "the process died"))
+
+
 def _collect(workers: list[_Worker], timeout: float) -> dict[int, Any]:
+    """Every rank's answer. Who has answered keeps its groups until all have, or one has failed: gloo hangs up at once,
+    also on who still connects, while those who wait for a rank that failed are to hear of it."""
     answers: dict[int, Any] = {}
-    open_pipes: dict[Connection, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
-    while open_pipes:
-        ready = wait(list(open_pipes), timeout)
+    waiting: dict[Connection, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    held: dict[Connection, int] = {}
+    leaving: dict[Connection, int] = {}
+    while waiting or leaving:
+        ready = wait([*waiting, *leaving], timeout)
         if not ready:
-            stuck = sorted(open_pipes.values())
+            stuck = {rank: (None, f"no answer within {timeout} s") for rank in [*waiting.values(), *leaving.values()]}
             stop_ranks()
-            raise RankError({rank: (None, f"no answer within {timeout} s") for rank in stuck})
+            raise RankError(stuck | {rank: answer[1] for rank, answer in answers.items() if answer[0] == "error"})
         for pipe in ready:
             assert isinstance(pipe, Connection)
-            rank = open_pipes.pop(pipe)
-            try:
-                answers[rank] = pipe.recv()
-            except EOFError:
-                answers[rank] = ("error", (None, "the process died"))
-    if any(answer == ("error", (None, "the process died")) for answer in answers.values()):
+            received = _received(pipe)
+            if pipe in leaving:
+                rank = leaving.pop(pipe)
+            else:
+                rank = waiting.pop(pipe)
+                answers[rank] = received
+                held[pipe] = rank
+            if received is _DIED:
+                answers[rank] = _DIED
+                held.pop(pipe, None)
+        if not waiting or any(answer[0] == "error" for answer in answers.values()):
+            for pipe in held:
+                with contextlib.suppress(OSError):  # it has died since
+                    pipe.send("leave")
+            leaving |= held
+            held = {}
+    if _DIED in answers.values():
         stop_ranks()
     return answers
+
+
+def _received(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return _DIED
 
 
 def stop_ranks() -> None:
@@ -114,39 +140,47 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    faulthandler.enable()
     while True:
         try:
             function, args, rank, world_size, init, env = pipe.recv()
         except EOFError:
             return
+        before = dict(os.environ)
+        os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
-            answer: Any = ("ok", _call(function, args, rank, world_size, init, env))
+            answer: Any = ("ok", _call(function, args, rank, world_size, init))
         except BaseException as err:
             answer = ("error", (err, traceback.format_exc()))
         try:
             pipe.send(answer)
         except Exception as err:  # a result or an error that does not pickle
             pipe.send(("error", (None, f"{err!r} while sending {answer!r:.2000}")))
+        assert pipe.recv() == "leave"
+        if init is not None:
+            _leave()
+        os.environ.clear()
+        os.environ.update(before)
+        pipe.send("left")
 
 
-def _call(function: Callable[..., Any], args: Any, rank: int, size: int, init: str | None, env: dict[str, str]) -> Any:
+def _call(function: Callable[..., Any], args: Any, rank: int, size: int, init: str | None) -> Any:
     import torch
     import torch.distributed as dist
 
     torch.manual_seed(0)
-    before = dict(os.environ)
-    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(size))
-    try:
-        if init is not None:
-            dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        return function(*args)
-    finally:
-        if init is not None:
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group()
-            _forget_meshes()
-        os.environ.clear()
-        os.environ.update(before)
+    if init is not None:
+        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        dist.barrier()  # nobody begins, and so hangs up, before all are connected
+    return function(*args)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    _forget_meshes()
 
 
 def _forget_meshes() -> None:

@@ -10,7 +10,6 @@ import random
 import tempfile
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from memory_peaks import peak_of, traced_peak_of
 from ranks import idle_meshes, run_ranks
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, _async_process_executor
@@ -46,7 +46,7 @@ from uneven_states import (
 )
 
 import zarrckpt
-from zarrckpt import ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter, _memory
+from zarrckpt import ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
 from zarrckpt._exchange import Channel
 from zarrckpt._store._local import LocalStore
 
@@ -489,24 +489,15 @@ def _peaks(folder: str, inflight: int) -> tuple[int, int, float]:
     # 128 MiB, of which 32 lie here; in chunks of 1 MiB, so that three quarters of all bytes move.
     state = {f"w{i}": sharded(torch.rand(512, 512), mesh_of([0, 1, 2, 3])) for i in range(128)}
     zarrckpt.save({"w": state["w0"]}, f"{folder}/warm-{inflight}", durable=False)
-    Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
-    before = _status("VmRSS")
-    tracemalloc.start()
-    # tracemalloc does not see memory that is mapped.
-    with (
-        patch.object(_memory, "MAPPED", 1 << 62),
-        Swaps() as swaps,
-        _slow_puts(0.1),
-    ):  # so that what was received and not put piles up, if it can
-        zarrckpt.save(state, f"{folder}/{inflight}", max_inflight_bytes=inflight, durable=False)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak, _status("VmHWM") - before, swaps.count
+    url, traced = f"{folder}/{inflight}", 0
 
+    def save() -> None:
+        nonlocal traced
+        traced = traced_peak_of(lambda: zarrckpt.save(state, url, max_inflight_bytes=inflight, durable=False))
 
-def _status(name: str) -> int:
-    (row,) = (row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(f"{name}:"))
-    return int(row.split()[1]) << 10
+    with Swaps() as swaps, _slow_puts(0.1):  # so that what was received and not put piles up, if it can
+        resident = peak_of(save)
+    return traced, resident, swaps.count
 
 
 def test_an_exchange_stays_within_the_memory_bound(tmp_path: Path) -> None:
