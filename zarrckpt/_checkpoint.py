@@ -386,10 +386,9 @@ class Checkpoint(Mapping[str, Any]):
         """
         from zarrckpt._torch_file import export
 
+        limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
         part = self.select(*patterns)
-        values, limit = dict(part.non_tensors), {"max_inflight_bytes": max_inflight_bytes}
-        paths = part._stripped(strip)
-        return export(self._catalog, paths, values, local_path(path), overwrite=overwrite, progress=progress, **limit)
+        return export(*part._exported(strip), local_path(path), overwrite=overwrite, **limits)
 
     def to_dcp(
         self,
@@ -415,10 +414,13 @@ class Checkpoint(Mapping[str, Any]):
         """
         from zarrckpt._dcp_export import export
 
+        limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
         part = self.select(*patterns)
-        values, limit = dict(part.non_tensors), {"max_inflight_bytes": max_inflight_bytes}
-        paths = part._stripped(strip)
-        return export(self._catalog, paths, values, local_path(folder), overwrite=overwrite, progress=progress, **limit)
+        return export(*part._exported(strip), local_path(folder), overwrite=overwrite, **limits)
+
+    def _exported(self, strip: str) -> tuple[Catalog, dict[str, StatePath], dict[str, Any]]:
+        """What an export of all entries takes: where they are, where each goes, the values."""
+        return self._catalog, self._stripped(strip), dict(self.non_tensors)
 
     def _stripped(self, prefix: str) -> dict[str, StatePath]:
         """Where the entries go without a beginning of their names."""

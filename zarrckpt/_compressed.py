@@ -1,4 +1,4 @@
-"""The bytes of a compressed chunk.
+"""The bytes of a compressed chunk, and of any chunk as its array has it.
 
 Layout, see ``docs/reference/format.md``: as in ``_codec``, with subchunks of whatever size they are compressed to.
 """
@@ -12,9 +12,20 @@ from typing import Any
 import numpy as np
 
 from zarrckpt._chunk_table import begins_of
-from zarrckpt._codec import CRC_BYTES, GROUP_BYTES, RawArray, bytes_of, chunk_index, crc_buffer, subchunk_bytes
+from zarrckpt._codec import (
+    CRC_BYTES,
+    GROUP_BYTES,
+    ChunkEncoder,
+    RawArray,
+    bytes_of,
+    chunk_index,
+    crc_buffer,
+    scratch_bytes,
+    subchunk_bytes,
+)
 from zarrckpt._compression import Compression, most_stored
 from zarrckpt._crc32c import crc32c
+from zarrckpt._documents import ArrayNode
 from zarrckpt._grid import Grid, ravel, unravel_f
 
 
@@ -44,8 +55,8 @@ class CompressedEncoder:
         """The stored sizes of the subchunks, in C order: their checksums' bytes count."""
         self.nbytes = 0
 
-    def groups(self) -> Iterator[list[memoryview | bytes]]:
-        """The chunk's buffers, which are the caller's."""
+    def groups(self, scratch: RawArray | None = None) -> Iterator[list[memoryview | bytes]]:
+        """The chunk's buffers, which are the caller's. No scratch memory is needed."""
         counts, itemsize = self._grid.sub_counts, self._piece.dtype.itemsize
         memory: RawArray | None = None
         group: list[memoryview | bytes] = []
@@ -78,3 +89,23 @@ def _padded(data: RawArray, memory: RawArray) -> RawArray:
         memory[...] = np.zeros((), memory.dtype)
     memory[tuple(slice(0, n) for n in data.shape)] = data
     return memory
+
+
+Encoder = ChunkEncoder | CompressedEncoder
+
+
+def encoder_of(node: ArrayNode, piece: RawArray) -> Encoder:
+    """What makes the bytes of one chunk of an array; ``piece`` is as for :class:`zarrckpt._codec.ChunkEncoder`."""
+    if node.compression is None:
+        return ChunkEncoder(node.grid, piece)
+    return CompressedEncoder(node.grid, piece, node.compression)
+
+
+def encoding_memory(node: ArrayNode, whole: bool, in_parts: bool) -> tuple[int, int]:
+    """The scratch memory that an array's :func:`encoder_of` needs, and what it allocates by itself at most.
+
+    ``whole`` and ``in_parts`` are as for :func:`zarrckpt._codec.scratch_bytes`.
+    """
+    if node.compression is None:
+        return scratch_bytes(node.grid, node.dtype.itemsize, whole, in_parts=in_parts), 0
+    return 0, encoding_bytes(node.grid, node.dtype.itemsize, in_parts)

@@ -8,6 +8,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zarrckpt._catalog import Catalog
+from zarrckpt._dcp_import import METADATA
 from zarrckpt._distributed import own_errors
 from zarrckpt._errors import StorageError
 from zarrckpt._export import ExportReport, refuse_existing
@@ -30,7 +32,6 @@ from zarrckpt._state_path import StatePath
 from zarrckpt._tensors import torch_dtype
 from zarrckpt._transfer import Progress, Tally
 
-METADATA = ".metadata"
 SUFFIX = ".distcp"
 
 
@@ -104,7 +105,7 @@ class _Planner(DefaultSavePlanner):
         if values:
             yield values
         parts = {self._part(item): item for item in items if item.type != WriteItemType.BYTE_IO}
-        for batch in batches(self._catalog, parts, self._max_bytes):
+        for batch in batches(parts, partial(nbytes_of, self._catalog), self._max_bytes):
             arrays = read_parts(self._catalog, batch, self._max_bytes)
             for part in batch:
                 array = arrays.pop(0)

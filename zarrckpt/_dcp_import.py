@@ -38,7 +38,8 @@ from zarrckpt._mapped import MappedFiles
 from zarrckpt._state_path import StatePath
 
 METADATA = ".metadata"
-_ARCHIVE = b"PK\x03\x04"
+ARCHIVE = b"PK\x03\x04"
+"""How a file of ``torch.save`` begins, as each piece of a tensor is one."""
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -145,7 +146,7 @@ class DcpFolder:
                 raise ValueError(f"bytes {info.offset} to {info.offset + info.length} are not there")
             with open(self._path / info.relative_path, "rb") as file:
                 view = _create_file_view(file, info.offset, info.length)
-                if view.read(len(_ARCHIVE)) != _ARCHIVE:
+                if view.read(len(ARCHIVE)) != ARCHIVE:
                     raise ValueError("no archive of torch.save")
                 view.seek(0)
                 yield view, info

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from zarrckpt._api import save_with
-from zarrckpt._dcp_import import METADATA, DcpFolder
+from zarrckpt._dcp_import import ARCHIVE, METADATA, DcpFolder
 from zarrckpt._documents import NODE
 from zarrckpt._errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeValueError, UnsupportedValueError
 from zarrckpt._flatten import flatten
@@ -161,17 +161,17 @@ def _instead(folder: Path) -> str:
     return ": this is a checkpoint; zarrckpt cp copies it" if NODE in names else ""
 
 
-_ARCHIVE, _PICKLE = b"PK\x03\x04", b"\x80"
-"""How files of ``torch.save`` begin: of PyTorch 1.6 and newer, and before it. The older ones cannot be mapped."""
+_PICKLE = b"\x80"
+"""How files of ``torch.save`` before PyTorch 1.6 begin, which cannot be mapped; later ones are archives."""
 
 
 def _torch_file(path: Path, allow_pickle: bool) -> dict[Any, Any]:
     with open(path, "rb") as file:
-        head = file.read(len(_ARCHIVE))
-    if head != _ARCHIVE and not head.startswith(_PICKLE):
+        head = file.read(len(ARCHIVE))
+    if head != ARCHIVE and not head.startswith(_PICKLE):
         raise CorruptCheckpointError(f"{path} is neither a file of torch.save nor named as one of safetensors")
     try:
-        found = torch.load(path, map_location="cpu", mmap=head == _ARCHIVE, weights_only=not allow_pickle)
+        found = torch.load(path, map_location="cpu", mmap=head == ARCHIVE, weights_only=not allow_pickle)
     except pickle.UnpicklingError as err:
         raise UnsafeValueError(
             f"{path} holds more than tensors and plain values: allow_pickle=True runs its code, if you trust it"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from zarrckpt._documents import ArrayNode
 from zarrckpt._grid import Box, Ints
 from zarrckpt._memory import BytesBudget
 from zarrckpt._transfer import Job, chunk_jobs, raw_dtype, run
+
+T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -35,23 +38,23 @@ def in_order(catalog: Catalog, fqns: Iterable[str], max_bytes: int) -> Iterator[
         catalog.refuse_unstored(catalog.root.tensors[fqn])
     half = max(1, max_bytes // 2)  # the other half is for what is on its way
     parts = (Part(fqn, box) for fqn in wanted for box in _runs_of(catalog.root.tensors[fqn], half))
-    for batch in batches(catalog, parts, half):
+    for batch in batches(parts, partial(nbytes_of, catalog), half):
         arrays = read_parts(catalog, batch, half)
         for part in batch:
             # Not kept here: what has been written is freed.
             yield part, arrays.pop(0)
 
 
-def batches(catalog: Catalog, parts: Iterable[Part], max_bytes: int) -> Iterator[list[Part]]:
-    """Parts in groups, in their order, each of at most so many bytes; a larger part is alone."""
-    batch: list[Part] = []
+def batches(items: Iterable[T], nbytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """Items in groups, in their order, each of at most so many bytes; a larger item is alone."""
+    batch: list[T] = []
     size = 0
-    for part in parts:
-        nbytes = nbytes_of(catalog, part)
+    for item in items:
+        nbytes = nbytes_of(item)
         if batch and size + nbytes > max_bytes:
             yield batch
             batch, size = [], 0
-        batch.append(part)
+        batch.append(item)
         size += nbytes
     if batch:
         yield batch

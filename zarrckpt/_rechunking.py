@@ -12,8 +12,8 @@ import numpy as np
 
 from zarrckpt import _codec
 from zarrckpt._catalog import Catalog
-from zarrckpt._codec import ChunkEncoder, RawArray
-from zarrckpt._compressed import CompressedEncoder, encoding_bytes
+from zarrckpt._codec import RawArray
+from zarrckpt._compressed import CompressedEncoder, Encoder, encoder_of, encoding_memory
 from zarrckpt._compression import most_stored
 from zarrckpt._documents import ArrayNode
 from zarrckpt._dtypes import DType
@@ -72,11 +72,7 @@ def make_chunk(
     elements = box.size * new.dtype.itemsize
     begin = -(-elements // _ALIGNED) * _ALIGNED
     whole = box.shape == new.grid.chunk_shape
-    scratch = _codec.scratch_bytes(new.grid, new.dtype.itemsize, whole, in_parts=target.is_local)
-    if new.compression is not None:
-        scratch, beside = 0, encoding_bytes(new.grid, new.dtype.itemsize, target.is_local)
-    else:
-        beside = 0
+    scratch, beside = encoding_memory(new, whole, in_parts=target.is_local)
     with memory.take(begin + scratch, beside + reading) as taken:
         cells = taken[:elements].view(raw_dtype(new)).reshape(box.shape)
         overflowed = _fill(source, old, new, box, cells, BytesBudget(reading), at_once)
@@ -113,18 +109,13 @@ def _fill(
     return target.overflowed if isinstance(target, CastTarget) else 0
 
 
-def _put(
-    store: Store, key: str, node: ArrayNode, cells: RawArray, scratch: RawArray
-) -> ChunkEncoder | CompressedEncoder:
-    encoder: ChunkEncoder | CompressedEncoder | None = None
+def _put(store: Store, key: str, node: ArrayNode, cells: RawArray, scratch: RawArray) -> Encoder:
+    encoder: Encoder | None = None
 
     def groups() -> Iterable[Sequence[memoryview | bytes]]:
         # Once for each try of the store's.
         nonlocal encoder
-        if node.compression is not None:
-            encoder = CompressedEncoder(node.grid, cells, node.compression)
-            return encoder.groups()
-        encoder = ChunkEncoder(node.grid, cells)
+        encoder = encoder_of(node, cells)
         return encoder.groups(scratch)
 
     store.put_parts(key, groups)

@@ -16,7 +16,7 @@ from zarrckpt._catalog import Catalog
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._export import ExportReport, flush, new_files, refuse_existing
-from zarrckpt._parts import in_order
+from zarrckpt._parts import batches, in_order
 from zarrckpt._transfer import Progress, Tally
 
 INDEX = "model.safetensors.index.json"
@@ -87,7 +87,7 @@ def _files(nodes: Mapping[str, ArrayNode], target: str, limit: int) -> tuple[str
     if target.endswith(SUFFIX):
         folder, name = os.path.split(target)
         return folder or ".", {name: list(nodes)}
-    dealt = _dealt(nodes, limit)
+    dealt = list(batches(nodes, lambda fqn: nodes[fqn].nbytes, limit))
     if len(dealt) == 1:
         return target, {f"model{SUFFIX}": dealt[0]}
     width = max(5, len(str(len(dealt))))
@@ -100,19 +100,6 @@ def _model_files(folder: str) -> list[str]:
         return []
     names = sorted(name for name in os.listdir(folder) if name == INDEX or _MODEL_FILE.fullmatch(name))
     return [os.path.join(folder, name) for name in sorted(names, key=lambda name: name != INDEX)]
-
-
-def _dealt(nodes: Mapping[str, ArrayNode], limit: int) -> list[list[str]]:
-    """Names by file, in their order; a tensor above the limit has a file of its own."""
-    files: list[list[str]] = [[]]
-    used = 0
-    for fqn, node in nodes.items():
-        if files[-1] and used + node.nbytes > limit:
-            files.append([])
-            used = 0
-        files[-1].append(fqn)
-        used += node.nbytes
-    return files
 
 
 def _write(catalog: Catalog, path: str, names: Mapping[str, str], max_inflight_bytes: int, tally: Tally) -> None:

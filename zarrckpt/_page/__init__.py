@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from zarrckpt._errors import StorageError
+from zarrckpt._export import new_files
 from zarrckpt._page.data import Side, numbers_of, page_data
 from zarrckpt._transfer import Progress
 from zarrckpt._version import __version__
@@ -66,7 +68,9 @@ def write_page(
     found = numbers_of(sides, same, progress) if values else None
     data = page_data(sides, same, changed, found)
     page = rendered(data, " and ".join(side.catalog.store.url for side in sides)).encode("utf-8", "replace")
-    _put(path, page)
+    # A link stays one.
+    with new_files([os.path.realpath(path)]) as parts:
+        Path(parts[0]).write_bytes(page)
     names = [tensor["name"] for tensor in data["tensors"]]
     return PageReport(path, len(page), len(names), tuple(filter(found.is_broken, names)) if found else ())
 
@@ -100,18 +104,3 @@ def _hash(text: str) -> str:
 @cache
 def _asset(name: str) -> str:
     return resources.files(__name__).joinpath(name).read_text("utf-8").strip()
-
-
-def _put(path: str, page: bytes) -> None:
-    """Write a file beside its place, and move it there when it is whole."""
-    place = os.path.realpath(path)
-    part = f"{place}.part"
-    try:
-        with open(part, "wb") as file:
-            file.write(page)
-        os.replace(part, place)
-    except OSError as err:
-        raise StorageError(f"{path} cannot be written: {err.strerror or err}") from err
-    finally:
-        if os.path.exists(part):
-            os.unlink(part)

@@ -14,7 +14,7 @@ import numpy as np
 
 from zarrckpt._catalog import Catalog
 from zarrckpt._documents import ArrayNode
-from zarrckpt._info import CheckpointInfo
+from zarrckpt._info import CheckpointInfo, value_text
 from zarrckpt._numbers import TensorDifference
 from zarrckpt._page.histogram import Histogram
 from zarrckpt._page.layout import Layouts
@@ -191,6 +191,6 @@ def _value(side: Side, fqn: str) -> Json:
     try:
         text = pprint.pformat(value, width=88, compact=True, sort_dicts=False)
     except ValueError:  # an int of more digits than Python turns into text
-        text = f"{type(value).__name__} with an integer of thousands of digits"
+        text = value_text(value)
     found: Json = {"type": type(value).__name__, "text": text[:_MAX_TEXT]}
     return found if len(text) <= _MAX_TEXT else found | {"cut": len(text) - _MAX_TEXT}

@@ -78,6 +78,11 @@ def opened(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterab
     return ckpt.select(*wanted) if wanted else ckpt
 
 
+def opened_beside(url: str, target_options: Mapping[str, Any] | None, first: Mapping[str, Any] | None) -> Checkpoint:
+    """The checkpoint at a second url; without options of its own, and no local path, with those of the first."""
+    return opened(url, first if target_options is None and "://" in url else target_options)
+
+
 _FOLDERS = 200
 """So many folders below a wrong url are looked into at most, one request each."""
 

@@ -12,6 +12,7 @@ import click
 from zarrckpt.cli._common import (
     json_option,
     opened,
+    opened_beside,
     print_json,
     print_table,
     progress_bar,
@@ -97,9 +98,7 @@ def diff(
       zarrckpt diff run/step-100 s3://bucket/run/step-100
       zarrckpt diff run/step-100 run/step-200 'model.*' --json
     """
-    if target_options is None and "://" in other:
-        target_options = storage_options
-    ckpts = opened(one, storage_options), opened(other, target_options)
+    ckpts = opened(one, storage_options), opened_beside(other, target_options, storage_options)
     with progress_bar("comparing") as progress:
         found = ckpts[0].diff(ckpts[1], *patterns, progress=progress)
     if as_json:

@@ -8,7 +8,16 @@ from typing import Any
 
 import click
 
-from zarrckpt.cli._common import json_option, opened, print_json, progress_bar, say, store_options, target_options
+from zarrckpt.cli._common import (
+    json_option,
+    opened,
+    opened_beside,
+    print_json,
+    progress_bar,
+    say,
+    store_options,
+    target_options,
+)
 
 _NAMED = 5
 
@@ -52,9 +61,7 @@ def report(
     from zarrckpt._info import count_text, size_text
 
     ckpt = opened(url, storage_options)
-    if target_options is None and other is not None and "://" in other:
-        target_options = storage_options
-    another = None if other is None else opened(other, target_options)
+    another = None if other is None else opened_beside(other, target_options, storage_options)
     options: dict[str, Any] = {"include": include, "exclude": exclude, "values": not no_values, "overwrite": overwrite}
     with progress_bar("reading") as progress:
         found = ckpt.report(output, another, **options, progress=progress)
