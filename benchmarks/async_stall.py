@@ -45,7 +45,7 @@ def _measure(options: Options, folder: str) -> Results:
         whole.append(time.perf_counter() - began)
         shutil.rmtree(f"{folder}/{number}")
     one = statistics.median(copies[1:])
-    slower = statistics.median(beside) / alone if beside else None
+    slower = statistics.mean(beside) / alone if beside else None
     return Results(
         figures=[
             Figure(GROUP, "stall, in copies of the state", statistics.median(stalls[1:]) / one, "", 1.3, most=True),

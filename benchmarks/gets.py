@@ -1,4 +1,4 @@
-"""What ranged gets cost the client: the store's direct reads beside obstore's, over plain HTTP and over TLS.
+"""What ranged gets over plain HTTP cost the client: the store's direct reads beside obstore's.
 
 The server sends parts of one piece of memory, so that it is no limit; the client's own processor time counts.
 """
@@ -8,22 +8,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
-import shutil
-import ssl
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Options, alternate, medians
 from benchmarks.results import Figure, Results
 
-GROUP = "ranged gets of 8 MiB, four at once"
+GROUP = "ranged gets of 8 MiB over plain HTTP, four at once"
 SIZE = 8 << 20
 THREADS = 4
 DIRECT, OBSTORE = "direct reads", "obstore"
@@ -32,26 +27,18 @@ DIRECT, OBSTORE = "direct reads", "obstore"
 def run(options: Options) -> Results:
     count = max(8, int(options.gigabytes * 1e9) // SIZE)
     found = Results()
-    with tempfile.TemporaryDirectory() as folder:
-        for name, certificate in (("plain HTTP", None), ("TLS", _certificate(Path(folder)))):
-            if name == "TLS" and certificate is None:
-                found.figures.append(
-                    Figure(GROUP, f"{name}: obstore's over direct reads'", None, "x", note="no openssl")
-                )
-                continue
-            with _serving(certificate) as endpoint:
-                cost = medians(alternate(_calls(endpoint, count), options.rounds))
-            for way, seconds in cost.items():
-                found.figures.append(Figure(GROUP, f"{name}, {way}: the client's processor time a GB", seconds, "s"))
-            what = f"{name}: obstore's over direct reads'"
-            found.figures.append(Figure(GROUP, what, cost[OBSTORE] / cost[DIRECT], "x"))
+    with _serving() as endpoint:
+        cost = medians(alternate(_calls(endpoint, count), options.rounds))
+    for way, seconds in cost.items():
+        found.figures.append(Figure(GROUP, f"{way}: the client's processor time a GB", seconds, "s"))
+    found.figures.append(Figure(GROUP, "obstore's over direct reads'", cost[OBSTORE] / cost[DIRECT], "x"))
     return found
 
 
 def _calls(endpoint: str, count: int) -> dict[str, Callable[[int], float]]:
     from zarrckpt._store import open_store
 
-    options = {"key": "k", "secret": "s", "endpoint_url": endpoint, "region": "us-east-1", "verify": False}
+    options = {"key": "k", "secret": "s", "endpoint_url": endpoint, "region": "us-east-1"}
     buffers = [memoryview(bytearray(SIZE)) for _ in range(THREADS)]
 
     def costs(store: Any) -> float:
@@ -78,22 +65,11 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _certificate(folder: Path) -> Path | None:
-    """A certificate for this machine, with its key; None where there is no openssl to make one."""
-    if shutil.which("openssl") is None:
-        return None
-    pem = folder / "both.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    subprocess.run([*command, "-keyout", str(pem), "-out", f"{pem}.crt"], check=True, capture_output=True)
-    pem.write_text(pem.read_text() + Path(f"{pem}.crt").read_text())
-    return pem
-
-
 @contextmanager
-def _serving(certificate: Path | None) -> Iterator[str]:
+def _serving() -> Iterator[str]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, certificate), daemon=True)
+    process = context.Process(target=_serve, args=(there,), daemon=True)
     process.start()
     try:
         yield here.recv()
@@ -121,11 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(part)
 
 
-def _serve(pipe: Connection, certificate: Path | None) -> None:
+def _serve(pipe: Connection) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    if certificate is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-    pipe.send(f"{'https' if certificate else 'http'}://127.0.0.1:{server.server_address[1]}")
+    pipe.send(f"http://127.0.0.1:{server.server_address[1]}")
     server.serve_forever()

@@ -87,10 +87,10 @@ def _round(
 
 
 def _figures(group: str, speeds: list[Speed]) -> list[Figure]:
-    from benchmarks.peers import UNSIGNED
+    from benchmarks.peers import SIGNED
 
     found = []
     for peer, goals in GOALS[group].items():
         for which, goal in zip(("save", "load"), goals, strict=True):
-            found += [faster(speeds, ours, peer, which, goal) for ours in ("zarrckpt", UNSIGNED)]
+            found += [faster(speeds, "zarrckpt", peer, which, goal), faster(speeds, SIGNED, peer, which, None)]
     return found + [faster(speeds, "zarrckpt", LIMIT, which, None) for which in ("save", "load")]

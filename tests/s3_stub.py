@@ -59,6 +59,8 @@ class Faults:
     """Whole objects for those who ask for a part."""
     cut_bodies: int = 0
     """That many objects are sent by half, and then the connection is cut."""
+    pause_bodies: float = 0.0
+    """Half of an object is sent, and the rest so many seconds later."""
     hang_up: bool = False
     """Connections are closed after each answer, without a word."""
 
@@ -182,7 +184,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[: len(body) // 2])
             return self._cut()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            half = len(body) // 2 if self.server_stub.faults.pause_bodies else len(body)
+            self.wfile.write(body[:half])
+            time.sleep(self.server_stub.faults.pause_bodies)
+            self.wfile.write(body[half:])
 
     def _put(self) -> None:
         stub = self.server_stub

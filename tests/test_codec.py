@@ -7,7 +7,9 @@ import json
 import math
 import struct
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +304,25 @@ def test_run_keeps_order_and_draws_jobs_as_threads_come_free() -> None:
     gate.set()
     thread.join()
     assert found == list(range(50))
+
+
+def test_run_begins_no_more_than_are_useful_which_may_change() -> None:
+    useful, lock, under_way, most = 2, threading.Lock(), 0, {2: 0, 5: 0}
+
+    def job(i: int) -> int:
+        nonlocal useful, under_way
+        with lock:
+            under_way += 1
+            most[useful] = max(most[useful], under_way)
+        time.sleep(0.005)
+        with lock:
+            under_way -= 1
+            if i == 20:
+                useful = 5
+        return i
+
+    assert run((partial(job, i) for i in range(60)), 16, lambda: useful) == list(range(60))
+    assert most == {2: 2, 5: 5}
 
 
 def test_run_raises_the_first_error_and_starts_no_more() -> None:

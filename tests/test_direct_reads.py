@@ -146,6 +146,23 @@ def test_a_server_that_hangs_is_given_up(s3_stub: S3Stub) -> None:
     assert time.monotonic() - began < 2.5
 
 
+@pytest.mark.parametrize("stub", ["s3_stub", "tls_stub"])
+def test_a_server_that_falls_silent_within_an_answer(stub: str, request: pytest.FixtureRequest) -> None:
+    server: S3Stub = request.getfixturevalue(stub)
+    store = store_of(server.bucket(), timeout=0.5, retry_config={"max_retries": 0}, verify=False)
+    # What is slow is waited for...
+    server.faults.pause_bodies = 0.1
+    assert part(store)
+    # ...and what never comes is not.
+    server.faults.pause_bodies = 3
+    began = time.monotonic()
+    with pytest.raises(StorageError):
+        part(store)
+    assert time.monotonic() - began < 2.5
+    server.faults.pause_bodies = 0
+    assert part(store)
+
+
 def test_errors_do_not_show_signed_urls(s3_stub: S3Stub) -> None:
     store = store_of(s3_stub.bucket(), retry_config={"max_retries": 0})
     for fault in ("server_errors", "cut_bodies"):
@@ -155,25 +172,10 @@ def test_errors_do_not_show_signed_urls(s3_stub: S3Stub) -> None:
         assert "X-Amz" not in "".join(traceback.format_exception(caught.value))
 
 
-@pytest.mark.parametrize("how", ["own authority", "unverified"])
-def test_over_tls(how: str, tls_stub: S3Stub, certificate: Path) -> None:
-    options: dict[str, Any] = {"verify": str(certificate) if how == "own authority" else False}
-    store = store_of(tls_stub.bucket(), **options)
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda number: part(store, number), range(8)))
-    assert only_direct(tls_stub)
-
-
-def test_certificates_that_only_obstore_trusts(
-    tls_stub: S3Stub, certificate: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from zarrckpt._store import _direct
-
+def test_tls_is_left_to_obstore(tls_stub: S3Stub, certificate: Path) -> None:
     store = store_of(tls_stub.bucket(), verify=str(certificate))
-    # As where Python finds no certificates of the system, and obstore brings its own.
-    monkeypatch.setattr(_direct.ssl.SSLContext, "load_verify_locations", lambda *_, **__: None)
-    assert part(store) and part(store)
-    assert {*ways(tls_stub)} == {"obstore"}
+    assert part(store) and {*ways(tls_stub)} == {"obstore"}
+    assert store._client.direct is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

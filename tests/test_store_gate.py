@@ -46,9 +46,17 @@ def mean(values: list[int]) -> float:
 class TestPace:
     def test_waiting_for_the_network_raises_the_limit_within_a_few_rounds(self) -> None:
         limits = simulate(lambda busy: 0.2, 300)
-        assert limits[0] == DISTANT
+        assert limits[1] == DISTANT
         assert limits[5 * DISTANT] == MOST
         assert limits[-1] == MOST
+
+    def test_one_slow_answer_does_not_make_a_server_distant(self) -> None:
+        # The first one waits for a connection, and on a busy machine for its thread.
+        pace = Pace()
+        for number, seconds in enumerate((0.05, 0.001, 0.02, 0.001)):
+            pace.done(number * 0.1, seconds, 100, ok=True, full=False)
+            pace.idle(number * 0.1)
+            assert pace.limit == START
 
     def test_a_server_nearby_gets_few_requests(self) -> None:
         limits = simulate(lambda busy: 0.001 * busy, 2000)

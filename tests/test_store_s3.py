@@ -563,14 +563,14 @@ UNSIGNED = "UNSIGNED-PAYLOAD"
 @pytest.mark.parametrize(
     ("options", "variable", "over_tls", "over_http"),
     [
-        ({}, None, UNSIGNED, HASH),
+        ({}, None, UNSIGNED, UNSIGNED),
         ({"unsigned_payload": False}, None, HASH, HASH),
         ({"unsigned_payload": True}, None, UNSIGNED, UNSIGNED),
         ({"config_kwargs": {"s3": {"payload_signing_enabled": True}}}, None, HASH, HASH),
         ({}, "false", HASH, HASH),
     ],
 )
-def test_payloads_are_hashed_for_the_signature_where_tls_does_not_protect_them(
+def test_payloads_are_hashed_for_the_signature_as_the_options_say(
     options: dict[str, Any],
     variable: str | None,
     over_tls: str,
@@ -583,6 +583,25 @@ def test_payloads_are_hashed_for_the_signature_where_tls_does_not_protect_them(
         monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", variable)
     assert re.fullmatch(over_tls, put_headers(tls_stub, verify=False, **options)["x-amz-content-sha256"])
     assert re.fullmatch(over_http, put_headers(s3_stub, **options)["x-amz-content-sha256"])
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "payload"),
+    [
+        ("http://10.1.2.3:9000", HASH),
+        ("http://minio.internal", HASH),
+        ("http://127.0.0.1.example.com", HASH),
+        ("http://127.0.0.2:9000", UNSIGNED),
+        ("http://[::1]:9000", UNSIGNED),
+        ("http://LOCALHOST", UNSIGNED),
+    ],
+)
+def test_payloads_are_hashed_by_default_where_others_may_listen(
+    endpoint: str, payload: str, s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A proxy, so that any address will do.
+    sent = put_headers(s3_stub, endpoint_url=endpoint, proxy_url=s3_stub.endpoint)
+    assert re.fullmatch(payload, sent["x-amz-content-sha256"])
 
 
 def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Stub) -> None:

@@ -18,7 +18,7 @@ import zarrckpt
 from benchmarks.s3_server import Served, served
 from zarrckpt._store import Store, open_store
 from zarrckpt._store._direct import DirectReads
-from zarrckpt._store._gate import MOST, START
+from zarrckpt._store._gate import DISTANT, MOST, START
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_throttling_is_met_by_fewer_requests_at_once() -> None:
         at_once(store, lambda number: store.put(f"k{number}", [b"x"]), 60)
         server.reset()
         at_once(store, lambda number: store.put(f"k{number}", [b"x"]), 20)
-        assert busiest(server) < START
+        assert busiest(server) < DISTANT / 2
 
 
 class Calls:
@@ -123,7 +123,8 @@ def test_a_given_number_is_reached_and_never_exceeded(concurrency: int, monkeypa
     options: dict[str, Any] = {"concurrency": concurrency}
     state = a_state(3)
     calls = Calls(monkeypatch)
-    with served(latency=0.03) as server:
+    # Long enough for twenty threads to begin on a busy machine.
+    with served(latency=0.02 if concurrency == 1 else 0.2) as server:
         options["storage_options"] = server.storage_options
         zarrckpt.save(state, "s3://bucket/run", **options)
         assert calls.most == concurrency
@@ -135,7 +136,7 @@ def test_a_given_number_is_reached_and_never_exceeded(concurrency: int, monkeypa
 def test_large_objects_go_up_in_several_parts_at_once() -> None:
     data = os.urandom((4 << 20) + 100)
     with served(latency=0.05) as server:
-        for concurrency, expected in ((1, 1), (3, 3), (None, 5)):
+        for concurrency, expected in ((1, 1), (3, 3), (None, min(5, START))):
             store = store_of(server, concurrency)
             server.reset()
             began = time.monotonic()

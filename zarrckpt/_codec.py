@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
 from zarrckpt._crc32c import crc32c
-from zarrckpt._grid import Box, Grid, Ints, intersect, ravel, ravel_f, unravel_f
+from zarrckpt._grid import Box, Grid, Ints, intersect, ravel, unravel_f
 
 RawArray = np.ndarray[Any, np.dtype[Any]]
 """Elements as raw bits, see :func:`raw_dtype`."""
@@ -56,8 +57,8 @@ def crc_buffer(crc: int) -> bytes:
 BLOCK_BYTES = 1 << 20
 """What is done to bytes in turn (copy, checksum, write) is done to so many at a time, while they are in the cache."""
 
-GROUP_BYTES = 8 << 20
-"""About how much goes to the store together, where a chunk goes in parts: smaller writes to files are slower."""
+GROUP_BYTES = 2 << 20
+"""About how much goes to the store together, where a chunk goes in parts: more would leave the cache in between."""
 
 
 def is_whole(grid: Grid, piece: RawArray) -> bool:
@@ -212,15 +213,38 @@ def subchunk_bytes(grid: Grid, itemsize: int) -> int:
     return math.prod(grid.subchunk_shape or grid.chunk_shape) * itemsize + CRC_BYTES
 
 
-def subchunk_place(grid: Grid, cell: Ints) -> int:
-    """Which of a chunk's stored subchunks, counted from the object's begin, is a cell."""
-    return ravel_f(cell, grid.sub_counts)
-
-
 def checked(stored: RawArray) -> int | None:
     """The checksum of a stored subchunk (data, checksum), None where the data have another one than it says."""
     own = int.from_bytes(stored[-CRC_BYTES:].tobytes(), "little")
     return own if crc32c(stored[:-CRC_BYTES]) == own else None
+
+
+def altered(stored: RawArray, wanted: Sequence[int]) -> int:
+    """The first of some stored subchunks (a row each, without gaps) that is not what was saved, else -1."""
+    # All with one call: each gives the interpreter's lock away, and may have to wait for it.
+    if crc32c(bytes_of(stored)) == _sealed_crc(*stored.shape) and said(stored[:, -CRC_BYTES:]) == wanted:
+        return -1
+    return next((i for i, row in enumerate(stored) if checked(row) != wanted[i]), -1)
+
+
+@lru_cache(maxsize=1024)
+def _sealed_crc(count: int, stored: int) -> int:
+    """The checksum of that many neighbours of ``stored`` bytes, each with its own checksum at its end.
+
+    It is the same for all data: behind a message its checksum takes the state of the polynomial division to a constant.
+    """
+    zeros = bytes(stored - CRC_BYTES)
+    one = zeros + crc_buffer(crc32c(zeros))
+    crc = 0
+    for _ in range(count):
+        crc = crc32c(one, crc)
+    return crc
+
+
+def said(stored: RawArray) -> list[int]:
+    """Stored checksums, four bytes each, as numbers."""
+    found: list[int] = np.ascontiguousarray(stored).view("<u4").reshape(-1).tolist()
+    return found
 
 
 def place_of(grid: Grid, chunk: Ints, place: int, box: Box, target: Target) -> RawArray | None:
@@ -247,10 +271,9 @@ def unpack(
     copied, and the place of the first subchunk that is not what was saved, else -1.
     """
     sub, count = grid.subchunk_shape or grid.chunk_shape, len(stored)
-    wanted = expected(grid, place, count, table)
-    for i, row in enumerate(stored):
-        if checked(row) != wanted[i]:
-            return 0, place + i
+    wrong = altered(stored, expected(grid, place, count, table))
+    if wrong >= 0:
+        return 0, place + wrong
     cells = stored[:, :-CRC_BYTES].view(target.dtype).reshape(count, *sub)
     return copy_cells(grid, chunk, place, cells, box, target), -1
 
@@ -287,13 +310,13 @@ def expected(grid: Grid, place: int, count: int, table: RawArray) -> list[int]:
     return found
 
 
-def stripes(grid: Grid, stored: int, first: int, count: int) -> Iterator[tuple[int, int]]:
-    """Cut a run of subchunks (of ``stored`` bytes each) into (place, count) of about BLOCK_BYTES.
+def stripes(grid: Grid, stored: int, first: int, count: int, most: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """Cut a run of subchunks (of ``stored`` bytes each) into (place, count) of about ``most`` bytes.
 
     Those of one part differ along the first dimension only, so that one strided copy takes them all.
     """
     rows = grid.sub_counts[0] if grid.sub_counts else 1
-    longest = max(1, BLOCK_BYTES // stored)
+    longest = max(1, most // stored)
     end = first + count
     while first < end:
         part = min(end - first, longest, rows - first % rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from operator import mul
 from typing import NamedTuple
 
 Ints = tuple[int, ...]
@@ -78,9 +79,15 @@ class Grid(NamedTuple):
         """Indices of the chunks that overlap a box, in C order."""
         yield from _cells_of(box, self.chunk_shape)
 
-    def subchunks_of(self, box: Box) -> Iterator[Ints]:
-        """Indices of one chunk's subchunks that overlap a box given relative to the chunk, in C order."""
-        yield from _cells_of(box, self.subchunk_shape or self.chunk_shape)
+    def subchunk_places(self, box: Box) -> list[int]:
+        """Which of one chunk's subchunks overlap a box given relative to the chunk: their numbers in Fortran order."""
+        if box.size == 0:
+            return []
+        steps = itertools.accumulate(self.sub_counts[:-1], mul, initial=1)
+        ranges = _ranges_of(box, self.subchunk_shape or self.chunk_shape)
+        parts = [[i * step for i in cells] for cells, step in zip(ranges, steps, strict=False)]
+        # The last dimension is the slowest, so that the numbers rise.
+        return list(map(sum, itertools.product(*reversed(parts))))
 
 
 def ravel(index: Sequence[int], counts: Sequence[int]) -> int:
@@ -118,5 +125,9 @@ def _cell_box(index: Ints, cell: Ints, limit: Ints) -> Box:
 def _cells_of(box: Box, cell: Ints) -> Iterator[Ints]:
     if box.size == 0:
         return
-    ranges = (range(o // c, -(-(o + n) // c)) for o, n, c in zip(*box, cell, strict=True))
-    yield from itertools.product(*ranges)
+    yield from itertools.product(*_ranges_of(box, cell))
+
+
+def _ranges_of(box: Box, cell: Ints) -> list[range]:
+    """The cells that a box overlaps, along each dimension."""
+    return [range(o // c, -(-(o + n) // c)) for o, n, c in zip(*box, cell, strict=True)]

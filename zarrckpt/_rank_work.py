@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from zarrckpt import _codec, _values
 from zarrckpt._chunking import MAX_CHUNK_BYTES
-from zarrckpt._codec import ChunkEncoder, RawArray
-from zarrckpt._compressed import CompressedEncoder, encoding_bytes
+from zarrckpt._codec import RawArray
+from zarrckpt._compressed import CompressedEncoder, Encoder, encoder_of, encoding_memory
 from zarrckpt._documents import NODE, ArrayNode, Json, dumps, join
 from zarrckpt._dtypes import by_name
 from zarrckpt._exchange import Channel, Joining, PeerLost, entered
@@ -85,7 +85,7 @@ class _Written:
     sizes: list[int] = field(default_factory=list)
     nbytes: int = 0
 
-    def add(self, number: int, encoder: ChunkEncoder | CompressedEncoder) -> None:
+    def add(self, number: int, encoder: Encoder) -> None:
         self.chunks.append(number)
         self.checksums.extend(encoder.checksums)
         if isinstance(encoder, CompressedEncoder):
@@ -150,7 +150,7 @@ class RankWork:
         results: dict[str, ObjectResult | ArrayResult] = {
             item.index.fqn: result for item, result in zip(self._objects, written, strict=True)
         }
-        run(self._jobs(concurrency, channel), concurrency)
+        run(self._jobs(concurrency, channel), concurrency, self._store.useful_concurrency)
         self._store.sync(self._keys)
         results |= {fqn: part.result() for fqn, part in self._written.items()}
         return [WriteResult(MetadataIndex(fqn), res.nbytes, res) for fqn, res in results.items()]
@@ -162,14 +162,15 @@ class RankWork:
         # The largest first, so that no large one is left alone at the end.
         ordered = sorted(self._plan.chunks, key=self._chunk_bytes, reverse=True)
         own = (partial(self._put_chunk, chunk, {}) for chunk in ordered)
-        yield from itertools.islice(own, concurrency)
+        some = min(concurrency, self._store.useful_concurrency())
+        yield from itertools.islice(own, some)
         if channel is not None:
             swap = Swap(channel, self._plan, self._pieces)
             for number, chunks in swap.rounds():
                 while chunks:
                     # Not kept here: what was received is freed with its job.
                     yield swap.counted(number, partial(self._put_chunk, *chunks.pop()))
-                yield from itertools.islice(own, concurrency)
+                yield from itertools.islice(own, some)
         yield from own
 
     def _chunk_bytes(self, chunk: ChunkPlan) -> int:
@@ -203,14 +204,14 @@ class RankWork:
 
     def _put_array_chunk(
         self, node: ArrayNode, cell: Ints, view: RawArray | None, fill: Callable[[RawArray], None] | None = None
-    ) -> ChunkEncoder | CompressedEncoder:
+    ) -> Encoder:
         """Put a chunk whose elements are a view, or what ``fill`` writes into memory."""
         grid, itemsize, shape = node.grid, node.dtype.itemsize, node.grid.chunk_box(cell).shape
         whole = shape == grid.chunk_shape if view is None else _codec.is_whole(grid, view)
         elements = math.prod(shape) * itemsize if view is None else 0
         begin = -(-elements // _ALIGNED) * _ALIGNED
-        scratch, beside = self._encoding_bytes(node, whole)
-        encoder: ChunkEncoder | CompressedEncoder | None = None
+        scratch, beside = encoding_memory(node, whole, in_parts=self._store.is_local)
+        encoder: Encoder | None = None
         key = join(self._tree, node.chunk_key(cell))
         with ExitStack() as held:
 
@@ -224,23 +225,13 @@ class RankWork:
                     assert fill is not None
                     cells = memory[:elements].view(_codec.raw_dtype(itemsize)).reshape(shape)
                     fill(cells)
-                if node.compression is not None:
-                    encoder = CompressedEncoder(grid, cells, node.compression)
-                    return encoder.groups()
-                encoder = ChunkEncoder(grid, cells)
+                encoder = encoder_of(node, cells)
                 return encoder.groups(memory[begin:])
 
             self._store.put_parts(key, groups)
         assert encoder is not None
         self._put_done(key)
         return encoder
-
-    def _encoding_bytes(self, node: ArrayNode, whole: bool) -> tuple[int, int]:
-        """The scratch memory that encoding a chunk needs, and what it allocates by itself."""
-        in_parts = self._store.is_local
-        if node.compression is None:
-            return _codec.scratch_bytes(node.grid, node.dtype.itemsize, whole, in_parts=in_parts), 0
-        return 0, encoding_bytes(node.grid, node.dtype.itemsize, in_parts)
 
     def _put_document(self, path: str, document: Json) -> None:
         self._put(join(self._tree, path, NODE), [dumps(document)])

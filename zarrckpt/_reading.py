@@ -126,7 +126,7 @@ class TensorReads:
         self._memory = transfer_memory(self._limit, {target.device for target in self._all()})
         if joining is not None:
             self._share(concurrency, shares, joining)
-        run(self._own_jobs(), concurrency)
+        run(self._own_jobs(), concurrency, self._catalog.store.useful_concurrency)
         for target in self._all():
             target.finish()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from zarrckpt._codec import BLOCK_BYTES, CRC_BYTES, RawArray, bytes_of, subchunk_bytes
+from zarrckpt._codec import BLOCK_BYTES, CRC_BYTES, RawArray, altered, bytes_of, said, subchunk_bytes
 from zarrckpt._crc32c import crc32c
 from zarrckpt._grid import Box, Grid, Ints, intersect, ravel_f
 
@@ -115,23 +115,18 @@ class ChunkStream:
         block = scratch[: len(columns) * self._stored].reshape(-1, self._stored)
         cells = _as_rows(block, self._target.dtype, self._bands.columns_shape, sub)
         split = (-1, *itertools.chain.from_iterable(zip(self._bands.columns_shape, sub[1:], strict=True)))
-        buffers, data = [[part.data] for part in block], [part[:-CRC_BYTES] for part in block]
+        buffers = [[part.data] for part in block]
         offsets = [self._place(0, column) * self._stored for column in columns]
         for row in rows:
             for buffer, byte_offset in zip(buffers, offsets, strict=True):
                 read(byte_offset + row * self._stored, buffer)
-            found = [crc32c(part) for part in data]
-            if found != self._wanted[row] or found != _said(block[:, -CRC_BYTES:]):
-                self._find_altered(row, found, _said(block[:, -CRC_BYTES:]))
+            wrong = altered(block, self._wanted[row])
+            if wrong >= 0:
+                self._altered(self._place(row, columns[wrong]))
             begin, end = self._clipped(range(row, row + 1))
             # Splitting dimensions gives a view, whatever the strides.
             part = self._target[self._region(range(row, row + 1))].reshape(split)
             part[...] = cells[begin - row * sub[0] : end - row * sub[0]]
-
-    def _find_altered(self, row: int, found: list[int], said: list[int]) -> None:
-        for column, *crcs in zip(self._bands.columns, found, said, self._wanted[row], strict=True):
-            if len({*crcs}) > 1:
-                self._altered(self._place(row, column))
 
     def _straight(self, read: Reader, rows: range, region: RawArray) -> int:
         """Cells that lie in one piece in the target, several with one call; returns the number of rows of them.
@@ -147,8 +142,9 @@ class ChunkStream:
             data, own = [flat[i * size : (i + 1) * size] for i in some], np.empty((len(some), CRC_BYTES), np.uint8)
             place = self._place(rows[begin], self._bands.columns[0])
             found = _read_cells(read, place * self._stored, data, own)
-            for i, crcs in zip(some, zip(found, _said(own), strict=True), strict=True):
-                self._find_altered(rows[i], [crcs[0]], [crcs[1]])
+            for i, *crcs in zip(some, found, said(own), strict=True):
+                if len({*crcs, self._wanted[rows[i]][0]}) > 1:
+                    self._altered(self._place(rows[i], self._bands.columns[0]))
         return count
 
     def _place(self, row: int, column: Ints) -> int:
@@ -179,12 +175,6 @@ def _read_cells(read: Reader, byte_offset: int, data: Sequence[RawArray], own: R
         read(byte_offset + begin, [block.data, *tail])
         crc = crc32c(block, crc)
     return [crc]
-
-
-def _said(own: RawArray) -> list[int]:
-    """Stored checksums, four bytes each, as numbers."""
-    found: list[int] = np.ascontiguousarray(own).view("<u4").reshape(-1).tolist()
-    return found
 
 
 def _as_rows(block: RawArray, dtype: np.dtype[Any], columns: Ints, sub: Ints) -> RawArray:

@@ -70,10 +70,18 @@ def check_limits(least: int = 1, /, **limits: int) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def run(jobs: Iterable[Callable[[], T]], concurrency: int) -> list[T]:
-    """Run jobs on threads; return their results in order. The first error stops what has not begun."""
+def run(jobs: Iterable[Callable[[], T]], concurrency: int, useful: Callable[[], int] | None = None) -> list[T]:
+    """Run jobs on ``concurrency`` threads; return their results in order. The first error stops what has not begun.
+
+    ``useful`` says how many jobs are worth being under way, which may change: threads beyond that would only wait, and
+    take turns with the interpreter and the processors' caches that the others need.
+    """
     failures: list[BaseException] = []
-    room = threading.Semaphore(2 * concurrency)
+    changed = threading.Condition()
+    begun = 0
+
+    def room() -> bool:
+        return bool(failures) or begun < (2 * concurrency if useful is None else useful())
 
     def call(job: Callable[[], T]) -> T:
         try:
@@ -82,14 +90,19 @@ def run(jobs: Iterable[Callable[[], T]], concurrency: int) -> list[T]:
             failures.append(err)
             raise
         finally:
-            room.release()
+            nonlocal begun
+            with changed:
+                begun -= 1
+                changed.notify()
 
     futures: list[Future[T]] = []
     pool = ThreadPoolExecutor(concurrency, thread_name_prefix="zarrckpt")
     try:
         for job in jobs:
             # Jobs are drawn as threads come free: a generator then never holds more than these alive.
-            room.acquire()
+            with changed:
+                changed.wait_for(room)
+                begun += 1
             if failures:
                 break
             futures.append(pool.submit(call, job))
@@ -149,7 +162,7 @@ def places_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
     if shared is None:
         return []
     inside = Box(tuple(s - o for s, o in zip(shared.offset, origin, strict=True)), shared.shape)
-    return sorted(_codec.subchunk_place(grid, cell) for cell in grid.subchunks_of(inside))
+    return grid.subchunk_places(inside)
 
 
 def unpacking_bytes(node: ArrayNode) -> int:
@@ -217,7 +230,8 @@ def deliver(store: Store, read: ChunkRead, stored: RawArray, scratch: RawArray |
     grid = read.node.grid
     size = _codec.subchunk_bytes(grid, read.node.dtype.itemsize)
     filled = 0
-    for place, count in _codec.stripes(grid, size, read.first, read.count):
+    # As many as may be with one call: to take turns with the interpreter costs more here than to leave the cache.
+    for place, count in _codec.stripes(grid, size, read.first, read.count, read.nbytes):
         begin = (place - read.first) * size
         filled += _unpack(store, read, place, stored[begin : begin + count * size])
     return filled

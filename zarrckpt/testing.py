@@ -146,6 +146,9 @@ class FaultyStore(Store):
         self._stopped = False
         self._lock = threading.Lock()
 
+    def useful_concurrency(self) -> int:
+        return self._inner.useful_concurrency()
+
     def get(self, key: str) -> bytes:
         return self._read("get", key, lambda: self._inner.get(key))
 

@@ -1,16 +1,18 @@
-"""Ranged gets from S3, received straight into the memory where the bytes belong.
+"""Ranged gets from S3 over plain HTTP, received straight into the memory where the bytes belong.
 
-obstore hands out an answer in memory of its own, piece by piece; to copy it from there costs as much again as receiving
-it (``python -m benchmarks --only gets``). So the many large reads of a load go over :mod:`http.client`. All else stays
+obstore hands out an answer in memory of its own, piece by piece; to copy it from there costs more than receiving it
+(``python -m benchmarks --only gets``). So the many large reads of a load go over :mod:`http.client`. All else stays
 with obstore: it finds the credentials and signs the urls, and what the server answers other than with the bytes that
-were asked for is asked again through it, so that it alone tells what is wrong.
+were asked for is asked again through it, so that it alone tells what is wrong. And all that goes over TLS: Python's
+gives the interpreter's lock away for every 16 KiB, and is slower the more threads wait for it; obstore needs no lock.
 """
 
 from __future__ import annotations
 
 import http.client
 import os
-import ssl
+import socket
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,7 +21,8 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from zarrckpt._store._options import Translated, is_true
+from zarrckpt._store._options import Translated, is_plain_http
+from zarrckpt._store._s3_options import is_set
 
 CONNECT_SECONDS = 5.0
 """As obstore's own default."""
@@ -33,6 +36,10 @@ _CLIENT |= {"http1_only", "pool_idle_timeout", "pool_max_idle_per_host", "timeou
 
 _HEADERS = ("request_payer", "s3_express", "sse_customer_key_base64")
 """The settings whose requests need more than a signed url."""
+
+
+_SYSTEM_WAITS = os.name == "posix"
+"""Whether a call can be left to the system until all its bytes have come, and no longer than a socket's limit."""
 
 
 class TransferError(Exception):
@@ -66,25 +73,25 @@ class DirectReads:
         wanted = {"Range": f"bytes={byte_offset}-{byte_offset + len(buffer) - 1}"}
         try:
             connection, answer = self._answer(url, wanted)
-        except ssl.SSLCertVerificationError:
-            # The system's certificates are not those that obstore goes by.
-            return None
+            return self._received(connection, answer, buffer)
         except (OSError, http.client.HTTPException) as error:
             raise TransferError(f"{type(error).__name__}: {error}") from error
+
+    def _received(
+        self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse, buffer: memoryview
+    ) -> int | None:
+        """As :func:`_receive`; the connection is kept for the next request where nothing is left on it."""
+        keep = False
         try:
-            whole = self._receive(answer, buffer)
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise TransferError(f"{type(error).__name__}: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
-        if whole == len(buffer) and not answer.will_close:
-            with self._lock:
-                self._idle.append(connection)
-        else:
-            connection.close()
-        return whole
+            whole = _receive(connection.sock, answer, buffer)
+            keep = whole == len(buffer) and not answer.will_close
+            return whole
+        finally:
+            if keep:
+                with self._lock:
+                    self._idle.append(connection)
+            else:
+                connection.close()
 
     def _answer(
         self, url: SplitResult, headers: Mapping[str, str]
@@ -106,26 +113,52 @@ class DirectReads:
                 connection.close()
                 raise
 
-    def _receive(self, answer: http.client.HTTPResponse, buffer: memoryview) -> int | None:
-        if answer.status in _BUSY:
-            raise TransferError(f"the server answered {answer.status} {answer.reason}")
-        if answer.status == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return 0
-        if answer.status != http.client.PARTIAL_CONTENT or answer.length is None or answer.length > len(buffer):
-            return None
-        if answer.length < len(buffer):
-            return answer.length
-        done = 0
-        while done < len(buffer):
-            count = answer.readinto(buffer[done:])
-            if not count:
-                raise TransferError(f"the connection was closed after {done} of {len(buffer)} bytes")
-            done += count
-        return done
+
+def _receive(sock: socket.socket | None, answer: http.client.HTTPResponse, buffer: memoryview) -> int | None:
+    if answer.status in _BUSY:
+        raise TransferError(f"the server answered {answer.status} {answer.reason}")
+    if answer.status == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+        return 0
+    if answer.status != http.client.PARTIAL_CONTENT or answer.length is None or answer.length > len(buffer):
+        return None
+    if answer.length < len(buffer):
+        return answer.length
+    done = _fill(sock, answer, buffer)
+    if done < len(buffer):
+        raise TransferError(f"the connection was closed after {done} of {len(buffer)} bytes")
+    answer.close()
+    return done
+
+
+def _fill(sock: socket.socket | None, answer: http.client.HTTPResponse, buffer: memoryview) -> int:
+    """Fill ``buffer`` with an answer's bytes; return how many came before the connection's end."""
+    if sock is None or not _SYSTEM_WAITS:
+        # None where the connection ends with this answer, as http.client has it.
+        return _until_full(buffer, answer.readinto)
+    # All but what came with the headers with one call, not one for each packet or so: each gives the interpreter's lock
+    # away, and waits for it again.
+    done = answer.readinto(buffer[: len(answer.peek())])
+    limit = sock.gettimeout()
+    sock.settimeout(None)
+    try:
+        return done + _until_full(buffer[done:], lambda rest: sock.recv_into(rest, 0, socket.MSG_WAITALL))
+    except BlockingIOError as error:
+        raise TimeoutError(f"nothing came for {limit} seconds") from error
+    finally:
+        sock.settimeout(limit)
+
+
+def _until_full(buffer: memoryview, receive: Callable[[memoryview], int]) -> int:
+    done = 0
+    while done < len(buffer) and (count := receive(buffer[done:])):
+        done += count
+    return done
 
 
 def direct_reads(sign: Callable[[str], str], out: Translated) -> DirectReads | None:
-    """Direct reads with the settings of an S3 client; None where they ask for what direct reads can't do."""
+    """Direct reads with the settings of an S3 client; None for TLS, and where they ask for what can't be done here."""
+    if not is_plain_http(out.config.get("endpoint")):
+        return None
     if out.client.keys() - _CLIENT or any(is_set(out, name) for name in _HEADERS) or _behind_a_proxy():
         return None
     return DirectReads(sign, _Connector(out.client))
@@ -135,47 +168,24 @@ class _Connector:
     """Opens connections with the settings of obstore's HTTP client."""
 
     def __init__(self, client: Mapping[str, Any]) -> None:
-        self._client = client
         self._connect_seconds = _seconds(client.get("connect_timeout")) or CONNECT_SECONDS
         limits = (_seconds(client.get(name)) for name in ("timeout", "read_timeout"))
         self._answer_seconds = min((limit for limit in limits if limit is not None), default=None)
-        self._made: ssl.SSLContext | None = None
-        self._lock = threading.Lock()
 
     def __call__(self, url: SplitResult) -> http.client.HTTPConnection:
         assert url.hostname is not None
-        connection: http.client.HTTPConnection
-        if url.scheme == "http":
-            connection = http.client.HTTPConnection(url.hostname, url.port, timeout=self._connect_seconds)
-        else:
-            connection = http.client.HTTPSConnection(
-                url.hostname, url.port, timeout=self._connect_seconds, context=self._context()
-            )
+        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=self._connect_seconds)
         connection.connect()
         connection.sock.settimeout(self._answer_seconds)
+        if self._answer_seconds is not None and _SYSTEM_WAITS:
+            seconds, rest = divmod(self._answer_seconds, 1)
+            limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         return connection
-
-    def _context(self) -> ssl.SSLContext:
-        """Made with the first connection: to read the system's certificates takes 20 ms."""
-        with self._lock:
-            if self._made is None:
-                self._made = ssl.create_default_context()
-                if certificate := self._client.get("root_certificate"):
-                    self._made.load_verify_locations(cadata=certificate)
-                if is_true(self._client.get("allow_invalid_certificates", False)):
-                    self._made.check_hostname = False
-                    self._made.verify_mode = ssl.CERT_NONE
-            return self._made
 
 
 def _seconds(value: Any) -> float | None:
     return value.total_seconds() if isinstance(value, timedelta) else None
-
-
-def is_set(out: Translated, name: str) -> bool:
-    """Whether a switch of the S3 client is on, or a value is given, by the options or by the environment."""
-    value = out.config.get(name, os.environ.get(f"AWS_{name.upper()}"))
-    return bool(value) and str(value).strip().lower() not in ("0", "false", "no", "off")
 
 
 def _behind_a_proxy() -> bool:

@@ -6,20 +6,23 @@ whether that was worth it: requests that merely wait (for the network, for the s
 there are more of them, so more work is done in a second; where the machine or the line is busy already, they only
 take longer, and the limit goes back. Failures lower the limit; a single one in a round may be an accident, and those
 of requests that had begun before the limit was lowered last say nothing about the new one. It begins with few, and
-with many as soon as an answer of the first round shows that the server is far away.
+with many as soon as the answers of the first round show that the server is far away.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-START = 8
+START = max(4, min(8, 2 * (os.cpu_count() or 1)))
+"""Two a processor, as far as that goes: more threads than that only wait for each other, unless the server is slow."""
 DISTANT = 32
-"""The limit as soon as an answer shows that the server is far away: threads that wait cost nothing."""
+"""The limit as soon as the first answers show that the server is far away: threads that wait cost nothing."""
 LEAST = 4
 MOST = 64
 
@@ -27,6 +30,8 @@ _NEAR = 0.005
 """An answer of a server nearby takes at most so many seconds..."""
 _SLOW = 100e6
 """...and the time for its bytes, at so many a second."""
+_TELLING = 2
+"""So many answers say whether a server is near: the first one waits for a connection, too."""
 
 _FIRST_STEP = 2.0
 _STEP = 1.25
@@ -54,6 +59,8 @@ class Pace:
         self._lowered = -1.0
         self._first = True
         """Whether the first round is not over."""
+        self._answers, self._quickest = 0, math.inf
+        """Of the first round: how many, and the shortest time that one took, without that for its bytes."""
         self.idle(0.0)
 
     def idle(self, now: float) -> None:
@@ -73,12 +80,19 @@ class Pace:
         self._count += count
         self._work += count * self._usual.setdefault((nbytes // count).bit_length(), max(seconds, 1e-6))
         self._full |= full
-        if self._first and seconds > _NEAR + nbytes / count / _SLOW:
+        if self._first:
+            self._look(seconds - nbytes / count / _SLOW)
+        if self._count >= self.limit:
+            self._end_round(now)
+
+    def _look(self, waited: float) -> None:
+        """An answer of the first round came after so many seconds, without those for its bytes."""
+        self._answers += 1
+        self._quickest = min(self._quickest, waited)
+        if self._answers >= _TELLING and self._quickest > _NEAR:
             self._first, self.limit = False, max(self.limit, min(DISTANT, self._most))
             # This round has had both limits, and says nothing.
             self._rest = 1
-        if self._count >= self.limit:
-            self._end_round(now)
 
     def _lower(self, now: float) -> None:
         self.limit = max(self._least, int(self.limit * _LESS))
@@ -129,6 +143,11 @@ class Gate:
         self._fixed = fixed or 0
         self._used = self._waiting = 0
         self._changed = threading.Condition()
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the limit was given, and stays."""
+        return self._pace is None
 
     @property
     def limit(self) -> int:

@@ -38,6 +38,9 @@ T = TypeVar("T")
 SPLIT = 32 * 2**20
 """Objects from this size on go up in parts: a connection is seldom as fast as the line, and few fit in memory."""
 
+_BESIDE = 2
+"""So many more than are let through to the server make or take apart what is put or was read."""
+
 _PIECE = 2**18
 """Answers come in pieces of about so many bytes, which stay in the processor's cache until they are copied."""
 
@@ -62,6 +65,10 @@ class ObstoreStore(Store):
         self._client = client
         self._gate = Gate(concurrency)
         self._guard = Guard(self, client.honoured)
+
+    def useful_concurrency(self) -> int:
+        # A number that was asked for is kept to exactly.
+        return super().useful_concurrency() if self._gate.fixed else self._gate.limit + _BESIDE
 
     def get(self, key: str) -> bytes:
         return self._read(key, 0, lambda store: obstore.get(store, below("", key)).bytes().to_bytes())

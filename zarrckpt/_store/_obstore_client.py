@@ -13,7 +13,7 @@ import obstore
 
 from zarrckpt._errors import CheckpointError
 from zarrckpt._store import _azure_options, _failures, _gcs_options, _s3_options
-from zarrckpt._store._direct import DirectReads, direct_reads, is_set
+from zarrckpt._store._direct import DirectReads, direct_reads
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._guard import Honoured, honoured_by
 from zarrckpt._store._options import Translated
@@ -119,7 +119,7 @@ def _maker(kind: Callable[..., Any], place: Place, out: Translated) -> Callable[
 
 def _signer(store: Any, make: Callable[..., Any], out: Translated) -> Callable[[str], str]:
     """The url of a key's GET, signed where requests are."""
-    if not is_set(out, "skip_signature"):
+    if not _s3_options.is_set(out, "skip_signature"):
         return lambda key: str(obstore.sign(store, "GET", key, _EXPIRES))
     # obstore tells an url with a signature only.
     named = make(config={**out.config, "skip_signature": False}, credential_provider=lambda: dict(_NOBODY))

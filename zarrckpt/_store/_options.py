@@ -160,7 +160,12 @@ def is_true(value: Any) -> bool:
     return value is True or str(value).strip().lower() in ("1", "true", "yes", "on")
 
 
+def is_plain_http(endpoint: str | None) -> bool:
+    """Whether requests to an endpoint go without TLS; without an endpoint they go to the cloud's own, with it."""
+    return re.match("http://", endpoint or "", re.IGNORECASE) is not None
+
+
 def allow_plain_http(out: Translated, endpoint: str | None) -> None:
     """An endpoint that begins with http:// is meant so."""
-    if endpoint and re.match("http://", endpoint, re.IGNORECASE):
+    if is_plain_http(endpoint):
         out.client.setdefault("allow_http", True)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import base64
+import ipaddress
 import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store import _aws_credentials as aws
-from zarrckpt._store._options import COMMON, Table, Translated, Translator, allow_plain_http, is_true, pem
+from zarrckpt._store._options import (
+    COMMON,
+    Table,
+    Translated,
+    Translator,
+    allow_plain_http,
+    is_plain_http,
+    is_true,
+    pem,
+)
 
 _CONFIG = """
     access_key_id secret_access_key session_token region default_region endpoint bucket checksum_algorithm
@@ -197,14 +207,14 @@ def translate(options: Mapping[str, Any], bucket: str, provider: Callable[..., A
     out.config.pop("bucket", None)
     found = aws.resolve(out.config, profile, provider)
     out.credential_provider = found.provider
-    if found.region and not out.config.get("region") and not _environment("AWS_REGION", "AWS_DEFAULT_REGION"):
+    if found.region and not out.config.get("region") and not environment("AWS_REGION", "AWS_DEFAULT_REGION"):
         out.config["region"] = found.region
-    endpoint = out.config.pop("endpoint", None) or _environment(
+    endpoint = out.config.pop("endpoint", None) or environment(
         "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
     )
     _set_endpoint(out, endpoint or found.endpoint, bucket, reader.extra.get("use_ssl", True))
-    _leave_payloads_to_tls(out)
-    bundle = _environment("AWS_CA_BUNDLE")
+    _leave_payloads_unsigned(out)
+    bundle = environment("AWS_CA_BUNDLE")
     if bundle and "root_certificate" not in out.client:
         out.client["root_certificate"] = pem(bundle)
     return out
@@ -227,17 +237,33 @@ def _set_endpoint(out: Translated, endpoint: str | None, bucket: str, use_ssl: b
     allow_plain_http(out, endpoint)
 
 
-def _leave_payloads_to_tls(out: Translated) -> None:
+def _leave_payloads_unsigned(out: Translated) -> None:
     """TLS protects what is sent: hashing it as well, for the signature, would cost a core for each GB/s.
 
-    Not over plain HTTP, where the signature is the only protection: whoever listens could put other bytes with it.
+    Nor does anybody listen on the way to a server on this machine. On the way to others, over plain HTTP, the signature
+    is the only protection: whoever listens could put other bytes with it.
     """
-    secure = not out.config.get("endpoint", "").lower().startswith("http://")
-    if secure and not _environment("AWS_UNSIGNED_PAYLOAD"):
+    endpoint = out.config.get("endpoint", "")
+    if not environment("AWS_UNSIGNED_PAYLOAD") and (not is_plain_http(endpoint) or _is_here(endpoint)):
         out.config.setdefault("unsigned_payload", True)
 
 
-def _environment(*names: str) -> str | None:
+def _is_here(endpoint: str) -> bool:
+    """Whether a server's address is one of the loopback interface."""
+    host = urlsplit(endpoint).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def is_set(out: Translated, name: str) -> bool:
+    """Whether a switch of the S3 client is on, or a value is given, by the options or by the environment."""
+    value = out.config.get(name, os.environ.get(f"AWS_{name.upper()}"))
+    return bool(value) and str(value).strip().lower() not in ("0", "false", "no", "off")
+
+
+def environment(*names: str) -> str | None:
     return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 

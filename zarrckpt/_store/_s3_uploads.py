@@ -6,14 +6,13 @@ are paid for.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._store._base import Upload
-from zarrckpt._store._direct import is_set
 from zarrckpt._store._options import Translated, is_true
+from zarrckpt._store._s3_options import environment, is_set
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def _client(out: Translated, bucket: str) -> Any:
     region = next((out.config[name] for name in ("region", "default_region") if out.config.get(name)), None)
     return botocore.session.Session().create_client(
         "s3",
-        region_name=region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1",
+        region_name=region or environment("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
         endpoint_url=endpoint,
         verify=not is_true(out.client.get("allow_invalid_certificates", False)),
         config=botocore.config.Config(**config),
