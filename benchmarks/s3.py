@@ -1,4 +1,7 @@
-"""Save and load on S3, served from memory on the loopback: with no delay, and as slowly as a distant S3 answers."""
+"""Save and load on S3, served from memory on the loopback: with no delay, and as slowly as a distant S3 answers.
+
+Large tensors, where bytes are what takes time, and many small ones, where requests do.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,18 @@ from benchmarks.s3_server import Served, served
 LIMIT = "raw sockets"
 BUCKET = "bench"
 DISTANT = {"latency": 0.025, "bandwidth": 90e6}
-GOALS = {
-    "S3, no delay": {"s3torchconnector": (2.0, 3.0), "DCP + s3fs": (5.0, 8.0)},
-    "S3, 25 ms, 90 MB/s a connection": {"s3torchconnector": (1.7, 1.7), "DCP + s3fs": (12.0, 25.0)},
+NEAR, FAR, SMALL = "S3, no delay", "S3, 25 ms, 90 MB/s a connection", "S3, no delay, many tensors of 16 KiB"
+CONDITIONS: dict[str, dict[str, Any]] = {NEAR: {}, FAR: DISTANT, SMALL: {}}
+GOALS: dict[str, dict[str, tuple[float | None, float | None]]] = {
+    NEAR: {"s3torchconnector": (2.0, 3.0), "DCP + s3fs": (5.0, 8.0)},
+    FAR: {"s3torchconnector": (1.7, 1.7), "DCP + s3fs": (12.0, 25.0)},
+    SMALL: {"s3torchconnector": (None, None), "DCP + s3fs": (None, None)},
 }
 
 
 def run(options: Options) -> Results:
     found = Results()
-    for group, conditions in zip(GOALS, ({}, DISTANT), strict=True):
+    for group, conditions in CONDITIONS.items():
         with served(**conditions) as server:
             found.add(fresh(_measure, options, group, server, bool(conditions), env=server.environment))
     return found
@@ -46,7 +52,8 @@ def _measure(options: Options, group: str, server: Served, distant: bool) -> Res
     from benchmarks import state as states
 
     warnings.filterwarnings("ignore")
-    state: Any = states.make_state(options.gigabytes, options.dtype)
+    small, count = group == SMALL, 1000 if options.gigabytes >= 0.1 else 100
+    state: Any = states.small_tensors(count) if small else states.make_state(options.gigabytes, options.dtype)
     target = states.like(state)
     contenders = _contenders(server, distant)
     counts: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}

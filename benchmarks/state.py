@@ -42,6 +42,11 @@ def make_state(gigabytes: float, dtype: str = "float32") -> State:
     return state
 
 
+def small_tensors(count: int) -> State:
+    """So many vectors of 16 KiB."""
+    return {f"model.layers.{number}.weight": torch.rand(4096) for number in range(count)}
+
+
 def sharded(state: State) -> dict[str, Any]:
     """Every tensor as a DTensor with Shard(0) over all ranks, as FSDP has it; each in memory of its own."""
     import torch.distributed as dist

@@ -298,6 +298,11 @@ class _Inline:
         pass
 
 
+def _run(jobs: Iterable[Callable[[], T]], *limits: object, drawn_here: bool = False) -> list[T]:
+    """Jobs of the package, one after the other in the calling thread."""
+    return [job() for job in jobs]
+
+
 class _PerRank(MutableMapping[Any, Any]):
     """Takes the place of a dict that there is one of in each process: one for each rank."""
 
@@ -339,7 +344,7 @@ def _replaced(inline: bool) -> Iterator[None]:
     ours: dict[str, Any] = {"in_use": lambda: True, "Joining": _Joining, "Channel": Mesh, "_DistWrapper": Collectives}
     ours["memory_of"] = _memory_of
     if inline:
-        ours["ThreadPoolExecutor"] = _Inline
+        ours |= {"ThreadPoolExecutor": _Inline, "run": _run}
     places: list[tuple[Any, str, Any]] = [
         (state_dict_saver, "_DistWrapper", Collectives),
         (state_dict_loader, "_DistWrapper", Collectives),

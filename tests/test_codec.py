@@ -8,6 +8,7 @@ import math
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._grid import Box, Grid
 from zarrckpt._memory import BytesBudget
 from zarrckpt._store import Store
-from zarrckpt._transfer import chunk_jobs, read_box, run
+from zarrckpt._transfer import chunk_jobs, read_box, requests, run
 
 Ints = tuple[int, ...]
 
@@ -288,7 +289,11 @@ def test_documents_are_what_zarr_writes_for_the_same_array(tmp_path: Path) -> No
     assert document == node.document()
 
 
-def test_run_keeps_order_and_draws_jobs_as_threads_come_free() -> None:
+either = pytest.mark.parametrize("drawn_here", [False, True])
+
+
+@either
+def test_run_keeps_order_and_draws_jobs_as_threads_come_free(drawn_here: bool) -> None:
     drawn, gate = [], threading.Event()
 
     def jobs() -> Iterator[Any]:
@@ -297,7 +302,7 @@ def test_run_keeps_order_and_draws_jobs_as_threads_come_free() -> None:
             yield lambda i=i: gate.wait(10) and i
 
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(run(jobs(), 3)))
+    thread = threading.Thread(target=lambda: found.extend(run(jobs(), 3, drawn_here=drawn_here)))
     thread.start()
     thread.join(0.3)
     assert len(drawn) <= 8
@@ -306,7 +311,8 @@ def test_run_keeps_order_and_draws_jobs_as_threads_come_free() -> None:
     assert found == list(range(50))
 
 
-def test_run_begins_no_more_than_are_useful_which_may_change() -> None:
+@either
+def test_run_begins_no_more_than_are_useful_which_may_change(drawn_here: bool) -> None:
     useful, lock, under_way, most = 2, threading.Lock(), 0, {2: 0, 5: 0}
 
     def job(i: int) -> int:
@@ -321,11 +327,13 @@ def test_run_begins_no_more_than_are_useful_which_may_change() -> None:
                 useful = 5
         return i
 
-    assert run((partial(job, i) for i in range(60)), 16, lambda: useful) == list(range(60))
+    jobs = (partial(job, i) for i in range(60))
+    assert run(jobs, 16, lambda: useful, drawn_here=drawn_here) == list(range(60))
     assert most == {2: 2, 5: 5}
 
 
-def test_run_raises_the_first_error_and_starts_no_more() -> None:
+@either
+def test_run_raises_the_first_error_and_starts_no_more(drawn_here: bool) -> None:
     started = []
 
     def job(i: int) -> None:
@@ -334,8 +342,73 @@ def test_run_raises_the_first_error_and_starts_no_more() -> None:
             raise KeyError(i)
 
     with pytest.raises(KeyError):
-        run(((lambda i=i: job(i)) for i in range(1000)), 2)
+        run(((lambda i=i: job(i)) for i in range(1000)), 2, drawn_here=drawn_here)
     assert len(started) < 1000
+
+
+@either
+def test_run_ends_what_has_begun_where_no_further_job_can_be_drawn(drawn_here: bool) -> None:
+    ended = []
+
+    def jobs() -> Iterator[Any]:
+        for i in range(3):
+            yield lambda i=i: time.sleep(0.05) or ended.append(i)
+        raise KeyError("no more")
+
+    with pytest.raises(KeyError):
+        run(jobs(), 2, drawn_here=drawn_here)
+    count = len(ended)
+    time.sleep(0.2)
+    assert len(ended) == count <= 3
+
+
+def test_who_draws_and_who_works() -> None:
+    here = threading.get_ident()
+
+    def jobs() -> Iterator[Any]:
+        for _ in range(20):
+            drawing.add(threading.get_ident())
+            yield lambda: time.sleep(0.01) or working.add(threading.get_ident())
+
+    drawing: set[int] = set()
+    working: set[int] = set()
+    run(jobs(), 3)
+    assert drawing == working and here in working and len(working) == 3
+    drawing.clear()
+    working.clear()
+    run(jobs(), 3, drawn_here=True)
+    assert drawing == {here} and here not in working and len(working) == 3
+    # One job needs no thread.
+    assert run([threading.get_ident], 8) == [here]
+
+
+@either
+def test_run_keeps_no_job_alive_that_is_done(drawn_here: bool) -> None:
+    class Held:
+        pass
+
+    alive: weakref.WeakSet[Held] = weakref.WeakSet()
+    most = 0
+
+    def jobs() -> Iterator[Any]:
+        nonlocal most
+        for _ in range(50):
+            held = Held()
+            alive.add(held)
+            most = max(most, len(alive))
+            yield partial(len, [held])
+            del held
+
+    run(jobs(), 2, drawn_here=drawn_here)
+    assert most <= 8
+
+
+def test_requests_are_longer_where_memory_holds_many() -> None:
+    node = ArrayNode("w", Grid((1 << 26,), (1 << 26,), (1 << 18,)), by_name("uint8"))
+    places = range(256)
+    for limit, expected in ((1 << 20, 31), (256 << 20, 31), (384 << 20, 47), (512 << 20, 63), (1 << 40, 63)):
+        counts = [count for _, count in requests(node, places, BytesBudget(limit))]
+        assert sum(counts) == 256 and max(counts) == expected  # with its checksum, a subchunk has 4 bytes more
 
 
 def test_the_budget_bounds_bytes_and_lets_a_large_job_run_alone() -> None:

@@ -53,7 +53,7 @@ def read_arrays(
                     yield partial(counted, job)
 
     with catalog.guard():
-        run(jobs(), catalog.store.max_concurrency)
+        run(jobs(), catalog.store.max_concurrency, catalog.store.useful_concurrency)
     return arrays
 
 

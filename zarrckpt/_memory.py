@@ -43,7 +43,7 @@ class BytesBudget:
     """
 
     def __init__(self, limit: int, allocate: Callable[[int], Bytes] = plain_bytes) -> None:
-        self._limit = limit
+        self.limit = limit
         self._allocate = allocate
         self._held = 0
         self._free: list[Bytes] = []
@@ -52,7 +52,7 @@ class BytesBudget:
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
         """Count memory of somebody else's."""
-        need = min(nbytes, self._limit)
+        need = min(nbytes, self.limit)
         with self._changed:
             self._reserve(need)
             self._give_back()
@@ -68,7 +68,7 @@ class BytesBudget:
         A job takes all that it needs at once: jobs that hold some and wait for more could wait for each other.
         """
         size = _rounded(nbytes)
-        need = min(size + beside, self._limit)
+        need = min(size + beside, self.limit)
         with self._changed:
             self._reserve(need)
             memory = self._kept(size)
@@ -81,7 +81,7 @@ class BytesBudget:
             self._release(need, memory)
 
     def _reserve(self, need: int) -> None:
-        self._changed.wait_for(lambda: self._held + need <= self._limit)
+        self._changed.wait_for(lambda: self._held + need <= self.limit)
         self._held += need
 
     def _release(self, need: int, memory: Bytes | None = None) -> None:
@@ -101,7 +101,7 @@ class BytesBudget:
     def _give_back(self) -> None:
         """Return free memory to the system until what is held and kept is within the limit."""
         kept = sum(map(len, self._free))
-        while self._free and self._held + kept > self._limit:
+        while self._free and self._held + kept > self.limit:
             kept -= len(self._free.pop(0))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from zarrckpt._codec import RawArray
@@ -13,6 +15,7 @@ from zarrckpt._errors import CheckpointError
 from zarrckpt._grid import Box
 from zarrckpt._holdings import item_box
 from zarrckpt._plan import RankPlan, expect_piece
+from zarrckpt._planner import ZarrSavePlanner
 from zarrckpt._tensors import raw_tensor, torch_dtype
 
 
@@ -24,15 +27,18 @@ class Pieces:
         self._items = items
         self._planner = planner
         self._last: tuple[int, torch.Tensor | None] = (-1, None)
-        self._in_memory: set[int | None] = set()
+        self._in_memory: set[int] = set()
         """Items whose tensors are in CPU memory: their parts are views."""
+        self._raw: dict[int, RawArray] = {}
+        """The raw elements of items that lie in the state's own memory. Numpy cuts them; each call to torch gives the
+        interpreter's lock away, for which many threads wait."""
 
     def check(self) -> set[torch.device]:
         """Compare every tensor with what was planned; return where they are.
 
         Raises CheckpointError naming the fqn.
         """
-        devices = set()
+        devices, plain = set(), _gives_the_states_own(self._planner)
         for place, item in enumerate(self._items):
             if item.type != WriteItemType.BYTE_IO:
                 tensor = self._resolve(place)
@@ -40,6 +46,8 @@ class Pieces:
                 devices.add(tensor.device)
                 if tensor.device.type == "cpu":
                     self._in_memory.add(place)
+                    if plain and not (tensor.is_conj() or tensor.is_neg()):
+                        self._raw[place] = raw_tensor(item.index.fqn, tensor)
         return devices
 
     def nbytes(self, place: int, box: Box) -> int:
@@ -50,6 +58,11 @@ class Pieces:
         """A part of an item as raw elements: a view of its own memory, None where it is on another device."""
         if place is None or place not in self._in_memory:
             return None
+        if (raw := self._raw.get(place)) is not None:
+            # The ellipsis, so that a scalar stays a view.
+            region: tuple[Any, ...] = (*box.slices(item_box(self._items[place]).offset), ...)
+            part: RawArray = raw[region]
+            return part
         return raw_tensor(self._items[place].index.fqn, self._part(place, box))
 
     def copy(self, place: int, box: Box, out: RawArray) -> None:
@@ -76,3 +89,15 @@ class Pieces:
         tensor = tensor.detach()
         self._last = (place, tensor)
         return tensor
+
+
+def _gives_the_states_own(planner: SavePlanner) -> bool:
+    """Whether a planner gives the tensors of the state, not what it makes of them, which nobody else keeps."""
+    if not isinstance(planner, DefaultSavePlanner):
+        return False
+    kind = type(planner)
+    return (
+        kind.resolve_data is DefaultSavePlanner.resolve_data
+        and kind.transform_object is DefaultSavePlanner.transform_object
+        and kind.lookup_object in (DefaultSavePlanner.lookup_object, ZarrSavePlanner.lookup_object)
+    )

@@ -150,13 +150,14 @@ class RankWork:
         results: dict[str, ObjectResult | ArrayResult] = {
             item.index.fqn: result for item, result in zip(self._objects, written, strict=True)
         }
-        run(self._jobs(concurrency, channel), concurrency, self._store.useful_concurrency)
+        jobs = self._jobs(concurrency, channel)
+        run(jobs, concurrency, self._store.useful_concurrency, drawn_here=channel is not None)
         self._store.sync(self._keys)
         results |= {fqn: part.result() for fqn, part in self._written.items()}
         return [WriteResult(MetadataIndex(fqn), res.nbytes, res) for fqn, res in results.items()]
 
     def _jobs(self, concurrency: int, channel: Channel | None) -> Iterator[Callable[[], None]]:
-        """Jobs for the threads. Drawn in the calling thread, which swaps pieces in between: others wait for those."""
+        """Jobs for the threads. With a channel, whoever draws them swaps pieces in between: others wait for those."""
         for path, document in self._plan.documents.items():
             yield partial(self._put_document, path, document)
         # The largest first, so that no large one is left alone at the end.

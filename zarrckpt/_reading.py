@@ -55,6 +55,8 @@ class _Target:
             )
         if overlaps(self._tensor):
             raise KeyMismatchError(f"{self.fqn!r} {OVERLAPS}")
+        # Now, not for each chunk: every call to torch gives the interpreter's lock away, for which threads then wait.
+        self._memory = self._raw_memory()
 
     @property
     def device(self) -> torch.device:
@@ -70,15 +72,15 @@ class _Target:
             return None
         node = self._node.under(self._catalog.root.tree)
         table = self._catalog.chunk_table(self._node, wanted.chunk)
-        return ChunkRead(node, wanted.chunk, wanted.first, wanted.cells, self.box, self._memory(), table)
+        return ChunkRead(node, wanted.chunk, wanted.first, wanted.cells, self.box, self._memory, table)
 
     def jobs(self, chunk: Ints, memory: BytesBudget) -> list[Job]:
         """What fills this target's part of a chunk that no other target here needs."""
         table = self._catalog.chunk_table(self._node, chunk)
         node = self._node.under(self._catalog.root.tree)
-        return chunk_jobs(self._catalog.store, node, chunk, self.box, self._memory(), table, memory)
+        return chunk_jobs(self._catalog.store, node, chunk, self.box, self._memory, table, memory)
 
-    def _memory(self) -> _codec.Target:
+    def _raw_memory(self) -> _codec.Target:
         dtype = torch_dtype(self._node)
         tensor = self._tensor.detach()
         return raw_view(tensor) if can_view(tensor, dtype) else CopiedTensor(tensor, dtype)
@@ -146,7 +148,7 @@ class TensorReads:
                         yield partial(self._counted, job)
                     continue
                 places = {place for target in those for place in places_in(node.grid, chunk, target.box)}
-                for first, cells in requests(node, sorted(places - (delivered or set()))):
+                for first, cells in requests(node, sorted(places - (delivered or set())), self._memory):
                     yield partial(self._read_run, Run(fqn, chunk, first, cells))
 
     def _counted(self, job: Job) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
@@ -41,7 +41,9 @@ STREAM_BYTES = 32 << 20
 """Of a chunk in a local file, about so much is one thread's."""
 
 READ_BYTES = 8 << 20
-"""Neighbouring subchunks are fetched together up to this many bytes a request."""
+"""Neighbouring subchunks are fetched together up to this many bytes a request, and twice that where memory allows."""
+_REQUESTS = 32
+"""So many requests are to fit in memory at once, where they are longer."""
 
 
 class Tally:
@@ -70,48 +72,143 @@ def check_limits(least: int = 1, /, **limits: int) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def run(jobs: Iterable[Callable[[], T]], concurrency: int, useful: Callable[[], int] | None = None) -> list[T]:
+def run(
+    jobs: Iterable[Callable[[], T]],
+    concurrency: int,
+    useful: Callable[[], int] | None = None,
+    *,
+    drawn_here: bool = False,
+) -> list[T]:
     """Run jobs on ``concurrency`` threads; return their results in order. The first error stops what has not begun.
+
+    The calling thread is one of them, and whichever is free draws the next job, so that a generator never holds more
+    than these alive. ``drawn_here``: the calling thread draws all of them instead, a few ahead, and does none.
 
     ``useful`` says how many jobs are worth being under way, which may change: threads beyond that would only wait, and
     take turns with the interpreter and the processors' caches that the others need.
     """
-    failures: list[BaseException] = []
-    changed = threading.Condition()
-    begun = 0
 
-    def room() -> bool:
-        return bool(failures) or begun < (2 * concurrency if useful is None else useful())
+    def limit() -> int:
+        return concurrency if useful is None else min(concurrency, useful())
 
-    def call(job: Callable[[], T]) -> T:
-        try:
-            return job()
-        except BaseException as err:
-            failures.append(err)
-            raise
-        finally:
-            nonlocal begun
-            with changed:
-                begun -= 1
-                changed.notify()
+    if drawn_here:
+        return _run_drawn_here(jobs, limit)
+    crew = _Crew(jobs, limit)
+    crew.work()
+    return crew.results()
 
-    futures: list[Future[T]] = []
-    pool = ThreadPoolExecutor(concurrency, thread_name_prefix="zarrckpt")
+
+def _run_drawn_here(jobs: Iterable[Callable[[], T]], limit: Callable[[], int]) -> list[T]:
+    drawn: SimpleQueue[Callable[[], T] | None] = SimpleQueue()
+    room = threading.Semaphore(limit())
+
+    def taken() -> Iterator[Callable[[], T]]:
+        while (job := drawn.get()) is not None:
+            room.release()
+            yield job
+
+    crew = _Crew(taken(), limit, stopping=room.release)
+    crew.start()
     try:
         for job in jobs:
-            # Jobs are drawn as threads come free: a generator then never holds more than these alive.
-            with changed:
-                changed.wait_for(room)
-                begun += 1
-            if failures:
+            room.acquire()
+            if crew.stopped:
                 break
-            futures.append(pool.submit(call, job))
-        wait(futures, return_when=FIRST_EXCEPTION)
+            drawn.put(job)
+    except BaseException:
+        crew.stop()
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)
-    if failures:
-        raise failures[0]
-    return [future.result() for future in futures]
+        drawn.put(None)
+        crew.join()
+    return crew.results()
+
+
+class _Crew(Generic[T]):
+    """Threads that draw jobs, one after the other, until there are none or one has failed.
+
+    Not a pool that somebody hands jobs to: for small jobs the handing over, where threads wait for the interpreter's
+    lock, takes longer than what is done.
+    """
+
+    def __init__(
+        self, jobs: Iterable[Callable[[], T]], limit: Callable[[], int], stopping: Callable[[], None] | None = None
+    ) -> None:
+        self._jobs = enumerate(jobs)
+        self._limit = limit
+        self._stopping = stopping
+        self._drawing = threading.Lock()
+        self._working = 0
+        self._threads: list[threading.Thread] = []
+        self._results: dict[int, T] = {}
+        self._failures: list[BaseException] = []
+        self.stopped = False
+
+    def work(self) -> None:
+        """Draw jobs in this thread too, until all are done."""
+        self._working += 1
+        try:
+            self._work()
+            self.join()
+        except BaseException:  # a signal's, between two jobs
+            self.stop()
+            self.join()
+            raise
+
+    def start(self) -> None:
+        """Begin to draw jobs in other threads."""
+        self._working += 1
+        thread = threading.Thread(target=self._work, name="zarrckpt")
+        self._threads.append(thread)
+        thread.start()
+
+    def stop(self) -> None:
+        """No further job is begun."""
+        self.stopped = True
+        if self._stopping is not None:
+            self._stopping()
+
+    def join(self) -> None:
+        """Wait until what has begun is done."""
+        # The list grows meanwhile: threads start others.
+        for thread in self._threads:
+            thread.join()
+
+    def results(self) -> list[T]:
+        """What the jobs have returned, in their order. Raises the first of their errors."""
+        if self._failures:
+            raise self._failures[0]
+        return [self._results[number] for number in range(len(self._results))]
+
+    def _work(self) -> None:
+        while (task := self._draw()) is not None:
+            try:
+                self._results[task[0]] = task[1]()
+            except BaseException as err:
+                self._fail(err)
+            # A job may hold a chunk's memory.
+            del task
+
+    def _draw(self) -> tuple[int, Callable[[], T]] | None:
+        """The next job; None where this thread is to end. Another thread starts where one more is useful."""
+        with self._drawing:
+            task = None
+            if self._working <= self._limit() and not self.stopped:
+                try:
+                    task = next(self._jobs, None)
+                    self.stopped |= task is None
+                except BaseException as err:
+                    self._fail(err)
+            if task is None or self.stopped:
+                self._working -= 1
+                return None
+            if self._working < self._limit():
+                self.start()
+            return task
+
+    def _fail(self, error: BaseException) -> None:
+        self._failures.append(error)
+        self.stop()
 
 
 @dataclass(frozen=True)
@@ -146,13 +243,14 @@ def chunk_jobs(
     streamed = stream_jobs(store, node, chunk, box, target, table, memory)
     if streamed is not None:
         return streamed
-    runs = requests(node, places_in(node.grid, chunk, box))
+    runs = requests(node, places_in(node.grid, chunk, box), memory)
     return [partial(read_chunk, store, ChunkRead(node, chunk, *part, box, target, table), memory) for part in runs]
 
 
-def requests(node: ArrayNode, places: Sequence[int]) -> list[tuple[int, int]]:
+def requests(node: ArrayNode, places: Sequence[int], memory: BytesBudget) -> list[tuple[int, int]]:
     """Sorted places of a chunk's subchunks as (first, count), each for one request."""
-    return _codec.runs(places, max(1, READ_BYTES // _codec.subchunk_bytes(node.grid, node.dtype.itemsize)))
+    most = min(2 * READ_BYTES, max(READ_BYTES, memory.limit // _REQUESTS))
+    return _codec.runs(places, max(1, most // _codec.subchunk_bytes(node.grid, node.dtype.itemsize)))
 
 
 def places_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:

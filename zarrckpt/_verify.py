@@ -262,7 +262,7 @@ class _Verification:
     def _check_chunk(self, node: ArrayNode, chunk: Ints) -> Fault:
         """Read a chunk in parts of some MiB, subchunks and index."""
         key, table = node.under(self._catalog.root.tree).chunk_key(chunk), self._catalog.chunk_table(node, chunk)
-        for begin, end in _parts(node, table):
+        for begin, end in _parts(node, table, self._memory):
             with self._memory.hold(end - begin):
                 stored = np.frombuffer(self._store.read(key, begin, end - begin), np.uint8)
                 if not table.check(begin, stored, node.compression):
@@ -302,10 +302,10 @@ def _all_chunks(node: ArrayNode) -> Iterator[Ints]:
     return iter(np.ndindex(*node.grid.counts)) if node.grid.num_chunks else iter(())
 
 
-def _parts(node: ArrayNode, table: ChunkTable) -> Iterator[tuple[int, int]]:
+def _parts(node: ArrayNode, table: ChunkTable, memory: BytesBudget) -> Iterator[tuple[int, int]]:
     """The bytes of a chunk's object, from and to, at bounds of subchunks; its index at the end."""
     count = len(table.checksums)
-    for first, cells in requests(node, range(count)):
+    for first, cells in requests(node, range(count), memory):
         yield table.begin(first), table.begin(first + cells)
     if table.object_size > table.begin(count):
         yield table.begin(count), table.object_size

@@ -41,6 +41,9 @@ SPLIT = 32 * 2**20
 _BESIDE = 2
 """So many more than are let through to the server make or take apart what is put or was read."""
 
+_FEW = 2**19
+"""So many bytes are read with one call to obstore: what is done around each request costs more than to copy them."""
+
 _PIECE = 2**18
 """Answers come in pieces of about so many bytes, which stay in the processor's cache until they are copied."""
 
@@ -110,13 +113,18 @@ class ObstoreStore(Store):
 
     def _fetch(self, store: Any, key: str, byte_offset: int, buffer: memoryview) -> int:
         """Fill ``buffer``; return how many of its bytes the object has. The last attempt is obstore's alone."""
+        whole = (byte_offset, byte_offset + len(buffer))
+        if len(buffer) <= _FEW:
+            data = memoryview(obstore.get_range(store, below("", key), start=whole[0], end=whole[1]))
+            buffer[: len(data)] = data
+            return len(data)
         direct = self._client.direct if store is self._client.once else None
         if direct is not None and direct.usable:
             done = direct.read_into(below("", key), byte_offset, buffer)
             if done is not None:
                 return done
         done = 0
-        answer = obstore.get(store, below("", key), options={"range": (byte_offset, byte_offset + len(buffer))})
+        answer = obstore.get(store, below("", key), options={"range": whole})
         if direct is not None:
             direct.give_up()
         # Piece by piece into memory that is used again: a whole answer would be put together in new memory.
