@@ -23,7 +23,7 @@ demo: .venv/.demo
 	$(BIN)/python examples/train_fsdp2.py $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

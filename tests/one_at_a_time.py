@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 import zarrckpt
-from zarrckpt import ZarrStorageWriter, _commit, _finish, _transfer, _writer
+from zarrckpt import ZarrStorageWriter, _commit, _crew, _finish, _writer
 from zarrckpt._api import save_with
 from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._mail import Facts
@@ -187,7 +187,7 @@ def one_thread() -> Iterator[None]:
     Jobs that threads would do side by side make one request each, so every interleaving of theirs is an order.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("zarrckpt.")]
-    original = _transfer.run
+    original = _crew.run
     with ExitStack() as patches:
         for module in modules:
             if getattr(module, "run", None) is original:

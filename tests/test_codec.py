@@ -26,13 +26,14 @@ from zarr.storage import MemoryStore
 
 from zarrckpt import _codec
 from zarrckpt._chunk_table import chunk_table
+from zarrckpt._crew import run
 from zarrckpt._documents import ArrayNode, dumps
 from zarrckpt._dtypes import DTYPES, by_name
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._grid import Box, Grid
 from zarrckpt._memory import BytesBudget
 from zarrckpt._store import Store
-from zarrckpt._transfer import chunk_jobs, read_box, requests, run
+from zarrckpt._transfer import chunk_jobs, read_box, requests
 
 Ints = tuple[int, ...]
 
@@ -380,6 +381,20 @@ def test_who_draws_and_who_works() -> None:
     assert drawing == {here} and here not in working and len(working) == 3
     # One job needs no thread.
     assert run([threading.get_ident], 8) == [here]
+
+
+def test_run_makes_do_with_the_threads_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, left = threading.Thread.start, [2]
+
+    def scarce(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    assert run([partial(int, n) for n in range(50)], 8) == list(range(50))
+    assert run([partial(int, n) for n in range(50)], 8) == list(range(50))
 
 
 @either

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from zarrckpt._catalog import Catalog
+from zarrckpt._crew import run
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._grid import Box
 from zarrckpt._memory import BytesBudget
-from zarrckpt._transfer import Job, Progress, Tally, chunk_jobs, new_array, raw_dtype, run
+from zarrckpt._transfer import Job, Progress, Tally, chunk_jobs, new_array, raw_dtype
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

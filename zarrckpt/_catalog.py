@@ -12,6 +12,7 @@ import numpy as np
 
 from zarrckpt import _codec, _commit, _compression, _values
 from zarrckpt._chunk_table import ChunkTable, chunk_table
+from zarrckpt._crew import run
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import (
     CheckpointError,
@@ -23,7 +24,7 @@ from zarrckpt._errors import (
 from zarrckpt._grid import Ints
 from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, Root, Table, ValueEntry, table_node
 from zarrckpt._store import Store, StoreSpec
-from zarrckpt._transfer import LARGE_BYTES, look_for_end, read_box, run
+from zarrckpt._transfer import LARGE_BYTES, look_for_end, read_box
 
 _MANY = 1 << 16
 """Subchunks of one array: a list of so many is no burden."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zarrckpt import _commit
 from zarrckpt._arrays import read_arrays
 from zarrckpt._catalog import Catalog
+from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, join
 from zarrckpt._errors import (
     CheckpointError,
@@ -27,7 +28,7 @@ from zarrckpt._matching import hint, select
 from zarrckpt._root import HOUSE, BlobEntry
 from zarrckpt._state_path import StatePath
 from zarrckpt._store import Store, StoreSpec, join_url
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, run
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from zarrckpt._codec import RawArray, encode_chunk
 from zarrckpt._crc32c import crc32c
+from zarrckpt._crew import run
 from zarrckpt._documents import NODE, dumps, group_document, join
 from zarrckpt._errors import (
     CheckpointError,
@@ -44,7 +45,6 @@ from zarrckpt._root import (
     parse_root,
     table_node,
 )
-from zarrckpt._transfer import run
 
 if TYPE_CHECKING:
     from zarrckpt._store import Buffer, Store

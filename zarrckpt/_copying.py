@@ -18,6 +18,7 @@ from zarrckpt import _codec, _commit
 from zarrckpt._catalog import Catalog
 from zarrckpt._commit import Attempt
 from zarrckpt._copy_plan import Changes, changed, digest
+from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
 from zarrckpt._errors import (
     CheckpointError,
@@ -33,7 +34,7 @@ from zarrckpt._report import CopyReport
 from zarrckpt._resuming import Found, Record, find, is_listed, read_made
 from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, Root, now, parent_groups
 from zarrckpt._store import Buffer, Store
-from zarrckpt._transfer import Progress, Tally, check_limits, run
+from zarrckpt._transfer import Progress, Tally, check_limits
 
 
 def copy_checkpoint(

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from zarrckpt import _codec, _names, _values
 from zarrckpt._commit import Attempt, tables_of
+from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
 from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
 from zarrckpt._plan import Layout
@@ -31,7 +32,6 @@ from zarrckpt._root import (
 )
 from zarrckpt._state_path import DICT, LIST, StatePath
 from zarrckpt._store import Store
-from zarrckpt._transfer import run
 from zarrckpt._version import __version__
 
 

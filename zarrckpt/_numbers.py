@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from zarrckpt._catalog import Catalog
+from zarrckpt._crew import run
 from zarrckpt._grid import Box
 from zarrckpt._memory import BytesBudget
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, Tally, read_box, run
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, Tally, read_box
 
 Part = TypeVar("Part")
 Numbers = np.ndarray[Any, np.dtype[Any]]

@@ -12,10 +12,11 @@ import numpy as np
 
 from zarrckpt._catalog import Catalog
 from zarrckpt._codec import RawArray
+from zarrckpt._crew import run
 from zarrckpt._documents import ArrayNode
 from zarrckpt._grid import Box, Ints
 from zarrckpt._memory import BytesBudget
-from zarrckpt._transfer import Job, chunk_jobs, raw_dtype, run
+from zarrckpt._transfer import Job, chunk_jobs, raw_dtype
 
 T = TypeVar("T")
 

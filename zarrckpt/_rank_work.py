@@ -23,6 +23,7 @@ from zarrckpt import _codec, _values
 from zarrckpt._chunking import MAX_CHUNK_BYTES
 from zarrckpt._codec import RawArray
 from zarrckpt._compressed import CompressedEncoder, Encoder, encoder_of, encoding_memory
+from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, Json, dumps, join
 from zarrckpt._dtypes import by_name
 from zarrckpt._exchange import Channel, Joining, PeerLost, entered
@@ -33,7 +34,7 @@ from zarrckpt._root import BlobEntry, ValueEntry
 from zarrckpt._store import Store
 from zarrckpt._swap import Received, Swap
 from zarrckpt._tensors import transfer_memory
-from zarrckpt._transfer import Progress, run
+from zarrckpt._transfer import Progress
 
 Group = Sequence[memoryview | bytes]
 """Buffers of a chunk that go to the store together."""

@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from zarrckpt import _mail
 from zarrckpt._catalog import Catalog
+from zarrckpt._crew import run
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError
 from zarrckpt._exchange import choose
@@ -37,7 +38,7 @@ from zarrckpt._root import Root
 from zarrckpt._sharing import Shares, plan_shares, wanted_boxes
 from zarrckpt._store import StoreSpec
 from zarrckpt._tensors import torch_dtype
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits, run
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
 
 
 class ZarrStorageReader(StorageReader):

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from zarrckpt import _codec
 from zarrckpt._catalog import Catalog
+from zarrckpt._crew import run
 from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError
 from zarrckpt._exchange import Channel, Joining, PeerLost, entered
 from zarrckpt._grid import Box, Ints, intersect
@@ -31,7 +32,6 @@ from zarrckpt._transfer import (
     fetch,
     places_in,
     requests,
-    run,
     unpacking_bytes,
 )
 

@@ -15,12 +15,13 @@ from zarrckpt._catalog import Catalog
 from zarrckpt._codec import RawArray
 from zarrckpt._compressed import CompressedEncoder, Encoder, encoder_of, encoding_memory
 from zarrckpt._compression import most_stored
+from zarrckpt._crew import run
 from zarrckpt._documents import ArrayNode
 from zarrckpt._dtypes import DType
 from zarrckpt._grid import Box, Ints, intersect
 from zarrckpt._memory import BytesBudget
 from zarrckpt._store import Store
-from zarrckpt._transfer import READ_BYTES, chunk_jobs, raw_dtype, run, unpacking_bytes
+from zarrckpt._transfer import READ_BYTES, chunk_jobs, raw_dtype, unpacking_bytes
 
 _READS_AT_ONCE = 8
 """Of one chunk, from a distant store: few large chunks fit into the memory bound."""

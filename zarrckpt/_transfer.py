@@ -1,14 +1,13 @@
-"""Run chunk jobs: many at a time, within a memory bound, first failure wins."""
+"""Read chunks: jobs that fetch, check and copy what a box needs of one, within a memory bound."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from zarrckpt._codec import RawArray, Target
     from zarrckpt._documents import ArrayNode
     from zarrckpt._store import Store
-
-T = TypeVar("T")
 
 Job = Callable[[], tuple[int, int]]
 """Returns the bytes that it has fetched, and those that it has filled."""
@@ -70,145 +67,6 @@ def check_limits(least: int = 1, /, **limits: int) -> None:
             raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def run(
-    jobs: Iterable[Callable[[], T]],
-    concurrency: int,
-    useful: Callable[[], int] | None = None,
-    *,
-    drawn_here: bool = False,
-) -> list[T]:
-    """Run jobs on ``concurrency`` threads; return their results in order. The first error stops what has not begun.
-
-    The calling thread is one of them, and whichever is free draws the next job, so that a generator never holds more
-    than these alive. ``drawn_here``: the calling thread draws all of them instead, a few ahead, and does none.
-
-    ``useful`` says how many jobs are worth being under way, which may change: threads beyond that would only wait, and
-    take turns with the interpreter and the processors' caches that the others need.
-    """
-
-    def limit() -> int:
-        return concurrency if useful is None else min(concurrency, useful())
-
-    if drawn_here:
-        return _run_drawn_here(jobs, limit)
-    crew = _Crew(jobs, limit)
-    crew.work()
-    return crew.results()
-
-
-def _run_drawn_here(jobs: Iterable[Callable[[], T]], limit: Callable[[], int]) -> list[T]:
-    drawn: SimpleQueue[Callable[[], T] | None] = SimpleQueue()
-    room = threading.Semaphore(limit())
-
-    def taken() -> Iterator[Callable[[], T]]:
-        while (job := drawn.get()) is not None:
-            room.release()
-            yield job
-
-    crew = _Crew(taken(), limit, stopping=room.release)
-    crew.start()
-    try:
-        for job in jobs:
-            room.acquire()
-            if crew.stopped:
-                break
-            drawn.put(job)
-    except BaseException:
-        crew.stop()
-        raise
-    finally:
-        drawn.put(None)
-        crew.join()
-    return crew.results()
-
-
-class _Crew(Generic[T]):
-    """Threads that draw jobs, one after the other, until there are none or one has failed.
-
-    Not a pool that somebody hands jobs to: for small jobs the handing over, where threads wait for the interpreter's
-    lock, takes longer than what is done.
-    """
-
-    def __init__(
-        self, jobs: Iterable[Callable[[], T]], limit: Callable[[], int], stopping: Callable[[], None] | None = None
-    ) -> None:
-        self._jobs = enumerate(jobs)
-        self._limit = limit
-        self._stopping = stopping
-        self._drawing = threading.Lock()
-        self._working = 0
-        self._threads: list[threading.Thread] = []
-        self._results: dict[int, T] = {}
-        self._failures: list[BaseException] = []
-        self.stopped = False
-
-    def work(self) -> None:
-        """Draw jobs in this thread too, until all are done."""
-        self._working += 1
-        try:
-            self._work()
-            self.join()
-        except BaseException:  # a signal's, between two jobs
-            self.stop()
-            self.join()
-            raise
-
-    def start(self) -> None:
-        """Begin to draw jobs in other threads."""
-        self._working += 1
-        thread = threading.Thread(target=self._work, name="zarrckpt")
-        self._threads.append(thread)
-        thread.start()
-
-    def stop(self) -> None:
-        """No further job is begun."""
-        self.stopped = True
-        if self._stopping is not None:
-            self._stopping()
-
-    def join(self) -> None:
-        """Wait until what has begun is done."""
-        # The list grows meanwhile: threads start others.
-        for thread in self._threads:
-            thread.join()
-
-    def results(self) -> list[T]:
-        """What the jobs have returned, in their order. Raises the first of their errors."""
-        if self._failures:
-            raise self._failures[0]
-        return [self._results[number] for number in range(len(self._results))]
-
-    def _work(self) -> None:
-        while (task := self._draw()) is not None:
-            try:
-                self._results[task[0]] = task[1]()
-            except BaseException as err:
-                self._fail(err)
-            # A job may hold a chunk's memory.
-            del task
-
-    def _draw(self) -> tuple[int, Callable[[], T]] | None:
-        """The next job; None where this thread is to end. Another thread starts where one more is useful."""
-        with self._drawing:
-            task = None
-            if self._working <= self._limit() and not self.stopped:
-                try:
-                    task = next(self._jobs, None)
-                    self.stopped |= task is None
-                except BaseException as err:
-                    self._fail(err)
-            if task is None or self.stopped:
-                self._working -= 1
-                return None
-            if self._working < self._limit():
-                self.start()
-            return task
-
-    def _fail(self, error: BaseException) -> None:
-        self._failures.append(error)
-        self.stop()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from zarrckpt._catalog import Catalog
 from zarrckpt._chunk_table import ChunkTable
 from zarrckpt._commit import CLAIM_KEY, marker_key
 from zarrckpt._compression import DecodeError
+from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
 from zarrckpt._errors import (
     CheckpointReplacedError,
@@ -27,7 +28,7 @@ from zarrckpt._errors import (
 from zarrckpt._grid import Ints
 from zarrckpt._memory import BytesBudget
 from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, parse_claim, parse_marker, table_node
-from zarrckpt._transfer import Progress, Tally, requests, run
+from zarrckpt._transfer import Progress, Tally, requests
 
 _UNSTORED = 1 << 16
 """A document can claim any number of chunks: at most so many are looked for that no table is stored for."""
