@@ -30,7 +30,7 @@ def run(options: Options) -> Results:
     found = Results()
     for group, conditions in CONDITIONS.items():
         with served(**conditions) as server:
-            found.add(fresh(_measure, options, group, server, bool(conditions), env=server.environment))
+            found.add(fresh(_measure, options, group, server, env=server.environment))
     return found
 
 
@@ -48,11 +48,11 @@ def _contenders(server: Served, distant: bool) -> list[Any]:
     return [*s3_contenders(), Contender(LIMIT, "os", put, get, "limit")]
 
 
-def _measure(options: Options, group: str, server: Served, distant: bool) -> Results:
+def _measure(options: Options, group: str, server: Served) -> Results:
     from benchmarks import state as states
 
     warnings.filterwarnings("ignore")
-    small, count = group == SMALL, 1000 if options.gigabytes >= 0.1 else 100
+    distant, small, count = group == FAR, group == SMALL, 1000 if options.gigabytes >= 0.1 else 100
     state: Any = states.small_tensors(count) if small else states.make_state(options.gigabytes, options.dtype)
     target = states.like(state)
     contenders = _contenders(server, distant)

@@ -174,7 +174,7 @@ class Running(threading.local):
 running = Running()
 
 
-def _run(jobs: Iterable[Callable[[], T]], *limits: object, drawn_here: bool = False) -> list[T]:
+def _run(jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False) -> list[T]:
     numbered = [*enumerate(jobs)]
     found = {number: job() for number, job in running.order(numbered)}
     return [found[number] for number, _ in numbered]

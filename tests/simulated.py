@@ -298,7 +298,7 @@ class _Inline:
         pass
 
 
-def _run(jobs: Iterable[Callable[[], T]], *limits: object, drawn_here: bool = False) -> list[T]:
+def _run(jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False) -> list[T]:
     """Jobs of the package, one after the other in the calling thread."""
     return [job() for job in jobs]
 

@@ -329,7 +329,7 @@ def test_run_begins_no_more_than_are_useful_which_may_change(drawn_here: bool) -
         return i
 
     jobs = (partial(job, i) for i in range(60))
-    assert run(jobs, 16, lambda: useful, drawn_here=drawn_here) == list(range(60))
+    assert run(jobs, lambda: useful, drawn_here=drawn_here) == list(range(60))
     assert most == {2: 2, 5: 5}
 
 

@@ -19,6 +19,7 @@ from store_servers import S3Place
 from zarrckpt._errors import StorageError
 from zarrckpt._store import Store, StoreSpec, _azure_options, open_store
 from zarrckpt._store._secrets import MARKER, redact, secret_values
+from zarrckpt.testing import FaultyStore
 
 SECRET = "hunter2-very-secret"
 
@@ -313,3 +314,12 @@ def test_other_stores_work_in_a_forked_child(kind: str, request: pytest.FixtureR
 
     assert in_forked_child(use) == ""
     assert store.get("from-child") == b"y"
+
+
+def test_no_more_transfers_are_useful_than_are_asked_for(tmp_path: Path) -> None:
+    for spec in (
+        StoreSpec(tmp_path, concurrency=1),
+        StoreSpec(None, FaultyStore(tmp_path), concurrency=1),
+        StoreSpec("s3://bucket/run", storage_options={"anon": True}, concurrency=1),
+    ):
+        assert spec.open().useful_concurrency() == 1

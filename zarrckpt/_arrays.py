@@ -47,14 +47,14 @@ def read_arrays(
     def jobs() -> Iterator[Callable[[], None]]:
         for fqn, node in nodes.items():
             box = Box((0,) * len(node.grid.shape), node.grid.shape)
+            stored = node.under(catalog.root.tree)
             for chunk in node.grid.chunks_of(box):
                 table = catalog.chunk_table(node, chunk)
-                stored = node.under(catalog.root.tree)
                 for job in chunk_jobs(catalog.store, stored, chunk, box, raw[fqn], table, memory):
                     yield partial(counted, job)
 
     with catalog.guard():
-        run(jobs(), catalog.store.max_concurrency, catalog.store.useful_concurrency)
+        run(jobs(), catalog.store.useful_concurrency)
     return arrays
 
 

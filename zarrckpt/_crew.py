@@ -11,24 +11,18 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-def run(
-    jobs: Iterable[Callable[[], T]],
-    concurrency: int,
-    useful: Callable[[], int] | None = None,
-    *,
-    drawn_here: bool = False,
-) -> list[T]:
+def run(jobs: Iterable[Callable[[], T]], concurrency: int | Callable[[], int], *, drawn_here: bool = False) -> list[T]:
     """Run jobs on ``concurrency`` threads; return their results in order. The first error stops what has not begun.
 
     The calling thread is one of them, and whichever is free draws the next job, so that a generator never holds more
     than these alive. ``drawn_here``: the calling thread draws all of them instead, a few ahead, and does none.
 
-    ``useful`` says how many jobs are worth being under way, which may change: threads beyond that would only wait, and
-    take turns with the interpreter and the processors' caches that the others need.
+    ``concurrency`` may be a function where the number changes: threads beyond what is useful would only wait, and take
+    turns with the interpreter and the processors' caches that the others need.
     """
 
     def limit() -> int:
-        return concurrency if useful is None else min(concurrency, useful())
+        return concurrency if isinstance(concurrency, int) else concurrency()
 
     if drawn_here:
         return _run_drawn_here(jobs, limit)

@@ -80,7 +80,7 @@ def read_parts(catalog: Catalog, parts: Sequence[Part], max_inflight_bytes: int)
                 yield from chunk_jobs(catalog.store, stored, chunk, part.box, array, table, memory)
 
     with catalog.guard():
-        run(jobs(), catalog.store.max_concurrency, catalog.store.useful_concurrency)
+        run(jobs(), catalog.store.useful_concurrency)
     return arrays
 
 

@@ -15,7 +15,7 @@ from zarrckpt._errors import CheckpointError
 from zarrckpt._grid import Box
 from zarrckpt._holdings import item_box
 from zarrckpt._plan import RankPlan, expect_piece
-from zarrckpt._planner import ZarrSavePlanner
+from zarrckpt._planner import ZarrSavePlanner, resolves_as_dcp
 from zarrckpt._tensors import raw_tensor, torch_dtype
 
 
@@ -93,11 +93,5 @@ class Pieces:
 
 def _gives_the_states_own(planner: SavePlanner) -> bool:
     """Whether a planner gives the tensors of the state, not what it makes of them, which nobody else keeps."""
-    if not isinstance(planner, DefaultSavePlanner):
-        return False
-    kind = type(planner)
-    return (
-        kind.resolve_data is DefaultSavePlanner.resolve_data
-        and kind.transform_object is DefaultSavePlanner.transform_object
-        and kind.lookup_object in (DefaultSavePlanner.lookup_object, ZarrSavePlanner.lookup_object)
-    )
+    found = (DefaultSavePlanner.lookup_object, ZarrSavePlanner.lookup_object)
+    return resolves_as_dcp(planner) and type(planner).lookup_object in found

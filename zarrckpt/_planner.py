@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -45,6 +45,15 @@ def listed(faults: Sequence[str]) -> str:
     """Differences between target and checkpoint for a message, a line each."""
     more = [f"and {len(faults) - 50} more"] if len(faults) > 50 else []
     return "".join(f"\n  {line}" for line in [*faults[:50], *more])
+
+
+def resolves_as_dcp(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Whether a planner makes nothing else of what it looks up than DCP's default one does."""
+    return (
+        isinstance(planner, DefaultSavePlanner)
+        and type(planner).resolve_data is DefaultSavePlanner.resolve_data
+        and type(planner).transform_object is DefaultSavePlanner.transform_object
+    )
 
 
 class ZarrSavePlanner(DefaultSavePlanner):

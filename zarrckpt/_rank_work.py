@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -30,6 +29,7 @@ from zarrckpt._exchange import Channel, Joining, PeerLost, entered
 from zarrckpt._grid import Box, Grid, Ints
 from zarrckpt._pieces import Pieces
 from zarrckpt._plan import ChunkPlan, RankPlan
+from zarrckpt._planner import resolves_as_dcp
 from zarrckpt._root import BlobEntry, ValueEntry
 from zarrckpt._store import Store
 from zarrckpt._swap import Received, Swap
@@ -151,20 +151,20 @@ class RankWork:
         results: dict[str, ObjectResult | ArrayResult] = {
             item.index.fqn: result for item, result in zip(self._objects, written, strict=True)
         }
-        jobs = self._jobs(concurrency, channel)
-        run(jobs, concurrency, self._store.useful_concurrency, drawn_here=channel is not None)
+        jobs = self._jobs(channel)
+        run(jobs, self._store.useful_concurrency, drawn_here=channel is not None)
         self._store.sync(self._keys)
         results |= {fqn: part.result() for fqn, part in self._written.items()}
         return [WriteResult(MetadataIndex(fqn), res.nbytes, res) for fqn, res in results.items()]
 
-    def _jobs(self, concurrency: int, channel: Channel | None) -> Iterator[Callable[[], None]]:
+    def _jobs(self, channel: Channel | None) -> Iterator[Callable[[], None]]:
         """Jobs for the threads. With a channel, whoever draws them swaps pieces in between: others wait for those."""
         for path, document in self._plan.documents.items():
             yield partial(self._put_document, path, document)
         # The largest first, so that no large one is left alone at the end.
         ordered = sorted(self._plan.chunks, key=self._chunk_bytes, reverse=True)
         own = (partial(self._put_chunk, chunk, {}) for chunk in ordered)
-        some = min(concurrency, self._store.useful_concurrency())
+        some = self._store.useful_concurrency()
         yield from itertools.islice(own, some)
         if channel is not None:
             swap = Swap(channel, self._plan, self._pieces)
@@ -276,11 +276,7 @@ def _lookup(planner: SavePlanner, item: WriteItem) -> object:
     where the planner has not changed that rule. A planner with a rule of its own gives bytes that only it
     understands.
     """
-    if (
-        isinstance(planner, DefaultSavePlanner)
-        and type(planner).transform_object is DefaultSavePlanner.transform_object
-        and type(planner).resolve_data is DefaultSavePlanner.resolve_data
-    ):
+    if resolves_as_dcp(planner):
         return planner.lookup_object(item.index)
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):

@@ -46,6 +46,7 @@ class _Target:
         self._item = item
         self._planner = planner
         self._node = catalog.root.tensors[self.fqn]
+        self._stored = self._node.under(catalog.root.tree)
         self._tensor = planner.resolve_tensor(item)
         if tuple(self._tensor.shape) != self.box.shape:
             raise UnsupportedLayoutError(
@@ -70,15 +71,13 @@ class _Target:
         """A run as a request of this target; None where the target needs nothing of its chunk."""
         if intersect(self._node.grid.chunk_box(wanted.chunk), self.box) is None:
             return None
-        node = self._node.under(self._catalog.root.tree)
         table = self._catalog.chunk_table(self._node, wanted.chunk)
-        return ChunkRead(node, wanted.chunk, wanted.first, wanted.cells, self.box, self._memory, table)
+        return ChunkRead(self._stored, wanted.chunk, wanted.first, wanted.cells, self.box, self._memory, table)
 
     def jobs(self, chunk: Ints, memory: BytesBudget) -> list[Job]:
         """What fills this target's part of a chunk that no other target here needs."""
         table = self._catalog.chunk_table(self._node, chunk)
-        node = self._node.under(self._catalog.root.tree)
-        return chunk_jobs(self._catalog.store, node, chunk, self.box, self._memory, table, memory)
+        return chunk_jobs(self._catalog.store, self._stored, chunk, self.box, self._memory, table, memory)
 
     def _raw_memory(self) -> _codec.Target:
         dtype = torch_dtype(self._node)
@@ -128,7 +127,7 @@ class TensorReads:
         self._memory = transfer_memory(self._limit, {target.device for target in self._all()})
         if joining is not None:
             self._share(concurrency, shares, joining)
-        run(self._own_jobs(), concurrency, self._catalog.store.useful_concurrency)
+        run(self._own_jobs(), self._catalog.store.useful_concurrency)
         for target in self._all():
             target.finish()
 

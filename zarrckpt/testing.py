@@ -147,7 +147,7 @@ class FaultyStore(Store):
         self._lock = threading.Lock()
 
     def useful_concurrency(self) -> int:
-        return self._inner.useful_concurrency()
+        return min(self.max_concurrency, self._inner.useful_concurrency())
 
     def get(self, key: str) -> bytes:
         return self._read("get", key, lambda: self._inner.get(key))

@@ -81,8 +81,8 @@ class Store(abc.ABC):
     """How many transfers (puts and reads) to run at once. A store may let fewer of them through at a time."""
 
     def useful_concurrency(self) -> int:
-        """How many transfers are worth being under way now, with what is done to their bytes."""
-        return 2 * self.max_concurrency
+        """How many transfers are worth being under way now, with what is done to their bytes: at most the above."""
+        return self.max_concurrency
 
     def failure(self, what: str, error: BaseException) -> StorageError:
         """A client's error as one of this package's own: what was done, where, why, the next step; never a secret."""

@@ -71,7 +71,7 @@ class ObstoreStore(Store):
 
     def useful_concurrency(self) -> int:
         # A number that was asked for is kept to exactly.
-        return super().useful_concurrency() if self._gate.fixed else self._gate.limit + _BESIDE
+        return self.max_concurrency if self._gate.fixed else min(self.max_concurrency, self._gate.limit + _BESIDE)
 
     def get(self, key: str) -> bytes:
         return self._read(key, 0, lambda store: obstore.get(store, below("", key)).bytes().to_bytes())
