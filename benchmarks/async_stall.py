@@ -1,17 +1,32 @@
-"""How long ``async_save`` keeps the training loop, against one copy of the state, and what it costs the steps after."""
+"""How long ``async_save`` keeps the training loop, against one copy of the state, and what the steps after lose."""
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import tempfile
 import time
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from benchmarks.measure import Options, fresh, seconds
 from benchmarks.results import Figure, Results
 
 GROUP = "async save"
+PEER = "dcp.async_save"
+
+Save = Callable[[str], Any]
+"""Saves the state in the background; returns a future."""
+
+
+class _Save(NamedTuple):
+    """Seconds: of the call, from the call to the commit, lost to training; and how much slower steps were."""
+
+    stall: float
+    whole: float
+    lost: float
+    slower: float
 
 
 def run(options: Options) -> Results:
@@ -20,9 +35,8 @@ def run(options: Options) -> Results:
 
 
 def _measure(options: Options, folder: str) -> Results:
-    import shutil
-
     import torch
+    import torch.distributed.checkpoint as dcp
 
     import zarrckpt
     from benchmarks import state as states
@@ -32,29 +46,46 @@ def _measure(options: Options, folder: str) -> Results:
     state: dict[str, Any] = states.make_state(options.gigabytes, options.dtype)
     copy = states.like(state)
     step = _training(states)
-    alone = statistics.median(step() for _ in range(20))
-    stalls, copies, beside, whole = [], [], [], []
+    savers: dict[str, Save] = {
+        "zarrckpt": lambda path: zarrckpt.async_save(state, path, durable=False),
+        PEER: lambda path: dcp.async_save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=False)),
+    }
+    found: dict[str, list[_Save]] = {name: [] for name in savers}
+    copies = []
     for number in range(options.rounds + 1):
         copies.append(seconds(lambda: [copy[name].copy_(tensor) for name, tensor in state.items()]))
-        began = time.perf_counter()
-        future = zarrckpt.async_save(state, f"{folder}/{number}", durable=False)
-        stalls.append(time.perf_counter() - began)
-        while not future.done():
-            beside.append(step())
-        future.result()
-        whole.append(time.perf_counter() - began)
-        shutil.rmtree(f"{folder}/{number}")
+        for name, save in savers.items():
+            found[name].append(_one(save, f"{folder}/{number}", step))
     one = statistics.median(copies[1:])
-    slower = statistics.mean(beside) / alone if beside else None
-    return Results(
-        figures=[
-            Figure(GROUP, "stall, in copies of the state", statistics.median(stalls[1:]) / one, "", 1.3, most=True),
-            Figure(GROUP, "the first stall, which allocates the staging area", stalls[0] / one),
-            Figure(GROUP, "one copy of the state", one, "s"),
-            Figure(GROUP, "call to commit", statistics.median(whole[1:]), "s"),
-            Figure(GROUP, "a training step (one thread) beside the background part, against alone", slower, "x"),
-        ]
-    )
+    return Results(figures=[*_figures(found, one), Figure(GROUP, "one copy of the state", one, "s")])
+
+
+def _one(save: Save, path: str, step: Callable[[], float]) -> _Save:
+    alone = statistics.median(step() for _ in range(100))
+    began = time.perf_counter()
+    future = save(path)
+    stall = time.perf_counter() - began
+    beside = []
+    while not future.done():
+        beside.append(step())
+    future.result()
+    whole = time.perf_counter() - began
+    shutil.rmtree(path)
+    lost = sum(beside) - len(beside) * alone
+    return _Save(stall, whole, stall + lost, sum(beside) / alone / max(1, len(beside)))
+
+
+def _figures(found: dict[str, list[_Save]], one: float) -> Iterator[Figure]:
+    for name, saves in found.items():
+        goal = 1.3 if name == "zarrckpt" else None
+        stall, whole, lost, slower = (statistics.median(values) for values in zip(*saves[1:], strict=True))
+        yield Figure(GROUP, f"{name}: stall, in copies of the state", stall / one, "", goal, most=True)
+        yield Figure(GROUP, f"{name}: the first stall, which allocates the staging area", saves[0].stall / one)
+        yield Figure(GROUP, f"{name}: call to commit", whole, "s")
+        yield Figure(GROUP, f"{name}: a training step beside the background part, against alone", slower, "x")
+        yield Figure(GROUP, f"{name}: training time lost, stall and slower steps", lost, "s")
+    lost, peers = (statistics.median(save.lost for save in found[name][1:]) for name in ("zarrckpt", PEER))
+    yield Figure(GROUP, f"training time lost by {PEER} over zarrckpt's", peers / lost, "x")
 
 
 def _training(states: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import make_run, same, snapshot
 from ranks import all_ranks_raise, run_ranks
 from store_servers import S3Place
@@ -25,6 +26,7 @@ from uneven_states import clear, differing, mesh_of, sharded, uneven_state
 
 import zarrckpt
 from zarrckpt import _async
+from zarrckpt._store import _local
 
 
 def _whole(run: Any) -> dict[str, Any]:
@@ -200,6 +202,43 @@ def test_tensors_of_every_layout_are_copied(threads: int, tmp_path: Path) -> Non
             assert [name for name in target if not torch.equal(target[name], expected[name])] == []
     finally:
         torch.set_num_threads(set_before)
+
+
+class _Threads:
+    """As ``progress``: the threads that write, each slow enough that others begin where they may."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def __call__(self, done: int, total: int) -> None:
+        self.seen.add(threading.get_ident())
+        time.sleep(0.01)
+
+    def count(self) -> int:
+        """Of threads since the last call."""
+        found = len(self.seen)
+        self.seen.clear()
+        return found
+
+
+def test_training_keeps_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_local, "BESIDE_TRAINING", 1)
+    monkeypatch.setattr(_local.LocalStore, "max_concurrency", 4)
+    state = {f"t{number}": torch.full((1 << 18,), float(number)) for number in range(16)}
+    threads = _Threads()
+    zarrckpt.async_save(state, tmp_path / "1", progress=threads).result(timeout=60)
+    assert threads.count() == 1
+    # A number of the caller's own is kept to.
+    zarrckpt.async_save(state, tmp_path / "2", progress=threads, concurrency=3).result(timeout=60)
+    assert threads.count() == 3
+    # With DCP's own calls, and one writer.
+    writer = zarrckpt.ZarrStorageWriter(progress=threads)
+    dcp.async_save(state, checkpoint_id=tmp_path / "3", storage_writer=writer).result(timeout=60)
+    assert threads.count() == 1
+    dcp.save(state, checkpoint_id=tmp_path / "4", storage_writer=writer)
+    assert threads.count() == 4
+    for number in "1234":
+        assert zarrckpt.open(tmp_path / number)["t7"][0] == 7
 
 
 def test_inference_mode_and_back(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 import zarrckpt
 from benchmarks.s3_server import Served, served
 from zarrckpt._store import Store, open_store
+from zarrckpt._store._base import BESIDE_TRAINING
 from zarrckpt._store._direct import DirectReads
 from zarrckpt._store._gate import DISTANT, MOST, START
 
@@ -190,3 +191,27 @@ def test_the_number_at_once_belongs_to_a_spec_and_is_pickled_with_it() -> None:
     options = {"key": "k", "secret": "s", "region": "x"}
     assert StoreSpec("s3://bucket", storage_options=options).open().max_concurrency == MOST
     assert StoreSpec("s3://bucket", storage_options=options, concurrency=7).open().max_concurrency == 7
+
+
+@pytest.mark.parametrize("nbytes", [1000, 3 << 20])
+def test_few_objects_are_made_at_once_beside_training(nbytes: int) -> None:
+    making, most, lock = 0, 0, threading.Lock()
+
+    def groups() -> Any:
+        nonlocal making, most
+        with lock:
+            making += 1
+            most = max(most, making)
+        time.sleep(0.02)
+        yield [bytes(nbytes)]
+        with lock:
+            making -= 1
+
+    with served() as server:
+        store = store_of(server, concurrency=8)
+        store.beside_training = True
+        at_once(store, lambda number: store.put_parts(f"{number}", groups), 16)
+        assert most == BESIDE_TRAINING
+        store.beside_training = False
+        at_once(store, lambda number: store.put_parts(f"{number}", groups), 16)
+        assert most == min(4, os.cpu_count() or 1)

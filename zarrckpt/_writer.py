@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from threading import current_thread
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,6 +31,9 @@ from zarrckpt._rank_work import RankWork
 from zarrckpt._root import now
 from zarrckpt._store import StoreSpec
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
+
+_BACKGROUND = ("zarrckpt-async", "AsyncCheckpointExecutor")
+"""How the threads are called in which ``zarrckpt.async_save`` and ``dcp.async_save`` write, beside training."""
 
 
 class ZarrStorageWriter(StorageWriter):
@@ -87,6 +91,7 @@ class ZarrStorageWriter(StorageWriter):
             check_limits(concurrency=concurrency)
         self._sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
         self._spec = StoreSpec(url, store, storage_options, credential_provider, durable, concurrency)
+        self._exactly = concurrency is not None
         self._overwrite = overwrite
         self._keep_replaced = keep_replaced
         self._portable_dtypes = portable_dtypes
@@ -214,6 +219,8 @@ class ZarrStorageWriter(StorageWriter):
             rank_plan, items = self._reuse.arrived(key, rank_plan, items)
         assert rank_plan is not None
         store = self._spec.open()
+        # A number of the caller's own is kept to.
+        store.beside_training = not self._exactly and current_thread().name.startswith(_BACKGROUND)
         work = RankWork(store, ticket.tree, rank_plan, items, planner, self._max_inflight_bytes, self._progress)
         future: Future[list[WriteResult]] = Future()
         with _commit.losing_is_named(store, ticket.save_id, ticket.base_id):

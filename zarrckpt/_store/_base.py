@@ -31,8 +31,27 @@ Reader = Callable[[int, Sequence[memoryview]], None]
 Buffer = bytes | bytearray | memoryview
 """What is written: any C-contiguous buffer of bytes. It must not change until the call returns."""
 
-MAKERS = threading.Semaphore(min(4, os.cpu_count() or 1))
-"""Of objects that are taken whole, so many are made at a time: the first are then on their way early."""
+
+def _own_processors() -> int:
+    """How many processors a process has, where the ranks of its machine share them alike."""
+    every = os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    if own < every:
+        return own
+    # As torchrun says it.
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, every // int(ranks)) if ranks.isdecimal() and int(ranks) else every
+
+
+BESIDE_TRAINING = max(1, min(2, _own_processors() - 1))
+"""How many threads work on bytes while training runs in another one: it has a processor, and most of the interpreter.
+
+Each such thread also takes the interpreter's lock thousands of times a second from training, which gives it away at
+every operation of torch.
+"""
+
+_MAKERS = threading.Semaphore(min(4, os.cpu_count() or 1))
+_FEW_MAKERS = threading.Semaphore(BESIDE_TRAINING)
 
 
 @dataclass(frozen=True)
@@ -80,9 +99,17 @@ class Store(abc.ABC):
     max_concurrency: int = 16
     """How many transfers (puts and reads) to run at once. A store may let fewer of them through at a time."""
 
+    beside_training = False
+    """Whether training goes on in another thread: then :data:`BESIDE_TRAINING` threads work on bytes."""
+
     def useful_concurrency(self) -> int:
         """How many transfers are worth being under way now, with what is done to their bytes: at most the above."""
         return self.max_concurrency
+
+    @property
+    def makers(self) -> threading.Semaphore:
+        """Of objects that are taken whole, so many are made at a time: the first are then on their way early."""
+        return _FEW_MAKERS if self.beside_training else _MAKERS
 
     def failure(self, what: str, error: BaseException) -> StorageError:
         """A client's error as one of this package's own: what was done, where, why, the next step; never a secret."""
@@ -137,7 +164,7 @@ class Store(abc.ABC):
         Local files take each group before they ask for the next, so that its memory may be used again; other stores
         take all of them first, of a few objects at a time. ``groups`` is called once for each try.
         """
-        with MAKERS:
+        with self.makers:
             buffers = [buffer for group in groups() for buffer in group]
         self.put(key, buffers)
 

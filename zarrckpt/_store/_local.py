@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._store import _failures
 from zarrckpt._store import _local_commit as files
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Reader, Store, Upload, Versioned
+from zarrckpt._store._base import BESIDE_TRAINING, Buffer, Listing, ObjectInfo, Reader, Store, Upload, Versioned
 from zarrckpt._store._keys import byte_views, check_key
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ class LocalStore(Store):
         self._pool: ThreadPoolExecutor | None = None
         self._syncs: dict[str, Future[None]] = {}
         """Of what has been written and is not known to be durable yet."""
+
+    def useful_concurrency(self) -> int:
+        return min(self.max_concurrency, BESIDE_TRAINING) if self.beside_training else self.max_concurrency
 
     def get(self, key: str) -> bytes:
         return self._read(key, files.read_file)

@@ -22,7 +22,7 @@ from obstore import exceptions as client_errors
 
 from zarrckpt._errors import CheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
-from zarrckpt._store._base import MAKERS, Buffer, Listing, ObjectInfo, Store, Upload, Versioned
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, Upload, Versioned
 from zarrckpt._store._direct import TransferError
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._gate import MOST, Gate, Slot
@@ -145,7 +145,7 @@ class ObstoreStore(Store):
 
     def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
         with ExitStack() as stack:
-            with MAKERS:
+            with self.makers:
                 views = byte_views([buffer for group in groups() for buffer in group])
                 nbytes = sum(map(len, views))
                 # Its turn comes before the next one is made: what waits for a connection only takes memory.
