@@ -65,14 +65,14 @@ def _one(save: Save, path: str, step: Callable[[], float]) -> _Save:
     began = time.perf_counter()
     future = save(path)
     stall = time.perf_counter() - began
-    beside = []
+    beside = [step()]
     while not future.done():
         beside.append(step())
     future.result()
     whole = time.perf_counter() - began
     shutil.rmtree(path)
     lost = sum(beside) - len(beside) * alone
-    return _Save(stall, whole, stall + lost, sum(beside) / alone / max(1, len(beside)))
+    return _Save(stall, whole, stall + lost, sum(beside) / alone / len(beside))
 
 
 def _figures(found: dict[str, list[_Save]], one: float) -> Iterator[Figure]:
