@@ -23,7 +23,7 @@ from zarrckpt._planner import ZarrSavePlanner
 from zarrckpt._report import SaveReport
 from zarrckpt._staging import Stager
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
-from zarrckpt._writer import ZarrStorageWriter
+from zarrckpt._writer import ASYNC_THREAD, ZarrStorageWriter
 
 _log = logging.getLogger("zarrckpt")
 
@@ -90,7 +90,7 @@ class _Saver:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stager = Stager()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zarrckpt-async")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=ASYNC_THREAD)
         self._last: _SaveFuture | None = None
         self._groups: dict[tuple[int, ...], tuple[object, dist.ProcessGroup]] = {}
 

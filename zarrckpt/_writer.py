@@ -32,7 +32,8 @@ from zarrckpt._root import now
 from zarrckpt._store import StoreSpec
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
 
-_BACKGROUND = ("zarrckpt-async", "AsyncCheckpointExecutor")
+ASYNC_THREAD = "zarrckpt-async"
+_BACKGROUND = (ASYNC_THREAD, "AsyncCheckpointExecutor")
 """How the threads are called in which ``zarrckpt.async_save`` and ``dcp.async_save`` write, beside training."""
 
 
