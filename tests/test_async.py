@@ -27,6 +27,7 @@ from uneven_states import clear, differing, mesh_of, sharded, uneven_state
 import zarrckpt
 from zarrckpt import _async
 from zarrckpt._store import _local
+from zarrckpt.testing import FaultyStore
 
 
 def _whole(run: Any) -> dict[str, Any]:
@@ -237,7 +238,10 @@ def test_training_keeps_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert threads.count() == 1
     dcp.save(state, checkpoint_id=tmp_path / "4", storage_writer=writer)
     assert threads.count() > 1
-    for number in "1234":
+    # Through the store of the package's own tests, too.
+    zarrckpt.async_save(state, store=FaultyStore(tmp_path / "5"), progress=threads).result(timeout=60)
+    assert threads.count() == 1
+    for number in "12345":
         assert zarrckpt.open(tmp_path / number)["t7"][0] == 7
 
 

@@ -125,29 +125,29 @@ class RankWork:
         self._written: dict[str, _Written] = {}
         self._done = self._total = 0
 
-    def write(self, concurrency: int, joining: Joining | None) -> list[WriteResult]:
+    def write(self, joining: Joining | None) -> list[WriteResult]:
         """Write everything and make it durable; one result an entry that this rank has written something of.
 
         ``joining`` is the mesh that pieces move on. Where a peer is lost, the only result is a :class:`LostPeer`: it is
         the peer's error that counts.
         """
         if joining is None:
-            return self._write(concurrency, None)
+            return self._write(None)
         try:
             # First of all, so that the others hear of whatever fails here.
             with entered(joining) as channel:
-                return self._write(concurrency, channel)
+                return self._write(channel)
         except PeerLost as err:
             return [WriteResult(MetadataIndex(""), 0, LostPeer(str(err)))]
 
-    def _write(self, concurrency: int, channel: Channel | None) -> list[WriteResult]:
+    def _write(self, channel: Channel | None) -> list[WriteResult]:
         self._memory = transfer_memory(self._limit, self._pieces.check())
         rounds = self._plan.rounds.values()
         chunks = [*self._plan.chunks, *(chunk for round in rounds for chunk in round.chunks)]
         self._written = {chunk.fqn: _Written() for chunk in chunks}
         self._total = sum(self._chunk_bytes(chunk) for chunk in chunks)
         # Values first: what can't be kept is found before gigabytes are on their way.
-        written = run((partial(self._write_object, item) for item in self._objects), concurrency)
+        written = run((partial(self._write_object, item) for item in self._objects), self._store.max_concurrency)
         results: dict[str, ObjectResult | ArrayResult] = {
             item.index.fqn: result for item, result in zip(self._objects, written, strict=True)
         }

@@ -92,7 +92,6 @@ class ZarrStorageWriter(StorageWriter):
             check_limits(concurrency=concurrency)
         self._sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
         self._spec = StoreSpec(url, store, storage_options, credential_provider, durable, concurrency)
-        self._exactly = concurrency is not None
         self._overwrite = overwrite
         self._keep_replaced = keep_replaced
         self._portable_dtypes = portable_dtypes
@@ -221,11 +220,11 @@ class ZarrStorageWriter(StorageWriter):
         assert rank_plan is not None
         store = self._spec.open()
         # A number of the caller's own is kept to.
-        store.beside_training = not self._exactly and current_thread().name.startswith(_BACKGROUND)
+        store.beside_training = self._spec.concurrency is None and current_thread().name.startswith(_BACKGROUND)
         work = RankWork(store, ticket.tree, rank_plan, items, planner, self._max_inflight_bytes, self._progress)
         future: Future[list[WriteResult]] = Future()
         with _commit.losing_is_named(store, ticket.save_id, ticket.base_id):
-            future.set_result(work.write(store.max_concurrency, _mail.joining()))
+            future.set_result(work.write(_mail.joining()))
         return future
 
     # -- the coordinator

@@ -146,6 +146,14 @@ class FaultyStore(Store):
         self._stopped = False
         self._lock = threading.Lock()
 
+    @property
+    def beside_training(self) -> bool:
+        return self._inner.beside_training
+
+    @beside_training.setter
+    def beside_training(self, now: bool) -> None:
+        self._inner.beside_training = now
+
     def useful_concurrency(self) -> int:
         return min(self.max_concurrency, self._inner.useful_concurrency())
 

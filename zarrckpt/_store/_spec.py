@@ -66,7 +66,7 @@ class StoreSpec:
         self._options = dict(storage_options or {})
         self._provider = credential_provider
         self._durable = durable
-        self._concurrency = concurrency
+        self.concurrency = concurrency
         if store is not None:
             if storage_options or credential_provider is not None:
                 raise StorageError("storage_options and credential_provider belong to a url, not to a ready store=")
@@ -101,8 +101,8 @@ class StoreSpec:
         """
         if self._opened is None or self._opened[0] != os.getpid():
             store = self._make()
-            if self._concurrency is not None:
-                store.max_concurrency = self._concurrency
+            if self.concurrency is not None:
+                store.max_concurrency = self.concurrency
             self._opened = (os.getpid(), store)
         return self._opened[1]
 
@@ -136,7 +136,7 @@ class StoreSpec:
             "_options": redact(self._options),
             "_provider": _picklable(self._provider),
             "_durable": self._durable,
-            "_concurrency": self._concurrency,
+            "concurrency": self.concurrency,
             "_address": self._address if redact_url(self._address) == self._address else MARKER + self.url,
             "_pid": self._pid,
         }
@@ -162,7 +162,7 @@ class StoreSpec:
 
     def _identity(self) -> tuple[Any, ...]:
         store = self._ready.store if self._ready is not None else None
-        return self._address, id(store), self._options, self._provider, self._durable, self._concurrency
+        return self._address, id(store), self._options, self._provider, self._durable, self.concurrency
 
     def _make(self) -> Store:
         if has_marker(self._options) or has_marker(self._address):
@@ -201,7 +201,7 @@ class StoreSpec:
         from zarrckpt._store._obstore import ObstoreStore
         from zarrckpt._store._obstore_client import open_client
 
-        return ObstoreStore(open_client(place, self._options, self._provider), self.url, self._concurrency)
+        return ObstoreStore(open_client(place, self._options, self._provider), self.url, self.concurrency)
 
     def _from_fsspec(self) -> Store:
         from zarrckpt._store._fsspec import FsspecStore
