@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from memory_peaks import peak_of, traced_peak_of
-from ranks import idle_meshes, run_ranks
+from ranks import context, idle_meshes, run_ranks
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, _async_process_executor
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -46,8 +46,8 @@ from uneven_states import (
 )
 
 import zarrckpt
-from zarrckpt import ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
-from zarrckpt._exchange import Channel
+from zarrckpt import ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter, _exchange
+from zarrckpt._exchange import Channel, MeshId, PeerLost
 from zarrckpt._store._local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -429,9 +429,7 @@ def test_a_rank_that_fails_while_reads_are_shared(tmp_path: Path) -> None:
 
 
 def _job(folder: Path, function: Callable[..., None], *args: Any) -> list[int | None]:
-    """A job of four processes that may die; their exit codes. Forked from one that has all imported."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp", "zarr", "pytest"])
+    """A job of four processes that may die; their exit codes."""
     store = tempfile.mktemp(dir=folder)
     processes = [context.Process(target=_rank_of_a_job, args=(store, rank, function, *args)) for rank in ALL]
     for process in processes:
@@ -448,6 +446,52 @@ def _rank_of_a_job(store: str, rank: int, function: Callable[..., None], *args: 
     function(*args)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+class SlowStore(dist.Store):
+    """A rank's store that answers slowly, so that it joins last."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def clone(self) -> Any:
+        return self
+
+    def set(self, key: Any, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        time.sleep(0.2)
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        found: int = self._store.add(key, value)
+        return found
+
+    def wait(self, keys: Any, timeout: Any = None) -> None:
+        self._store.wait(keys)
+
+
+def _leave_at_once() -> str:
+    """All ranks join a mesh, one of them slowly; another leaves as soon as it has joined. What went wrong."""
+    store = dist.distributed_c10d._get_default_store()
+    slow = SlowStore(store) if dist.get_rank() == 0 else store
+    with (
+        patch.object(_exchange, "JOIN_TIMEOUT", timedelta(seconds=10)),
+        patch.object(dist.distributed_c10d, "_get_default_store", lambda: slow),
+    ):
+        try:
+            channel = Channel(MeshId(ALL, "left-at-once"))
+        except PeerLost as err:
+            return str(err)
+        if dist.get_rank() == 1:
+            channel.close()
+    return ""
+
+
+def test_nobody_leaves_a_mesh_before_all_have_joined() -> None:
+    assert run_ranks(_leave_at_once) == [""] * 4
 
 
 def _die(folder: str, victim: int) -> None:

@@ -68,6 +68,11 @@ class Channel:
         try:
             # torch's type stubs lack most of this class.
             self._group: Any = dist.ProcessGroupGloo(prefixed, self._me, len(mesh.members), JOIN_TIMEOUT)
+            # Nobody hangs up before all have joined: whoever still connects to others would fail, and they would wait
+            # for it until the timeout.
+            if prefixed.add("zarrckpt-joined", 1) == len(mesh.members):
+                prefixed.set("zarrckpt-complete", "")
+            prefixed.wait(["zarrckpt-complete"], JOIN_TIMEOUT)
         except RuntimeError as err:
             raise PeerLost(f"the mesh of ranks {list(mesh.members)} was not made: {err}") from None
 
