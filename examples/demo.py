@@ -17,8 +17,6 @@ from launch import Event, Training, TrainingFailed
 from look_inside import look_inside
 from s3_server import s3_server
 
-PROCESSES = 4
-
 
 def demonstrate(args: argparse.Namespace) -> int:
     """Run it all; returns the exit status."""
@@ -53,7 +51,7 @@ class Demo:
     def run(self) -> int:
         """The story in four parts, and the verdict."""
         args, found, began = self.args, self.found, time.monotonic()
-        print(f"1. Train on {PROCESSES} processes ({_mesh(args.tp)}) without a break, to compare with")
+        print(f"1. Train on {args.processes} processes ({_mesh(args.tp)}) without a break, to compare with")
         self.train_uninterrupted()
         how = "saved in the background " if args.background else ""
         print(f"\n2. The same, with a checkpoint {how}every {args.every} steps to {self.url}")
@@ -84,7 +82,7 @@ class Demo:
 
     def train_uninterrupted(self) -> None:
         lines = Lines(self.args.every)
-        with self.training("uninterrupted", PROCESSES, self.args.tp, "--every", 0) as training:
+        with self.training("uninterrupted", self.args.processes, self.args.tp, "--every", 0) as training:
             for event in training.events():
                 if event["event"] == "start":
                     text = f"{event['text']:,} bytes of the Python standard library's source"
@@ -96,7 +94,7 @@ class Demo:
 
     def train_and_kill(self) -> None:
         found, lines = self.found, Lines(self.args.every)
-        with self.training("killed", PROCESSES, self.args.tp, *self.saving_options()) as training:
+        with self.training("killed", self.args.processes, self.args.tp, *self.saving_options()) as training:
             for event in training.events():
                 if event["event"] == "step":
                     found.killed[event["step"]] = event["loss"]
@@ -109,7 +107,7 @@ class Demo:
                     lines.remark(f"{event['url'].rsplit('/', 1)[1]} saved: {size}, {event['seconds']:.1f} s")
                 if found.saves and max(found.killed) >= self.args.kill_at:
                     training.kill()
-                    lines.remark(f"all {PROCESSES} processes killed (SIGKILL)")
+                    lines.remark(f"all {self.args.processes} processes killed (SIGKILL)")
                     return
         raise TrainingFailed("the training was over before it was killed: use more --steps, or a smaller --kill-at")
 
@@ -155,7 +153,7 @@ class Demo:
             losses += " That is fp32 rounding: another\n   number of processes adds up the same terms in another order."
         print(
             f"\nWhat was seen\n"
-            f"   Runs 1 and 2, both on {PROCESSES} processes: losses {same}.\n"
+            f"   Runs 1 and 2, both on {args.processes} processes: losses {same}.\n"
             f"   Run 3, on {args.resume_on} processes, began with {exactly}. {losses}\n"
             f"   The loss curve {continues}.\n"
             f"   {kept} This took {seconds:.0f} s."

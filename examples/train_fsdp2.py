@@ -21,12 +21,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="steps to train (%(default)s)")
     parser.add_argument("--every", type=int, default=5, help="steps from checkpoint to checkpoint (%(default)s)")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the 4 (%(default)s)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
     parser.add_argument("--async", action="store_true", dest="background", help="save in the background")
     demo = parser.add_argument_group("demonstration")
     demo.add_argument("--s3", action="store_true", help="save to s3://, on a moto server started for this")
     demo.add_argument("--dir", help="keep checkpoints and logs in this new folder (default: a temporary one)")
     demo.add_argument("--kill-at", type=int, help="kill the training after this step (default: 2.5 times --every)")
+    demo.add_argument("--processes", type=int, default=4, help="processes to train on (%(default)s)")
     demo.add_argument("--resume-on", type=int, default=2, help="processes to resume on (%(default)s)")
     demo.add_argument("--resume-tp", type=int, default=1, help="--tp of the resumed run (%(default)s)")
     demo.add_argument("--json", help="write the findings to this file, too")
@@ -59,7 +60,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         args.kill_at = args.every * 5 // 2
     if not args.every < args.kill_at < args.steps:
         parser.error(f"--kill-at {args.kill_at} must lie after the first checkpoint and before the last step")
-    for processes, tp in ((4, args.tp), (args.resume_on, args.resume_tp)):
+    for processes, tp in ((args.processes, args.tp), (args.resume_on, args.resume_tp)):
         if processes % tp or args.batch % (processes // tp):
             parser.error(f"{processes} processes with tp {tp}: can't split a batch of {args.batch} evenly over them")
 

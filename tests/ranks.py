@@ -1,4 +1,4 @@
-"""Real processes with real gloo groups, kept for the whole test run since importing torch takes seconds.
+"""Real processes with real gloo groups, kept for the whole test run since they take a while to start.
 
 ``run_ranks(function, *args, world_size=4)`` calls a module-level ``function(*args)`` on each of that many processes
 inside a fresh default process group and returns the results by rank. An exception on any rank is raised here as
@@ -20,7 +20,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = 120.0
-_context = get_context("spawn")
+context = get_context("forkserver")
+# What takes seconds to import is imported once, in the one that all of them are forked from.
+context.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "zarr", "pytest"]
+)
 
 
 class RankError(AssertionError):
@@ -47,8 +51,8 @@ def all_ranks_raise(
 
 class _Worker:
     def __init__(self) -> None:
-        self.pipe, child = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(child,), daemon=False)
+        self.pipe, child = context.Pipe()
+        self.process = context.Process(target=_serve, args=(child,), daemon=False)
         self.process.start()
         child.close()
 

@@ -447,7 +447,7 @@ def exhaustive(max_examples: int) -> Callable[[T], T]:
     return settings(deadline=None, derandomize=True, max_examples=max_examples, suppress_health_check=list(HealthCheck))
 
 
-@exhaustive(250)
+@exhaustive(160)
 @given(cases())
 def test_every_sharding_loads_into_every_other(case: Case) -> None:
     full, traffic = case.full(), Traffic()
