@@ -128,11 +128,16 @@ class _Busy:
 class TestGate:
     @pytest.mark.parametrize("fixed", [1, 3, 64])
     def test_a_fixed_number_is_reached_and_never_exceeded(self, fixed: int) -> None:
-        gate, busy = Gate(fixed), _Busy()
+        gate, busy, reached = Gate(fixed), _Busy(), threading.Event()
 
         def work(number: int) -> None:
             with gate.slot(100, at_most=4 if number % 3 == 0 else 1) as slot:
                 busy.enter(slot.count)
+                if busy.most >= fixed:
+                    reached.set()
+                # Nobody leaves before so many are inside, however slowly the machine starts threads.
+                if not reached.wait(20):
+                    reached.set()
                 time.sleep(0.002)
                 slot.failed = number % 5 == 0
                 busy.leave(slot.count)
