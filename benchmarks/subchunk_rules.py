@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 from zarrckpt import _chunking
 from zarrckpt._chunking import choose_grid, default_min_piece_bytes
@@ -58,25 +59,25 @@ CHANGES: dict[str, tuple[Cuts, Cuts]] = {
 }
 
 
+_CHOSEN = _chunking.subchunk_shape
+
+
 def none(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
     return None
 
 
-def row_blocks(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
-    """Whole rows, 4 MiB."""
-    limit = max(1, (4 << 20) // (math.prod(chunk[1:]) * itemsize))
-    best = max(n for n in range(1, chunk[0] + 1) if chunk[0] % n == 0 and n <= limit)
-    return (best, *chunk[1:]) if best < chunk[0] else None
+def whole_rows(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
+    """The library's rule for ``subchunks="rows"``."""
+    return _CHOSEN(shape, chunk, itemsize, "rows")
 
 
 def with_least(nbytes: int) -> Rule:
     """The library's rule with another least size."""
-    chosen = _chunking.subchunk_shape
 
     def rule(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
         kept, _chunking.MIN_SUBCHUNK_BYTES = _chunking.MIN_SUBCHUNK_BYTES, nbytes
         try:
-            return chosen(shape, chunk, itemsize)
+            return _CHOSEN(shape, chunk, itemsize)
         finally:
             _chunking.MIN_SUBCHUNK_BYTES = kept
 
@@ -85,11 +86,11 @@ def with_least(nbytes: int) -> Rule:
 
 RULES: dict[str, Rule] = {
     "none": none,
-    "row blocks of 4 MiB": row_blocks,
+    "whole rows": whole_rows,
     "least 1 MiB": with_least(1 << 20),
     "least 512 KiB": with_least(512 << 10),
     "least 256 KiB": with_least(256 << 10),
-    "the library's (128 KiB)": _chunking.subchunk_shape,
+    "the library's (128 KiB)": _CHOSEN,
 }
 
 
@@ -121,9 +122,9 @@ def geometry() -> None:
         print(f"\n| {8 * itemsize} bits: rule | " + " | ".join(CHANGES) + " | subchunks a GB |")
         print("|---" * (len(CHANGES) + 2) + "|")
         for name, rule in RULES.items():
-            chosen, _chunking.subchunk_shape = _chunking.subchunk_shape, rule
-            found = [ratio(*change, itemsize) for change in CHANGES.values()]
-            _chunking.subchunk_shape = chosen
+            # Grids are asked for as by a save that says nothing of subchunks.
+            with patch.object(_chunking, "subchunk_shape", lambda *asked, rule=rule: rule(*asked[:3])):
+                found = [ratio(*change, itemsize) for change in CHANGES.values()]
             print(f"| {name} | " + " | ".join(f"{value:.2f}" for value, _ in found) + f" | {found[0][1]:.0f} |")
 
 

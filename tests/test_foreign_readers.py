@@ -65,15 +65,20 @@ def flat(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.fixture(scope="module", params=["fresh", "overwritten"])
+@pytest.fixture(scope="module", params=["fresh", "overwritten, in rows"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     url = str(tmp_path_factory.mktemp("ck") / "run")
-    if request.param == "overwritten":
+    over = request.param != "fresh"
+    if over:
         zarrckpt.save({"model": {"old": torch.zeros(4)}, "other": torch.ones(1)}, url)
     state = a_state()
-    zarrckpt.save(state, url, overwrite=True, durable=False)
+    zarrckpt.save(state, url, overwrite=True, durable=False, subchunks="rows" if over else "blocks")
     tree = zarrckpt.open(url).tree
-    assert bool(tree) == (request.param == "overwritten")
+    assert bool(tree) == over
+    # The embedded zarr.json of an array with shards: the chunks inside are the subchunks.
+    large = zarr.open_group(url, mode="r")[f"{tree}/large/w" if tree else "large/w"]
+    assert isinstance(large, zarr.Array) and large.shards is not None
+    assert (large.chunks[1] == large.shape[1]) == over
     return Saved(url, f"{tree}/" if tree else "", flat(state))
 
 

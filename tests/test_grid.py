@@ -19,6 +19,8 @@ from zarrckpt._chunking import (
     MIN_SUBCHUNK_BYTES,
     ODD_SUBCHUNK_BYTES,
     SUBCHUNK_ABOVE,
+    SUBCHUNKS,
+    Subchunks,
     fit_grid,
     subchunk_shape,
 )
@@ -148,9 +150,13 @@ def test_large_chunks_are_divided(case: tuple[Ints, list[Box]], itemsize: int, l
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=3).map(tuple), st.sampled_from([1, 2, 4, 8, 16]))
-def test_subchunks_are_neither_large_nor_tiny(shape: Ints, itemsize: int) -> None:
-    grid = fit_grid(shape, [Box((0,) * len(shape), shape)], itemsize)
+@given(
+    st.lists(st.integers(1, 40_000), min_size=1, max_size=3).map(tuple),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.sampled_from(SUBCHUNKS),
+)
+def test_subchunks_are_neither_large_nor_tiny(shape: Ints, itemsize: int, subchunks: Subchunks) -> None:
+    grid = fit_grid(shape, [Box((0,) * len(shape), shape)], itemsize, subchunks=subchunks)
     assert grid is not None
     nbytes = math.prod(grid.chunk_shape) * itemsize
     assert nbytes <= MAX_CHUNK_BYTES
@@ -177,8 +183,11 @@ def rows(n: int, parts: int, columns: int) -> list[Box]:
         ((65536, 4099), [Box((0, 0), (65536, 4099))]),
     ],
 )
-def test_awkward_sizes_make_neither_many_objects_nor_huge_subchunks(shape: Ints, boxes: list[Box]) -> None:
-    grid = fit_grid(shape, boxes, 4)
+@pytest.mark.parametrize("subchunks", SUBCHUNKS)
+def test_awkward_sizes_make_neither_many_objects_nor_huge_subchunks(
+    shape: Ints, boxes: list[Box], subchunks: Subchunks
+) -> None:
+    grid = fit_grid(shape, boxes, 4, subchunks=subchunks)
     assert grid is not None
     check_fit(grid, boxes)
     assert math.prod(grid.chunk_shape) * 4 <= MAX_CHUNK_BYTES
@@ -240,6 +249,20 @@ def test_empty_shards_do_not_count() -> None:
 def test_columns_are_cut_to_an_eighth_of_the_width() -> None:
     """A column shard of eight then reads nothing but its columns."""
     assert subchunk_shape((4096, 8192), (4096, 8192), 4) == (64, 1024)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 64), st.integers(1, 64), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4, 8]))
+def test_bands_of_rows_are_pieces_of_the_chunk_s_memory(height: int, width: int, kernel: int, itemsize: int) -> None:
+    chunk = (64 * height, 64 * width, kernel)
+    sub = subchunk_shape(chunk, chunk, itemsize, "rows")
+    if sub is not None:
+        assert sub[1:] == chunk[1:] and chunk[0] % sub[0] == 0
+        assert math.prod(sub) * itemsize <= MAX_SUBCHUNK_BYTES
+
+
+def test_rows_without_a_useful_divisor_give_way_to_columns() -> None:
+    assert subchunk_shape((32003, 1024), (32003, 1024), 4, "rows") == (32003, 32)
 
 
 @pytest.mark.parametrize("itemsize", [4, 2])

@@ -24,6 +24,8 @@ from zarrckpt._chunking import (
     MAX_CHUNK_BYTES,
     MAX_SUBCHUNK_BYTES,
     MIN_SUBCHUNK_BYTES,
+    SUBCHUNKS,
+    Subchunks,
     choose_grid,
     default_min_piece_bytes,
     fit_grid,
@@ -120,12 +122,13 @@ def test_pieces_are_whole_chunks_or_merged_within_the_bounds(
 
 
 @settings(max_examples=300, deadline=None)
-@given(tiled(6000, dims=2), sizes, st.integers(20, 25))
+@given(tiled(6000, dims=2), sizes, st.integers(20, 25), st.sampled_from(SUBCHUNKS))
 def test_subchunks_of_merged_chunks_divide_them_and_are_neither_large_nor_many(
-    case: tuple[Ints, list[Box]], itemsize: int, fill_bits: int
+    case: tuple[Ints, list[Box]], itemsize: int, fill_bits: int, subchunks: Subchunks
 ) -> None:
     shape, boxes = case
-    grid = choose_grid(shape, boxes, itemsize, min_piece_bytes=ALWAYS, fill_bytes=1 << fill_bits)
+    fill = 1 << fill_bits
+    grid = choose_grid(shape, boxes, itemsize, min_piece_bytes=ALWAYS, fill_bytes=fill, subchunks=subchunks)
     check_divided(grid)
     if len(boxes) == 1:
         return

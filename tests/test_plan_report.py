@@ -251,7 +251,8 @@ def test_errors_are_those_of_a_save(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedValueError) as by_plan:
             planned(state)  # type: ignore[arg-type]
         assert str(by_plan.value) == str(by_save.value)
-    for sizes in ({"max_chunk_bytes": 0}, {"min_piece_bytes": -1}, {"fill_bytes": 0}, {"max_inflight_bytes": 0}):
+    wrong: list[dict[str, Any]] = [{"max_chunk_bytes": 0}, {"min_piece_bytes": -1}, {"fill_bytes": 0}]
+    for sizes in (*wrong, {"max_inflight_bytes": 0}, {"subchunks": "columns"}):
         (name,) = sizes
         with pytest.raises(ValueError, match=name):
             planned({"w": torch.zeros(3)}, **sizes)

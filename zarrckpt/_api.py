@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from zarrckpt import _state
-from zarrckpt._chunking import MAX_CHUNK_BYTES
+from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
 from zarrckpt._compression import CompressionOption
 from zarrckpt._distributed import from_coordinator, in_use, own_errors
 from zarrckpt._errors import UnsupportedValueError
@@ -45,6 +45,7 @@ def save(
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     min_piece_bytes: int | None = None,
     fill_bytes: int | None = None,
+    subchunks: Subchunks = "blocks",
     concurrency: int | None = None,
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
     durable: bool = True,
@@ -79,6 +80,7 @@ def save(
         max_chunk_bytes=max_chunk_bytes,
         min_piece_bytes=min_piece_bytes,
         fill_bytes=fill_bytes,
+        subchunks=subchunks,
         concurrency=concurrency,
         max_inflight_bytes=max_inflight_bytes,
         durable=durable,

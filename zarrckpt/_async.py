@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _world
 
 from zarrckpt import _state
 from zarrckpt._api import save_with
-from zarrckpt._chunking import MAX_CHUNK_BYTES
+from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
 from zarrckpt._compression import CompressionOption
 from zarrckpt._distributed import in_use
 from zarrckpt._errors import CheckpointError
@@ -189,6 +189,7 @@ def async_save(
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     min_piece_bytes: int | None = None,
     fill_bytes: int | None = None,
+    subchunks: Subchunks = "blocks",
     concurrency: int | None = None,
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
     durable: bool = True,
@@ -224,6 +225,7 @@ def async_save(
         max_chunk_bytes=max_chunk_bytes,
         min_piece_bytes=min_piece_bytes,
         fill_bytes=fill_bytes,
+        subchunks=subchunks,
         concurrency=concurrency,
         max_inflight_bytes=max_inflight_bytes,
         durable=durable,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -27,6 +28,11 @@ ODD_SUBCHUNK_BYTES = 16 << 20
 """Where extents have no useful divisors, subchunks may be this large."""
 
 MIN_SUBCHUNK_BYTES = 128 << 10
+
+Subchunks = Literal["blocks", "rows"]
+"""How chunks are divided: into blocks of some rows and some columns, or into bands of whole rows."""
+
+SUBCHUNKS: tuple[Subchunks, ...] = get_args(Subchunks)
 
 _ODD_GRID_MIN_CHUNK = 1 << 20
 
@@ -67,19 +73,20 @@ def choose_grid(
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     min_piece_bytes: int = 0,
     fill_bytes: int = FILL_BYTES,
+    subchunks: Subchunks = "blocks",
 ) -> Grid:
     """The grid of a tensor whose pieces are these boxes (replicas once, empty ones left out).
 
     Every box is whole chunks if they fit a regular grid and have ``min_piece_bytes`` on average; otherwise chunks of
     about ``fill_bytes`` span several boxes.
     """
-    aligned = fit_grid(shape, boxes, itemsize, max_chunk_bytes)
+    aligned = fit_grid(shape, boxes, itemsize, max_chunk_bytes, subchunks)
     if aligned is not None and (len(boxes) < 2 or math.prod(shape) * itemsize >= min_piece_bytes * len(boxes)):
         return aligned
-    return _merged_grid(shape, boxes, itemsize, min(fill_bytes, max_chunk_bytes))
+    return _merged_grid(shape, boxes, itemsize, min(fill_bytes, max_chunk_bytes), subchunks)
 
 
-def _merged_grid(shape: Ints, boxes: Sequence[Box], itemsize: int, limit: int) -> Grid:
+def _merged_grid(shape: Ints, boxes: Sequence[Box], itemsize: int, limit: int, subchunks: Subchunks) -> Grid:
     """Steps of the boxes' cuts, put together, last dimension first, while they stay within ``limit`` bytes."""
     steps = [_step(dim, n, boxes) or max(n, 1) for dim, n in enumerate(shape)]
     divided = math.prod(shape) * itemsize > _MERGED_SUBCHUNKS_ABOVE
@@ -89,7 +96,9 @@ def _merged_grid(shape: Ints, boxes: Sequence[Box], itemsize: int, limit: int) -
         room = max(1, limit // (math.prod(chunk) * itemsize))
         chunk[dim] = _merged_extent(shape[dim], steps[dim], room, cells[dim])
     out = _divide(tuple(chunk), [True] * len(shape), itemsize, limit)
-    return Grid(shape, out, _merged_subchunks(out, steps, cells, itemsize))
+    if subchunks == "rows":
+        steps[1:] = cells[1:] = out[1:]
+    return Grid(shape, out, _merged_subchunks(out, steps, cells, itemsize, columns=subchunks == "blocks"))
 
 
 def _wanted_cell(dim: int, step: int, boxes: Sequence[Box]) -> int:
@@ -113,7 +122,9 @@ def _merged_extent(n: int, step: int, room: int, cell: int) -> int:
     return extent if (extent - n) * 16 <= n and 2 * _largest_divisor(n, cell) < cell else n
 
 
-def _merged_subchunks(chunk: Ints, steps: Sequence[int], cells: Sequence[int], itemsize: int) -> Ints | None:
+def _merged_subchunks(
+    chunk: Ints, steps: Sequence[int], cells: Sequence[int], itemsize: int, *, columns: bool
+) -> Ints | None:
     """Subchunks like the pieces, so that who held a piece before reads little more than it again."""
     if math.prod(chunk) * itemsize <= _MERGED_SUBCHUNKS_ABOVE:
         return None
@@ -125,7 +136,7 @@ def _merged_subchunks(chunk: Ints, steps: Sequence[int], cells: Sequence[int], i
     for dim in reversed(range(len(chunk))):
         room = _MIN_MERGED_SUBCHUNK // (math.prod(sub) * itemsize)
         sub[dim] *= _largest_divisor(chunk[dim] // sub[dim], room)
-    if len(chunk) > 1:
+    if len(chunk) > 1 and columns:
         _cut(sub, len(chunk) - 1, max(64, chunk[-1] // 8), itemsize)
     return tuple(sub) if tuple(sub) != chunk else None
 
@@ -153,7 +164,13 @@ def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def fit_grid(shape: Ints, boxes: Iterable[Box], itemsize: int, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> Grid | None:
+def fit_grid(
+    shape: Ints,
+    boxes: Iterable[Box],
+    itemsize: int,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    subchunks: Subchunks = "blocks",
+) -> Grid | None:
     """The regular grid in which every box is made of whole chunks (clipped at the array's end), or None.
 
     ``torch.chunk`` cuts a dimension of n in w into steps of ceil(n / w), which *is* such a grid. Chunks above
@@ -168,7 +185,7 @@ def fit_grid(shape: Ints, boxes: Iterable[Box], itemsize: int, max_chunk_bytes: 
     if odd:
         return None
     chunk = _divide(chunk, [step is None for step in steps], itemsize, max_chunk_bytes)
-    return Grid(shape, chunk, subchunk_shape(shape, chunk, itemsize))
+    return Grid(shape, chunk, subchunk_shape(shape, chunk, itemsize, subchunks))
 
 
 def _step(dim: int, n: int, boxes: Iterable[Box]) -> int | None:
@@ -221,29 +238,33 @@ def _useful_divisor(n: int, wanted: int) -> int | None:
     return best if best * _MAX_EXCESS >= wanted else None
 
 
-def subchunk_shape(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
+def subchunk_shape(shape: Ints, chunk: Ints, itemsize: int, subchunks: Subchunks = "blocks") -> Ints | None:
     """The subchunks of a chunk, or None for a chunk that is small or has no useful divisors.
 
     What other meshes read of a chunk is some of its columns, or fewer rows: so the last dimension is cut to an eighth
     of the array's width, then the first to a 64th of its height, then the others to an eighth, each as far as
     subchunks keep MIN_SUBCHUNK_BYTES. In storage the subchunks lie first dimension fastest, so that a column stripe is
-    one range of bytes. Why these numbers: ``docs/explanation/subchunks.md``.
+    one range of bytes. With ``subchunks="rows"`` the first dimension alone is cut, and a band of rows is one piece of
+    memory. Why these numbers: ``docs/explanation/subchunks.md``.
     """
     if math.prod(chunk) * itemsize <= SUBCHUNK_ABOVE:
         return None
     sub = list(chunk)
-    last = len(chunk) - 1
-    if last:
+    last, columns = len(chunk) - 1, subchunks == "blocks"
+    if last and columns:
         _cut(sub, last, max(64, shape[last] // 8), itemsize)
     _cut(sub, 0, max(1, shape[0] // 64) if last else MAX_SUBCHUNK_BYTES // itemsize, itemsize)
-    for dim in range(1, last):
-        _cut(sub, dim, max(1, shape[dim] // 8), itemsize)
+    if columns:
+        for dim in range(1, last):
+            _cut(sub, dim, max(1, shape[dim] // 8), itemsize)
     for dim, extent in enumerate(sub):
         total = math.prod(sub) * itemsize
         if total > MAX_SUBCHUNK_BYTES:
             sub[dim] = _useful_divisor(extent, max(1, MAX_SUBCHUNK_BYTES * extent // total)) or extent
-    fits = MIN_SUBCHUNK_BYTES <= math.prod(sub) * itemsize <= ODD_SUBCHUNK_BYTES
-    return tuple(sub) if fits and tuple(sub) != chunk else None
+    if MIN_SUBCHUNK_BYTES <= math.prod(sub) * itemsize <= ODD_SUBCHUNK_BYTES and tuple(sub) != chunk:
+        return tuple(sub)
+    # Rows that no useful number divides: columns may have one.
+    return None if columns else subchunk_shape(shape, chunk, itemsize)
 
 
 def _cut(sub: list[int], dim: int, wanted: int, itemsize: int) -> None:

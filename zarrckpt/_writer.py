@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zarrckpt import _commit, _mail, _plan
-from zarrckpt._chunking import MAX_CHUNK_BYTES
+from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
 from zarrckpt._compression import CompressionOption, parse_option
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, IncompleteSaveError
 from zarrckpt._exchange import choose
@@ -61,6 +61,9 @@ class ZarrStorageWriter(StorageWriter):
             into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
             merging, except where pieces fit no regular grid).
         fill_bytes: see there (default: a quarter of a rank's mean part, 4 to 32 MiB).
+        subchunks: what chunks above 1 MiB are divided into: "blocks" of some rows and columns, which serve loads on any
+            mesh, or "rows": faster to save and to load, but whoever needs some columns reads all
+            (``docs/how-to/speed.md``).
         concurrency: exactly so many chunks and documents in transfer at once, a rank (default: the store's own choice,
             which in object stores follows what the server bears: ``docs/how-to/speed.md``).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB, at
@@ -83,6 +86,7 @@ class ZarrStorageWriter(StorageWriter):
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         min_piece_bytes: int | None = None,
         fill_bytes: int | None = None,
+        subchunks: Subchunks = "blocks",
         concurrency: int | None = None,
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         durable: bool = True,
@@ -90,7 +94,7 @@ class ZarrStorageWriter(StorageWriter):
     ) -> None:
         if concurrency is not None:
             check_limits(concurrency=concurrency)
-        self._sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
+        self._sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes, subchunks)
         self._spec = StoreSpec(url, store, storage_options, credential_provider, durable, concurrency)
         self._overwrite = overwrite
         self._keep_replaced = keep_replaced
