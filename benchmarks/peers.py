@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zarrckpt
+from zarrckpt._chunking import Subchunks
 
 State = dict[str, Any]
 Transfer = Callable[[State, str], object]
@@ -42,9 +43,9 @@ class Contender:
 # -- zarrckpt
 
 
-def ours(durable: bool = True, **options: Any) -> tuple[Transfer, Transfer]:
+def ours(durable: bool = True, subchunks: Subchunks = "blocks", **options: Any) -> tuple[Transfer, Transfer]:
     def save(state: State, url: str) -> None:
-        zarrckpt.save(state, url, durable=durable, **options)
+        zarrckpt.save(state, url, durable=durable, subchunks=subchunks, **options)
 
     def load(target: State, url: str) -> None:
         zarrckpt.load(target, url, **options)
@@ -180,11 +181,17 @@ def tensorstore_load(target: State, url: str) -> None:
 # -- lists
 
 
+SIGNED = "zarrckpt, payload signed"
+ROWS = 'zarrckpt, subchunks="rows"'
+
+
 def local_contenders(world: int) -> list[Contender]:
     """On local files; those that know no shards only where one process saves."""
     found = [
         Contender("zarrckpt", "zarrckpt", *ours(), kind="ours"),
         Contender("zarrckpt, durable=False", "zarrckpt", *ours(durable=False), kind="ours"),
+        Contender(ROWS, "zarrckpt", *ours(subchunks="rows"), kind="ours"),
+        Contender(f"{ROWS}, durable=False", "zarrckpt", *ours(False, "rows"), kind="ours"),
         Contender("DCP FileSystem", "torch", dcp_save, dcp_load),
         Contender("DCP FileSystem, 2 threads, no sync", "torch", dcp_save_fast, dcp_load),
     ]
@@ -197,9 +204,6 @@ def local_contenders(world: int) -> list[Contender]:
     return found
 
 
-SIGNED = "zarrckpt, payload signed"
-
-
 def s3_contenders() -> list[Contender]:
     """On S3, for one process."""
     signed = s3fs_options() | {"unsigned_payload": False}
@@ -207,6 +211,7 @@ def s3_contenders() -> list[Contender]:
         Contender("zarrckpt", "zarrckpt", *ours(storage_options=s3fs_options()), kind="ours"),
         # As over plain HTTP to another machine; s3torchconnector hashes no payload there either.
         Contender(SIGNED, "zarrckpt", *ours(storage_options=signed), kind="ours"),
+        Contender(ROWS, "zarrckpt", *ours(subchunks="rows", storage_options=s3fs_options()), kind="ours"),
         Contender("s3torchconnector", "s3torchconnector", connector_save, connector_load),
         Contender("DCP + s3fs", "s3fs", fsspec_save, fsspec_load),
         Contender("TensorStore zarr3", "tensorstore", tensorstore_save, tensorstore_load),

@@ -94,10 +94,11 @@ def _round(
 
 
 def _figures(group: str, speeds: list[Speed]) -> list[Figure]:
-    from benchmarks.peers import SIGNED
+    from benchmarks.peers import ROWS, SIGNED
 
     found = []
     for peer, goals in GOALS[group].items():
         for which, goal in zip(("save", "load"), goals, strict=True):
-            found += [faster(speeds, "zarrckpt", peer, which, goal), faster(speeds, SIGNED, peer, which, None)]
+            found.append(faster(speeds, "zarrckpt", peer, which, goal))
+            found += [faster(speeds, other, peer, which, None) for other in (SIGNED, ROWS)]
     return found + [faster(speeds, "zarrckpt", LIMIT, which, None) for which in ("save", "load")]

@@ -1,4 +1,4 @@
-"""What subchunks cost: a save with and without them, and zarr-python's own read of all that was saved."""
+"""What subchunks cost: saves with them, in blocks and in rows, and without, and zarr-python's own read of all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from unittest.mock import patch
 
 from benchmarks.measure import Options, alternate, fresh, medians, seconds
 from benchmarks.results import Figure, Results
+from zarrckpt._chunking import SUBCHUNKS, Subchunks
 
 GROUP = "cost of subchunks"
+WITHOUT = "without"
 
 
 def run(options: Options) -> Results:
@@ -27,19 +29,24 @@ def _measure(options: Options, folder: str) -> Results:
     warnings.filterwarnings("ignore")
     state: Any = states.make_state(options.gigabytes, options.dtype)
     target = states.like(state)
-    calls = {"with": _round(state, target, folder, None), "without": _round(state, target, folder, 1 << 62)}
+    calls = {shape: _round(state, target, folder, shape, None) for shape in SUBCHUNKS}
+    calls[WITHOUT] = _round(state, target, folder, "blocks", 1 << 62)
     times = alternate(calls, max(3, options.rounds))
     figures = []
     for index, what in enumerate(("save", "zarrckpt.load", "zarr-python's whole read")):
         found = medians({name: [values[index] for values in rounds] for name, rounds in times.items()})
-        goal = None if index == 1 else 10.0
-        more = 100 * (found["with"] / found["without"] - 1)
-        figures.append(Figure(GROUP, f"{what}, more time than without", more, "%", goal, most=True))
+        for shape in SUBCHUNKS:
+            goal = None if index == 1 or shape != "blocks" else 10.0
+            more = 100 * (found[shape] / found[WITHOUT] - 1)
+            name = what if shape == "blocks" else f'{what}, subchunks="{shape}"'
+            figures.append(Figure(GROUP, f"{name}, more time than without", more, "%", goal, most=True))
     return Results(figures=figures)
 
 
-def _round(state: Any, target: Any, folder: str, above: int | None) -> Callable[[int], tuple[float, ...]]:
-    """Save, load, and read all with zarr-python; subchunks only in chunks above that many bytes."""
+def _round(
+    state: Any, target: Any, folder: str, shape: Subchunks, above: int | None
+) -> Callable[[int], tuple[float, ...]]:
+    """Save, load, and read all with zarr-python; subchunks of a shape, only in chunks above that many bytes."""
     import zarrckpt
     import zarrckpt._chunking as chunking
     from benchmarks import state as states
@@ -47,10 +54,10 @@ def _round(state: Any, target: Any, folder: str, above: int | None) -> Callable[
     above = chunking.SUBCHUNK_ABOVE if above is None else above
 
     def once(number: int) -> tuple[float, ...]:
-        path = f"{folder}/{above}"
+        path = f"{folder}/{shape}-{above}"
         os.sync()
         with patch.object(chunking, "SUBCHUNK_ABOVE", above):
-            saved = seconds(lambda: zarrckpt.save(state, path, durable=False))
+            saved = seconds(lambda: zarrckpt.save(state, path, durable=False, subchunks=shape))
         loaded = seconds(lambda: zarrckpt.load(target, path))
         states.clear(target)
         read = seconds(lambda: _zarr_read(target, path))
