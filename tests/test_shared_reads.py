@@ -147,16 +147,16 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return Place(bucket.url("run"), bucket.environment, True)
 
 
-def _all_kinds(url: str, saved: str) -> dict[tuple[str, bool | None], int]:
-    _save(url, saved, 3, {})
+def _all_kinds(url: str, saved: str, options: dict[str, Any]) -> dict[tuple[str, bool | None], int]:
+    _save(url, saved, 3, options)
     return {(kind, share): _load(url, kind, 3, share) for kind in KINDS for share in (True, False, None)}
 
 
-@pytest.mark.parametrize("saved", ["fsdp", "grid"])
+@pytest.mark.parametrize(("saved", "subchunks"), [("fsdp", "blocks"), ("fsdp", "rows"), ("grid", "blocks")])
 def test_every_kind_is_loaded_right_and_replicas_are_fetched_once(
-    saved: str, place: Place, monkeypatch: pytest.MonkeyPatch
+    saved: str, subchunks: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetched = run_ranks(_all_kinds, place.url, saved, env=dict(place.env))
+    fetched = run_ranks(_all_kinds, place.url, saved, {"subchunks": subchunks}, env=dict(place.env))
     for name, value in place.env.items():
         monkeypatch.setenv(name, value)
     once = stored_bytes(place.url)
@@ -174,6 +174,8 @@ def test_every_kind_is_loaded_right_and_replicas_are_fetched_once(
     assert together("hsdp", False) >= 2 * once
     # Neighbours need the same subchunks, replicas or not.
     assert together("odd", False) > once
+    # Columns alone can be read of blocks only.
+    assert (together("tp", False) > 3 * once) == (subchunks == "rows")
 
 
 def _of_so_many(url: str) -> list[int]:
