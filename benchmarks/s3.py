@@ -60,11 +60,12 @@ def _measure(options: Options, group: str, server: Served) -> Results:
     counts: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     # Modules are imported, threads started: what only the first save of a process pays. Far away a full round of it
     # takes minutes.
-    little = {name: tensor for name, tensor in state.items() if tensor.nbytes <= LITTLE} if distant else state
-    for contender in contenders:
-        if contender.installed:
-            _round(contender, little, states.like(little), server, counts)(-1)
-    calls = {c.name: _round(c, state, target, server, counts) for c in contenders if c.installed}
+    little = {name: tensor for name, tensor in state.items() if tensor.nbytes <= LITTLE}
+    first = (little, states.like(little)) if distant else (state, target)
+    installed = [c for c in contenders if c.installed]
+    for contender in installed:
+        _round(contender, *first, server, counts)(-1)
+    calls = {c.name: _round(c, state, target, server, counts) for c in installed}
     times = alternate(calls, min(options.rounds, 3) if distant else options.rounds)
     size = states.nbytes(state)
     speeds = []

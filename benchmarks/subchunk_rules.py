@@ -75,11 +75,8 @@ def with_least(nbytes: int) -> Rule:
     """The library's rule with another least size."""
 
     def rule(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
-        kept, _chunking.MIN_SUBCHUNK_BYTES = _chunking.MIN_SUBCHUNK_BYTES, nbytes
-        try:
+        with patch.object(_chunking, "MIN_SUBCHUNK_BYTES", nbytes):
             return _CHOSEN(shape, chunk, itemsize)
-        finally:
-            _chunking.MIN_SUBCHUNK_BYTES = kept
 
     return rule
 

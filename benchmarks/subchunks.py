@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from benchmarks.measure import Options, alternate, fresh, medians, seconds
 from benchmarks.results import Figure, Results
+from zarrckpt import _chunking
 from zarrckpt._chunking import SUBCHUNKS, Subchunks
 
 GROUP = "cost of subchunks"
@@ -29,7 +30,7 @@ def _measure(options: Options, folder: str) -> Results:
     warnings.filterwarnings("ignore")
     state: Any = states.make_state(options.gigabytes, options.dtype)
     target = states.like(state)
-    calls = {shape: _round(state, target, folder, shape, None) for shape in SUBCHUNKS}
+    calls = {shape: _round(state, target, folder, shape) for shape in SUBCHUNKS}
     calls[WITHOUT] = _round(state, target, folder, "blocks", 1 << 62)
     times = alternate(calls, max(3, options.rounds))
     figures = []
@@ -44,19 +45,16 @@ def _measure(options: Options, folder: str) -> Results:
 
 
 def _round(
-    state: Any, target: Any, folder: str, shape: Subchunks, above: int | None
+    state: Any, target: Any, folder: str, shape: Subchunks, above: int = _chunking.SUBCHUNK_ABOVE
 ) -> Callable[[int], tuple[float, ...]]:
     """Save, load, and read all with zarr-python; subchunks of a shape, only in chunks above that many bytes."""
     import zarrckpt
-    import zarrckpt._chunking as chunking
     from benchmarks import state as states
-
-    above = chunking.SUBCHUNK_ABOVE if above is None else above
 
     def once(number: int) -> tuple[float, ...]:
         path = f"{folder}/{shape}-{above}"
         os.sync()
-        with patch.object(chunking, "SUBCHUNK_ABOVE", above):
+        with patch.object(_chunking, "SUBCHUNK_ABOVE", above):
             saved = seconds(lambda: zarrckpt.save(state, path, durable=False, subchunks=shape))
         loaded = seconds(lambda: zarrckpt.load(target, path))
         states.clear(target)

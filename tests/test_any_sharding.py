@@ -300,7 +300,7 @@ def cases(draw: st.DrawFn, save_world: int | None = None) -> Case:
         "max_chunk_bytes": draw(st.sampled_from([2**27, 16, 100, 1000])),
         "min_piece_bytes": draw(st.sampled_from([0, None, 40, None])),
         "fill_bytes": draw(st.sampled_from([2**25, 300, 50])),
-        "subchunks": draw(st.sampled_from(["blocks", "rows"])),
+        "subchunks": draw(st.sampled_from(_chunking.SUBCHUNKS)),
         "max_inflight_bytes": draw(st.sampled_from([2**29, 1, 100, 1000])),
     }
     load_options = {

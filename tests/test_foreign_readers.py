@@ -75,7 +75,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     zarrckpt.save(state, url, overwrite=True, durable=False, subchunks="rows" if over else "blocks")
     tree = zarrckpt.open(url).tree
     assert bool(tree) == over
-    # The embedded zarr.json of an array with shards: the chunks inside are the subchunks.
+    # What zarr-python calls chunks, where there are shards, are our subchunks.
     large = zarr.open_group(url, mode="r")[f"{tree}/large/w" if tree else "large/w"]
     assert isinstance(large, zarr.Array) and large.shards is not None
     assert (large.chunks[1] == large.shape[1]) == over

@@ -251,11 +251,10 @@ def test_errors_are_those_of_a_save(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedValueError) as by_plan:
             planned(state)  # type: ignore[arg-type]
         assert str(by_plan.value) == str(by_save.value)
-    wrong: list[dict[str, Any]] = [{"max_chunk_bytes": 0}, {"min_piece_bytes": -1}, {"fill_bytes": 0}]
-    for sizes in (*wrong, {"max_inflight_bytes": 0}, {"subchunks": "columns"}):
-        (name,) = sizes
+    wrong = {"max_chunk_bytes": 0, "min_piece_bytes": -1, "fill_bytes": 0, "max_inflight_bytes": 0}
+    for name, value in {**wrong, "subchunks": "columns"}.items():
         with pytest.raises(ValueError, match=name):
-            planned({"w": torch.zeros(3)}, **sizes)
+            planned({"w": torch.zeros(3)}, **{name: value})
     with pytest.raises(TypeError, match="fill_bytes"):
         planned({"w": torch.zeros(3)}, fill_bytes="1 MiB")
     assert not (tmp_path / "run").exists()

@@ -136,8 +136,8 @@ class TestGate:
                 if busy.most >= fixed:
                     reached.set()
                 # Nobody leaves before so many are inside, however slowly the machine starts threads.
-                if not reached.wait(20):
-                    reached.set()
+                reached.wait(20)
+                reached.set()
                 time.sleep(0.002)
                 slot.failed = number % 5 == 0
                 busy.leave(slot.count)

@@ -96,9 +96,7 @@ def _merged_grid(shape: Ints, boxes: Sequence[Box], itemsize: int, limit: int, s
         room = max(1, limit // (math.prod(chunk) * itemsize))
         chunk[dim] = _merged_extent(shape[dim], steps[dim], room, cells[dim])
     out = _divide(tuple(chunk), [True] * len(shape), itemsize, limit)
-    if subchunks == "rows":
-        steps[1:] = cells[1:] = out[1:]
-    return Grid(shape, out, _merged_subchunks(out, steps, cells, itemsize, columns=subchunks == "blocks"))
+    return Grid(shape, out, _merged_subchunks(out, steps, cells, itemsize, subchunks))
 
 
 def _wanted_cell(dim: int, step: int, boxes: Sequence[Box]) -> int:
@@ -123,12 +121,14 @@ def _merged_extent(n: int, step: int, room: int, cell: int) -> int:
 
 
 def _merged_subchunks(
-    chunk: Ints, steps: Sequence[int], cells: Sequence[int], itemsize: int, *, columns: bool
+    chunk: Ints, steps: Sequence[int], cells: Sequence[int], itemsize: int, subchunks: Subchunks
 ) -> Ints | None:
     """Subchunks like the pieces, so that who held a piece before reads little more than it again."""
     if math.prod(chunk) * itemsize <= _MERGED_SUBCHUNKS_ABOVE:
         return None
     sub = [_near(*extents) for extents in zip(chunk, steps, cells, strict=True)]
+    if subchunks == "rows":
+        sub[1:] = chunk[1:]
     for dim, extent in enumerate(sub):
         total = math.prod(sub) * itemsize
         if total > MAX_SUBCHUNK_BYTES:
@@ -136,7 +136,7 @@ def _merged_subchunks(
     for dim in reversed(range(len(chunk))):
         room = _MIN_MERGED_SUBCHUNK // (math.prod(sub) * itemsize)
         sub[dim] *= _largest_divisor(chunk[dim] // sub[dim], room)
-    if len(chunk) > 1 and columns:
+    if len(chunk) > 1 and subchunks == "blocks":
         _cut(sub, len(chunk) - 1, max(64, chunk[-1] // 8), itemsize)
     return tuple(sub) if tuple(sub) != chunk else None
 
