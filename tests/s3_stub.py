@@ -81,6 +81,8 @@ class S3Stub:
     tls: ssl.SSLContext | None = None
     objects: dict[str, _Object] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
+    connections: int = 0
+    """So many have been opened."""
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
@@ -131,6 +133,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep the test output clean."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.server_stub.connections += 1
 
     def handle_one_request(self) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):

@@ -23,15 +23,17 @@ class Found:
     endpoint: str | None = None
 
 
+@dataclass(frozen=True, repr=False)
 class StaticCredentials:
     """Credentials given as options. A provider, since obstore would mix them with AWS_SESSION_TOKEN otherwise."""
 
-    def __init__(self, key: str, secret: str, token: str | None) -> None:
-        self._credentials = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+    key: str
+    secret: str
+    token: str | None
 
     def __call__(self) -> dict[str, Any]:
         """What obstore asks for."""
-        return dict(self._credentials)
+        return {"access_key_id": self.key, "secret_access_key": self.secret, "token": self.token, "expires_at": None}
 
     def __reduce__(self) -> NoReturn:
         raise StorageError(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
@@ -66,6 +66,7 @@ class ObstoreStore(Store):
         self.url = url
         self.max_concurrency = concurrency or MOST
         self._client = client
+        self._bucket = client.bucket
         self._gate = Gate(concurrency)
         self._guard = Guard(self, client.honoured)
 
@@ -74,11 +75,11 @@ class ObstoreStore(Store):
         return self.max_concurrency if self._gate.fixed else min(self.max_concurrency, self._gate.limit + _BESIDE)
 
     def get(self, key: str) -> bytes:
-        return self._read(key, 0, lambda store: obstore.get(store, below("", key)).bytes().to_bytes())
+        return self._read(key, 0, lambda store: obstore.get(store, self._name(key)).bytes().to_bytes())
 
     def get_versioned(self, key: str) -> Versioned:
         def fetch(store: Any) -> Versioned:
-            answer = obstore.get(store, below("", key))
+            answer = obstore.get(store, self._name(key))
             # None is not taken back as a part of the version.
             version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta.get(name) is not None}
             return Versioned(answer.bytes().to_bytes(), version)
@@ -115,16 +116,16 @@ class ObstoreStore(Store):
         """Fill ``buffer``; return how many of its bytes the object has. The last attempt is obstore's alone."""
         whole = (byte_offset, byte_offset + len(buffer))
         if len(buffer) <= _FEW:
-            data = memoryview(obstore.get_range(store, below("", key), start=whole[0], end=whole[1]))
+            data = memoryview(obstore.get_range(store, self._name(key), start=whole[0], end=whole[1]))
             buffer[: len(data)] = data
             return len(data)
-        direct = self._client.direct if store is self._client.once else None
+        direct = self._client.direct if store is self._bucket.once else None
         if direct is not None and direct.usable:
-            done = direct.read_into(below("", key), byte_offset, buffer)
+            done = direct.read_into(self._name(key), byte_offset, buffer)
             if done is not None:
                 return done
         done = 0
-        answer = obstore.get(store, below("", key), options={"range": whole})
+        answer = obstore.get(store, self._name(key), options={"range": whole})
         if direct is not None:
             direct.give_up()
         # Piece by piece into memory that is used again: a whole answer would be put together in new memory.
@@ -168,12 +169,12 @@ class ObstoreStore(Store):
 
         def upload() -> None:
             try:
-                self._put(self._client.store, key, pieces, **options)
+                self._put(self._bucket.store, key, pieces, **options)
             except (client_errors.GenericError, FileNotFoundError):
-                if not self._client.retries.most:
+                if not self._bucket.retries.most:
                     raise
                 # Parts are repeated by obstore. What is left is an end whose answer was lost: the upload is gone then.
-                self._put(self._client.store, key, pieces, **options)
+                self._put(self._bucket.store, key, pieces, **options)
 
         self._run(f"writing {key!r}", upload)
 
@@ -184,11 +185,11 @@ class ObstoreStore(Store):
         self._guard.replace(key, data, version)
 
     def delete(self, keys: Iterable[str]) -> None:
-        names = [below("", key) for key in keys]
+        names = [self._name(key) for key in keys]
         if not names:
             return
         if self._client.bulk_delete:
-            self._run(f"deleting {len(names)} objects", lambda: obstore.delete(self._client.store, names))
+            self._run(f"deleting {len(names)} objects", lambda: obstore.delete(self._bucket.store, names))
             return
         with ThreadPoolExecutor(min(_DELETES_AT_ONCE, self.max_concurrency, len(names)), "zarrckpt-delete") as pool:
             for _ in pool.map(self._delete_one, names):
@@ -213,14 +214,14 @@ class ObstoreStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         what = f"listing {prefix!r}"
-        stream = self._run(what, lambda: obstore.list(self._client.store, below("", prefix) if prefix else None))
+        stream = self._run(what, lambda: obstore.list(self._bucket.store, self._folder(prefix)))
         while batch := self._run(what, lambda: next(stream, None)):
             for item in batch:
-                yield ObjectInfo(item["path"], item["size"])
+                yield ObjectInfo(item["path"].removeprefix(f"{self._client.prefix}/"), item["size"])
 
     def list_dir(self, prefix: str = "") -> Listing:
         def fetch() -> Any:
-            return obstore.list_with_delimiter(self._client.store, below("", prefix) if prefix else None)
+            return obstore.list_with_delimiter(self._bucket.store, self._folder(prefix))
 
         found = self._run(f"listing {prefix!r}", fetch)
         objects = sorted(item["path"].rpartition("/")[2] for item in found["objects"])
@@ -233,7 +234,7 @@ class ObstoreStore(Store):
         check_fork()
         from zarrckpt._store._zarr_readers import ForkCheckedStore
 
-        return ForkCheckedStore(self._client.store, read_only=True)
+        return ForkCheckedStore(self._at_prefix, read_only=True)
 
     def failure(self, what: str, error: BaseException) -> StorageError:
         return _failures.storage_error(what, self.url, error, self._client.known_secrets, _hint(error))
@@ -260,14 +261,27 @@ class ObstoreStore(Store):
         # Nothing changed, and still refused: Ceph compares the bare e-tag. The server still decides.
         return self._run(what, lambda: self._put_mode(key, data, {**version, "e_tag": e_tag.strip('"')}))
 
+    # -- names in the bucket, whose clients serve other places, too
+
+    def _name(self, key: str) -> str:
+        return below(self._client.prefix, key)
+
+    def _folder(self, prefix: str) -> str | None:
+        return self._name(prefix) if prefix else self._client.prefix or None
+
+    @cached_property
+    def _at_prefix(self) -> Any:
+        """A client of obstore that knows nothing but this place."""
+        return self._bucket.make(prefix=self._client.prefix or None, retry_config=self._bucket.store.retry_config)
+
     # -- calls, with our own errors
 
     def _put(self, store: Any, key: str, data: Any, **options: Any) -> None:
-        obstore.put(store, below("", key), data, **self._client.put_options, **options)
+        obstore.put(store, self._name(key), data, **self._client.put_options, **options)
 
     def _put_mode(self, key: str, data: bytes, mode: Any) -> bool:
         try:
-            self._put(self._client.store, key, data, mode=mode, use_multipart=False)
+            self._put(self._bucket.store, key, data, mode=mode, use_multipart=False)
         except (client_errors.AlreadyExistsError, client_errors.PreconditionError):
             return False
         return True
@@ -275,7 +289,7 @@ class ObstoreStore(Store):
     def _delete_one(self, name: str) -> None:
         def call() -> None:
             try:
-                obstore.delete(self._client.store, name)
+                obstore.delete(self._bucket.store, name)
             except FileNotFoundError:
                 return
 
@@ -284,7 +298,7 @@ class ObstoreStore(Store):
     def _refuse_short(self, key: str, needed: int) -> None:
         """One request. Where it fails, the error of the read itself counts."""
         try:
-            size = int(obstore.head(self._client.once, below("", key))["size"])
+            size = int(obstore.head(self._bucket.once, self._name(key))["size"])
         except (client_errors.BaseError, FileNotFoundError):
             return
         if size < needed:
@@ -307,9 +321,9 @@ class ObstoreStore(Store):
         return self._run(what, lambda: self._repeat(nbytes, call))
 
     def _repeat(self, nbytes: int, call: Callable[[Any], T]) -> T:
-        pauses = self._client.retries.pauses()
+        pauses = self._bucket.retries.pauses()
         failure: Exception | None = None
-        for store in self._client.turns():
+        for store in self._bucket.turns():
             if failure is not None:
                 pause = next(pauses, None)
                 if pause is None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import obstore
 
-from zarrckpt._errors import CheckpointError
+from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._store import _azure_options, _failures, _gcs_options, _s3_options
+from zarrckpt._store._aws_credentials import StaticCredentials
 from zarrckpt._store._direct import DirectReads, direct_reads
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._guard import Honoured, honoured_by
@@ -25,26 +27,24 @@ from zarrckpt._store._url import Place
 _EXPIRES = timedelta(minutes=15)
 """A signed url is used at once; the clocks of the two sides may differ."""
 
+_READ_BY_OBSTORE = re.compile("aws_|ssl_cert_|(http|https|all|no)_proxy$", re.IGNORECASE)
+_NO_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")
+"""In a path: what obstore takes in no object's key."""
+
+_SHARED = 8
+"""The clients of so many buckets, or settings, are kept for the next store."""
+
 _NOBODY = {"access_key_id": "nobody", "secret_access_key": "nobody", "token": None, "expires_at": None}
 
 
-@dataclass(frozen=True)
-class Client:
-    """obstore's clients of one place, and what goes with every call to them."""
+class Bucket:
+    """obstore's clients of a whole bucket, which differ in how they repeat failed requests, and their connections."""
 
-    store: Any
-    """Repeats failed requests as ``retry_config`` says."""
-    make: Callable[..., Any]
-    """Makes another one from ``retry_config``."""
-    put_options: Mapping[str, Any] = field(default_factory=dict)
-    honoured: Honoured = field(default_factory=lambda: Honoured(True, True))
-    """What is known of the server's conditional puts."""
-    bulk_delete: bool = False
-    known_secrets: Sequence[str] = ()
-    direct: DirectReads | None = None
-    """Another way for ranged gets, where there is one."""
-    uploads: S3Uploads | None = None
-    """Multipart uploads that have not ended, where they can be told."""
+    def __init__(self, make: Callable[..., Any], retry: Mapping[str, Any]) -> None:
+        self.make = make
+        """Makes another one from ``retry_config``, below ``prefix``."""
+        self.store = make(retry_config=retry)
+        """Repeats failed requests as ``retry_config`` says."""
 
     @cached_property
     def retries(self) -> Retries:
@@ -68,9 +68,44 @@ class Client:
         return self.make(retry_config={**self.store.retry_config, "max_retries": self.retries.left})
 
 
+@dataclass(frozen=True)
+class Client:
+    """obstore's clients of one place, and what goes with every call to them."""
+
+    bucket: Bucket
+    prefix: str
+    """Of all keys, with no "/" at either end."""
+    put_options: Mapping[str, Any] = field(default_factory=dict)
+    honoured: Honoured = field(default_factory=lambda: Honoured(True, True))
+    """What is known of the server's conditional puts."""
+    bulk_delete: bool = False
+    known_secrets: Sequence[str] = ()
+    direct: DirectReads | None = None
+    """Another way for ranged gets, where there is one."""
+    uploads: S3Uploads | None = None
+    """Multipart uploads that have not ended, where they can be told."""
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What a bucket's clients are made from; equal ones make clients that can't be told apart."""
+
+    bucket: str
+    settings: Hashable
+    credentials: StaticCredentials | None
+    environment: tuple[tuple[str, str], ...]
+    """The variables that obstore reads, too."""
+    out: Translated = field(compare=False, repr=False)
+
+
 def open_client(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Client:
     """Build the client of a parsed url. No request is made."""
     check_fork()
+    if place.path and _NO_KEY.search(place.path):
+        raise StorageError(
+            f"{redact_url(place.address)!r} is no place for objects: its path has an empty name, '.' or '..', or a "
+            "control character; write it without"
+        )
     known = secret_values(options)
     try:
         return _OPENERS[place.kind](place, options, provider, known)
@@ -83,26 +118,25 @@ def open_client(place: Place, options: Mapping[str, Any], provider: Callable[...
 
 def _open_s3(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
     out = _s3_options.translate(options, place.bucket, provider)
-    make = _maker(obstore.store.S3Store, place, out)
     bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
     server = f"{out.config.get('endpoint')} {place.bucket}"
     honoured = Honoured(True, True) if _s3_options.is_amazon(out) else honoured_by(server)
-    store = make(retry_config=out.retry)
-    direct = direct_reads(_signer(store, make, out), out)
+    bucket = _s3_bucket(place.bucket, out)
+    direct = direct_reads(_signer(bucket, out), out)
     uploads = s3_uploads(out, place.bucket, place.path)
-    return Client(store, make, _put_options(out), honoured, bulk, known, direct, uploads)
+    return Client(bucket, place.path, _put_options(out), honoured, bulk, known, direct, uploads)
 
 
 def _open_gcs(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
     out = _gcs_options.translate(options, place.bucket, provider)
-    make = _maker(obstore.store.GCSStore, place, out)
-    return Client(make(retry_config=out.retry), make, _put_options(out), known_secrets=known)
+    bucket = _new_bucket(obstore.store.GCSStore, place.bucket, out)
+    return Client(bucket, place.path, _put_options(out), known_secrets=known)
 
 
 def _open_azure(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
     out = _azure_options.translate(options, place.account, provider)
-    make = _maker(obstore.store.AzureStore, place, out)
-    return Client(make(retry_config=out.retry), make, _put_options(out), known_secrets=known)
+    bucket = _new_bucket(obstore.store.AzureStore, place.bucket, out)
+    return Client(bucket, place.path, _put_options(out), known_secrets=known)
 
 
 _OPENERS: dict[str, Callable[[Place, Mapping[str, Any], Any, Sequence[str]], Client]] = {
@@ -112,17 +146,42 @@ _OPENERS: dict[str, Callable[[Place, Mapping[str, Any], Any, Sequence[str]], Cli
 }
 
 
-def _maker(kind: Callable[..., Any], place: Place, out: Translated) -> Callable[..., Any]:
+def _new_bucket(kind: Callable[..., Any], bucket: str, out: Translated) -> Bucket:
     fixed = {"config": out.config, "client_options": out.client, "credential_provider": out.credential_provider}
-    return partial(kind, place.bucket, prefix=place.path or None, **fixed)
+    return Bucket(partial(kind, bucket, **fixed), out.retry)
 
 
-def _signer(store: Any, make: Callable[..., Any], out: Translated) -> Callable[[str], str]:
+def _s3_bucket(bucket: str, out: Translated) -> Bucket:
+    """The clients that the last stores with the same settings had: new ones would take 25 ms each, and connect anew.
+
+    Not where a profile or the caller's own provider gives the credentials: they may be others for the next store, and
+    clients keep those that do not expire.
+    """
+    provider = out.credential_provider
+    if provider is not None and not isinstance(provider, StaticCredentials):
+        return _new_bucket(obstore.store.S3Store, bucket, out)
+    read = (item for item in os.environ.items() if _READ_BY_OBSTORE.match(item[0]))
+    settings = _frozen({"config": out.config, "client": out.client, "retry": out.retry})
+    return _shared(_Recipe(bucket, settings, provider, tuple(sorted(read)), out))
+
+
+@lru_cache(maxsize=_SHARED)
+def _shared(recipe: _Recipe) -> Bucket:
+    return _new_bucket(obstore.store.S3Store, recipe.bucket, recipe.out)
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(name), _frozen(item)) for name, item in value.items()))
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _signer(bucket: Bucket, out: Translated) -> Callable[[str], str]:
     """The url of a key's GET, signed where requests are."""
     if not _s3_options.is_set(out, "skip_signature"):
-        return lambda key: str(obstore.sign(store, "GET", key, _EXPIRES))
+        return lambda key: str(obstore.sign(bucket.store, "GET", key, _EXPIRES))
     # obstore tells an url with a signature only.
-    named = make(config={**out.config, "skip_signature": False}, credential_provider=lambda: dict(_NOBODY))
+    named = bucket.make(config={**out.config, "skip_signature": False}, credential_provider=lambda: dict(_NOBODY))
     return lambda key: str(obstore.sign(named, "GET", key, _EXPIRES)).partition("?")[0]
 
 
