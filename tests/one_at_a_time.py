@@ -6,10 +6,12 @@ store holds is a dict, which is never changed in place.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -181,17 +183,28 @@ def _run(jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bo
 
 
 @contextmanager
+def _first(call: Callable[[], T]) -> Iterator[Callable[[], T]]:
+    """In place of :func:`_crew.beside`: the call is over when the rest begins."""
+    outcome: Future[T] = Future()
+    try:
+        outcome.set_result(call())
+    except BaseException as err:
+        outcome.set_exception(err)
+    yield outcome.result
+
+
+@contextmanager
 def one_thread() -> Iterator[None]:
     """All jobs of the package run in the calling thread; saves have the ids of their numbers, and all one time.
 
     Jobs that threads would do side by side make one request each, so every interleaving of theirs is an order.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("zarrckpt.")]
-    original = _crew.run
+    instead = {"run": (_crew.run, _run), "beside": (_crew.beside, _first)}
     with ExitStack() as patches:
-        for module in modules:
-            if getattr(module, "run", None) is original:
-                patches.enter_context(mock.patch.object(module, "run", _run))
+        for module, (name, (original, other)) in itertools.product(modules, instead.items()):
+            if getattr(module, name, None) is original:
+                patches.enter_context(mock.patch.object(module, name, other))
         for module in (_writer, _finish):
             patches.enter_context(mock.patch.object(module, "now", lambda: "2026-01-01T00:00:00.000000+00:00"))
         patches.enter_context(mock.patch.object(_commit, "new_id", lambda: save_id(running.number)))
@@ -246,8 +259,9 @@ class Save:
         writer._layout = self.layout
         running.number = self.number
         try:
-            ticket = writer._begin([Facts(0, {})], False)
-            with _commit.losing_is_named(store, ticket.save_id, ticket.base_id):
+            # Of two ranks: a process alone would begin in a thread.
+            ticket = writer._ticket([Facts(0, {}), Facts(1, {})], False)
+            with _commit.losing_is_named(store, ticket.save_id, lambda: ticket.base_id):
                 for key, data in self.puts.items():
                     store.put(f"{ticket.tree}/{key}" if ticket.tree else key, [data])
             writer.finish(Metadata({}), self.results)

@@ -171,8 +171,8 @@ def test_groups_of_ranks_have_meshes_of_their_own(tmp_path: Path) -> None:
 
 
 def _slow_puts(seconds: float) -> Any:
-    def slow_put(store: LocalStore, key: str, groups: Any, put: Callable[..., None] = LocalStore.put_parts) -> None:
-        time.sleep(seconds if "/c." in key else 0)
+    def slow_put(store: LocalStore, key: Any, groups: Any, put: Callable[..., None] = LocalStore.put_parts) -> None:
+        time.sleep(seconds if "/c." in key() else 0)
         put(store, key, groups)
 
     return patch.object(LocalStore, "put_parts", slow_put)
@@ -336,9 +336,9 @@ def _fault(what: str) -> Any:
 
     chunks, reads = itertools.count(), itertools.count()
 
-    def put(store: LocalStore, key: str, groups: Any, real: Any = LocalStore.put_parts) -> None:
+    def put(store: LocalStore, key: Any, groups: Any, real: Any = LocalStore.put_parts) -> None:
         # For good, after three chunks: some rounds are through.
-        if "/c." in key and next(chunks) >= 3:
+        if "/c." in key() and next(chunks) >= 3:
             fail()
         real(store, key, groups)
 

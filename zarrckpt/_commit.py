@@ -327,17 +327,19 @@ def _lost(store: Store, save_id: str, winner: Root) -> CheckpointExistsError:
 
 
 @contextmanager
-def losing_is_named(store: Store, save_id: str, base_id: str) -> Iterator[None]:
+def losing_is_named(store: Store, save_id: str, base_id: Callable[[], str]) -> Iterator[None]:
     """A storage failure as CheckpointExistsError where another save has committed since the attempt began.
 
-    The winner's clean-up takes the objects of the others away while they may still be writing. ``base_id`` is the save
-    that was there at begin, or "". One request, after a failure only.
+    The winner's clean-up takes the objects of the others away while they may still be writing. ``base_id`` tells the
+    save that was there at begin, or ""; where the attempt has failed to begin, it raises why. One request, after a
+    failure only.
     """
     try:
         yield
     except StorageError as err:
+        base = base_id()
         winner = _winner(store, err)
-        if winner.save_id == base_id or save_id in (winner.save_id, *winner.history):
+        if winner.save_id == base or save_id in (winner.save_id, *winner.history):
             raise
         raise _lost(store, save_id, winner) from err
 

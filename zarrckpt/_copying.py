@@ -61,7 +61,7 @@ def copy_checkpoint(
     root = dataclasses.replace(root, save_id=attempt.save_id, tree=attempt.tree, history=attempt.history)
     copy = _Copy(source, root, target, found, max_inflight_bytes, progress)
     try:
-        with _commit.losing_is_named(target, attempt.save_id, attempt.base_id):
+        with _commit.losing_is_named(target, attempt.save_id, lambda: attempt.base_id):
             copy.run()
             copy.commit(attempt)
     except CheckpointExistsError:

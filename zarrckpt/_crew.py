@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -29,6 +30,30 @@ def run(jobs: Iterable[Callable[[], T]], concurrency: int | Callable[[], int], *
     crew = _Crew(jobs, limit)
     crew.work()
     return crew.results()
+
+
+@contextmanager
+def beside(call: Callable[[], T]) -> Iterator[Callable[[], T]]:
+    """Run a call in a thread of its own, until it ends. What this yields waits for the result, or raises the error."""
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as err:
+            outcome.set_exception(err)
+
+    # No pool: those take no work while the interpreter shuts down, when a save in the background still goes on.
+    thread = threading.Thread(target=work, name="zarrckpt-beside")
+    with suppress(RuntimeError):  # the system has no more
+        thread.start()
+    if thread.ident is None:
+        work()
+    try:
+        yield outcome.result
+    finally:
+        if thread.ident is not None:
+            thread.join()
 
 
 def _run_drawn_here(jobs: Iterable[Callable[[], T]], limit: Callable[[], int]) -> list[T]:

@@ -99,12 +99,15 @@ class _Written:
 
 
 class RankWork:
-    """The writes of one rank in one save."""
+    """The writes of one rank in one save.
+
+    ``tree`` tells the tree that they go to, and may wait for that: until then chunks are made, and nothing is put.
+    """
 
     def __init__(
         self,
         store: Store,
-        tree: str,
+        tree: Callable[[], str],
         plan: RankPlan,
         items: Sequence[WriteItem],
         planner: SavePlanner,
@@ -159,12 +162,14 @@ class RankWork:
 
     def _jobs(self, channel: Channel | None) -> Iterator[Callable[[], None]]:
         """Jobs for the threads. With a channel, whoever draws them swaps pieces in between: others wait for those."""
-        for path, document in self._plan.documents.items():
-            yield partial(self._put_document, path, document)
         # The largest first, so that no large one is left alone at the end.
         ordered = sorted(self._plan.chunks, key=self._chunk_bytes, reverse=True)
         own = (partial(self._put_chunk, chunk, {}) for chunk in ordered)
         some = self._store.useful_concurrency()
+        # The first are made while documents are on their way, and before it is known where to.
+        yield from itertools.islice(own, some // 2)
+        for path, document in self._plan.documents.items():
+            yield partial(self._put_document, path, document)
         yield from itertools.islice(own, some)
         if channel is not None:
             swap = Swap(channel, self._plan, self._pieces)
@@ -214,7 +219,10 @@ class RankWork:
         begin = -(-elements // _ALIGNED) * _ALIGNED
         scratch, beside = encoding_memory(node, whole, in_parts=self._store.is_local)
         encoder: Encoder | None = None
-        key = join(self._tree, node.chunk_key(cell))
+
+        def key() -> str:
+            return join(self._tree(), node.chunk_key(cell))
+
         with ExitStack() as held:
 
             def groups() -> Iterable[Group]:
@@ -232,11 +240,11 @@ class RankWork:
 
             self._store.put_parts(key, groups)
         assert encoder is not None
-        self._put_done(key)
+        self._put_done(key())
         return encoder
 
     def _put_document(self, path: str, document: Json) -> None:
-        self._put(join(self._tree, path, NODE), [dumps(document)])
+        self._put(join(self._tree(), path, NODE), [dumps(document)])
 
     def _put(self, key: str, buffers: Sequence[memoryview | bytes]) -> None:
         self._store.put(key, buffers)

@@ -119,7 +119,7 @@ def _put(store: Store, key: str, node: ArrayNode, cells: RawArray, scratch: RawA
         encoder = encoder_of(node, cells)
         return encoder.groups(scratch)
 
-    store.put_parts(key, groups)
+    store.put_parts(lambda: key, groups)
     assert encoder is not None
     return encoder
 

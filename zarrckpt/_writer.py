@@ -6,7 +6,9 @@ import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from threading import current_thread
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.futures import Future
 from zarrckpt import _commit, _mail, _plan
 from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
 from zarrckpt._compression import CompressionOption, parse_option
+from zarrckpt._crew import beside
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, IncompleteSaveError
 from zarrckpt._exchange import choose
 from zarrckpt._finish import finish_save
@@ -104,9 +107,10 @@ class ZarrStorageWriter(StorageWriter):
         self._progress = progress
         self.save_id: str | None = None
         """The id of the save that this writer made last, as in the checkpoint's root document."""
+        self._begin: Callable[[], _commit.Attempt] | None = None
         self._attempt: _commit.Attempt | None = None
         self._layout: Layout | None = None
-        self._began = 0.0
+        self._started = 0.0
         self._reuse: PlanReuse | None = None
 
     @property
@@ -138,8 +142,8 @@ class ZarrStorageWriter(StorageWriter):
                 "use_collectives=False is not supported: zarrckpt commits once, on one rank, after all have "
                 "written; leave it out"
             )
-        self._attempt = self._layout = None
-        self._began = time.monotonic()
+        self._begin = self._attempt = self._layout = None
+        self._started = time.monotonic()
         _mail.clear()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -163,7 +167,7 @@ class ZarrStorageWriter(StorageWriter):
         again = self._reuse.again(plans, told, options) if self._reuse is not None else None
         if again is not None:
             self._layout = again.layout
-            ticket = self._begin(told, again.moves)
+            ticket = self._ticket(told, again.moves)
             return [dataclasses.replace(plan, items=[], storage_data=(None, ticket, again.key)) for plan in plans]
         plans = whole_plans(plans if self._reuse is None else self._reuse.restored(plans))
         held = all_items(plans, told)
@@ -176,7 +180,7 @@ class ZarrStorageWriter(StorageWriter):
         )
         _warn_of(planned.differing)
         self._layout = planned.layout
-        ticket = self._begin(told, planned.moves)
+        ticket = self._ticket(told, planned.moves)
         key = "" if self._reuse is None else self._reuse.keep(plans, told, options, held, planned)
         parts = zip(plans, sent_paths(plans), planned.items, planned.ranks, strict=True)
         return [
@@ -190,16 +194,19 @@ class ZarrStorageWriter(StorageWriter):
             for plan, paths, items, rank in parts
         ]
 
-    def _begin(self, told: Sequence[Facts], moves: bool) -> Ticket:
-        """Begin the attempt, and make the ticket that ranks get."""
+    def _ticket(self, told: Sequence[Facts], moves: bool) -> Ticket:
+        """Begin the attempt, and make the ticket that ranks get. A process alone begins in :meth:`write_data`."""
         assert self._layout is not None
         store, save_id = self._spec.open(), _commit.new_id()
-        self._attempt = _commit.begin(store, self._layout.marker(save_id, now()), overwrite=self._overwrite)
-        mesh = choose(tuple(fact.rank for fact in told), [fact.meshes for fact in told]) if moves else None
-        ticket = Ticket(mesh, save_id, self._attempt.tree, self._attempt.base_id)
+        begin = partial(_commit.begin, store, self._layout.marker(save_id, now()), overwrite=self._overwrite)
         if len(told) == 1:
+            self._begin = begin
+            ticket = Ticket(None, save_id)
             _mail.accept(ticket)  # nothing is sent, so nothing arrives
-        return ticket
+            return ticket
+        self._attempt = begin()
+        mesh = choose(tuple(fact.rank for fact in told), [fact.meshes for fact in told]) if moves else None
+        return Ticket(mesh, save_id, self._attempt.tree, self._attempt.base_id)
 
     # -- all ranks
 
@@ -225,11 +232,29 @@ class ZarrStorageWriter(StorageWriter):
         store = self._spec.open()
         # A number of the caller's own is kept to.
         store.beside_training = self._spec.concurrency is None and current_thread().name.startswith(_BACKGROUND)
-        work = RankWork(store, ticket.tree, rank_plan, items, planner, self._max_inflight_bytes, self._progress)
         future: Future[list[WriteResult]] = Future()
-        with _commit.losing_is_named(store, ticket.save_id, ticket.base_id):
-            future.set_result(work.write(_mail.joining()))
+        with self._beginning(ticket) as begun:
+
+            def tree() -> str:
+                return begun().tree
+
+            work = RankWork(store, tree, rank_plan, items, planner, self._max_inflight_bytes, self._progress)
+            with _commit.losing_is_named(store, ticket.save_id, lambda: begun().base_id):
+                future.set_result(work.write(_mail.joining()))
         return future
+
+    @contextmanager
+    def _beginning(self, ticket: Ticket) -> Iterator[Callable[[], Ticket | _commit.Attempt]]:
+        """Tells how the attempt has begun, or raises why it could not.
+
+        A process alone begins now, in a thread of its own: meanwhile it makes its first chunks.
+        """
+        if self._begin is None:
+            yield lambda: ticket
+            return
+        with beside(self._begin) as begun:
+            yield begun
+            self._attempt = begun()
 
     # -- the coordinator
 
@@ -241,7 +266,7 @@ class ZarrStorageWriter(StorageWriter):
         assert self._attempt is not None and self._layout is not None
         store, attempt, layout = self._spec.open(), self._attempt, self._layout
         try:
-            with _commit.losing_is_named(store, attempt.save_id, attempt.base_id):
+            with _commit.losing_is_named(store, attempt.save_id, lambda: attempt.base_id):
                 if not metadata.state_dict_metadata:
                     _plan.describe(metadata, layout)
                 root, report = finish_save(store, attempt, layout, metadata, results)
@@ -250,7 +275,7 @@ class ZarrStorageWriter(StorageWriter):
             _commit.abandon(store, attempt)
             raise
         _commit.clean_after(store, attempt, keep_replaced=self._keep_replaced)
-        metadata.storage_data = dataclasses.replace(report, seconds=time.monotonic() - self._began)
+        metadata.storage_data = dataclasses.replace(report, seconds=time.monotonic() - self._started)
 
 
 def _warn_of(differing: Mapping[str, Sequence[int]]) -> None:

@@ -111,15 +111,16 @@ class LocalStore(Store):
             os.close(file)
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
-        self.put_parts(key, lambda: [buffers])
+        self.put_parts(lambda: key, lambda: [buffers])
 
-    def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
+    def put_parts(self, key: Callable[[], str], groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
         def work(path: str) -> None:
             files.put_file(path, map(byte_views, groups()))
 
-        self._write("writing", key, work)
+        name = key()
+        self._write("writing", name, work)
         if self._durable:
-            self._begin_sync(key)
+            self._begin_sync(name)
 
     def create(self, key: str, data: bytes) -> None:
         def work(path: str) -> None:

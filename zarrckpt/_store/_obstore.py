@@ -144,17 +144,17 @@ class ObstoreStore(Store):
         else:
             self._transfer(f"writing {key!r}", nbytes, lambda store: self._put(store, key, views, use_multipart=False))
 
-    def put_parts(self, key: str, groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
+    def put_parts(self, key: Callable[[], str], groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
         with ExitStack() as stack:
             with self.makers:
                 views = byte_views([buffer for group in groups() for buffer in group])
-                nbytes = sum(map(len, views))
+                nbytes, name = sum(map(len, views)), key()
                 # Its turn comes before the next one is made: what waits for a connection only takes memory.
                 slot = stack.enter_context(self._parts_slot(nbytes)) if nbytes >= SPLIT else None
             if slot is None:
-                self.put(key, views)
+                self.put(name, views)
             else:
-                self._put_split(key, views, slot)
+                self._put_split(name, views, slot)
 
     def _parts_slot(self, nbytes: int) -> AbstractContextManager[Slot]:
         parts = -(-nbytes // _PART)
