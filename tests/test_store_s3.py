@@ -17,7 +17,7 @@ from s3_stub import S3Stub
 from store_servers import S3Place, free_port
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
-from zarrckpt._store import Store, open_store
+from zarrckpt._store import Store, _gate, open_store
 
 QUICK = {"retry_config": {"max_retries": 1, "retry_timeout": 5}}
 
@@ -677,3 +677,13 @@ def test_large_objects_go_up_in_parts(s3_stub: S3Stub, monkeypatch: pytest.Monke
     store.put("big", [data] * 13)
     assert sum("partNumber" in request.target for request in s3_stub.requests) == 3
     assert store.get("big") == data * 13
+
+
+@pytest.mark.parametrize(("concurrency", "parts"), [(8, 0), (_gate.DISTANT, 2)])
+def test_smaller_parts_over_more_connections(concurrency: int, parts: int, s3_stub: S3Stub) -> None:
+    place = s3_stub.bucket()
+    store = open_store(place.url("run"), storage_options=place.storage_options, concurrency=concurrency)
+    data = os.urandom(2**20)
+    store.put("k", [data] * 16)
+    assert sum("partNumber" in request.target for request in s3_stub.requests) == parts
+    assert store.get("k") == data * 16

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 START = max(4, min(8, 2 * (os.cpu_count() or 1)))
 """Two a processor, as far as that goes: more threads than that only wait for each other, unless the server is slow."""
-DISTANT = 32
+DISTANT = 48
 """The limit as soon as the first answers show that the server is far away: threads that wait cost nothing."""
 LEAST = 4
 MOST = 64

@@ -25,7 +25,7 @@ from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, Upload, Versioned
 from zarrckpt._store._direct import TransferError
 from zarrckpt._store._fork import check_fork
-from zarrckpt._store._gate import MOST, Gate, Slot
+from zarrckpt._store._gate import DISTANT, MOST, Gate, Slot
 from zarrckpt._store._guard import Guard
 from zarrckpt._store._keys import below, byte_views
 from zarrckpt._store._obstore_client import Client
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SPLIT = 32 * 2**20
-"""Objects from this size on go up in parts: a connection is seldom as fast as the line, and few fit in memory."""
+"""Objects from this size on go up in parts: a connection is seldom as fast as the line, and few fit in memory.
+
+From half of that on, and in parts of half the size, where many connections are of use.
+"""
 
 _BESIDE = 2
 """So many more than are let through to the server make or take apart what is put or was read."""
@@ -138,9 +141,10 @@ class ObstoreStore(Store):
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         views = byte_views(buffers) or [memoryview(b"")]
         nbytes = sum(map(len, views))
-        if nbytes >= SPLIT:
-            with self._parts_slot(nbytes) as slot:
-                self._put_split(key, views, slot)
+        part = self._part_bytes(nbytes)
+        if part:
+            with self._parts_slot(nbytes, part) as slot:
+                self._put_split(key, views, part, slot)
         else:
             self._transfer(f"writing {key!r}", nbytes, lambda store: self._put(store, key, views, use_multipart=False))
 
@@ -148,24 +152,31 @@ class ObstoreStore(Store):
         with ExitStack() as stack:
             with self.makers:
                 views = byte_views([buffer for group in groups() for buffer in group])
-                nbytes, name = sum(map(len, views)), key()
+                name = key()
+                nbytes = sum(map(len, views))
+                part = self._part_bytes(nbytes)
                 # Its turn comes before the next one is made: what waits for a connection only takes memory.
-                slot = stack.enter_context(self._parts_slot(nbytes)) if nbytes >= SPLIT else None
+                slot = stack.enter_context(self._parts_slot(nbytes, part)) if part else None
             if slot is None:
                 self.put(name, views)
             else:
-                self._put_split(name, views, slot)
+                self._put_split(name, views, part, slot)
 
-    def _parts_slot(self, nbytes: int) -> AbstractContextManager[Slot]:
-        parts = -(-nbytes // _PART)
+    def _part_bytes(self, nbytes: int) -> int:
+        """How large the parts are in which an object goes up, 0 where it goes up whole."""
+        halves = 2 if self._gate.limit >= DISTANT else 1
+        return _PART // halves if nbytes >= SPLIT // halves else 0
+
+    def _parts_slot(self, nbytes: int, part: int) -> AbstractContextManager[Slot]:
+        parts = -(-nbytes // part)
         return self._gate.slot(nbytes, min(_PARTS_AT_ONCE, parts), min(_LEAST_AT_ONCE, parts))
 
-    def _put_split(self, key: str, views: Sequence[memoryview], slot: Slot) -> None:
+    def _put_split(self, key: str, views: Sequence[memoryview], part: int, slot: Slot) -> None:
         # obstore takes a buffer at a time, and begins all parts that are in it at once.
-        pieces = [view[at : at + _PART] for view in views for at in range(0, len(view), _PART)]
+        pieces = [view[at : at + part] for view in views for at in range(0, len(view), part)]
         # It begins the last part without waiting for its turn; it does wait for that of a buffer after it.
         pieces.append(memoryview(b""))
-        options = {"use_multipart": True, "chunk_size": _PART, "max_concurrency": slot.count}
+        options = {"use_multipart": True, "chunk_size": part, "max_concurrency": slot.count}
 
         def upload() -> None:
             try:
