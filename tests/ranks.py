@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 TIMEOUT = 120.0
@@ -52,7 +55,9 @@ def all_ranks_raise(
 class _Worker:
     def __init__(self) -> None:
         self.pipe, child = context.Pipe()
-        self.process = context.Process(target=_serve, args=(child,), daemon=False)
+        descriptor, self._stacks = tempfile.mkstemp(prefix="zarrckpt-stacks-")
+        os.close(descriptor)
+        self.process = context.Process(target=_serve, args=(child, self._stacks), daemon=False)
         self.process.start()
         child.close()
 
@@ -60,6 +65,15 @@ class _Worker:
         self.pipe.close()
         self.process.kill()
         self.process.join()
+        os.unlink(self._stacks)
+
+    def stacks(self) -> str:
+        """Where all its threads are: for those that hang."""
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return Path(self._stacks).read_text()
 
 
 _workers: list[_Worker] = []
@@ -101,7 +115,10 @@ def _collect(workers: list[_Worker], timeout: float) -> dict[int, Any]:
     while waiting or leaving:
         ready = wait([*waiting, *leaving], timeout)
         if not ready:
-            stuck = {rank: (None, f"no answer within {timeout} s") for rank in [*waiting.values(), *leaving.values()]}
+            stuck = {
+                rank: (None, f"no answer within {timeout} s\n{workers[rank].stacks()}")
+                for rank in [*waiting.values(), *leaving.values()]
+            }
             stop_ranks()
             raise RankError(stuck | {rank: answer[1] for rank, answer in answers.items() if answer[0] == "error"})
         for pipe in ready:
@@ -140,11 +157,12 @@ def stop_ranks() -> None:
         _workers.pop().stop()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, open(stacks, "w"))  # noqa: SIM115 - as long as the process lives
     while True:
         try:
             function, args, rank, world_size, init, env = pipe.recv()
