@@ -35,10 +35,10 @@ def run(options: Options) -> Results:
     return found
 
 
-def _contenders(server: Served, distant: bool) -> list[Any]:
-    from benchmarks.peers import Contender, s3_contenders
+def _contenders(server: Served, group: str) -> list[Any]:
+    from benchmarks.peers import ROWS, Contender, s3_contenders
 
-    connections = 32 if distant else 4
+    connections = 32 if group == FAR else 4
 
     def put(state: Any, url: str) -> None:
         limits.raw_put(state, server.endpoint, url.removeprefix("s3://"), connections)
@@ -46,7 +46,9 @@ def _contenders(server: Served, distant: bool) -> list[Any]:
     def get(target: Any, url: str) -> None:
         limits.raw_get(target, server.endpoint, url.removeprefix("s3://"), connections)
 
-    return [*s3_contenders(), Contender(LIMIT, "os", put, get, "limit")]
+    # Small tensors are not divided.
+    known = [contender for contender in s3_contenders() if group != SMALL or contender.name != ROWS]
+    return [*known, Contender(LIMIT, "os", put, get, "limit")]
 
 
 def _measure(options: Options, group: str, server: Served) -> Results:
@@ -56,7 +58,7 @@ def _measure(options: Options, group: str, server: Served) -> Results:
     distant, small, count = group == FAR, group == SMALL, 1000 if options.gigabytes >= 0.1 else 100
     state: Any = states.small_tensors(count) if small else states.make_state(options.gigabytes, options.dtype)
     target = states.like(state)
-    contenders = _contenders(server, distant)
+    contenders = _contenders(server, group)
     counts: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     # Modules are imported, threads started: what only the first save of a process pays. Far away a full round of it
     # takes minutes.
@@ -100,11 +102,10 @@ def _round(
 
 
 def _figures(group: str, speeds: list[Speed]) -> list[Figure]:
-    from benchmarks.peers import ROWS, SIGNED
-
     found = []
+    others = [speed.name for speed in speeds if speed.kind == "ours" and speed.name != "zarrckpt"]
     for peer, goals in GOALS[group].items():
         for which, goal in zip(("save", "load"), goals, strict=True):
             found.append(faster(speeds, "zarrckpt", peer, which, goal))
-            found += [faster(speeds, other, peer, which, None) for other in (SIGNED, ROWS)]
+            found += [faster(speeds, other, peer, which, None) for other in others]
     return found + [faster(speeds, "zarrckpt", LIMIT, which, None) for which in ("save", "load")]
