@@ -61,6 +61,19 @@ def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypat
     assert found["weights.w3"][:].tolist() == [number + 3.0 for number in range(1000)]
 
 
+def test_a_save_of_values_alone_waits_for_the_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = _commit.begin
+
+    def late(*args: Any, **kwargs: Any) -> _commit.Attempt:
+        threading.Event().wait(0.3)
+        return begin(*args, **kwargs)
+
+    monkeypatch.setattr(_commit, "begin", late)
+    # No folder above it is there, and no chunk waits for one.
+    zarrckpt.save({"step": 7}, tmp_path / "runs" / "one" / "step-7")
+    assert zarrckpt.open(tmp_path / "runs" / "one" / "step-7")["step"] == 7
+
+
 def test_a_checkpoint_that_exists_stops_a_save_before_its_first_put(s3_stub: S3Stub) -> None:
     place = s3_stub.bucket()
     zarrckpt.save(STATE, place.url("run"), storage_options=place.storage_options)

@@ -156,6 +156,8 @@ class RankWork:
         }
         jobs = self._jobs(channel)
         run(jobs, self._store.useful_concurrency, drawn_here=channel is not None)
+        # Also where nothing was put: what is synced is there only once the attempt has begun.
+        self._tree()
         self._store.sync(self._keys)
         results |= {fqn: part.result() for fqn, part in self._written.items()}
         return [WriteResult(MetadataIndex(fqn), res.nbytes, res) for fqn, res in results.items()]
