@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from zarrckpt import _codec
 from zarrckpt._codec import CRC_BYTES, RawArray
 from zarrckpt._compression import Compression, DecodeError
-from zarrckpt._grid import Grid, Ints
+from zarrckpt._grid import Grid, Ints, ravel, unravel_f
 
 
 class ChunkTable:
@@ -33,7 +33,7 @@ class ChunkTable:
 
     def checksum(self, place: int) -> int:
         """The checksum of the stored subchunk with a place."""
-        return _codec.expected(self._grid, place, 1, self.checksums)[0]
+        return int(self.checksums[ravel(unravel_f(place, self._grid.sub_counts), self._grid.sub_counts)])
 
     @property
     def object_size(self) -> int:

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from zarrckpt._cells import CellBlock, block_at, blocks_of, copy_part, in_array_order, parts_in_array_order
 from zarrckpt._crc32c import crc32c
-from zarrckpt._grid import Box, Grid, Ints, intersect, ravel, unravel_f
+from zarrckpt._grid import Box, Grid, Ints, intersect
 
 RawArray = np.ndarray[Any, np.dtype[Any]]
 """Elements as raw bits, see :func:`raw_dtype`."""
@@ -139,13 +140,13 @@ class ChunkEncoder:
 
     def _copied(self, scratch: RawArray) -> Iterator[list[memoryview | bytes]]:
         used = taken = 0
-        for place, count in stripes(self._grid, self._stored, 0, self._crcs.size):
-            need = count * self._stored
+        longest = max(1, BLOCK_BYTES // self._stored)
+        for block in blocks_of(self._grid.sub_counts, self._sub, 0, self._crcs.size, longest):
+            need = block.size * self._stored
             if used + need > len(scratch):
                 yield [scratch[taken:used].data]
                 used = taken = 0
-            stored = scratch[used : used + need].reshape(count, self._stored)
-            self._fill(stored, place)
+            self._fill(scratch[used : used + need].reshape(block.size, self._stored), block)
             used += need
             if used - taken >= GROUP_BYTES:
                 yield [scratch[taken:used].data]
@@ -153,26 +154,21 @@ class ChunkEncoder:
         if used > taken:
             yield [scratch[taken:used].data]
 
-    def _fill(self, stored: RawArray, place: int) -> None:
-        """Put neighbouring subchunks of one stripe into memory, each with its checksum behind it."""
-        count = len(stored)
-        cell = unravel_f(place, self._grid.sub_counts)
-        at = tuple(i * n for i, n in zip(cell, self._sub, strict=True))
-        extent = (count * self._sub[0], *self._sub[1:]) if self._sub else ()
-        region: tuple[Any, ...] = (*(slice(o, o + n) for o, n in zip(at, extent, strict=True)), ...)
-        part = self._piece[region]
-        cells = stored[:, :-CRC_BYTES].view(part.dtype).reshape(count, *self._sub)
-        if part.shape == extent:
-            cells[...] = part.reshape(count, *self._sub)
+    def _fill(self, stored: RawArray, block: CellBlock) -> None:
+        """Put neighbouring subchunks into memory, each with its checksum behind it."""
+        cells = stored[:, :-CRC_BYTES].view(self._piece.dtype).reshape(block.size, *self._sub)
+        part = self._piece[block.region]
+        if part.shape == block.box.shape:
+            elements = in_array_order(cells, block.counts)
+            elements[...] = part.reshape(elements.shape)
         else:
-            cells[...] = np.zeros((), part.dtype)
-            for i in range(-(-len(part) // self._sub[0])):
-                rows = part[i * self._sub[0] : (i + 1) * self._sub[0]]
-                inside: tuple[Any, ...] = (i, *(slice(0, n) for n in rows.shape))
-                cells[inside] = rows
+            # The array has ended.
+            cells[...] = np.zeros((), cells.dtype)
+            for box, elements in parts_in_array_order(cells, block.counts, Box((0,) * part.ndim, part.shape)):
+                elements[...] = part[box.slices()].reshape(elements.shape)
         crcs = [crc32c(row[:-CRC_BYTES]) for row in stored]
-        stored[:, -CRC_BYTES:] = np.array(crcs, "<u4").view(np.uint8).reshape(count, CRC_BYTES)
-        self._crcs.reshape(-1)[place : place + count] = crcs
+        stored[:, -CRC_BYTES:] = np.array(crcs, "<u4").view(np.uint8).reshape(-1, CRC_BYTES)
+        self._crcs.reshape(-1)[block.place : block.place + block.size] = crcs
 
 
 def encode_chunk(grid: Grid, piece: RawArray) -> tuple[list[memoryview | bytes], list[int]]:
@@ -252,7 +248,7 @@ def place_of(grid: Grid, chunk: Ints, place: int, box: Box, target: Target) -> R
     if not isinstance(target, np.ndarray):
         return None
     sub = grid.subchunk_shape or grid.chunk_shape
-    offset = _cell_offset(grid, chunk, unravel_f(place, grid.sub_counts))
+    offset = _elements_of(grid, chunk, block_at(grid.sub_counts, sub, place)).offset
     inside = tuple(o - b for o, b in zip(offset, box.offset, strict=True))
     if any(o < 0 or o + n > m for o, n, m in zip(inside, sub, box.shape, strict=True)):
         return None
@@ -263,71 +259,53 @@ def place_of(grid: Grid, chunk: Ints, place: int, box: Box, target: Target) -> R
 
 
 def unpack(
-    grid: Grid, chunk: Ints, place: int, stored: RawArray, table: RawArray, box: Box, target: Target
+    grid: Grid, chunk: Ints, block: CellBlock, stored: RawArray, table: RawArray, box: Box, target: Target
 ) -> tuple[int, int]:
-    """Check neighbouring stored subchunks of one stripe (a row each) and copy what a wanted box shares with them.
+    """Check stored subchunks (a row each, without gaps) and copy what a wanted box shares with them.
 
     ``target`` has the box's shape; ``table`` is the chunk's part of the checksum table. Returns the number of bytes
     copied, and the place of the first subchunk that is not what was saved, else -1.
     """
-    sub, count = grid.subchunk_shape or grid.chunk_shape, len(stored)
-    wrong = altered(stored, expected(grid, place, count, table))
+    wrong = altered(stored, expected(block, table.reshape(grid.sub_counts)))
     if wrong >= 0:
-        return 0, place + wrong
-    cells = stored[:, :-CRC_BYTES].view(target.dtype).reshape(count, *sub)
-    return copy_cells(grid, chunk, place, cells, box, target), -1
+        return 0, block.place + wrong
+    cells = stored[:, :-CRC_BYTES].view(target.dtype).reshape(block.size, *(grid.subchunk_shape or grid.chunk_shape))
+    return copy_cells(grid, chunk, block, cells, box, target), -1
 
 
-def copy_cells(grid: Grid, chunk: Ints, place: int, cells: RawArray, box: Box, target: Target) -> int:
-    """Copy what a wanted box shares with neighbouring subchunks of one stripe, given as elements.
+def copy_cells(grid: Grid, chunk: Ints, block: CellBlock, cells: RawArray, box: Box, target: Target) -> int:
+    """Copy what a wanted box shares with subchunks, given as elements: (number, *shape of one).
 
-    ``cells`` has a dimension more than the array, for the subchunks. Returns the number of bytes copied.
+    Returns the number of bytes copied.
     """
-    sub, count = grid.subchunk_shape or grid.chunk_shape, len(cells)
-    offset = _cell_offset(grid, chunk, unravel_f(place, grid.sub_counts))
-    extent = (count * sub[0], *sub[1:]) if sub else ()
-    shared = intersect(Box(offset, extent), box)
+    own = _elements_of(grid, chunk, block)
+    shared = intersect(own, box)
     if shared is None:
         return 0
-    if isinstance(target, np.ndarray) and shared.shape == extent:
-        at: tuple[Any, ...] = (*shared.slices(box.offset), ...)
-        # Splitting a dimension gives a view, whatever the strides.
-        target[at].reshape(count, *sub)[...] = cells
+    at: tuple[Any, ...] = (*shared.slices(box.offset), ...)
+    if isinstance(target, np.ndarray):
+        inside = Box(tuple(s - o for s, o in zip(shared.offset, own.offset, strict=True)), shared.shape)
+        copy_part(cells, block.counts, inside, target[at])
+    elif block.size > 1:
+        # Each lies in one piece as it is; together they would have to be copied here first.
+        singles = (block_at(grid.sub_counts, cells.shape[1:], block.place + i) for i in range(block.size))
+        for i, one in enumerate(singles):
+            copy_cells(grid, chunk, one, cells[i : i + 1], box, target)
     else:
-        for i in range(count):
-            own = Box((offset[0] + i * sub[0], *offset[1:]), sub) if sub else Box((), ())
-            part = intersect(own, box)
-            if part is not None:
-                target[part.slices(box.offset)] = cells[i][part.slices(own.offset)]
+        target[at] = cells[0][(*shared.slices(own.offset), ...)]
     return shared.size * target.dtype.itemsize
 
 
-def expected(grid: Grid, place: int, count: int, table: RawArray) -> list[int]:
-    """The checksums that a chunk's part of the table has for neighbours of one stripe."""
-    cell = unravel_f(place, grid.sub_counts)
-    first, step = ravel(cell, grid.sub_counts), math.prod(grid.sub_counts[1:])
-    found: list[int] = table[first :: max(1, step)][:count].tolist()
+def expected(block: CellBlock, table: RawArray) -> list[int]:
+    """The checksums of subchunks in storage order; ``table`` has those of the chunk, with its shape in subchunks."""
+    found: list[int] = table[block.cells].transpose().reshape(-1).tolist()
     return found
 
 
-def stripes(grid: Grid, stored: int, first: int, count: int, most: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """Cut a run of subchunks (of ``stored`` bytes each) into (place, count) of about ``most`` bytes.
-
-    Those of one part differ along the first dimension only, so that one strided copy takes them all.
-    """
-    rows = grid.sub_counts[0] if grid.sub_counts else 1
-    longest = max(1, most // stored)
-    end = first + count
-    while first < end:
-        part = min(end - first, longest, rows - first % rows)
-        yield first, part
-        first += part
-
-
-def _cell_offset(grid: Grid, chunk: Ints, cell: Ints) -> Ints:
-    """Where in the array a subchunk begins."""
-    sub = grid.subchunk_shape or grid.chunk_shape
-    return tuple(c * n + i * m for c, n, i, m in zip(chunk, grid.chunk_shape, cell, sub, strict=True))
+def _elements_of(grid: Grid, chunk: Ints, block: CellBlock) -> Box:
+    """The elements of subchunks, counted from the array's begin."""
+    offset = tuple(c * n + i for c, n, i in zip(chunk, grid.chunk_shape, block.box.offset, strict=True))
+    return Box(offset, block.box.shape)
 
 
 def runs(places: Sequence[int], longest: int) -> list[tuple[int, int]]:

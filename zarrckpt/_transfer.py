@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from zarrckpt import _codec
+from zarrckpt._cells import CellBlock, block_at, blocks_of
 from zarrckpt._chunk_table import ChunkTable, chunk_table
 from zarrckpt._compression import DecodeError
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
@@ -187,17 +188,16 @@ def deliver(store: Store, read: ChunkRead, stored: RawArray, scratch: RawArray |
     size = _codec.subchunk_bytes(grid, read.node.dtype.itemsize)
     filled = 0
     # As many as may be with one call: to take turns with the interpreter costs more here than to leave the cache.
-    for place, count in _codec.stripes(grid, size, read.first, read.count, read.nbytes):
-        begin = (place - read.first) * size
-        filled += _unpack(store, read, place, stored[begin : begin + count * size])
+    sub = grid.subchunk_shape or grid.chunk_shape
+    for block in blocks_of(grid.sub_counts, sub, read.first, read.count, read.count):
+        begin = (block.place - read.first) * size
+        filled += _unpack(store, read, block, stored[begin : begin + block.size * size].reshape(-1, size))
     return filled
 
 
-def _unpack(store: Store, read: ChunkRead, place: int, stored: RawArray) -> int:
-    size = _codec.subchunk_bytes(read.node.grid, read.node.dtype.itemsize)
-    rows = stored.reshape(-1, size)
-    table = read.table.checksums
-    filled, bad = _codec.unpack(read.node.grid, read.chunk, place, rows, table, read.box, read.target)
+def _unpack(store: Store, read: ChunkRead, block: CellBlock, stored: RawArray) -> int:
+    grid, table = read.node.grid, read.table.checksums
+    filled, bad = _codec.unpack(grid, read.chunk, block, stored, table, read.box, read.target)
     if bad >= 0:
         raise _altered(store, read, bad)
     return filled
@@ -221,8 +221,9 @@ def _decompress(store: Store, read: ChunkRead, place: int, stored: RawArray, scr
         ) from err
     if straight is not None:
         return len(straight)
-    cells = scratch.view(read.target.dtype).reshape(1, *(grid.subchunk_shape or grid.chunk_shape))
-    return _codec.copy_cells(grid, read.chunk, place, cells, read.box, read.target)
+    sub = grid.subchunk_shape or grid.chunk_shape
+    cells = scratch.view(read.target.dtype).reshape(1, *sub)
+    return _codec.copy_cells(grid, read.chunk, block_at(grid.sub_counts, sub, place), cells, read.box, read.target)
 
 
 def _key(read: ChunkRead) -> str:
