@@ -1,7 +1,7 @@
 """Ranged gets from S3 over plain HTTP, received straight into the memory where the bytes belong.
 
 obstore hands out an answer in memory of its own, piece by piece; to copy it from there costs more than receiving it
-(``python -m benchmarks --only gets``). So the many large reads of a load go over :mod:`http.client`. All else stays
+(``python -m benchmarks --only gets``). So the many large reads of a load go over connections of our own. All else stays
 with obstore: it finds the credentials and signs the urls, and what the server answers other than with the bytes that
 were asked for is asked again through it, so that it alone tells what is wrong. And all that goes over TLS: Python's
 gives the interpreter's lock away for every 16 KiB, and is slower the more threads wait for it; obstore needs no lock.
@@ -9,10 +9,7 @@ gives the interpreter's lock away for every 16 KiB, and is slower the more threa
 
 from __future__ import annotations
 
-import http.client
 import os
-import socket
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,10 +20,12 @@ from urllib.parse import SplitResult, urlsplit
 
 from zarrckpt._store._options import Translated, is_plain_http
 from zarrckpt._store._s3_options import is_set
+from zarrckpt._store._wire import Answer, Connection, NotHttpError
 
 CONNECT_SECONDS = 5.0
 """As obstore's own default."""
 
+_PARTIAL, _BEHIND_THE_END = 206, 416
 _BUSY = frozenset((408, 429, 500, 502, 503, 504))
 """The answers that may be others the next time."""
 
@@ -36,10 +35,6 @@ _CLIENT |= {"http1_only", "pool_idle_timeout", "pool_max_idle_per_host", "timeou
 
 _HEADERS = ("request_payer", "s3_express", "sse_customer_key_base64")
 """The settings whose requests need more than a signed url."""
-
-
-_SYSTEM_WAITS = os.name == "posix"
-"""Whether a call can be left to the system until all its bytes have come, and no longer than a socket's limit."""
 
 
 class TransferError(Exception):
@@ -52,9 +47,9 @@ class DirectReads:
 
     sign: Callable[[str], str]
     """The signed url of a key's GET."""
-    connect: Callable[[SplitResult], http.client.HTTPConnection]
+    connect: Callable[[SplitResult], Connection]
     usable: bool = True
-    _idle: list[http.client.HTTPConnection] = field(default_factory=list)
+    _idle: list[Connection] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -70,21 +65,18 @@ class DirectReads:
         None where the server answers anything else: obstore may ask then. Raises TransferError. One request.
         """
         url = urlsplit(self.sign(key))
-        wanted = {"Range": f"bytes={byte_offset}-{byte_offset + len(buffer) - 1}"}
         try:
-            connection, answer = self._answer(url, wanted)
+            connection, answer = self._asked(url, byte_offset, byte_offset + len(buffer) - 1)
             return self._received(connection, answer, buffer)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, NotHttpError) as error:
             raise TransferError(f"{type(error).__name__}: {error}") from error
 
-    def _received(
-        self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse, buffer: memoryview
-    ) -> int | None:
+    def _received(self, connection: Connection, answer: Answer, buffer: memoryview) -> int | None:
         """As :func:`_receive`; the connection is kept for the next request where nothing is left on it."""
         keep = False
         try:
-            whole = _receive(connection.sock, answer, buffer)
-            keep = whole == len(buffer) and not answer.will_close
+            whole = _receive(connection, answer, buffer)
+            keep = whole == len(buffer) and answer.keeps
             return whole
         finally:
             if keep:
@@ -93,17 +85,14 @@ class DirectReads:
             else:
                 connection.close()
 
-    def _answer(
-        self, url: SplitResult, headers: Mapping[str, str]
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    def _asked(self, url: SplitResult, first: int, last: int) -> tuple[Connection, Answer]:
         target = f"{url.path}?{url.query}" if url.query else url.path
         while True:
             with self._lock:
                 used = self._idle.pop() if self._idle else None
             connection = used or self.connect(url)
             try:
-                connection.request("GET", target, headers=headers)
-                return connection, connection.getresponse()
+                return connection, connection.get(url.netloc, target, first, last)
             except ConnectionError:
                 connection.close()
                 if used is None:
@@ -114,44 +103,18 @@ class DirectReads:
                 raise
 
 
-def _receive(sock: socket.socket | None, answer: http.client.HTTPResponse, buffer: memoryview) -> int | None:
+def _receive(connection: Connection, answer: Answer, buffer: memoryview) -> int | None:
     if answer.status in _BUSY:
         raise TransferError(f"the server answered {answer.status} {answer.reason}")
-    if answer.status == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+    if answer.status == _BEHIND_THE_END:
         return 0
-    if answer.status != http.client.PARTIAL_CONTENT or answer.length is None or answer.length > len(buffer):
+    if answer.status != _PARTIAL or answer.length is None or answer.length > len(buffer):
         return None
     if answer.length < len(buffer):
         return answer.length
-    done = _fill(sock, answer, buffer)
+    done = connection.receive_into(buffer)
     if done < len(buffer):
         raise TransferError(f"the connection was closed after {done} of {len(buffer)} bytes")
-    answer.close()
-    return done
-
-
-def _fill(sock: socket.socket | None, answer: http.client.HTTPResponse, buffer: memoryview) -> int:
-    """Fill ``buffer`` with an answer's bytes; return how many came before the connection's end."""
-    if sock is None or not _SYSTEM_WAITS:
-        # None where the connection ends with this answer, as http.client has it.
-        return _until_full(buffer, answer.readinto)
-    # All but what came with the headers with one call, not one for each packet or so: each gives the interpreter's lock
-    # away, and waits for it again.
-    done = answer.readinto(buffer[: len(answer.peek())])
-    limit = sock.gettimeout()
-    sock.settimeout(None)
-    try:
-        return done + _until_full(buffer[done:], lambda rest: sock.recv_into(rest, 0, socket.MSG_WAITALL))
-    except BlockingIOError as error:
-        raise TimeoutError(f"nothing came for {limit} seconds") from error
-    finally:
-        sock.settimeout(limit)
-
-
-def _until_full(buffer: memoryview, receive: Callable[[memoryview], int]) -> int:
-    done = 0
-    while done < len(buffer) and (count := receive(buffer[done:])):
-        done += count
     return done
 
 
@@ -172,16 +135,9 @@ class _Connector:
         limits = (_seconds(client.get(name)) for name in ("timeout", "read_timeout"))
         self._answer_seconds = min((limit for limit in limits if limit is not None), default=None)
 
-    def __call__(self, url: SplitResult) -> http.client.HTTPConnection:
+    def __call__(self, url: SplitResult) -> Connection:
         assert url.hostname is not None
-        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=self._connect_seconds)
-        connection.connect()
-        connection.sock.settimeout(self._answer_seconds)
-        if self._answer_seconds is not None and _SYSTEM_WAITS:
-            seconds, rest = divmod(self._answer_seconds, 1)
-            limit = struct.pack("ll", int(seconds), int(rest * 1e6))
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        return connection
+        return Connection((url.hostname, url.port or 80), self._connect_seconds, self._answer_seconds)
 
 
 def _seconds(value: Any) -> float | None:
@@ -193,6 +149,6 @@ def _behind_a_proxy() -> bool:
     return any(value for name, value in os.environ.items() if name.lower() in proxies)
 
 
-def _close(idle: list[http.client.HTTPConnection]) -> None:
+def _close(idle: list[Connection]) -> None:
     for connection in idle:
         connection.close()
