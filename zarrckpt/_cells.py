@@ -52,7 +52,7 @@ def block_at(chunk: Ints, sub: Ints, place: int, counts: Ints | None = None) -> 
     return CellBlock(place, counts, math.prod(counts), (*cells.slices(), ...), box, (*box.slices(), ...))
 
 
-@lru_cache(maxsize=1 << 9)
+@lru_cache(maxsize=1 << 8)
 def blocks_of(chunk: Ints, sub: Ints, first: int, count: int, longest: int) -> tuple[CellBlock, ...]:
     """Cut ``count`` subchunks in storage order into blocks, none of more than ``longest``; the rest as above."""
     out, end = [], first + count
