@@ -108,6 +108,7 @@ def test_one_answer_after_the_other(packets: list[bytes]) -> None:
         (b"HTTP/1.1 206 P\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", (206, None, True)),
         (b"HTTP/1.1 206 P\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\n", (206, 5, True)),
         (b"HTTP/1.1 206 P\r\nContent-Length: -5\r\n\r\n", (206, None, True)),
+        (b"HTTP/1.1 206 P\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", (206, None, True)),
         (b"HTTP/1.1 206 P\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", (206, None, True)),
         (b"HTTP/1.1 206 P\r\nContent-Length: 5\r\nContent-Encoding: gzip\r\n\r\n", (206, None, True)),
         (b"HTTP/1.1 503 Slow Down\r\nTransfer-Encoding: chunked\r\n\r\n", (503, None, True)),
@@ -138,6 +139,16 @@ def test_a_body_that_ends_early() -> None:
         buffer = bytearray(len(BODY))
         assert connection.receive_into(memoryview(buffer)) == len(BODY) - 100
         assert buffer[:-100] == BODY[:-100]
+
+
+def test_a_server_that_sends_more_than_it_says() -> None:
+    with asked(b"HTTP/1.1 206 P\r\nContent-Length: 5\r\n\r\n123456") as (connection, _):
+        get(connection)
+        buffer = bytearray(5)
+        assert connection.receive_into(memoryview(buffer)) == 5 and buffer == b"12345"
+        # What is left would be taken for the next answer's begin.
+        with pytest.raises(ConnectionError):
+            get(connection)
 
 
 def test_a_server_that_says_nothing() -> None:

@@ -19,6 +19,9 @@ _SYSTEM_WAITS = os.name == "posix"
 _HEAD_BYTES = 1 << 16
 """No answer has a longer head."""
 
+_DIGITS = 20
+"""No length has so many."""
+
 _PACKET = 4096
 """So much is received at once until the head has ended. What comes of the body with it is copied once more."""
 
@@ -45,12 +48,12 @@ class Connection:
     """Connected when it is made. Raises OSError where the server is gone or silent; used by one thread at a time.
 
     Args:
-        host: as in a url, with the port.
+        address: the server's name or address, and its port.
         connect_seconds: how long to wait for a connection. answer_seconds: and then for the next byte; None: forever.
     """
 
-    def __init__(self, host: tuple[str, int], connect_seconds: float, answer_seconds: float | None) -> None:
-        self._socket: socket.socket | None = socket.create_connection(host, connect_seconds)
+    def __init__(self, address: tuple[str, int], connect_seconds: float, answer_seconds: float | None) -> None:
+        self._socket: socket.socket | None = socket.create_connection(address, connect_seconds)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._seconds = answer_seconds
         self._socket.settimeout(None if _SYSTEM_WAITS else answer_seconds)
@@ -74,9 +77,12 @@ class Connection:
     def get(self, host: str, target: str, first: int, last: int) -> Answer:
         """Ask for the bytes ``first`` to ``last`` of a path, and receive the head of the answer.
 
-        Raises ConnectionError where the server has closed the connection, NotHttpError.
+        ``host`` is the header of that name. Raises ConnectionError where the server has closed the connection, or sent
+        more than the last answer's length; NotHttpError.
         """
         assert self._socket is not None
+        if self._rest:
+            raise ConnectionResetError("the server sent more than it had announced")
         request = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nAccept-Encoding: identity\r\nRange: bytes={first}-{last}"
         self._socket.sendall(f"{request}\r\n\r\n".encode("ascii"))
         head = b""
@@ -95,6 +101,7 @@ class Connection:
         assert self._socket is not None
         done = min(len(self._rest), len(buffer))
         buffer[:done] = self._rest[:done]
+        self._rest = self._rest[done:]
         # All with one call, not one for each packet or so: each gives the interpreter's lock away, and waits for it.
         flags = socket.MSG_WAITALL if _SYSTEM_WAITS else 0
         try:
@@ -131,5 +138,5 @@ def _parsed(head: bytes) -> Answer:
             case b"connection":
                 keeps &= b"close" not in value.lower()
     text = lengths.pop() if plain and len(lengths) == 1 else b""
-    length = int(text) if text.isdigit() else None
+    length = int(text) if text.isdigit() and len(text) < _DIGITS else None
     return Answer(int(status[2]), (status[3] or b"").decode("latin-1"), length, keeps)
