@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,17 @@ def test_blocks_are_a_run_s_subchunks_in_order(case: Case) -> None:
         assert chunk[block.region].shape == block.box.shape
 
 
+@given(cases())
+def test_blocks_by_rows_are_all_subchunks_in_the_array_s_order(case: Case) -> None:
+    blocks = _cells.blocks_by_rows(case.counts, case.sub, case.longest)
+    numbers = np.arange(math.prod(case.counts)).reshape(case.counts)
+    found = [numbers[block.cells].reshape(-1).tolist() for block in blocks]
+    assert [*itertools.chain(*found)] == [*range(numbers.size)]
+    for block, own in zip(blocks, found, strict=True):
+        assert block.size == math.prod(block.counts) == len(own) <= case.longest
+        assert block == _cells.block_at(case.counts, case.sub, block.place, block.counts)
+
+
 @given(cases(), st.data())
 def test_a_part_of_a_block_is_numpy_s_slice(case: Case, data: st.DataObject) -> None:
     chunk, cells = stored(case)
@@ -90,6 +102,8 @@ def test_a_part_of_a_block_is_numpy_s_slice(case: Case, data: st.DataObject) -> 
 def test_blocks_are_as_large_as_may_be_and_alike(counts: Ints, longest: int, blocks: list[Ints]) -> None:
     sub = tuple(1 for _ in counts)
     found = [block.counts for block in _cells.blocks_of(counts, sub, 0, math.prod(counts), longest)]
+    assert found == blocks
+    found = [block.counts[::-1] for block in _cells.blocks_by_rows(counts[::-1], sub, longest)]
     assert found == blocks
 
 

@@ -1,4 +1,4 @@
-"""Boxes of a chunk's subchunks that follow each other in storage, and their elements in the array's order.
+"""Boxes of a chunk's subchunks, and their elements in the array's order.
 
 In storage the first dimension is the fastest, in the array the last one: numpy copies a whole box of subchunks from one
 order to the other with one call. How many calls there are matters more than what each copies: it gives the
@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from zarrckpt._grid import Box, Ints, unravel_f
+from zarrckpt._grid import Box, Ints, ravel_f, unravel, unravel_f
 
 Elements = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class CellBlock:
-    """Neighbours in storage that form a box of subchunks of one chunk."""
+    """A box of subchunks of one chunk."""
 
     place: int
-    """Of the first one."""
+    """Of the first one in storage."""
     counts: Ints
     """How many they are along each dimension."""
     size: int
@@ -54,10 +54,21 @@ def block_at(chunk: Ints, sub: Ints, place: int, counts: Ints | None = None) -> 
 
 @lru_cache(maxsize=1 << 8)
 def blocks_of(chunk: Ints, sub: Ints, first: int, count: int, longest: int) -> tuple[CellBlock, ...]:
-    """Cut ``count`` subchunks in storage order into blocks, none of more than ``longest``; the rest as above."""
+    """Cut ``count`` neighbours in storage into such blocks, none of more than ``longest``; the rest as above."""
     out, end = [], first + count
     while first < end:
         out.append(block_at(chunk, sub, first, _extents(chunk, first, min(longest, end - first))))
+        first += out[-1].size
+    return tuple(out)
+
+
+@lru_cache(maxsize=1 << 8)
+def blocks_by_rows(chunk: Ints, sub: Ints, longest: int) -> tuple[CellBlock, ...]:
+    """All subchunks of a chunk in blocks that follow each other in the array, none of more than ``longest``."""
+    out, first, end = [], 0, math.prod(chunk)
+    while first < end:
+        counts = _extents(chunk[::-1], first, min(longest, end - first))[::-1]
+        out.append(block_at(chunk, sub, ravel_f(unravel(first, chunk), chunk), counts))
         first += out[-1].size
     return tuple(out)
 
@@ -77,22 +88,22 @@ def _extents(chunk: Ints, place: int, limit: int) -> Ints:
     return tuple(out)
 
 
-def in_array_order(cells: Elements, counts: Ints) -> Elements:
-    """A view of a block of subchunks with the elements in the array's order.
+def in_array_order(cells: Elements, counts: Ints, sub: Ints) -> Elements:
+    """A view of a block of subchunks, ``sub`` the shape of one, with the elements in the array's order.
 
-    ``cells`` has the shape (number, *shape of one). The view may have several dimensions for one of the array: memory
-    of the block's shape is brought to the view's by :meth:`numpy.ndarray.reshape`, without a copy.
+    ``cells`` has them in the order of storage, with other memory between whole subchunks or not. The view may have
+    several dimensions for one of the array: memory of the block's shape is brought to the view's by
+    :meth:`numpy.ndarray.reshape`, without a copy.
     """
-    shape, axes = _order(counts, cells.shape[1:])
+    shape, axes = _order(counts, sub)
     return cells.reshape(shape).transpose(axes)
 
 
-def parts_in_array_order(cells: Elements, counts: Ints, inside: Box) -> Iterator[tuple[Box, Elements]]:
+def parts_in_array_order(cells: Elements, counts: Ints, sub: Ints, inside: Box) -> Iterator[tuple[Box, Elements]]:
     """As :func:`in_array_order`, what a block has of a box, in parts: each one's own box, and a view of its elements.
 
     Both boxes are counted from the block's begin.
     """
-    sub = cells.shape[1:]
     shape, axes = _order(counts, sub)
     grid, many = cells.reshape(shape), _many(counts)
     for parts in itertools.product(*map(_segments, inside.offset, inside.shape, sub)):
@@ -103,13 +114,16 @@ def parts_in_array_order(cells: Elements, counts: Ints, inside: Box) -> Iterator
 
 
 def copy_part(cells: Elements, counts: Ints, inside: Box, out: Elements) -> None:
-    """Copy what a block of subchunks has of a box, counted from the block's begin, to memory of the box's shape."""
+    """Copy what a block of subchunks has of a box, counted from the block's begin, to memory of the box's shape.
+
+    ``cells`` has the shape (number, *shape of one).
+    """
     sub = cells.shape[1:]
     if inside.shape == tuple(i * n for i, n in zip(counts, sub, strict=True)):
-        elements = in_array_order(cells, counts)
+        elements = in_array_order(cells, counts, sub)
         out.reshape(elements.shape)[...] = elements
     else:
-        for part, elements in parts_in_array_order(cells, counts, inside):
+        for part, elements in parts_in_array_order(cells, counts, sub, inside):
             region: tuple[Any, ...] = (*part.slices(inside.offset), ...)
             out[region].reshape(elements.shape)[...] = elements
 

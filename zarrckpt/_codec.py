@@ -15,7 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zarrckpt._cells import CellBlock, block_at, blocks_of, copy_part, in_array_order, parts_in_array_order
+from zarrckpt._cells import (
+    CellBlock,
+    block_at,
+    blocks_by_rows,
+    blocks_of,
+    copy_part,
+    in_array_order,
+    parts_in_array_order,
+)
 from zarrckpt._crc32c import crc32c
 from zarrckpt._grid import Box, Grid, Ints, intersect
 
@@ -139,6 +147,10 @@ class ChunkEncoder:
             yield group
 
     def _copied(self, scratch: RawArray) -> Iterator[list[memoryview | bytes]]:
+        every = self._crcs.size * self._stored
+        if len(scratch) >= every:
+            yield [self._by_rows(scratch[:every])]
+            return
         used = taken = 0
         longest = max(1, BLOCK_BYTES // self._stored)
         for block in blocks_of(self._grid.sub_counts, self._sub, 0, self._crcs.size, longest):
@@ -146,7 +158,7 @@ class ChunkEncoder:
             if used + need > len(scratch):
                 yield [scratch[taken:used].data]
                 used = taken = 0
-            self._fill(scratch[used : used + need].reshape(block.size, self._stored), block)
+            self._fill(scratch[used : used + need].reshape(*block.counts[::-1], self._stored), block)
             used += need
             if used - taken >= GROUP_BYTES:
                 yield [scratch[taken:used].data]
@@ -154,21 +166,35 @@ class ChunkEncoder:
         if used > taken:
             yield [scratch[taken:used].data]
 
+    def _by_rows(self, scratch: RawArray) -> memoryview:
+        """Put all subchunks into memory, in the order in which the piece has them in its own.
+
+        Neighbours along its rows share pages, which the processor has then just looked up.
+        """
+        stored = scratch.reshape(*self._grid.sub_counts[::-1], self._stored)
+        for block in blocks_by_rows(self._grid.sub_counts, self._sub, max(1, GROUP_BYTES // self._stored)):
+            self._fill(stored[(*block.cells[-2::-1], ...)], block)
+        return scratch.data
+
     def _fill(self, stored: RawArray, block: CellBlock) -> None:
-        """Put neighbouring subchunks into memory, each with its checksum behind it."""
-        cells = stored[:, :-CRC_BYTES].view(self._piece.dtype).reshape(block.size, *self._sub)
+        """Put a block of subchunks into memory, each with its checksum behind it.
+
+        ``stored`` has the block's shape in subchunks with the axes reversed, and an axis of bytes.
+        """
+        cells = stored[..., :-CRC_BYTES].view(self._piece.dtype)
         part = self._piece[block.region]
         if part.shape == block.box.shape:
-            elements = in_array_order(cells, block.counts)
+            elements = in_array_order(cells, block.counts, self._sub)
             elements[...] = part.reshape(elements.shape)
         else:
             # The array has ended.
             cells[...] = np.zeros((), cells.dtype)
-            for box, elements in parts_in_array_order(cells, block.counts, Box((0,) * part.ndim, part.shape)):
+            inside = Box((0,) * part.ndim, part.shape)
+            for box, elements in parts_in_array_order(cells, block.counts, self._sub, inside):
                 elements[...] = part[box.slices()].reshape(elements.shape)
-        crcs = [crc32c(row[:-CRC_BYTES]) for row in stored]
-        stored[:, -CRC_BYTES:] = np.array(crcs, "<u4").view(np.uint8).reshape(-1, CRC_BYTES)
-        self._crcs.reshape(-1)[block.place : block.place + block.size] = crcs
+        crcs = np.array([crc32c(stored[one][:-CRC_BYTES]) for one in np.ndindex(stored.shape[:-1])], "<u4")
+        stored[..., -CRC_BYTES:] = crcs.view(np.uint8).reshape(*stored.shape[:-1], CRC_BYTES)
+        self._crcs.transpose()[block.cells].transpose()[...] = crcs.reshape(stored.shape[:-1])
 
 
 def encode_chunk(grid: Grid, piece: RawArray) -> tuple[list[memoryview | bytes], list[int]]:
