@@ -223,9 +223,9 @@ def _gloo_loops() -> int:
 
 
 def _forget_meshes() -> None:
-    """Let go of what would be kept for the next save or load, and empty DTensor's caches.
+    """Let go of meshes that are kept for the next save or load, and empty DTensor's caches.
 
-    These would take a mesh of this process group for an equal one of the next.
+    The caches would take a mesh of this process group for an equal one of the next.
     """
     if "zarrckpt._mail" in sys.modules:
         from zarrckpt import _exchange, _mail

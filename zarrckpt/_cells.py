@@ -33,6 +33,8 @@ class CellBlock:
     """How many they are."""
     cells: tuple[Any, ...]
     """Where they are among the chunk's subchunks: an index."""
+    stored: tuple[Any, ...]
+    """The same where the axes are in the order of storage, the first one last."""
     box: Box
     """Their elements, counted from the chunk's begin."""
     region: tuple[Any, ...]
@@ -48,8 +50,9 @@ def block_at(chunk: Ints, sub: Ints, place: int, counts: Ints | None = None) -> 
     counts = counts or (1,) * len(chunk)
     cells = Box(unravel_f(place, chunk), counts)
     box = Box(*(tuple(i * n for i, n in zip(ints, sub, strict=True)) for ints in cells))
+    index = cells.slices()
     # The ellipsis, so that a scalar stays an array.
-    return CellBlock(place, counts, math.prod(counts), (*cells.slices(), ...), box, (*box.slices(), ...))
+    return CellBlock(place, counts, math.prod(counts), (*index, ...), (*index[::-1], ...), box, (*box.slices(), ...))
 
 
 @lru_cache(maxsize=1 << 8)

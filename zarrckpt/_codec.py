@@ -173,7 +173,7 @@ class ChunkEncoder:
         """
         stored = scratch.reshape(*self._grid.sub_counts[::-1], self._stored)
         for block in blocks_by_rows(self._grid.sub_counts, self._sub, max(1, GROUP_BYTES // self._stored)):
-            self._fill(stored[(*block.cells[-2::-1], ...)], block)
+            self._fill(stored[block.stored], block)
         return scratch.data
 
     def _fill(self, stored: RawArray, block: CellBlock) -> None:
@@ -194,7 +194,7 @@ class ChunkEncoder:
                 elements[...] = part[box.slices()].reshape(elements.shape)
         crcs = np.array([crc32c(stored[one][:-CRC_BYTES]) for one in np.ndindex(stored.shape[:-1])], "<u4")
         stored[..., -CRC_BYTES:] = crcs.view(np.uint8).reshape(*stored.shape[:-1], CRC_BYTES)
-        self._crcs.transpose()[block.cells].transpose()[...] = crcs.reshape(stored.shape[:-1])
+        self._crcs[block.stored] = crcs.reshape(stored.shape[:-1])
 
 
 def encode_chunk(grid: Grid, piece: RawArray) -> tuple[list[memoryview | bytes], list[int]]:
