@@ -95,7 +95,7 @@ def in_array_order(cells: Elements, counts: Ints, sub: Ints) -> Elements:
     """A view of a block of subchunks, ``sub`` the shape of one, with the elements in the array's order.
 
     ``cells`` has them in the order of storage, with other memory between whole subchunks or not. The view may have
-    several dimensions for one of the array: memory of the block's shape is brought to the view's by
+    several dimensions for one of the array, or none: memory of the block's shape is brought to the view's by
     :meth:`numpy.ndarray.reshape`, without a copy.
     """
     shape, axes = _order(counts, sub)
@@ -108,9 +108,9 @@ def parts_in_array_order(cells: Elements, counts: Ints, sub: Ints, inside: Box) 
     Both boxes are counted from the block's begin.
     """
     shape, axes = _order(counts, sub)
-    grid, many = cells.reshape(shape), _many(counts)
+    grid, many, wide = cells.reshape(shape), _several(counts), _several(sub)
     for parts in itertools.product(*map(_segments, inside.offset, inside.shape, sub)):
-        index: tuple[Any, ...] = (*(parts[dim][0] for dim in reversed(many)), *(part[1] for part in parts), ...)
+        index: tuple[Any, ...] = (*(parts[dim][0] for dim in reversed(many)), *(parts[dim][1] for dim in wide), ...)
         offset = tuple(which.start * n + within.start for (which, within), n in zip(parts, sub, strict=True))
         extent = tuple((which.stop - which.start) * (within.stop - within.start) for which, within in parts)
         yield Box(offset, extent), grid[index].transpose(axes)
@@ -134,19 +134,20 @@ def copy_part(cells: Elements, counts: Ints, inside: Box, out: Elements) -> None
 @lru_cache(maxsize=1 << 12)
 def _order(counts: Ints, sub: Ints) -> tuple[Ints, Ints]:
     """The shape of a block's subchunks, and which of its axes come after each other in the array."""
-    many = _many(counts)
-    shape = (*(counts[dim] for dim in reversed(many)), *sub)
+    many, wide = _several(counts), _several(sub)
+    shape = (*(counts[dim] for dim in reversed(many)), *(sub[dim] for dim in wide))
     axes = []
     for dim in range(len(sub)):
         if dim in many:
             axes.append(len(many) - 1 - many.index(dim))
-        axes.append(len(many) + dim)
+        if dim in wide:
+            axes.append(len(many) + wide.index(dim))
     return shape, tuple(axes)
 
 
-def _many(counts: Ints) -> list[int]:
-    """The dimensions along which there are several: others need no axis of their own, of which numpy allows 64."""
-    return [dim for dim, n in enumerate(counts) if n > 1]
+def _several(extents: Ints) -> list[int]:
+    """The dimensions of an extent above 1: others need no axis of their own, of which numpy allows 64."""
+    return [dim for dim, n in enumerate(extents) if n > 1]
 
 
 def _segments(begin: int, length: int, size: int) -> list[tuple[slice, slice]]:
