@@ -22,6 +22,9 @@ from xml.sax.saxutils import escape, unescape
 
 from store_servers import S3Place
 
+LONG = 60.0
+"""Seconds of a server that hangs. Who waits for it takes longer than half of them, who gives it up far less."""
+
 
 @dataclass
 class Request:

@@ -186,7 +186,8 @@ def test_the_command_writes_tables_and_json(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = {figure["what"]: figure for figure in json.loads(data.read_text())["figures"]}
-    assert found["import zarrckpt, beyond an empty process"]["value"] > 0
+    # The figure itself is a difference of two times, and may be anything.
+    assert found["import zarrckpt, beyond an empty process"]["note"].startswith("loads none of")
     text = page.read_text()
     assert text.startswith("# Mine\n\nabove\n") and text.endswith("<!-- benchmarks: end -->\n\nbelow\n")
     assert "old" not in text and "| import zarrckpt, beyond an empty process |" in text

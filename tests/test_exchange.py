@@ -52,7 +52,7 @@ from zarrckpt._store._local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-SECONDS = 10.0
+SECONDS = 30.0
 """What a failing save may take. All take far less; what they must not do is wait for a timeout of a minute."""
 
 MANY_ROUNDS: dict[str, Any] = {"max_inflight_bytes": 4, "fill_bytes": 64, "durable": False}

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 ALL = (0, 1, 2, 3)
 
-SECONDS = 10.0
+SECONDS = 30.0
 """What a failing save or load may take. All take far less; what they must not do is wait for a timeout of a minute."""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from s3_stub import S3Stub
+from s3_stub import LONG, S3Stub
 from store_servers import S3Place, free_port
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
@@ -172,10 +172,8 @@ def test_a_busy_server_is_tried_again(s3_stub: S3Stub) -> None:
 def test_retries_are_bounded(s3_stub: S3Stub) -> None:
     store = stub_store(s3_stub, **QUICK)
     s3_stub.faults.server_errors = 100
-    began = time.monotonic()
     with pytest.raises(StorageError, match="503"):
         store.put("k", [b"x"])
-    assert time.monotonic() - began < 5
     assert len(s3_stub.requests) == 2
 
 
@@ -184,10 +182,8 @@ def test_a_request_that_cannot_succeed_is_given_up_at_once(s3_stub: S3Stub) -> N
     s3_stub.faults.refusal, s3_stub.faults.refusal_status = "<Error><Code>InvalidArgument</Code></Error>", 400
     for call in (lambda: store.put("k", [b"x"]), lambda: store.get("k"), lambda: store.read("k", 0, 1)):
         s3_stub.requests.clear()
-        began = time.monotonic()
         with pytest.raises(StorageError, match="InvalidArgument"):
             call()
-        assert time.monotonic() - began < 3
         assert len(s3_stub.requests) <= 9
 
 
@@ -213,11 +209,11 @@ def test_the_lost_answer_to_the_end_of_an_upload(s3_stub: S3Stub, monkeypatch: p
 
 def test_a_server_that_hangs_is_given_up(s3_stub: S3Stub) -> None:
     store = stub_store(s3_stub, timeout=0.5, retry_config={"max_retries": 0})
-    s3_stub.faults.stall_seconds = 3
+    s3_stub.faults.stall_seconds = LONG
     began = time.monotonic()
     with pytest.raises(StorageError):
         store.get("k")
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < LONG / 2
 
 
 def test_e_tags_without_quotes(backend: str, s3_stub: S3Stub) -> None:
@@ -355,7 +351,7 @@ def test_an_unreachable_endpoint_is_given_up_in_time(backend: str) -> None:
     began = time.monotonic()
     with pytest.raises(StorageError, match="Check the") as caught:
         store.get("k")
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < LONG
     assert "secret-of-mine" not in everything_in(caught.value)
 
 
@@ -498,7 +494,7 @@ def test_no_credentials_at_all_is_said_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"no AWS credentials were found.*AWS_PROFILE.*anon"):
         open_store("s3://bucket/run")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < LONG
 
 
 def test_a_provider_is_asked_again_when_its_credentials_expire(s3_stub: S3Stub) -> None:
