@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import itertools
 import random
 import threading
 import time
@@ -170,6 +172,32 @@ class TestGate:
         with ThreadPoolExecutor(MOST) as pool:
             list(pool.map(work, range(300)))
         assert gate.limit == LEAST
+
+    def test_who_is_interrupted_when_woken_wakes_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate, calls, interrupted, through = Gate(1), itertools.count(), threading.Event(), threading.Event()
+        wait = gate._changed.wait
+
+        def woken(timeout: float | None = None) -> bool:
+            first = next(calls) == 0
+            found = wait(timeout)
+            if first:
+                interrupted.set()
+                raise KeyboardInterrupt
+            return found
+
+        def work() -> None:
+            with contextlib.suppress(KeyboardInterrupt), gate.slot(1):
+                through.set()
+
+        monkeypatch.setattr(gate._changed, "wait", woken)
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+        with gate.slot(1):
+            for count, thread in enumerate(threads, 1):
+                thread.start()
+                while gate._waiting < count:
+                    time.sleep(0.001)
+        # The first of them was told that the slot is free, and did not take it.
+        assert interrupted.wait(60) and through.wait(60)
 
     def test_an_error_inside_gives_the_slot_back(self) -> None:
         gate = Gate(1)

@@ -173,6 +173,10 @@ class Gate:
             try:
                 while self.limit - self._used < min(at_least, self.limit):
                     self._changed.wait()
+            except BaseException:
+                # Interrupted, maybe when it had been woken: another one's turn.
+                self._changed.notify()
+                raise
             finally:
                 self._waiting -= 1
             if self._pace is not None and not self._used:
