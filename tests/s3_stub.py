@@ -66,6 +66,12 @@ class Faults:
     """Half of an object is sent, and the rest so many seconds later."""
     hang_up: bool = False
     """Connections are closed after each answer, without a word."""
+    hang_up_with_408: bool = False
+    """Connections are closed after each answer with another one, that nobody asked for."""
+    other_ranges: bool = False
+    """Ranges of the right length, from the object's begin."""
+    most_of_a_range: int | None = None
+    """Of longer ranges only so many bytes are sent."""
 
 
 @dataclass
@@ -179,8 +185,10 @@ class _Handler(BaseHTTPRequestHandler):
         if faults.refuse_signed_urls and "X-Amz-Signature" in self._query:
             return self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
         work()
-        if faults.hang_up:
+        if faults.hang_up or faults.hang_up_with_408:
             self.close_connection = True
+        if faults.hang_up_with_408:
+            self.wfile.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -243,6 +251,9 @@ class _Handler(BaseHTTPRequestHandler):
         if asked and not self.server_stub.faults.ignore_ranges:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             start, end = int(first), min(int(last) + 1 if last else len(data), len(data))
+            if self.server_stub.faults.other_ranges:
+                start, end = 0, end - start
+            end = min(end, start + (self.server_stub.faults.most_of_a_range or len(data)))
             if start >= len(data):
                 return self._answer(416, b"<Error><Code>InvalidRange</Code></Error>")
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"

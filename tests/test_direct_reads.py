@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 import time
@@ -12,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 from s3_stub import LONG, S3Stub
 from store_servers import S3Place
 
 from zarrckpt import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._store import Store, open_store
+from zarrckpt._store._ready import describe
 
 DATA = os.urandom(3 << 20)
 
@@ -99,6 +102,41 @@ def test_connections_that_the_server_has_closed(s3_stub: S3Stub) -> None:
     assert only_direct(s3_stub) and len(s3_stub.requests) == 21
 
 
+def test_a_server_that_hangs_up_with_an_answer(s3_stub: S3Stub) -> None:
+    store = store_of(s3_stub.bucket())
+    s3_stub.faults.hang_up_with_408 = True
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda number: part(store, number), range(20)))
+    assert only_direct(s3_stub) and len(s3_stub.requests) == 21
+
+
+def test_connections_that_have_waited_long_are_not_used(s3_stub: S3Stub) -> None:
+    for seconds, connections in ((0.2, 2), (60, 1)):
+        store = store_of(s3_stub.bucket(), pool_idle_timeout=seconds)
+        assert part(store)
+        ((_, first),) = store._client.direct._idle  # type: ignore[attr-defined]
+        before = s3_stub.connections
+        time.sleep(0.3)
+        assert part(store)
+        assert s3_stub.connections == before + connections - 1
+        assert first.closed == (connections == 2)
+
+
+@pytest.mark.parametrize("fault", [{"other_ranges": True}, {"most_of_a_range": 1 << 20}])
+def test_other_ranges_than_asked_for(fault: dict[str, Any], s3_stub: S3Stub) -> None:
+    store = store_of(s3_stub.bucket(), retry_config={"max_retries": 0})
+    s3_stub.requests.clear()
+    for name, value in fault.items():
+        setattr(s3_stub.faults, name, value)
+    # As obstore says: a fault of the server, not of the object.
+    with pytest.raises(StorageError):
+        part(store)
+    assert ways(s3_stub)[0] == "direct"
+    for name in fault:
+        setattr(s3_stub.faults, name, None)
+    assert part(store) and ways(s3_stub)[-1] == "direct"
+
+
 # Before the third attempt obstore asks whether the object is long enough.
 @pytest.mark.parametrize(("fault", "too_many"), [("server_errors", 4), ("cut_bodies", 3)])
 def test_failures_are_repeated(fault: str, too_many: int, s3_stub: S3Stub) -> None:
@@ -152,6 +190,40 @@ def test_a_server_that_hangs_is_given_up(s3_stub: S3Stub) -> None:
     with pytest.raises(StorageError):
         part(store)
     assert time.monotonic() - began < LONG / 2
+
+
+def test_timeouts_in_words_and_of_a_ready_store(s3_stub: S3Stub) -> None:
+    place = s3_stub.bucket()
+    options = {**place.storage_options, "retry_config": {"max_retries": 0}}
+    ready = obstore.store.S3Store(
+        place.bucket,
+        prefix="run",
+        client_options={"timeout": datetime.timedelta(seconds=1), "allow_http": True},
+        config={
+            "endpoint": place.endpoint,
+            "access_key_id": "any",
+            "secret_access_key": "any",
+            "region": "us-east-1",
+        },
+        retry_config={"max_retries": 0},
+    )
+    described = describe(ready)
+    stores = [
+        open_store(place.url("run"), storage_options={**options, "timeout": "1s", "connect_timeout": "0m 2s"}),
+        open_store(described.url, storage_options=described.options),
+        # In words of obstore's alone: all is left to it.
+        open_store(place.url("run"), storage_options={**options, "timeout": "1 second"}),
+    ]
+    assert [store._client.direct is not None for store in stores] == [True, True, False]  # type: ignore[attr-defined]
+    stores[0].put("a b/c.0", [DATA])
+    for store in stores:
+        s3_stub.faults.stall_seconds = 0
+        assert part(store)
+        s3_stub.faults.stall_seconds = LONG
+        began = time.monotonic()
+        with pytest.raises(StorageError):
+            part(store)
+        assert time.monotonic() - began < LONG / 2
 
 
 @pytest.mark.parametrize("stub", ["s3_stub", "tls_stub"])
@@ -211,7 +283,7 @@ def test_connections_are_closed_with_the_store(s3_stub: S3Stub) -> None:
     assert part(store)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
-        (connection,) = store._client.direct._idle  # type: ignore[attr-defined]
+        ((_, connection),) = store._client.direct._idle  # type: ignore[attr-defined]
         del store
         gc.collect()
         assert connection.closed

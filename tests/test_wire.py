@@ -6,10 +6,11 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from s3_stub import S3Stub
+from s3_stub import LONG, S3Stub
 
 from zarrckpt import StorageError
 from zarrckpt._store import open_store
@@ -22,10 +23,10 @@ LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 class Scripted:
     """A server that sends the same packets whatever it is asked, and remembers the requests."""
 
-    def __init__(self, packets: Sequence[bytes], *, closes: bool = False) -> None:
+    def __init__(self, packets: Sequence[bytes], *, closes: bool = False, pause: float = 0.0) -> None:
         self.requests: list[bytes] = []
         self.connections = 0
-        self._packets, self._closes = packets, closes
+        self._packets, self._closes, self._pause = packets, closes, pause
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         threading.Thread(target=self._serve, daemon=True).start()
@@ -49,6 +50,7 @@ class Scripted:
                 request = b""
                 for packet in self._packets:
                     connection.sendall(packet)
+                    time.sleep(self._pause)
                 if self._closes:
                     return
 
@@ -158,6 +160,52 @@ def test_a_server_that_says_nothing() -> None:
         get(connection)
     connection.close()
     server.close()
+
+
+@pytest.mark.parametrize("within", ["head", "body"])
+def test_a_server_that_trickles(within: str) -> None:
+    begin = HEAD + (b"x-Other: " if within == "head" else b"\r\n")
+    # A minute of bytes, each of them in time.
+    server = Scripted([begin, *[b"1"] * int(LONG / 0.1)], pause=0.1)
+    connection, began = Connection(server.address, 5, 1.0), time.monotonic()
+    with pytest.raises(TimeoutError):
+        connection.receive_into(memoryview(bytearray(get(connection).length or 0)))
+    assert time.monotonic() - began < LONG / 2
+    connection.close()
+    server.close()
+
+
+def test_how_long_a_server_may_be_silent() -> None:
+    server = Scripted([HEAD + b"\r\n", BODY[:7], BODY[7:]], pause=0.2)
+    connection = Connection(server.address, 5, None, 10)
+    assert get(connection).length == len(BODY)
+    assert connection.receive_into(memoryview(bytearray(len(BODY)))) == len(BODY)
+    connection.close()
+    server.close()
+    server = Scripted([HEAD + b"\r\n", BODY[:7]])
+    connection = Connection(server.address, 5, None, 0.2)
+    get(connection)
+    with pytest.raises(TimeoutError):
+        connection.receive_into(memoryview(bytearray(len(BODY))))
+    connection.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (b"bytes 5-9/20", (5, 20)),
+        (b"Bytes  5-9/*", (5, None)),
+        (b"bytes */20", (None, None)),
+        (b"bytes=5-9/20", (None, None)),
+        (b"items 5-9/20", (None, None)),
+        (b"bytes " + b"9" * 5000 + b"-9/20", (None, None)),
+    ],
+)
+def test_where_an_answer_begins(value: bytes, expected: tuple[int | None, int | None]) -> None:
+    with asked(b"HTTP/1.1 206 P\r\nContent-Length: 5\r\ncontent-range: " + value + b"\r\n\r\n") as (connection, _):
+        answer = get(connection)
+        assert (answer.first, answer.total) == expected
 
 
 def test_no_s3_server_at_all(s3_stub: S3Stub) -> None:

@@ -179,7 +179,8 @@ def _frozen(value: Any) -> Hashable:
 def _signer(bucket: Bucket, out: Translated) -> Callable[[str], str]:
     """The url of a key's GET, signed where requests are."""
     if not _s3_options.is_set(out, "skip_signature"):
-        return lambda key: str(obstore.sign(bucket.store, "GET", key, _EXPIRES))
+        # The request is tried again as a whole, its credentials with it.
+        return lambda key: str(obstore.sign(bucket.once, "GET", key, _EXPIRES))
     # obstore tells an url with a signature only.
     named = bucket.make(config={**out.config, "skip_signature": False}, credential_provider=lambda: dict(_NOBODY))
     return lambda key: str(obstore.sign(named, "GET", key, _EXPIRES)).partition("?")[0]
