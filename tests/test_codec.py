@@ -8,6 +8,7 @@ import math
 import struct
 import threading
 import time
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -441,3 +442,17 @@ def test_the_budget_bounds_bytes_and_lets_a_large_job_run_alone() -> None:
 
     run(((lambda n=n: job(n)) for n in [30, 60, 250, 50, 100, 1] * 20), 8)
     assert most == 250
+
+
+def test_a_large_chunk_is_checked_in_no_memory_of_its_size() -> None:
+    data = np.random.default_rng(0).integers(0, 256, (1, 8_000_003), np.uint8)
+    crc = int(google_crc32c.value(data[0].tobytes()))
+    stored = np.concatenate([data, np.frombuffer(crc.to_bytes(4, "little"), np.uint8)[None]], axis=1)
+    tracemalloc.start()
+    try:
+        assert _codec.altered(stored, [crc]) == -1 and _codec.altered(stored, [crc ^ 1]) == 0
+        stored[0, 4_000_000] ^= 1
+        assert _codec.altered(stored, [crc]) == 0
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

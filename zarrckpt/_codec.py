@@ -67,7 +67,9 @@ BLOCK_BYTES = 1 << 20
 """What is done to bytes in turn (copy, checksum, write) is done to so many at a time, while they are in the cache."""
 
 GROUP_BYTES = 2 << 20
-"""About how much goes to the store together, where a chunk goes in parts: more would leave the cache in between."""
+"""About how much goes to the store together, where a chunk goes in parts: more would leave the cache in between.
+
+No less than BLOCK_BYTES: what is copied at a time goes into the memory of what goes together."""
 
 
 def is_whole(grid: Grid, piece: RawArray) -> bool:
@@ -243,6 +245,9 @@ def checked(stored: RawArray) -> int | None:
 
 def altered(stored: RawArray, wanted: Sequence[int]) -> int:
     """The first of some stored subchunks (a row each, without gaps) that is not what was saved, else -1."""
+    if len(stored) == 1:
+        # It may be a chunk of 128 MiB, and what it is compared with below would be made in as much memory.
+        return -1 if checked(stored[0]) == wanted[0] else 0
     # All with one call: each gives the interpreter's lock away, and may have to wait for it.
     if crc32c(bytes_of(stored)) == _sealed_crc(*stored.shape) and said(stored[:, -CRC_BYTES:]) == wanted:
         return -1
