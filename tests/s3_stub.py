@@ -66,8 +66,8 @@ class Faults:
     """Half of an object is sent, and the rest so many seconds later."""
     hang_up: bool = False
     """Connections are closed after each answer, without a word."""
-    hang_up_with_408: bool = False
-    """Connections are closed after each answer with another one, that nobody asked for."""
+    parting_words: bytes = b""
+    """Sent after each answer, unasked, before the connection is closed."""
     other_ranges: bool = False
     """Ranges of the right length, from the object's begin."""
     most_of_a_range: int | None = None
@@ -185,10 +185,9 @@ class _Handler(BaseHTTPRequestHandler):
         if faults.refuse_signed_urls and "X-Amz-Signature" in self._query:
             return self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
         work()
-        if faults.hang_up or faults.hang_up_with_408:
+        if faults.hang_up or faults.parting_words:
             self.close_connection = True
-        if faults.hang_up_with_408:
-            self.wfile.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        self.wfile.write(faults.parting_words)
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

@@ -102,9 +102,10 @@ def test_connections_that_the_server_has_closed(s3_stub: S3Stub) -> None:
     assert only_direct(s3_stub) and len(s3_stub.requests) == 21
 
 
-def test_a_server_that_hangs_up_with_an_answer(s3_stub: S3Stub) -> None:
-    store = store_of(s3_stub.bucket())
-    s3_stub.faults.hang_up_with_408 = True
+@pytest.mark.parametrize("words", [b"HTTP/1.1 408 Late\r\nContent-Length: 0\r\n\r\n", b"bye\r\n\r\n"])
+def test_a_server_that_hangs_up_with_words(words: bytes, s3_stub: S3Stub) -> None:
+    store = store_of(s3_stub.bucket(), retry_config={"max_retries": 0})
+    s3_stub.faults.parting_words = words
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(lambda number: part(store, number), range(20)))
     assert only_direct(s3_stub) and len(s3_stub.requests) == 21

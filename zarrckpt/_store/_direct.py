@@ -101,19 +101,20 @@ class DirectReads:
 
     def _asked(self, url: SplitResult, first: int, last: int) -> tuple[Connection, Answer]:
         target = f"{url.path}?{url.query}" if url.query else url.path
+        host = url.netloc.rpartition("@")[2]
         while True:
             used = self._idle_one()
             connection = used or self.connect(url)
             try:
-                answer = connection.get(url.netloc, target, first, last)
+                answer = connection.get(host, target, first, last)
                 if used is None or answer.status != _LATE:
                     return connection, answer
                 connection.close()  # that was said before it was asked
-            except ConnectionError:
+            except (ConnectionError, NotHttpError):
                 connection.close()
                 if used is None:
                     raise
-                # The server had closed it meanwhile, as servers do: there is another one.
+                # The server had closed it meanwhile, as servers do, some with words of their own: there is another one.
             except BaseException:
                 connection.close()
                 raise
