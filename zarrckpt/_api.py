@@ -191,9 +191,8 @@ def load(
 
 
 def _restore(state: dict[str, Any], plain: _state.PlainState) -> None:
-    """Objects take their loaded state dicts back, in one order on all ranks; then the user's containers the rest."""
-    for restore in plain.restore:
-        restore()
+    """Objects take their loaded state dicts back; then the user's containers the rest."""
+    plain.give_back()
     for key, value in plain.state.items():
         back = _state.given_back(state[key], value)
         if back is not state[key]:

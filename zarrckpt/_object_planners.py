@@ -7,6 +7,7 @@ of them instead of leaving the others in a collective that this rank never joins
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +20,10 @@ from zarrckpt import _state
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._flatten import flatten
 from zarrckpt._matching import matches
+from zarrckpt._optimizers import SavedEntries
 from zarrckpt._per_rank import LoadedRanks
 from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner, listed, without_target
+from zarrckpt._state_path import StatePath
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,18 +72,20 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         names = set(metadata.state_dict_metadata)
         self._ranks = LoadedRanks(names)
         self._refuse_idle_patterns(names)
-        asked_for = {name for name in names if self._is_asked_for(name)}
-
-        def wanted(prefix: str) -> bool:
-            return self._patterns is None or any(name.startswith(prefix) for name in asked_for)
-
-        self.plain = _state.for_load(state_dict, wanted, self._ranks.source, self.plain)
-        _state.drop_unsaved(self.plain, asked_for, self._is_asked_for)
+        saved = SavedEntries(metadata.state_dict_metadata, self._is_asked_for, everything=self._patterns is None)
+        self.plain = _state.for_load(state_dict, saved, self._ranks.source, self.plain)
         try:
             super().set_up_planner(self.plain.state, metadata, is_coordinator)
         except KeyMismatchError as err:
             raise self._ranks.explained(err, self.missing) from None
         self.unexpected = self._ranks.without_others(self.unexpected)
+
+    def _expand(self, selected: dict[str, Any], paths: dict[str, StatePath]) -> None:
+        """As for any target; but the empty state of a module or an optimizer stands for nothing."""
+        assert self.metadata is not None
+        for fqn in self.plain.closed & selected.keys() - self.metadata.state_dict_metadata.keys():
+            del selected[fqn]
+        super()._expand(selected, paths)
 
     def _refuse(self, targets: Mapping[str, Any]) -> None:
         """What differs on this rank; only then also its modules' entries that have no target here."""
@@ -123,8 +128,20 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
             shown = listed([without_target(name) for name in names])
             raise KeyMismatchError(
                 f"the modules and optimizers of the state lack {len(names)} of their entries in the checkpoint, on all "
-                f"ranks; nothing was loaded:{shown}\nstrict=False leaves these out, keys=[...] loads a part"
+                f"ranks; nothing was loaded:{shown}\n{self._close_names(names)}"
+                "strict=False leaves these out, keys=[...] loads a part"
             )
+
+    def _close_names(self, names: list[str]) -> str:
+        """What the optimizers here call the parameters that entries without a target may be of."""
+        close = {
+            name: own
+            for target in self.plain.optimizers
+            for name in names
+            if name.startswith(f"{target.prefix}state.") and (own := target.close_names(name))
+        }
+        shown = [f"\n  {name!r}: {', '.join(map(repr, own))}" for name, own in itertools.islice(close.items(), 5)]
+        return f"Parameters of the state with names like these:{''.join(shown)}\n" if shown else ""
 
     @contextmanager
     def fresh_on_error(self) -> Iterator[None]:
@@ -132,9 +149,8 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         try:
             yield
         except BaseException:
-            for entry in self.plain.optimizers:
-                if entry.fresh:
-                    entry.optimizer.state.clear()
+            for target in self.plain.optimizers:
+                target.undo()
             raise
 
     def _is_asked_for(self, fqn: str) -> bool:

@@ -1,33 +1,27 @@
 """Modules, optimizers and other Stateful objects to plain nested state, and back.
 
 DCP's own rule for Stateful objects restores nothing of a fresh Adam, in silence: a fresh optimizer has no state
-keys. So modules and optimizers go through ``torch.distributed.checkpoint.state_dict``, which gives canonical
-names (compiled and wrapped models included) and makes the optimizer's state before a load.
+keys. So modules and optimizers are taken apart here, under names that hold for every wrapper of a module.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    _init_optim_state,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from zarrckpt._distributed import global_rank
 from zarrckpt._errors import UnsupportedValueError
-from zarrckpt._optimizers import as_fsdp1_takes_it, first_step_named, gradients_kept, own_groups
+from zarrckpt._modules import ModuleState
+from zarrckpt._optimizers import OptimizerTarget, SavedEntries, saved_state
 from zarrckpt._per_rank import PerRank, refuse_sharded
+
+Keys = tuple[Any, ...]
+"""Where an object stands in the state: a key or a list's position for each level."""
 
 
 @dataclass
@@ -35,50 +29,48 @@ class PlainState:
     """A user's state with every Module, Optimizer and Stateful object replaced by its state dict."""
 
     state: dict[Any, Any]
-    restore: list[Callable[[], None]] = field(default_factory=list)
-    """What hands the loaded state dicts back to their objects, to be called after a load, in order."""
+    restore: list[tuple[Keys, Callable[[Any], None]]] = field(default_factory=list)
+    """Where the state dict of each object stands, and what hands it back to the object after a load, in order."""
     exact: list[str] = field(default_factory=list)
     """Flat-name prefixes of modules and optimizers: below them every entry of the checkpoint needs a target."""
-    optimizers: list[OptimizerState] = field(default_factory=list)
+    closed: set[str] = field(default_factory=set)
+    """Flat names of dicts that take nothing where they are empty: a module's, and that of an optimizer's state."""
+    optimizers: list[OptimizerTarget] = field(default_factory=list)
 
-
-@dataclass
-class OptimizerState:
-    """One optimizer's state dict while it is being loaded."""
-
-    prefix: str
-    optimizer: Optimizer
-    state_dict: dict[str, Any]
-    fresh: bool
+    def give_back(self) -> None:
+        """Objects take their loaded state dicts back, in one order on all ranks."""
+        for keys, restore in self.restore:
+            loaded: Any = self.state
+            for key in keys:
+                loaded = loaded[key]
+            restore(loaded)
 
 
 def for_save(state: Mapping[Any, Any]) -> PlainState:
     """The state to save. An optimizer that has made no step yet is saved as such, and is not changed."""
     if isinstance(state, Mapping) and not holds_objects(state):
         return PlainState(dict(state))
-    return _convert(state, _saved_optimizer, lambda prefix: True, lambda prefix, entry: global_rank(), PlainState({}))
+    return _convert(state, None, lambda prefix, entry: global_rank(), PlainState({}))
 
 
-def for_load(state: Mapping[Any, Any], wanted: Callable[[str], bool], source: RankOf, plain: PlainState) -> PlainState:
-    """The targets of a load, gathered in ``plain`` (an empty one): fresh optimizers get their state allocated.
+def for_load(state: Mapping[Any, Any], saved: SavedEntries, source: RankOf, plain: PlainState) -> PlainState:
+    """The targets of a load, gathered in ``plain`` (an empty one): optimizers get memory for the state they lack.
 
-    Objects below whose flat-name prefix nothing is wanted are left alone, and stay as they are in the plain state.
-    ``source`` says which rank's state a PerRank takes, if any.
+    Objects of which nothing is asked for are left alone, and stay as they are in the plain state. ``source`` says which
+    rank's state a PerRank takes, if any.
     """
-    return _convert(state, _loaded_optimizer, wanted, source, plain)
+    return _convert(state, saved, source, plain)
 
 
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
 _NO_OBJECTS = _LEAVES | {list, dict, tuple}
 
-Convert = Callable[["PlainState", str, Optimizer, "nn.Module | None"], dict[str, Any]]
 RankOf = Callable[[str, PerRank], int | None]
 """The rank under whose number a PerRank at a flat-name prefix stands; None where it is left out."""
 
 
-def _convert(
-    state: Mapping[Any, Any], optimizer: Convert, wanted: Callable[[str], bool], rank_of: RankOf, plain: PlainState
-) -> PlainState:
+def _convert(state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: RankOf, plain: PlainState) -> PlainState:
+    """The plain state to save, or, where ``saved`` is given, to load into."""
     if not isinstance(state, Mapping):
         raise UnsupportedValueError(
             f"the state is a {type(state).__name__}, expected a dict such as {{'model': model, 'step': step}}"
@@ -87,44 +79,49 @@ def _convert(
 
     within: int | None = None
 
-    def per_rank(entry: PerRank, prefix: str) -> dict[str, Any]:
+    def per_rank(entry: PerRank, keys: Keys) -> dict[str, Any]:
         nonlocal within
         around = within
         # Inside another PerRank it is of the same rank.
-        rank = rank_of(prefix, entry) if around is None else around
+        rank = rank_of(_prefix(keys), entry) if around is None else around
         if rank is None:
             return {}
         within = rank
-        own = convert(entry.value, f"{prefix}{rank}.")
+        own = convert(entry.value, (*keys, str(rank)))
         within = around
-        refuse_sharded(f"{prefix}{rank}", own)
+        refuse_sharded(f"{_prefix(keys)}{rank}", own)
         return {str(rank): own}
 
-    def convert(value: Any, prefix: str) -> Any:
+    def convert(value: Any, keys: Keys) -> Any:
         if isinstance(value, PerRank):
-            return per_rank(value, prefix)
-        if is_object(value) and not wanted(prefix):
+            return per_rank(value, keys)
+        if is_object(value) and saved is not None and not saved.wants(_prefix(keys)):
             return value
         if isinstance(value, nn.Module):
-            return _module(plain, prefix, value)
+            return _module(plain, keys, value)
         if isinstance(value, Optimizer):
-            return optimizer(plain, prefix, value, _module_of(value, modules))
+            return _optimizer(plain, keys, value, _module_of(value, modules), saved)
         if isinstance(value, Mapping) and not isinstance(value, Stateful):
             if not holds_objects(value):
                 return value
-            return in_order(value, lambda key: convert(value[key], f"{prefix}{key}."))
+            return in_order(value, lambda key: convert(value[key], (*keys, key)))
         if isinstance(value, list) and holds_objects(value):
-            return [convert(item, f"{prefix}{i}.") for i, item in enumerate(value)]
+            return [convert(item, (*keys, i)) for i, item in enumerate(value)]
         if isinstance(value, tuple) and any(map(is_object, value)):
             raise UnsupportedValueError(
-                f"{prefix[:-1]!r} is a tuple of objects that are saved in parts: put them into a list or a dict"
+                f"{_prefix(keys)[:-1]!r} is a tuple of objects that are saved in parts: put them into a list or a dict"
             )
         if isinstance(value, Stateful):
-            return _stateful(plain, value, lambda item: convert(item, prefix))
+            return _stateful(plain, keys, value, lambda item: convert(item, keys))
         return value
 
-    plain.state = in_order(state, lambda key: convert(state[key], f"{key}."))
+    plain.state = in_order(state, lambda key: convert(state[key], (key,)))
     return plain
+
+
+def _prefix(keys: Keys) -> str:
+    """What the flat names of entries below some keys begin with."""
+    return "".join(f"{key}." for key in keys)
 
 
 def in_order(state: Mapping[Any, Any], make: Callable[[Any], Any]) -> dict[Any, Any]:
@@ -188,27 +185,36 @@ def given_back(target: Any, loaded: Any) -> Any:
     return target
 
 
-def _module(plain: PlainState, prefix: str, module: nn.Module) -> dict[str, Any]:
-    state_dict = get_model_state_dict(module)
+def _module(plain: PlainState, keys: Keys, module: nn.Module) -> dict[str, Any]:
+    state = ModuleState(module)
+    prefix = _prefix(keys)
     plain.exact.append(prefix)
-    # strict=False: what is missing or unexpected was found and reported before the load.
-    options = StateDictOptions(strict=False)
-    plain.restore.append(lambda: void(set_model_state_dict(module, state_dict, options=options)))
-    return state_dict
+    plain.closed.add(prefix[:-1])
+    plain.restore.append((keys, state.restore))
+    return state.entries
 
 
-def void(_: object) -> None:
-    """Drop a result."""
+def _optimizer(
+    plain: PlainState, keys: Keys, optimizer: Optimizer, module: nn.Module | None, saved: SavedEntries | None
+) -> dict[str, Any]:
+    if saved is None:
+        return saved_state(optimizer, module)
+    target = OptimizerTarget(_prefix(keys), optimizer, module, saved)
+    plain.exact.append(target.prefix)
+    plain.closed.add(f"{target.prefix}state")
+    plain.optimizers.append(target)
+    plain.restore.append((keys, target.restore))
+    return target.state_dict
 
 
-def _stateful(plain: PlainState, value: Stateful, convert: Callable[[Any], Any]) -> Any:
+def _stateful(plain: PlainState, keys: Keys, value: Stateful, convert: Callable[[Any], Any]) -> Any:
     state_dict = value.state_dict()
     if not any(isinstance(item, PerRank) for item in _objects(state_dict)):
-        plain.restore.append(lambda: value.load_state_dict(state_dict))
+        plain.restore.append((keys, value.load_state_dict))
         return state_dict
-    taken = convert(state_dict)
-    plain.restore.append(lambda: value.load_state_dict(given_back(state_dict, taken)))
-    return taken
+    converted = convert(state_dict)
+    plain.restore.append((keys, lambda loaded: value.load_state_dict(given_back(state_dict, loaded))))
+    return converted
 
 
 def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | None:
@@ -223,58 +229,3 @@ def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | No
         f"no module in the state holds all {len(wanted)} parameters of the {type(optimizer).__name__}, so they have no "
         "names: put the module that it trains into the state, or pass optimizer.state_dict() instead"
     )
-
-
-def _saved_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any]:
-    if module is None:
-        return optimizer.state_dict()
-    fresh = not optimizer.state
-    with gradients_kept(optimizer), first_step_named(prefix, optimizer):
-        state_dict: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
-    if fresh:
-        # Getting the state dict made a first step with zero gradients, which would count as one.
-        optimizer.state.clear()
-        state_dict["state"] = {}
-    return state_dict
-
-
-def _loaded_optimizer(plain: PlainState, prefix: str, optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any]:
-    fresh = not optimizer.state
-    with gradients_kept(optimizer), first_step_named(prefix, optimizer):
-        if module is None:
-            _init_optim_state(optimizer)
-            state_dict = optimizer.state_dict()
-        else:
-            state_dict = dict(get_optimizer_state_dict(module, optimizer))
-    plain.exact.append(prefix)
-    plain.optimizers.append(OptimizerState(prefix, optimizer, state_dict, fresh))
-    names = [group["params"] for group in state_dict["param_groups"]]
-
-    def restore() -> None:
-        if module is None:
-            optimizer.load_state_dict(state_dict)
-        else:
-            state_dict["param_groups"] = own_groups(prefix, names, state_dict["param_groups"])
-            taken = as_fsdp1_takes_it(module, state_dict)
-            # strict=False: a parameter that never had a gradient has no state.
-            set_optimizer_state_dict(module, optimizer, taken, options=StateDictOptions(strict=False))
-
-    plain.restore.append(restore)
-    return state_dict
-
-
-def drop_unsaved(plain: PlainState, saved: set[str], asked_for: Callable[[str], bool]) -> None:
-    """Remove the state of parameters for which nothing will be loaded, so that it ends as it was saved.
-
-    A parameter that never had a gradient has no state, though a fresh optimizer was given one to load into. ``saved``
-    are the names to load; what a trained optimizer has under names that nobody asked for stays.
-    """
-    names = sorted(saved)
-    for entry in plain.optimizers:
-        for name, slots in list(entry.state_dict["state"].items()):
-            stem = f"{entry.prefix}state.{name}."
-            place = bisect.bisect_left(names, stem)
-            if place < len(names) and names[place].startswith(stem):
-                continue
-            if entry.fresh or any(asked_for(f"{stem}{slot}") for slot in slots):
-                del entry.state_dict["state"][name]

@@ -1,0 +1,507 @@
+"""An optimizer's state comes back under every wrapper, or the load says what did not: bit for bit, losses included."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zarrckpt
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Hidden(nn.Module):
+    """Hides the module that it wraps from its state dict, as Lightning Fabric's wrapper does."""
+
+    def __init__(self, module: nn.Module, original: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = module
+        self._original_module = original
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._forward_module(x)
+
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        return self._original_module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return self._original_module.load_state_dict(state_dict, strict, assign)
+
+
+class Forwarding(Hidden):
+    """Has the attributes of the module that it hides, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_original_module"), name)
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+
+def with_second(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Net], nn.Module]:
+    def make(net: Net) -> nn.Module:
+        net.second = wrap(net.second)  # type: ignore[assignment]
+        return net
+
+    return make
+
+
+def fsdp1(net: nn.Module, *, flat: bool = False) -> nn.Module:
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=not flat)
+
+
+def fsdp2(net: Net) -> nn.Module:
+    fully_shard(net.second)
+    return fully_shard(net)
+
+
+def hiding(wrap: Callable[[Any], nn.Module]) -> Callable[[Net], nn.Module]:
+    return lambda net: Forwarding(wrap(net), net)
+
+
+WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
+    "plain": lambda net: net,
+    "hidden": lambda net: Hidden(net, net),
+    "forwarding": lambda net: Forwarding(net, net),
+    "compiled": compiled,
+    "compiled inside": with_second(compiled),
+    "ddp": DistributedDataParallel,
+    "ddp of compiled": lambda net: DistributedDataParallel(compiled(net)),
+    "compiled ddp": lambda net: compiled(DistributedDataParallel(net)),
+    "hidden ddp": hiding(DistributedDataParallel),
+    "hidden compiled": hiding(compiled),
+    "checkpointed": with_second(checkpoint_wrapper),
+    "compiled and checkpointed": with_second(lambda module: checkpoint_wrapper(compiled(module))),
+    "fsdp2": fsdp2,
+    "hidden fsdp2": hiding(fsdp2),
+    "compiled fsdp2": lambda net: compiled(fsdp2(net)),
+    "fsdp1": fsdp1,
+    "flat fsdp1": lambda net: fsdp1(net, flat=True),
+    "hidden fsdp1": hiding(fsdp1),
+    "compiled fsdp1": lambda net: compiled(fsdp1(net)),
+}
+
+
+def make(wrapper: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = WRAPPERS[wrapper](Net().double())
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> list[float]:
+    """The loss of each step. The batch depends on the step's number only."""
+    losses = []
+    for step in steps:
+        torch.manual_seed(step)
+        batch = torch.randn(8, 4, dtype=torch.float64)
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optim.zero_grad()
+            loss = model(batch).square().mean()
+            if loss.requires_grad:
+                loss.backward()
+            for parameter in model.parameters() if isinstance(optim, torch.optim.SparseAdam) else ():
+                parameter.grad = None if parameter.grad is None else parameter.grad.to_sparse()
+            return loss
+
+        losses.append(optim.step(closure).item())  # type: ignore[union-attr]
+    return losses
+
+
+def moments(optim: torch.optim.Optimizer) -> list[Any]:
+    """The state of each parameter and the options of each group, in the optimizer's own order, as plain values."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            return str(full.dtype), full.detach().flatten().contiguous().view(torch.uint8).tolist()
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    parameters = [p for group in optim.param_groups for p in group["params"]]
+    groups = [{key: plain(value) for key, value in group.items() if key != "params"} for group in optim.param_groups]
+    return [groups, [plain(optim.state.get(p, {})) for p in parameters]]
+
+
+def _wrappers_into_each_other(folder: str, pairs: list[tuple[str, str]]) -> None:
+    warnings.simplefilter("ignore")
+    expected: dict[str, list[float]] = {}
+    for kind in dict(pairs):
+        model, optim = make(kind, 0)
+        train(model, optim, range(3))
+        zarrckpt.save({"model": model, "optim": optim}, f"{folder}/{kind}")
+        expected[kind] = train(model, optim, range(3, 6))
+    for saved, target in pairs:
+        model, optim = make(target, 1)
+        zarrckpt.load({"model": model, "optim": optim}, f"{folder}/{saved}")
+        assert train(model, optim, range(3, 6)) == pytest.approx(expected[saved], rel=1e-12), f"{saved} -> {target}"
+
+
+def test_a_training_goes_on_under_another_wrapper(tmp_path: Path) -> None:
+    # Each into the next two, each from plain and into plain: a name that differs anywhere shows.
+    kinds = [*WRAPPERS]
+    pairs = [(kind, kinds[(i + k) % len(kinds)]) for i, kind in enumerate(kinds) for k in (1, 2)]
+    pairs += [("plain", kind) for kind in kinds] + [(kind, "plain") for kind in kinds]
+    run_ranks(_wrappers_into_each_other, str(tmp_path), [*dict.fromkeys(pairs)], world_size=2)
+
+
+def _freeze_sharded(folder: str) -> None:
+    for kind, in_place in itertools.product(("ddp", "fsdp1", "flat fsdp1", "fsdp2"), (True, False)):
+        model, optim = make(kind, 0)
+        train(model, optim, range(3))
+        _freeze(model, {0})
+        url = f"{folder}/{kind}, {in_place}"
+        zarrckpt.save({"model": model, "optim": optim}, url)
+        trained = [bool(slots) for slots in optim.state.values()]
+        if not in_place:
+            model, optim = make(kind, 1)
+            _freeze(model, {0})
+        zarrckpt.load({"model": model, "optim": optim}, url)
+        assert [bool(slots) for slots in optim.state.values()] == trained, (kind, in_place)
+        assert [p.requires_grad for p in model.parameters()] == [i > 0 for i, _ in enumerate(model.parameters())]
+
+
+def test_frozen_parameters_keep_their_state_over_ranks(tmp_path: Path) -> None:
+    run_ranks(_freeze_sharded, str(tmp_path), world_size=2)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adadelta": lambda groups: torch.optim.Adadelta(groups),
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups),
+    "Adam": lambda groups: torch.optim.Adam(groups),
+    "Adam, amsgrad": lambda groups: torch.optim.Adam(groups, amsgrad=True),
+    "Adam, lr a tensor": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(1e-3), foreach=False),
+    "Adamax": lambda groups: torch.optim.Adamax(groups),
+    "AdamW": lambda groups: torch.optim.AdamW(groups),
+    "ASGD": lambda groups: torch.optim.ASGD(groups),
+    "NAdam": lambda groups: torch.optim.NAdam(groups),
+    "RAdam": lambda groups: torch.optim.RAdam(groups),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, centered=True, momentum=0.5),
+    "Rprop": lambda groups: torch.optim.Rprop(groups),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=1e-2),
+    "SGD, momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+    "SparseAdam": lambda groups: torch.optim.SparseAdam(groups),
+}
+SHARDED_OPTIMIZERS = sorted(OPTIMIZERS.keys() - {"Adafactor", "Rprop", "SparseAdam"})  # these take no DTensors
+
+
+def _optimizers_of_shards(folder: str) -> None:
+    for name, kind in itertools.product(SHARDED_OPTIMIZERS, ("fsdp2", "plain")):
+        model, _ = make("fsdp2", 0)
+        optim = OPTIMIZERS[name](model.parameters())
+        train(model, optim, range(3))
+        zarrckpt.save({"model": model, "optim": optim}, f"{folder}/{name}, {kind}")
+        saved, expected = moments(optim), train(model, optim, range(3, 6))
+        model, _ = make(kind, 1)
+        optim = OPTIMIZERS[name](model.parameters())
+        zarrckpt.load({"model": model, "optim": optim}, f"{folder}/{name}, {kind}")
+        assert moments(optim) == saved, (name, kind)
+        assert train(model, optim, range(3, 6)) == pytest.approx(expected, rel=1e-9), (name, kind)
+
+
+def test_torchs_own_optimizers_over_shards(tmp_path: Path) -> None:
+    run_ranks(_optimizers_of_shards, str(tmp_path), world_size=2)
+
+
+ALONE = ("plain", "hidden", "forwarding", "checkpointed")  # wrappers that need no other rank
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> dict[str, Any]:
+    """How a model is trained, frozen in part, saved, and loaded into another or into itself."""
+    some = st.sets(st.integers(0, 5))
+    return {
+        "wrappers": draw(st.tuples(st.sampled_from(ALONE), st.sampled_from(ALONE))),
+        "optimizer": draw(st.sampled_from([*OPTIMIZERS, "LBFGS"])),
+        "groups": draw(st.lists(st.integers(0, 2), min_size=6, max_size=6)),
+        "frozen at first": draw(some),
+        "frozen later": draw(some),
+        "tied": draw(st.booleans()),
+        "target steps": draw(st.sampled_from([0, 0, 2])),
+        "target frozen": draw(some),
+        "in place": draw(st.booleans()),
+        "without module": draw(st.booleans()),
+    }
+
+
+def _build(drawn: dict[str, Any], wrapper: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    net = Net().double()
+    if drawn["tied"]:
+        net.alias = net.second[0].weight
+    model = WRAPPERS[wrapper](net)
+    parameters = [*model.parameters()]
+    if drawn["optimizer"] == "LBFGS":
+        return model, torch.optim.LBFGS(parameters, max_iter=2)
+    groups = [
+        {"params": [p for p, place in zip(parameters, drawn["groups"], strict=True) if place == g]} for g in range(3)
+    ]
+    return model, OPTIMIZERS[drawn["optimizer"]](groups)
+
+
+def _freeze(model: nn.Module, numbers: set[int]) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number not in numbers)
+
+
+def _objects(drawn: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"optim": optim} if drawn["without module"] else {"model": model, "optim": optim}
+
+
+@settings(max_examples=80, deadline=None)
+@given(trainings())
+def test_any_training_goes_on(tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]) -> None:
+    url = tmp_path_factory.mktemp("run") / "step-3"
+    model, optim = _build(drawn, drawn["wrappers"][0], 0)
+    _freeze(model, drawn["frozen at first"])
+    train(model, optim, range(2))
+    _freeze(model, drawn["frozen later"])
+    train(model, optim, range(2, 3))
+    zarrckpt.save(_objects(drawn, model, optim), url)
+    saved, weights = moments(optim), [p.detach().clone() for p in model.parameters()]
+    expected = train(model, optim, range(3, 6))
+    if not drawn["in place"]:
+        model, optim = _build(drawn, drawn["wrappers"][1], 1)
+        _freeze(model, drawn["target frozen"])
+        train(model, optim, range(drawn["target steps"]))
+    report = zarrckpt.load(_objects(drawn, model, optim), url)
+    assert report.loaded and not report.missing and not report.unexpected
+    assert moments(optim) == saved
+    if drawn["without module"]:
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.data.copy_(weight)
+    _freeze(model, drawn["frozen later"])
+    assert train(model, optim, range(3, 6)) == expected
+
+
+class Fused(nn.Module):
+    """Saves one parameter as three entries, and takes them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(6, 4))
+        self._register_state_dict_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._join)
+
+    @staticmethod
+    def _split(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        whole = state.pop(f"{prefix}qkv")
+        state |= {f"{prefix}{name}": part.clone() for name, part in zip("qkv", whole.chunk(3), strict=True)}
+
+    @staticmethod
+    def _join(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        state[f"{prefix}qkv"] = torch.cat([state.pop(f"{prefix}{name}") for name in "qkv"])
+
+
+class Renamed(nn.Module):
+    """Has another name in its state dict, which ``_fqn_modifiers`` tells torch's own functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.fusion = nn.Embedding(4, 3), nn.Embedding(2, 3)
+        self._register_state_dict_hook(self._rename)
+        self.register_load_state_dict_pre_hook(self._rename_back)
+
+    @staticmethod
+    def _rename(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}embedding.weight")
+
+    @staticmethod
+    def _rename_back(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        state[f"{prefix}embedding.weight"] = state.pop(f"{prefix}weight")
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"weight": "embedding"}
+
+
+def _step(module: nn.Module, optim: torch.optim.Optimizer) -> None:
+    for number, parameter in enumerate(module.parameters()):
+        parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+    optim.step()
+
+
+@pytest.mark.parametrize("kind", [Fused, Renamed])
+def test_parameters_that_have_other_names_in_the_state_dict(kind: type[nn.Module], tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.Sequential(kind(), nn.Linear(2, 2))
+        return module, torch.optim.Adam(module.parameters())
+
+    module, optim = build()
+    _step(module, optim)
+    zarrckpt.save({"model": module, "optim": optim}, tmp_path / "c")
+    other, target = build()
+    zarrckpt.load({"model": other, "optim": target}, tmp_path / "c")
+    assert moments(target) == moments(optim)
+    for loaded, parameter in zip(other.parameters(), module.parameters(), strict=True):
+        assert torch.equal(loaded, parameter)
+
+
+def test_entries_of_a_module_that_it_does_not_take_are_an_error(tmp_path: Path) -> None:
+    class OneWay(Fused):
+        @staticmethod
+        def _join(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+            pass
+
+    zarrckpt.save({"model": OneWay()}, tmp_path / "c")
+    with pytest.raises(zarrckpt.KeyMismatchError, match="did not take 3"):
+        zarrckpt.load({"model": OneWay()}, tmp_path / "c")
+
+
+def test_state_that_no_parameter_takes_is_an_error_with_close_names(tmp_path: Path) -> None:
+    def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.ModuleDict({name: nn.Linear(3, 2)})
+        optim = torch.optim.Adam(module.parameters())
+        return module, optim
+
+    module, optim = build("decoder")
+    _step(module, optim)
+    zarrckpt.save({"model": module, "optim": optim}, tmp_path / "c")
+    for name in ("encoder", "_forward_module_decoder"):
+        other, target = build(name)
+        with pytest.raises(zarrckpt.KeyMismatchError) as caught:
+            zarrckpt.load({"model": other, "optim": target}, tmp_path / "c", keys="optim")
+        assert "'optim.state.decoder.weight.exp_avg' is in the checkpoint and has no target" in str(caught.value)
+        assert f"{name}.weight" in str(caught.value)
+        assert not target.state
+        report = zarrckpt.load({"model": other, "optim": target}, tmp_path / "c", keys="optim", strict=False)
+        assert not [fqn for fqn in report.loaded if fqn.startswith("optim.state")]
+        assert "optim.state.decoder.weight.exp_avg" in report.unexpected
+
+
+def test_a_module_without_entries_takes_none(tmp_path: Path) -> None:
+    zarrckpt.save({"act": {"weight": torch.ones(2)}}, tmp_path / "c")
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"'act\.weight' is in the checkpoint and has no target"):
+        zarrckpt.load({"act": nn.ReLU()}, tmp_path / "c")
+
+
+def test_an_optimizer_that_leaves_out_what_it_is_given_is_an_error(tmp_path: Path) -> None:
+    class Forgetful(torch.optim.Adam):
+        def load_state_dict(self, state_dict: Any) -> None:
+            state = {number: {"step": slots["step"]} for number, slots in state_dict["state"].items()}
+            super().load_state_dict({**state_dict, "state": state})
+
+    module = nn.Linear(3, 2)
+    optim = Forgetful(module.parameters())
+    _step(module, optim)
+    zarrckpt.save({"model": module, "optim": optim}, tmp_path / "c")
+    with pytest.raises(zarrckpt.KeyMismatchError, match="left out 4 entries"):
+        zarrckpt.load({"model": module, "optim": optim}, tmp_path / "c")
+
+
+def test_state_keeps_its_own_dtype_and_its_strings(tmp_path: Path) -> None:
+    class Wide(torch.optim.SGD):
+        """Keeps a float32 average of bfloat16 parameters, as torch's Optimizer does not on a load."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state.setdefault("average", torch.zeros_like(parameter, dtype=torch.float32)).add_(0.1)
+                state["counts"] = torch.full((2,), 200, dtype=torch.uint8)
+                state["kind"] = "wide"
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.Linear(3, 2, dtype=torch.bfloat16)
+        return module, Wide(module.parameters())
+
+    module, optim = build()
+    _step(module, optim)
+    zarrckpt.save({"model": module, "optim": optim}, tmp_path / "c")
+    for steps in (0, 1):
+        other, target = build()
+        for _ in range(steps):
+            _step(other, target)
+        zarrckpt.load({"model": other, "optim": target}, tmp_path / "c")
+        assert moments(target) == moments(optim)
+
+
+def test_options_that_change_what_state_there_is_come_from_the_checkpoint(tmp_path: Path) -> None:
+    """A fresh optimizer gets the state that the checkpoint has, whatever its own options would have made."""
+    for name, saved, fresh in (
+        ("on", {"amsgrad": True}, {"amsgrad": False}),
+        ("off", {"amsgrad": False}, {"amsgrad": True}),
+    ):
+        module = nn.Linear(3, 2)
+        optim = torch.optim.Adam(module.parameters(), **saved)
+        _step(module, optim)
+        zarrckpt.save({"model": module, "optim": optim}, tmp_path / name)
+        other = nn.Linear(3, 2)
+        target = torch.optim.Adam(other.parameters(), **fresh)
+        zarrckpt.load({"model": other, "optim": target}, tmp_path / name)
+        assert moments(target) == moments(optim)
+
+
+def test_names_that_a_user_gave_parameters_stay_the_target_s_own(tmp_path: Path) -> None:
+    named, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    optim = torch.optim.Adam(named.named_parameters())
+    bare = torch.optim.Adam(plain.parameters())
+    for module, one in ((named, optim), (plain, bare)):
+        _step(module, one)
+    zarrckpt.save({"model": named, "optim": optim}, tmp_path / "named")
+    zarrckpt.save({"model": plain, "optim": bare}, tmp_path / "bare")
+    zarrckpt.load({"model": plain, "optim": bare}, tmp_path / "named")
+    assert moments(bare)[1] == moments(optim)[1] and "param_names" not in bare.param_groups[0]
+    zarrckpt.load({"model": named, "optim": optim}, tmp_path / "bare")
+    assert optim.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+def test_several_optimizers_of_parts_of_one_module(tmp_path: Path) -> None:
+    def build(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        net = Net()
+        optims = [torch.optim.Adam(net.first.parameters()), torch.optim.SGD(net.second.parameters(), momentum=0.9)]
+        return {"model": net, "optims": optims}
+
+    state = build(0)
+    for optim in state["optims"]:
+        _step(state["model"], optim)
+    zarrckpt.save(state, tmp_path / "c")
+    other = build(1)
+    zarrckpt.load(other, tmp_path / "c")
+    assert [moments(optim) for optim in other["optims"]] == [moments(optim) for optim in state["optims"]]
+
+
+def test_a_stateful_object_without_state_yet_is_given_what_was_saved(tmp_path: Path) -> None:
+    class Lazy:
+        def __init__(self) -> None:
+            self.state: dict[str, Any] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = {**state}
+
+    saved, fresh = Lazy(), Lazy()
+    saved.state = {"mean": torch.arange(3.0), "count": 7}
+    zarrckpt.save({"objects": [saved]}, tmp_path / "c")
+    zarrckpt.load({"objects": [fresh]}, tmp_path / "c")
+    assert fresh.state["count"] == 7
+    assert torch.equal(fresh.state["mean"], torch.arange(3.0))
