@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
@@ -276,8 +276,24 @@ def _objects(drawn: dict[str, Any], model: nn.Module, optim: torch.optim.Optimiz
     return {"optim": optim} if drawn["without module"] else {"model": model, "optim": optim}
 
 
-@settings(max_examples=80, deadline=None)
+LBFGS_CHANGES = {
+    # Its first step is a number in the checkpoint, and a tensor in the target.
+    "wrappers": ("plain", "plain"),
+    "optimizer": "LBFGS",
+    "groups": [0] * 6,
+    "frozen at first": {*range(6)},
+    "frozen later": set(),
+    "tied": False,
+    "target steps": 0,
+    "target frozen": set(),
+    "in place": True,
+    "without module": False,
+}
+
+
+@settings(max_examples=60, deadline=None)
 @given(trainings())
+@example(LBFGS_CHANGES)
 def test_any_training_goes_on(tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]) -> None:
     url = tmp_path_factory.mktemp("run") / "step-3"
     model, optim = _build(drawn, drawn["wrappers"][0], 0)

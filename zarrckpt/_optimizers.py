@@ -57,12 +57,15 @@ class SavedEntries:
         """Whether there is an entry of a name, or one below it."""
         return bool(self.below(f"{fqn}.")) or (fqn in self._entries and self.is_asked_for(fqn))
 
-    def dtype_of(self, fqn: str, shape: torch.Size) -> torch.dtype | None:
-        """The dtype of a tensor of that name and shape; None where there is none."""
-        entry = self._entries[fqn]
-        if not isinstance(entry, TensorStorageMetadata) or entry.size != shape:
-            return None
-        return entry.properties.dtype
+    def shape_of(self, fqn: str) -> torch.Size | None:
+        """The shape of a tensor of that name; None where there is none."""
+        entry = self._entries.get(fqn)
+        return entry.size if isinstance(entry, TensorStorageMetadata) else None
+
+    def dtype_of(self, fqn: str) -> torch.dtype:
+        """The dtype of a tensor of that name."""
+        dtype: torch.dtype = self._entries[fqn].properties.dtype
+        return dtype
 
 
 class _Parameters:
@@ -128,7 +131,7 @@ class OptimizerTarget:
     """One optimizer's state dict to load into, and how the optimizer takes it back.
 
     A parameter ends with the state that it was saved with: one without state gets memory for what the checkpoint has,
-    one for which the checkpoint has none loses its own. ``names`` are those of the parameters.
+    one for which the checkpoint has none loses its own.
     """
 
     state_dict: dict[str, Any]
@@ -205,10 +208,12 @@ class OptimizerTarget:
             return
         for name, parameter in self._parameters:
             arrived = self._optimizer.state.get(parameter, {})
-            for slot, value in state.get(name, {}).items():
+            slots = state.get(name, {})
+            for slot in slots.keys() & arrived.keys() - {"step"}:
+                value = slots[slot]
                 if isinstance(value, str):
                     arrived[slot] = value
-                elif isinstance(value, torch.Tensor) and slot != "step" and arrived[slot].dtype != value.dtype:
+                elif isinstance(value, torch.Tensor) and arrived[slot].dtype != value.dtype:
                     arrived[slot] = value.to(arrived[slot].device)
 
     def undo(self) -> None:
@@ -227,21 +232,23 @@ class OptimizerTarget:
 def _slots(stem: str, parameter: torch.Tensor, state: Mapping[Any, Any], saved: SavedEntries) -> dict[Any, Any]:
     """The targets of a parameter's state below a stem: its own, as far as the checkpoint has them, and what it lacks.
 
-    None stands for what is loaded as the checkpoint has it, on the CPU; of a DTensor that would be too much. So are
-    lists, which are as long as an optimizer's history (LBFGS).
+    None stands for what is loaded as the checkpoint has it, on the CPU; of a DTensor that would be too much. LBFGS has
+    lists as long as its history, and numbers that become tensors: these are loaded so, too.
     """
-    slots = {
-        slot: None if isinstance(value, list) else value
-        for slot, value in state.items()
-        if saved.holds(f"{stem}{slot}") or not saved.is_asked_for(f"{stem}{slot}")
-    }
+    slots: dict[Any, Any] = {}
+    for slot, value in state.items():
+        fqn = f"{stem}{slot}"
+        if saved.holds(fqn):
+            changes = isinstance(value, torch.Tensor) and value.shape not in (parameter.shape, saved.shape_of(fqn))
+            slots[slot] = None if changes or isinstance(value, list) else value
+        elif not saved.is_asked_for(fqn):
+            slots[slot] = value
     present = {str(slot) for slot in slots}
     for fqn in saved.below(stem):
-        slot, _, nested = fqn.removeprefix(stem).partition(".")
+        slot = fqn.removeprefix(stem).partition(".")[0]
         if slot not in present:
-            like = isinstance(parameter, DTensor) and not nested
-            dtype = saved.dtype_of(fqn, parameter.shape) if like else None
-            slots[slot] = None if dtype is None else torch.empty_like(parameter.detach(), dtype=dtype)
+            like = isinstance(parameter, DTensor) and saved.shape_of(fqn) == parameter.shape
+            slots[slot] = torch.empty_like(parameter.detach(), dtype=saved.dtype_of(fqn)) if like else None
     return slots
 
 
