@@ -160,6 +160,9 @@ class FaultyStore(Store):
     def get(self, key: str) -> bytes:
         return self._read("get", key, lambda: self._inner.get(key))
 
+    def get_above(self, levels: int, key: str) -> bytes:
+        return self._read("get", f"{'../' * levels}{key}", lambda: self._inner.get_above(levels, key))
+
     def get_versioned(self, key: str) -> Versioned:
         return self._call("get", key, lambda: self._inner.get_versioned(key))
 
@@ -198,6 +201,9 @@ class FaultyStore(Store):
     def sweep(self, folders: Iterable[str]) -> None:
         names = [*folders]
         self._call("sweep", ", ".join(names), lambda: self._inner.sweep(names))
+
+    def remove_folder(self) -> None:
+        self._call("sweep", "", self._inner.remove_folder)
 
     def uploads(self) -> builtins.list[Upload] | None:
         return self._call("list", "", self._inner.uploads)
