@@ -26,7 +26,7 @@ def run(*words: Any) -> Result:
     return CliRunner().invoke(main, [str(word) for word in words])
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "memory", "s3", "fsspec"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Place]:
     """Places by their paths below one folder."""
     if request.param == "local":
@@ -34,6 +34,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Pla
     if request.param == "memory":
         store = zarr.storage.MemoryStore()
         return lambda path: Place(path, store)
+    if request.param == "fsspec":
+        return lambda path: Place(f"memory://{tmp_path.name}/{path}")
     bucket: S3Place = request.getfixturevalue("moto_bucket")
     return lambda path: Place(bucket.url(path), storage_options=bucket.storage_options)
 

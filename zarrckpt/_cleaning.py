@@ -19,6 +19,10 @@ from zarrckpt._store import Store, StoreSpec, Upload
 from zarrckpt._verify import verify
 
 
+_AT_ONCE = 4
+"""So many checkpoints of a folder are recovered side by side; each makes many requests at a time."""
+
+
 @dataclass(frozen=True)
 class RecoverReport:
     """What :func:`recover` did at a url."""
@@ -81,10 +85,6 @@ def recover(
         sum(counts) if counts else None,
         tuple(reports),
     )
-
-
-_AT_ONCE = 4
-"""So many checkpoints of a folder are recovered side by side; each makes many requests at a time."""
 
 
 def _recovered_if_any(spec: StoreSpec, stopped: bool) -> RecoverReport:
@@ -159,6 +159,10 @@ def examine(
     spec = StoreSpec(url, store, storage_options, credential_provider)
     place = spec.open()
     found = _commit.leftovers(place, damaged=True)
+    if found.removal:
+        finding = "the removal has not ended: it still runs, or was broken off"
+        state = f"{place.url}: a checkpoint that is being removed"
+        return Examination(place.url, state, (finding,), (f"zarrckpt recover {place.url}",))
     findings: list[str] = []
     advice: list[str] = []
     if found.root is not None:
@@ -175,13 +179,10 @@ def examine(
         return Examination(place.url, state, tuple(findings), (f"zarrckpt rm {place.url}",))
     else:
         state = f"{place.url}: " + ("no checkpoint; a save was begun" if found.begun else "nothing is there")
-    if found.removal:
-        findings.append("a removal of all that is here was begun, and has not ended")
     for marker in found.others:
         running = found.may_commit(marker)
         kind = "could still commit, if it runs" if running else "can commit no more, or was replaced"
-        if marker.failed:
-            kind = "failed"
+        kind = "failed, and has removed what it wrote" if marker.failed else kind
         what = "copy" if marker.copy else "save"
         findings.append(f"{what} {marker.attempt}, begun {time_text(marker.started)}, {kind}")
     uploads, unknown = _unfinished(place)
@@ -189,10 +190,9 @@ def examine(
         findings.append(f"{count_text(len(uploads), 'multipart upload')} not ended: of a save that runs, or was killed")
     if any(found.may_commit(marker) and marker.copy for marker in found.others):
         advice.append(f"zarrckpt cp ... {place.url} --resume    (the same command goes on with the copy)")
-    if found.removal or any(not found.may_commit(marker) for marker in found.others):
+    if any(not found.may_commit(marker) for marker in found.others):
         advice.append(f"zarrckpt recover {place.url}")
-    running = any(found.may_commit(marker) for marker in found.others)
-    if not found.removal and (running or found.probes or uploads):
+    if any(found.may_commit(marker) for marker in found.others) or found.probes or uploads:
         advice.append(f"zarrckpt recover {place.url} --stopped    (only if no save to it is running)")
     empty = found.root is None and not found.begun
     count = None if uploads is None else len(uploads)

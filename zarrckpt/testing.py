@@ -79,7 +79,10 @@ FLIP, SHORTEN, LOSE = Fault.FLIP, Fault.SHORTEN, Fault.LOSE
 
 @dataclass(frozen=True)
 class Call:
-    """One operation on a store: its number from 0 on, the verb, and the key (or the folder that is listed)."""
+    """One operation on a store: its number from 0 on, the verb, and the key (or the folder that is listed).
+
+    A key in a folder above the url begins with ``../``, as often as it is folders higher.
+    """
 
     number: int
     verb: str
