@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from crashes import Place, held, state
+from crashes import Place, all_files, held, state
 from ranks import all_ranks_raise, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -134,6 +134,7 @@ def test_whatever_fails_before_the_root_is_put_is_removed(by_dcp: bool, fault: F
                 zarrckpt.save(state(2), store=store, overwrite=True)
         except (zarrckpt.CheckpointError, dcp.api.CheckpointException):
             assert held(place) == 1 and left(place.url or "") == before, store.calls
+            assert all_files(place.url or "")[1] == set()
             number += 1
         else:
             break

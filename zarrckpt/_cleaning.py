@@ -18,7 +18,6 @@ from zarrckpt._info import count_text, time_text
 from zarrckpt._store import Store, StoreSpec, Upload
 from zarrckpt._verify import verify
 
-
 _AT_ONCE = 4
 """So many checkpoints of a folder are recovered side by side; each makes many requests at a time."""
 

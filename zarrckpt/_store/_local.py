@@ -170,7 +170,10 @@ class LocalStore(Store):
 
     def remove_folder(self) -> None:
         if not os.path.islink(self._root) and not os.path.ismount(self._root):
-            self._remove_folders([self._root])
+            self._folders.discard(self._root)
+            # It is not empty, or its parent is somebody else's: nothing is lost.
+            with suppress(OSError):
+                os.rmdir(self._root)
 
     def uploads(self) -> builtins.list[Upload]:
         return []
