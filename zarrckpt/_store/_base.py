@@ -206,7 +206,7 @@ class Store(abc.ABC):
         """
 
     def remove_folder(self) -> None:  # noqa: B027 - there is nothing to do where objects are no files
-        """Remove the url's own folder if it is empty, no link and no mount, and if that is allowed. Nothing above it."""
+        """Remove the url's own folder if it is empty, no link and no mount, and may be removed. Nothing above it."""
 
     def uploads(self) -> builtins.list[Upload] | None:
         """Multipart uploads below the url that have not ended; None where they cannot be told. [] where there are none.
