@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
@@ -262,14 +262,28 @@ class Save:
             # Of two ranks: a process alone would begin in a thread.
             ticket = writer._ticket([Facts(0, {}), Facts(1, {})], False)
             with _commit.losing_is_named(store, ticket.save_id, lambda: ticket.base_id):
-                for key, data in self.puts.items():
-                    store.put(f"{ticket.tree}/{key}" if ticket.tree else key, [data])
+                self._put(store, ticket.tree)
             writer.finish(Metadata({}), self.results)
-        except zarrckpt.CheckpointExistsError:
-            return "lost"
-        except StorageError:
-            return "failed"
+        except zarrckpt.CheckpointError as err:
+            # As zarrckpt.save does on every rank.
+            writer.abandon()
+            if isinstance(err, zarrckpt.CheckpointExistsError):
+                return "lost"
+            if isinstance(err, StorageError):
+                return "failed"
+            raise
         return "won"
+
+    def _put(self, store: Store, tree: str) -> None:
+        keys = []
+        try:
+            for key, data in self.puts.items():
+                keys.append(f"{tree}/{key}" if tree else key)
+                store.put(keys[-1], [data])
+        except StorageError:
+            with suppress(StorageError):
+                store.delete(keys)
+            raise
 
 
 def whole_save(number: int) -> Callable[[Store], str]:

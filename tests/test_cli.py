@@ -257,8 +257,8 @@ def test_wrong_names_and_urls_are_answered_with_right_ones(saved: Path) -> None:
     assert "'model'" in run("ls", saved, "modle").stderr
     found = run("cat", saved, "model")
     assert found.exit_code == 3 and "the beginning of 2, for example ['model.w', 'model.b']" in found.stderr
-    for command in ("ls", "doctor"):
-        assert f"The newest checkpoint below it is {saved}" in run(command, saved.parent).stderr
+    for command in ("tree", "doctor"):
+        assert f"the newest is {saved}" in run(command, saved.parent).stderr
 
 
 COMMANDS: dict[str, list[Any]] = {

@@ -549,6 +549,7 @@ PUBLIC = [
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointRemovedError",
     "CheckpointReplacedError",
     "CorruptCheckpointError",
     "Damage",

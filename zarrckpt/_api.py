@@ -65,8 +65,8 @@ def save(
     The other arguments are those of :class:`ZarrStorageWriter`.
 
     Raises CheckpointExistsError where a checkpoint is committed and ``overwrite`` is false, before any data moves;
-    other children of :class:`CheckpointError` for what can't be saved. An error on one rank is raised on all;
-    nothing is committed then.
+    other children of :class:`CheckpointError` for what can't be saved. An error on one rank is raised on all; nothing
+    is committed then, and what was written is removed, unless the root document may have been put.
     """
     writer = ZarrStorageWriter(
         url,
@@ -97,7 +97,11 @@ def save_with(
         writer.reset()
         taken = cast("dict[str, Any]", state)  # the planner checks it
         save = partial(_save_state_dict, taken, writer, process_group, no_dist=not in_use(), planner=planner)
-        metadata = _with_kept_plan(save, writer, process_group) if in_use() else save()
+        try:
+            metadata = _with_kept_plan(save, writer, process_group) if in_use() else save()
+        except BaseException:
+            writer.abandon()
+            raise
     report: SaveReport = metadata.storage_data
     return report
 

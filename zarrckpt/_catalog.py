@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from zarrckpt._crew import run
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import (
     CheckpointError,
+    CheckpointRemovedError,
     CheckpointReplacedError,
     CorruptCheckpointError,
     KeyMismatchError,
@@ -178,15 +179,12 @@ class Catalog:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Tell damage from a checkpoint that was replaced while it was being read; and say where memory is short."""
+        """Tell damage from one that was replaced or removed while it was being read; say where memory is short."""
         try:
             yield
         except CorruptCheckpointError as err:
-            if self.replaced():
-                raise CheckpointReplacedError(
-                    f"the checkpoint at {self.store.url} (save {self.root.save_id[:8]}) was replaced while it was "
-                    "being read: open it again"
-                ) from err
+            if (gone := self.gone()) is not None:
+                raise gone from err
             raise
         except MemoryError as err:
             raise CheckpointError(
@@ -194,12 +192,19 @@ class Catalog:
                 "not to be expected, the checkpoint is damaged"
             ) from err
 
-    def replaced(self) -> bool:
-        """Whether another save has been committed at the url since this one was opened. One request."""
+    def gone(self) -> CheckpointError | None:
+        """The error for one that was replaced or removed since it was opened, else None. One request or two."""
+        where = f"the checkpoint at {self.store.url} (save {self.root.save_id[:8]})"
         try:
-            return _commit.load_root(self.store).save_id != self.root.save_id
+            if _commit.read_root(self.store).save_id != self.root.save_id:
+                return CheckpointReplacedError(f"{where} was replaced while it was being read: open it again")
+        except ObjectNotFoundError:
+            with suppress(CheckpointError):
+                if _commit.was_removed(self.store):
+                    return CheckpointRemovedError(f"{where} was removed while it was being read: read another one")
         except CheckpointError:
-            return False
+            pass  # what is damaged there is what was opened, as far as anybody knows
+        return None
 
 
 def _parts(table: _codec.RawArray, nodes: Sequence[ArrayNode]) -> _Parts:

@@ -5,29 +5,22 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from zarrckpt import _commit
 from zarrckpt._arrays import read_arrays
 from zarrckpt._catalog import Catalog
-from zarrckpt._crew import run
-from zarrckpt._documents import NODE, ArrayNode, join
-from zarrckpt._errors import (
-    CheckpointError,
-    ForeignObjectsError,
-    KeyMismatchError,
-    ObjectNotFoundError,
-    StorageError,
-)
+from zarrckpt._documents import ArrayNode, join
+from zarrckpt._errors import CheckpointError, KeyMismatchError
 from zarrckpt._export import MAX_EXPORT_BYTES, ExportReport, local_path, stripped
 from zarrckpt._html import Group, as_html
 from zarrckpt._info import CheckpointInfo, count_text, info_of, size_text, time_text, value_text
 from zarrckpt._matching import hint, select
 from zarrckpt._root import HOUSE, BlobEntry
 from zarrckpt._state_path import StatePath
-from zarrckpt._store import Store, StoreSpec, join_url
+from zarrckpt._store import StoreSpec, join_url
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
 
 if TYPE_CHECKING:
@@ -630,28 +623,14 @@ def latest(
     folders = place.list_dir()[1]
     if HOUSE in folders:
         warnings.warn(f"latest({place.url!r}) looks below a checkpoint: pass the folder that holds it", stacklevel=2)
-    names = [name for name in folders if not name.startswith("@")]
-    looks = (partial(_committed, place, name) for name in names)
-    found = [entry for entry in run(looks, place.max_concurrency) if entry]
-    if not found:
+    found = _commit.checkpoints_below(place, folders)
+    for item in found:
+        if item.damage is not None:
+            warnings.warn(f"latest() passes over {join(place.url, item.name)}: {item.damage}", stacklevel=2)
+    last = _commit.newest(found)
+    if last is None:
         return None
-    newest = max(found)[1]
     if store is not None:
-        return newest if prefix is None else f"{str(prefix).rstrip('/')}/{newest}"
+        return last.name if prefix is None else f"{str(prefix).rstrip('/')}/{last.name}"
     assert prefix is not None
-    return join_url(prefix, newest)
-
-
-def _committed(place: Store, name: str) -> tuple[str, str] | None:
-    """When the checkpoint in a folder was committed, and the folder's name; None where there is none."""
-    url = join(place.url, name)
-    try:
-        root = _commit.parse_committed(place.get(f"{name}/{NODE}"), url)
-    except (ObjectNotFoundError, ForeignObjectsError):
-        return None
-    except StorageError:
-        raise
-    except CheckpointError as err:
-        warnings.warn(f"latest() passes over {url}: {err}", stacklevel=2)
-        return None
-    return root.created, name
+    return join_url(prefix, last.name)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zarrckpt import _commit
 from zarrckpt._catalog import Catalog
-from zarrckpt._commit import CLAIM_KEY
+from zarrckpt._commit import CLAIM_KEY, REMOVAL_KEY, Leftovers
+from zarrckpt._crew import run
 from zarrckpt._documents import NODE
-from zarrckpt._errors import CheckpointNotFoundError, StorageError
+from zarrckpt._errors import CheckpointError, CheckpointNotFoundError, ForeignObjectsError, StorageError
 from zarrckpt._info import count_text, time_text
 from zarrckpt._store import Store, StoreSpec, Upload
 from zarrckpt._verify import verify
+
+_AT_ONCE = 4
+"""So many checkpoints of a folder are recovered side by side; each makes many requests at a time."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,10 @@ class RecoverReport:
     """The ids of saves that may still be running, see there."""
     uploads: int | None = 0
     """How many unfinished multipart uploads were removed; None where the store does not tell them."""
+    checkpoints: tuple[RecoverReport, ...] = ()
+    """Of a folder of checkpoints: a report of each, in order of names; the numbers above are their sums."""
+    error: str = ""
+    """Of one in a folder: why nothing was done there."""
 
 
 def recover(
@@ -44,10 +53,12 @@ def recover(
 
     The next save to the url does the same by itself; call this where there will be none. Only keys that a save's own
     marker names are deleted. A save that could still commit is left alone: one that was begun when nothing, or the
-    checkpoint that is there now, was committed. Nobody can tell such a save from a dead one, except who knows that
-    none is running. The claim stays, so that nothing a dead rank still writes can meet a later save's objects.
+    checkpoint that is there now, was committed, and that has not failed by its own record. Nobody can tell such a save
+    from a dead one, except who knows that none is running. The claim stays, so that nothing a dead rank still writes
+    can meet a later save's objects. A removal that was broken off is finished.
 
     Args:
+        url: of a checkpoint, or of a folder of checkpoints: then of each right below it.
         stopped: no save to this url is running, anywhere: also delete what could still commit otherwise, and every
             unfinished upload. If one is running all the same, what it commits is damaged.
 
@@ -57,25 +68,53 @@ def recover(
     The other arguments are those of :func:`open`. Costs a listing for each name below the url that a marker has.
 
     Raises ForeignObjectsError where the url holds objects that no save of this package wrote; nothing is deleted then.
-    CorruptCheckpointError where the root document is damaged.
+    CorruptCheckpointError where the root document is damaged. In a folder of checkpoints the others are gone on with.
     """
-    place = StoreSpec(url, store, storage_options, credential_provider).open()
+    spec = StoreSpec(url, store, storage_options, credential_provider)
+    names = _commit.places_below(spec.open())
+    if not names:
+        return _recovered(spec, stopped)
+    reports = run((partial(_recovered_if_any, spec.child(name), stopped) for name in names), _AT_ONCE)
+    counts = [report.uploads for report in reports if report.uploads is not None]
+    return RecoverReport(
+        spec.url,
+        sum(report.objects for report in reports),
+        tuple(save_id for report in reports for save_id in report.removed),
+        tuple(save_id for report in reports for save_id in report.kept),
+        sum(counts) if counts else None,
+        tuple(reports),
+    )
+
+
+def _recovered_if_any(spec: StoreSpec, stopped: bool) -> RecoverReport:
+    """:func:`_recovered`, with an error in the report."""
+    try:
+        return _recovered(spec, stopped)
+    except CheckpointError as err:
+        return RecoverReport(spec.url, 0, (), (), None, error=str(err))
+
+
+def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
+    place = spec.open()
     found = _commit.leftovers(place)
+    if found.removal:
+        objects, uploads = _remove(place, found)
+        return RecoverReport(place.url, objects, tuple(marker.attempt for marker in found.markers), (), uploads)
     dead = [marker for marker in found.others if stopped or not found.may_commit(marker)]
     kept = [marker.attempt for marker in found.others if marker not in dead]
     # Their markers go too where nobody can write what they name any more.
     committed = None if found.root is None else found.root.marker()
-    uploads = _unfinished(place)[0]
-    if uploads:
+    unfinished = _unfinished(place)[0]
+    if unfinished:
         # Before the markers go: they name what is whose.
-        uploads = [item for item in uploads if stopped or any(marker.names_key(item.key) for marker in dead)]
-        place.abort(uploads)
+        unfinished = [item for item in unfinished if stopped or any(marker.names_key(item.key) for marker in dead)]
+        place.abort(unfinished)
     finished = [marker.attempt for marker in dead] if stopped else []
     objects = _commit.clean(place, dead, finished=finished, committed=committed)
     if stopped:
         place.delete(found.probes)
         _commit.sweep(place)
-    count = None if uploads is None else len(uploads)
+    count = None if unfinished is None else len(unfinished)
     return RecoverReport(place.url, objects, tuple(marker.attempt for marker in dead), tuple(kept), count)
 
 
@@ -119,6 +158,10 @@ def examine(
     spec = StoreSpec(url, store, storage_options, credential_provider)
     place = spec.open()
     found = _commit.leftovers(place, damaged=True)
+    if found.removal:
+        finding = "the removal has not ended: it still runs, or was broken off"
+        state = f"{place.url}: a checkpoint that is being removed"
+        return Examination(place.url, state, (finding,), (f"zarrckpt recover {place.url}",))
     findings: list[str] = []
     advice: list[str] = []
     if found.root is not None:
@@ -138,6 +181,7 @@ def examine(
     for marker in found.others:
         running = found.may_commit(marker)
         kind = "could still commit, if it runs" if running else "can commit no more, or was replaced"
+        kind = "failed, and has removed what it wrote" if marker.failed else kind
         what = "copy" if marker.copy else "save"
         findings.append(f"{what} {marker.attempt}, begun {time_text(marker.started)}, {kind}")
     uploads, unknown = _unfinished(place)
@@ -164,8 +208,11 @@ def remove(
 ) -> int:
     """Delete the checkpoint at a url, damaged or whole, with all that saves left there; return the number of objects.
 
-    The root document goes first: from then on nothing opens there. Only keys that documents of saves name are deleted.
-    No save to the url may be running: it would commit what was deleted. The arguments are those of :func:`open`.
+    First that is recorded, so that whoever comes after a crash can finish it: another :func:`remove`, or
+    :func:`recover`. Then the root document goes: from then on nothing opens there, and who has the checkpoint open gets
+    CheckpointRemovedError. Only keys that documents of saves name are deleted; of local files the url's own folder,
+    too, where it is empty then, no link and no mount. No save to the url may be running: it would commit what was
+    deleted. One that is begun meanwhile is refused. The arguments are those of :func:`open`.
 
     Raises CheckpointNotFoundError where no save ever began, ForeignObjectsError where the url holds anything else:
     nothing is deleted then.
@@ -174,11 +221,29 @@ def remove(
     found = _commit.leftovers(place, damaged=True)
     if not found.begun:
         raise CheckpointNotFoundError(f"there is no checkpoint at {place.url}, and no save was begun; check the path")
+    return _remove(place, found)[0]
+
+
+def _remove(place: Store, found: Leftovers) -> tuple[int, int | None]:
+    """Delete all that saves left at a url, or go on with that. Returns the numbers of objects and of uploads."""
+    if not found.removal:
+        _commit.record_removal(place, "" if found.root is None else found.root.save_id)
+        try:
+            # Again: no save begins here any more, so nothing is missed.
+            found = _commit.leftovers(place, damaged=True)
+        except ForeignObjectsError:
+            place.delete([REMOVAL_KEY])
+            raise
     place.delete([NODE])
-    if uploads := _unfinished(place)[0]:
+    uploads = _unfinished(place)[0]
+    if uploads:
         place.abort(uploads)
     markers = found.markers
     objects = _commit.clean(place, markers, finished=[marker.attempt for marker in markers])
     place.delete([*found.probes, CLAIM_KEY])
     _commit.sweep(place)
-    return objects + len(markers) + (found.root_bytes is not None) + found.claimed
+    # Last: as long as anything is left, it says so.
+    place.delete([REMOVAL_KEY])
+    place.remove_folder()
+    count = None if uploads is None else len(uploads)
+    return objects + len(markers) + (found.root_bytes is not None) + found.claimed, count

@@ -8,6 +8,7 @@ the tree that it stands for. ``docs/explanation/commit.md`` has the reasons and 
 from __future__ import annotations
 
 import dataclasses
+import re
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from zarrckpt._errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointRemovedError,
     CorruptCheckpointError,
     ForeignObjectsError,
     ObjectExistsError,
@@ -34,6 +36,7 @@ from zarrckpt._root import (
     HISTORY,
     HOUSE,
     PROBE,
+    REMOVED,
     Marker,
     Root,
     Table,
@@ -43,14 +46,24 @@ from zarrckpt._root import (
     parse_claim,
     parse_marker,
     parse_root,
+    removal_bytes,
     table_node,
 )
+from zarrckpt._store._failures import is_full
 
 if TYPE_CHECKING:
     from zarrckpt._store import Buffer, Store
     from zarrckpt._store._base import Versioned
 
 CLAIM_KEY = f"{HOUSE}/{NODE}"
+
+REMOVAL_KEY = f"{HOUSE}/{REMOVED}/{NODE}"
+
+_LEVELS = 3
+"""So many folders above a url are asked for a claim before a save: each costs a request, beside others."""
+
+_LOOKED_INTO = 200
+"""So many folders are looked into at most for an error's text."""
 
 _LISTINGS = 3
 """How often a clean-up lists again until nothing is left, before it leaves the rest to the next one."""
@@ -92,33 +105,125 @@ class Attempt:
 
 
 def load_root(store: Store) -> Root:
-    """Read and validate the committed root document. One request, two more where nothing is committed.
+    """Read and validate the committed root document. One request, some more where nothing is committed.
 
-    Raises CheckpointNotFoundError saying whether nothing is there or an unfinished save is.
+    Raises CheckpointNotFoundError saying what is there instead: nothing, a save or a removal that has not ended, other
+    checkpoints below.
     """
     try:
-        data = store.get(NODE)
+        return read_root(store)
     except ObjectNotFoundError as err:
-        try:
-            store.get(CLAIM_KEY)
-        except ObjectNotFoundError:
-            reason = f"nothing is committed at {store.url}: no {NODE} there; check the path{_why_absent(store)}"
-        else:
-            reason = (
-                f"the save at {store.url} was begun but never committed (or it is still running); "
-                "load an earlier checkpoint, or save again: leftovers do not block a new save"
-            )
-        raise CheckpointNotFoundError(reason) from err
-    return parse_committed(data, store.url)
+        raise CheckpointNotFoundError(_why_absent(store)) from err
+    except ForeignObjectsError as err:
+        if found := _folder_of_checkpoints(store):
+            raise ForeignObjectsError(f"{err}; {found}") from err
+        raise
+
+
+def read_root(store: Store) -> Root:
+    """Read and validate the committed root document. One request. Raises ObjectNotFoundError where there is none."""
+    return parse_committed(store.get(NODE), store.url)
 
 
 def _why_absent(store: Store) -> str:
-    """What a listing says where nothing is found: a missing bucket looks like a missing object otherwise."""
+    """Why nothing opens at a url without a root document."""
+    begun = is_stored(store, CLAIM_KEY)
     try:
-        store.list_dir()
+        if REMOVED in _attempts(store):
+            return f"the checkpoint at {store.url} is being removed: {_finish_removal(store)}"
+        found = "" if begun else _folder_of_checkpoints(store)
     except StorageError as err:
-        return f". A listing fails, too: {err}"
-    return ""
+        # A missing bucket looks like a missing object otherwise.
+        found = f"check the path. A listing fails, too: {err}"
+    if begun:
+        return (
+            f"the save at {store.url} was begun but never committed (or it is still running); "
+            "load an earlier checkpoint, or save again: leftovers do not block a new save"
+        )
+    return f"nothing is committed at {store.url}: no {NODE} there; {found or 'check the path'}"
+
+
+def _finish_removal(store: Store) -> str:
+    return f"zarrckpt.recover (zarrckpt recover {store.url}) finishes a removal that was broken off"
+
+
+def was_removed(store: Store) -> bool:
+    """Whether a checkpoint whose root document is gone was removed, and not lost. One request or two."""
+    # In this order: a removal deletes its record last, so where that is gone by now, the claim is.
+    return REMOVED in _attempts(store) or not is_stored(store, CLAIM_KEY)
+
+
+@dataclass(frozen=True)
+class Below:
+    """A folder right below another one, in which a checkpoint is, or a save was begun."""
+
+    name: str
+    root: Root | None = None
+    """None where nothing is committed, and where what is there is damaged."""
+    damage: CheckpointError | None = None
+
+
+def checkpoints_below(store: Store, names: Iterable[str] | None = None, *, unfinished: bool = False) -> list[Below]:
+    """The checkpoints in folders right below a url: in all of them, or in those with some names. In order of names.
+
+    A request for each folder; with ``unfinished``, which adds those where nothing is committed, another one for each of
+    these and of those that are no checkpoints.
+    """
+    folders = store.list_dir()[1] if names is None else names
+    looks = (partial(_below, store, name, unfinished) for name in folders if not name.startswith("@"))
+    return [found for found in run(looks, store.max_concurrency) if found is not None]
+
+
+def _below(store: Store, name: str, unfinished: bool) -> Below | None:
+    try:
+        return Below(name, parse_committed(store.get(f"{name}/{NODE}"), join(store.url, name)))
+    except ForeignObjectsError:
+        return None
+    except ObjectNotFoundError:
+        return Below(name) if unfinished and any(store.list_dir(f"{name}/{HOUSE}")) else None
+    except StorageError:
+        raise
+    except CheckpointError as err:
+        return Below(name, damage=err)
+
+
+def places_below(store: Store) -> list[str]:
+    """The folders right below a url in which saves were begun; none where one was begun at the url itself.
+
+    A request for each folder there.
+    """
+    folders = store.list_dir()[1]
+    if HOUSE in folders:
+        return []
+    names = [name for name in folders if not name.startswith("@")]
+    houses = run((partial(store.list_dir, f"{name}/{HOUSE}") for name in names), store.max_concurrency)
+    return [name for name, house in zip(names, houses, strict=True) if any(house)]
+
+
+def newest(found: Iterable[Below]) -> Below | None:
+    """The one that was committed last; of equal ones, that with the greatest name."""
+    committed = [(item.root.created, item.name, item) for item in found if item.root is not None]
+    return max(committed, key=lambda item: item[:2])[2] if committed else None
+
+
+def _folder_of_checkpoints(store: Store, names: Iterable[str] | None = None) -> str:
+    """That a url holds checkpoints, and which is the newest, for an error; "" where there are none right below."""
+    try:
+        folders = store.list_dir()[1] if names is None else names
+        # Of very many, those with the greatest numbers.
+        found = checkpoints_below(store, sorted(folders, key=_natural)[-_LOOKED_INTO:], unfinished=True)
+    except StorageError:
+        return ""
+    if not found:
+        return ""
+    last = newest(found)
+    which = "none of them is committed" if last is None else f"the newest is {join(store.url, last.name)}"
+    return f"it is a folder of checkpoints ({len(found)} right below it); {which}"
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Orders names as people do: "step-9" before "step-10"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def parse_committed(data: bytes, url: str) -> Root:
@@ -129,12 +234,18 @@ def parse_committed(data: bytes, url: str) -> Root:
 def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     """Claim the right to write, and leave the marker. Called by the coordinator, before any chunk is written.
 
-    ``marker`` lists the nodes to come; its tree is chosen here. Costs 6 requests, one more for each earlier attempt,
+    ``marker`` lists the nodes to come; its tree is chosen here. Costs 9 requests, one more for each earlier attempt,
     and two to overwrite; of a distant store, 3 to 6 round trips. Raises CheckpointExistsError where a checkpoint is
-    committed and ``overwrite`` is false, and ForeignObjectsError where anything but checkpoints of this package is
-    stored below the url.
+    committed and ``overwrite`` is false, ForeignObjectsError where anything but checkpoints of this package is stored
+    below the url, and where it lies inside a checkpoint, CheckpointRemovedError where a removal has not ended.
     """
-    seen = _look(store)
+    seen = _look(store, above=_LEVELS)
+    if seen.inside:
+        raise _inside(store, seen.inside)
+    if seen.removal:
+        raise CheckpointRemovedError(
+            f"a removal of what is at {store.url} has begun and not ended: {_finish_removal(store)}, then save again"
+        )
     root = None if seen.base is None else _base_root(store, seen.base, overwrite)
     if root is not None and not overwrite:
         raise _exists(store, root)
@@ -142,15 +253,20 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     tree = "" if not seen.claimed and _put_claim(store, marker.attempt) else f"@{marker.attempt}"
     base_id = "" if root is None else root.save_id
     own = dataclasses.replace(marker, tree=tree, base=base_id)
-    store.put(marker_key(own.attempt), [own.to_bytes()])
-    keys = [marker_key(own.attempt)]
-    if tree:
-        keys.append(f"{tree}/{NODE}")
-        store.put(keys[-1], [dumps(group_document())])
-    # Chunks that outlive a power cut must not outlive their list: nobody could tell then whose they are.
-    store.sync(keys)
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]
-    return Attempt(own, seen.base, history, tuple(older))
+    attempt = Attempt(own, seen.base, history, tuple(older))
+    keys = [marker_key(own.attempt)]
+    store.put(keys[0], [own.to_bytes()])
+    try:
+        if tree:
+            keys.append(f"{tree}/{NODE}")
+            store.put(keys[-1], [dumps(group_document())])
+        # Chunks that outlive a power cut must not outlive their list: nobody could tell then whose they are.
+        store.sync(keys)
+    except BaseException:
+        abandon(store, attempt)
+        raise
+    return attempt
 
 
 @dataclass(frozen=True)
@@ -163,18 +279,58 @@ class _Seen:
     attempts: list[str]
     in_order: bool
     """Whether each of these was read after the one before it."""
+    inside: int
+    """So many folders above the url a save was begun; 0: in none that was looked at."""
+
+    @property
+    def removal(self) -> bool:
+        """Whether a removal is recorded that has not ended."""
+        return REMOVED in self.attempts
 
 
-def _look(store: Store) -> _Seen:
-    """Read the root, the claim and the listings: all at once, since each waits for a distant store."""
+def _look(store: Store, *, above: int = 0) -> _Seen:
+    """Read the root, the claim and the listings: all at once, since each waits for a distant store.
+
+    And so many folders above are asked for a claim.
+    """
     reads: list[Callable[[Store], Any]] = [_current_root, _claimed, _top_names, _attempts]
-    base, claimed, names, attempts = run([partial(read, store) for read in reads], len(reads))
-    return _Seen(base, claimed, names, attempts, in_order=False)
+    reads += [partial(_claimed_above, levels=levels) for levels in range(1, above + 1)]
+    base, claimed, names, attempts, *claims = run([partial(read, store) for read in reads], len(reads))
+    return _Seen(base, claimed, names, attempts, in_order=False, inside=claims.index(True) + 1 if any(claims) else 0)
+
+
+def _claimed_above(store: Store, levels: int) -> bool:
+    """Whether a save was begun in the folder so many levels above a url."""
+    try:
+        store.get_above(levels, CLAIM_KEY)
+    except StorageError:
+        # There is none. Or this process may not read there: that is no reason not to save here.
+        return False
+    return True
+
+
+def _inside(store: Store, levels: int) -> ForeignObjectsError:
+    outer = store.url.rsplit("/", levels)[0] or "/"
+    return ForeignObjectsError(
+        f"{store.url} lies inside {outer}, where a checkpoint is, or a save was begun: that could not be replaced or "
+        f"removed any more. Nothing was changed; save to a path beside it, or remove it first: zarrckpt rm {outer}"
+    )
 
 
 def _attempts(store: Store) -> list[str]:
-    """The ids of all attempts that have left something."""
-    return store.list_dir(HOUSE)[1]
+    """The ids of all attempts that have left something; :data:`REMOVED` is among them where a removal is recorded."""
+    names = store.list_dir(HOUSE)[1]
+    # A folder may be there without its document.
+    return [name for name in names if name != REMOVED or is_stored(store, REMOVAL_KEY)]
+
+
+def is_stored(store: Store, key: str) -> bool:
+    """Whether a small object is there. One request."""
+    try:
+        store.get(key)
+    except ObjectNotFoundError:
+        return False
+    return True
 
 
 def _current_root(store: Store) -> Versioned | None:
@@ -240,7 +396,7 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen) -> list[Marker
     if seen.base is not None and not seen.in_order:
         # Listed again after the root was read: the attempt that wrote it may have begun in between.
         return _markers_of_all(store, root, _in_order(store, seen))
-    reads = (partial(_marker, store, attempt) for attempt in seen.attempts)
+    reads = (partial(_marker, store, attempt) for attempt in seen.attempts if attempt != REMOVED)
     markers = [marker for marker in run(reads, store.max_concurrency) if marker is not None]
     if root is not None and root.save_id not in {marker.attempt for marker in markers}:
         markers.append(root.marker())
@@ -255,14 +411,29 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen) -> list[Marker
         # Or it was cleaned in between, with its marker.
         foreign &= _top_names(store)
     if foreign:
-        shown = ", ".join(map(repr, sorted(foreign)[:5])) + (
-            "" if len(foreign) <= 5 else f" and {len(foreign) - 5} more"
-        )
-        raise ForeignObjectsError(
-            f"{store.url} holds what no zarrckpt save wrote: {shown}; nothing was changed: "
-            "save to a path of its own, for example a sub-folder"
-        )
+        raise _foreign(store, foreign, own=seen.base is not None or HOUSE in seen.names)
     return markers
+
+
+def _foreign(store: Store, names: set[str], *, own: bool) -> ForeignObjectsError:
+    """The error for names at a url that no save wrote: other checkpoints, beside one of its ``own`` or not, or else."""
+    if not own and (found := _folder_of_checkpoints(store, names)):
+        return ForeignObjectsError(
+            f"{store.url} is no checkpoint: {found}. Nothing was changed: name one of them, or save to a new path below"
+        )
+    inner = [] if not own else checkpoints_below(store, sorted(names, key=_natural)[-_LOOKED_INTO:], unfinished=True)
+    if inner:
+        url = join(store.url, inner[0].name)
+        more = f" (and {len(inner) - 1} more)" if len(inner) > 1 else ""
+        return ForeignObjectsError(
+            f"{store.url} holds another checkpoint, {inner[0].name!r}{more}, below its own. Nothing was changed: copy "
+            f"it elsewhere (zarrckpt cp {url} OTHER), if it is to be kept, and remove it here (zarrckpt rm {url})"
+        )
+    shown = ", ".join(map(repr, sorted(names)[:5])) + ("" if len(names) <= 5 else f" and {len(names) - 5} more")
+    return ForeignObjectsError(
+        f"{store.url} holds what no zarrckpt save wrote: {shown}; nothing was changed: "
+        "save to a path of its own, for example a sub-folder"
+    )
 
 
 def _in_order(store: Store, seen: _Seen) -> _Seen:
@@ -280,7 +451,8 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
     """Put the root document, conditionally: from now on the checkpoint exists. Called by the coordinator.
 
     Everything that it names must be stored and durable already. Raises CheckpointExistsError where another save
-    committed since :func:`begin`.
+    committed since :func:`begin`. Where the root was refused for good, what the attempt wrote is removed; after any
+    other failure nothing is, since the root may have been put, or be on its way.
     """
     data = root.to_bytes()
     try:
@@ -291,10 +463,14 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
     except StorageError as err:
         winner = _winner(store, err)
         # Ours was put and its answer was lost; perhaps another save has replaced it since: that is a success.
-        if attempt.save_id in (winner.save_id, *winner.history):
+        if winner is not None and attempt.save_id in (winner.save_id, *winner.history):
             return store.sync([NODE])
-        if isinstance(err, ObjectExistsError):
+        if winner is not None and winner.save_id != attempt.base_id:
+            abandon(store, attempt, lost=True)
             raise _lost(store, attempt.save_id, winner) from err
+        # What a copy has stored it can go on with.
+        if not attempt.marker.copy and (is_full(err) or isinstance(err, ObjectExistsError)):
+            abandon(store, attempt)
         raise
 
 
@@ -311,10 +487,12 @@ def tables_of(save_id: str, numbers: Mapping[str, RawArray]) -> tuple[dict[str, 
     return tables, puts
 
 
-def _winner(store: Store, err: StorageError) -> Root:
-    """What is committed after a put of the root failed. Raises ``err`` where that cannot be read."""
+def _winner(store: Store, err: StorageError) -> Root | None:
+    """What is committed after a failure, None for nothing. Raises ``err`` where that cannot be read."""
     try:
-        return load_root(store)
+        return read_root(store)
+    except ObjectNotFoundError:
+        return None
     except CheckpointError:
         raise err from None
 
@@ -339,7 +517,7 @@ def losing_is_named(store: Store, save_id: str, base_id: Callable[[], str]) -> I
     except StorageError as err:
         base = base_id()
         winner = _winner(store, err)
-        if winner.save_id == base or save_id in (winner.save_id, *winner.history):
+        if winner is None or winner.save_id == base or save_id in (winner.save_id, *winner.history):
             raise
         raise _lost(store, save_id, winner) from err
 
@@ -355,11 +533,13 @@ class Leftovers:
     markers: list[Marker]
     probes: list[str]
     """Keys of objects on which a store's conditional puts were tried."""
+    removal: bool = False
+    """Whether a removal is recorded that has not ended."""
 
     @property
     def begun(self) -> bool:
         """Whether any save ever began."""
-        return self.root_bytes is not None or self.claimed or bool(self.markers)
+        return self.root_bytes is not None or self.claimed or bool(self.markers) or self.removal
 
     @property
     def others(self) -> list[Marker]:
@@ -368,19 +548,30 @@ class Leftovers:
 
     def may_commit(self, marker: Marker) -> bool:
         """Whether an attempt, if it still runs, could commit: what it is to replace is what is there."""
-        return marker.base == ("" if self.root is None else self.root.save_id)
+        return not marker.failed and marker.base == ("" if self.root is None else self.root.save_id)
 
 
 def leftovers(store: Store, *, damaged: bool = False) -> Leftovers:
-    """Read what saves left. With ``damaged``, a root that is not what was saved counts as none.
+    """Read what saves left. With ``damaged``, and where a removal is recorded, a damaged root counts as none.
 
     Raises ForeignObjectsError where anything else is there, CorruptCheckpointError for a damaged root.
     """
     seen = _in_order(store, _look(store))
-    root = None if seen.base is None else _base_root(store, seen.base, damaged)
+    root = None if seen.base is None else _base_root(store, seen.base, damaged or seen.removal)
     markers = _markers_of_all(store, root, seen)
     probes = [f"{HOUSE}/{name}" for name in store.list_dir(HOUSE)[0] if name.startswith(PROBE)]
-    return Leftovers(None if seen.base is None else seen.base.data, root, seen.claimed, markers, probes)
+    return Leftovers(None if seen.base is None else seen.base.data, root, seen.claimed, markers, probes, seen.removal)
+
+
+def record_removal(store: Store, save_id: str) -> None:
+    """Record, before anything is deleted, that all of a url is to be: no save begins there from now on."""
+    try:
+        store.put(REMOVAL_KEY, [removal_bytes(save_id)])
+        store.sync([REMOVAL_KEY])
+    except StorageError as err:
+        # Then a removal is what helps.
+        if not is_full(err):
+            raise
 
 
 def clean(
@@ -443,13 +634,19 @@ def _named(store: Store, marker: Marker, top: str, committed: Marker | None) -> 
 
 def sweep(store: Store) -> None:
     """Remove what is left of writes of root, claim and markers that a crash cut short. No save may be running."""
-    store.sweep(["", HOUSE, *(f"{HOUSE}/{attempt}" for attempt in _attempts(store))])
+    store.sweep(["", HOUSE, *(f"{HOUSE}/{name}" for name in (REMOVED, *_attempts(store)))])
 
 
-def abandon(store: Store, attempt: Attempt) -> None:
-    """Remove what a lost attempt wrote, after all of its ranks have stopped writing. Never raises."""
+def abandon(store: Store, attempt: Attempt, *, lost: bool = False) -> None:
+    """Remove what an attempt wrote that will never commit. Called by its coordinator. Raises no CheckpointError.
+
+    Its marker stays, and says now that it has failed: requests that got no answer may still arrive, and ranks that are
+    cut off may still write. ``lost``: all of its ranks have ended, and what is committed is another save's. Then a tree
+    of its own goes with the marker; of the canonical tree nothing but the marker tells what is whose.
+    """
     try:
-        # Of the canonical tree nothing but the marker tells what is whose.
-        clean(store, [attempt.marker], finished=[attempt.save_id] if attempt.tree else [])
+        clean(store, [attempt.marker], finished=[attempt.save_id] if lost and attempt.tree else [])
+        if not lost:
+            store.put(marker_key(attempt.save_id), [dataclasses.replace(attempt.marker, failed=True).to_bytes()])
     except CheckpointError:
-        return  # the error that lost the attempt matters more; the next save cleans up
+        return  # the error that ended the attempt matters more; the next save, or recover, cleans up

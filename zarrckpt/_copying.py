@@ -66,7 +66,7 @@ def copy_checkpoint(
             copy.commit(attempt)
     except CheckpointExistsError:
         # It can never be committed now: whoever else works on it loses as well.
-        _commit.abandon(target, attempt)
+        _commit.abandon(target, attempt, lost=True)
         raise
     except StorageError:
         _remove_unlisted(target, attempt)
@@ -86,7 +86,7 @@ def _remove_unlisted(target: Store, attempt: Attempt) -> None:
     except StorageError:
         return
     if not listed:
-        _commit.abandon(target, attempt)
+        _commit.abandon(target, attempt, lost=True)
 
 
 def _committed(target: Store, found: Found, began: float) -> CopyReport:

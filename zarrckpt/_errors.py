@@ -26,6 +26,10 @@ class CheckpointReplacedError(CheckpointError):
     """The checkpoint being read was replaced meanwhile. Open the path again."""
 
 
+class CheckpointRemovedError(CheckpointError):
+    """The checkpoint was removed while it was being read; or a removal was begun at the path, and has not ended."""
+
+
 class CorruptCheckpointError(CheckpointError):
     """What is stored is not what was saved: an object is missing, short, altered or not readable."""
 
@@ -55,7 +59,10 @@ class UnsupportedLayoutError(CheckpointError, ValueError):
 
 
 class ForeignObjectsError(CheckpointError):
-    """The path holds objects that no zarrckpt save wrote; nothing was changed."""
+    """The path is no place of a checkpoint's own; nothing was changed.
+
+    It holds objects that no zarrckpt save wrote, or other checkpoints, or lies inside one.
+    """
 
 
 class IncompleteSaveError(CheckpointError):

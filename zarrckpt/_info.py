@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -145,6 +146,19 @@ def value_text(value: object) -> str:
 def time_text(created: str) -> str:
     """When something was committed, for people: to the second."""
     return created.replace("T", " ").partition(".")[0].removesuffix("Z") + " UTC"
+
+
+def age_text(created: str) -> str:
+    """How long ago something was committed, for people: in the largest unit of which there is one at least."""
+    try:
+        age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(created)
+    except (ValueError, TypeError):  # a root may hold any text there
+        return "unknown"
+    seconds = max(0, int(age.total_seconds()))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:,} {unit}"
+    return f"{seconds} s"
 
 
 def software_text(software: Mapping[str, str]) -> str:

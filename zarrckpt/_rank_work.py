@@ -25,6 +25,7 @@ from zarrckpt._compressed import CompressedEncoder, Encoder, encoder_of, encodin
 from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, Json, dumps, join
 from zarrckpt._dtypes import by_name
+from zarrckpt._errors import CheckpointError
 from zarrckpt._exchange import Channel, Joining, PeerLost, entered
 from zarrckpt._grid import Box, Grid, Ints
 from zarrckpt._pieces import Pieces
@@ -124,24 +125,39 @@ class RankWork:
         self._limit = max(1, max_inflight_bytes // 2 if plan.rounds else max_inflight_bytes)
         self._progress = progress
         self._lock = threading.Lock()
-        self._keys: list[str] = []
+        self._keys: dict[str, None] = {}
+        """Of all that was put, or may have been."""
         self._written: dict[str, _Written] = {}
         self._done = self._total = 0
+        self.could_remove = True
+        """False where what was put could not be deleted after a failure."""
 
     def write(self, joining: Joining | None) -> list[WriteResult]:
         """Write everything and make it durable; one result an entry that this rank has written something of.
 
         ``joining`` is the mesh that pieces move on. Where a peer is lost, the only result is a :class:`LostPeer`: it is
-        the peer's error that counts.
+        the peer's error that counts. What was put is deleted then, and where anything fails here: the commit waits for
+        all ranks.
         """
-        if joining is None:
-            return self._write(None)
         try:
+            if joining is None:
+                return self._write(None)
             # First of all, so that the others hear of whatever fails here.
             with entered(joining) as channel:
                 return self._write(channel)
         except PeerLost as err:
+            self._remove()
             return [WriteResult(MetadataIndex(""), 0, LostPeer(str(err)))]
+        except BaseException:
+            self._remove()
+            raise
+
+    def _remove(self) -> None:
+        """Delete what was put: this save will never be committed, and its threads have ended."""
+        try:
+            self._store.delete(self._keys)
+        except CheckpointError:  # the error that ended the save matters more
+            self.could_remove = False
 
     def _write(self, channel: Channel | None) -> list[WriteResult]:
         self._memory = transfer_memory(self._limit, self._pieces.check())
@@ -223,7 +239,7 @@ class RankWork:
         encoder: Encoder | None = None
 
         def key() -> str:
-            return join(self._tree(), node.chunk_key(cell))
+            return self._noted(join(self._tree(), node.chunk_key(cell)))
 
         with ExitStack() as held:
 
@@ -242,19 +258,16 @@ class RankWork:
 
             self._store.put_parts(key, groups)
         assert encoder is not None
-        self._put_done(key())
         return encoder
 
     def _put_document(self, path: str, document: Json) -> None:
-        self._put(join(self._tree(), path, NODE), [dumps(document)])
+        self._store.put(self._noted(join(self._tree(), path, NODE)), [dumps(document)])
 
-    def _put(self, key: str, buffers: Sequence[memoryview | bytes]) -> None:
-        self._store.put(key, buffers)
-        self._put_done(key)
-
-    def _put_done(self, key: str) -> None:
+    def _noted(self, key: str) -> str:
+        """A key that is about to be put."""
         with self._lock:
-            self._keys.append(key)
+            self._keys[key] = None
+        return key
 
     def _write_object(self, item: WriteItem) -> ObjectResult:
         fqn = item.index.fqn

@@ -50,6 +50,8 @@ def find(store: Store, digest: str, *, overwrite: bool) -> Found:
     Of several the one that has most is taken. Raises ForeignObjectsError as a save does.
     """
     left = _commit.leftovers(store, damaged=True)
+    if left.removal:
+        return Found()  # what begins anew is refused
     root = left.root
     if root is not None and any(m.attempt == root.save_id and m.copy == digest for m in left.markers):
         return Found(committed=root, stored=_stored(store, root.marker()))
@@ -86,11 +88,7 @@ def _versioned_root(store: Store) -> Versioned | None:
 
 def is_listed(store: Store, attempt: Attempt) -> bool:
     """Whether an attempt's marker is there still: a clean-up takes it away with all that it names. One request."""
-    try:
-        store.get(marker_key(attempt.save_id))
-    except ObjectNotFoundError:
-        return False
-    return True
+    return _commit.is_stored(store, marker_key(attempt.save_id))
 
 
 class Record:

@@ -28,6 +28,8 @@ HOUSE = "@zarrckpt"
 CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
 DONE = "done"
 """The table of a copy under way: which chunks it has made. Deleted when the copy has been committed."""
+REMOVED = "removed"
+"""The group beside those of the attempts whose document records that everything at the url is being removed."""
 MAX_POSITION = 1 << 20
 """Positions in lists are below: who rebuilds a list makes room up to the last one. Flat lists of values are values."""
 PROBE = "probe-"
@@ -484,6 +486,8 @@ class Marker:
     """The save that it is to replace, or "" where none was committed. It can commit while that is still so."""
     copy: str = ""
     """Of a copy: the digest of what is copied, and how. Only a copy of the same may continue this one."""
+    failed: bool = False
+    """Whether it has ended without a commit, and will never make one."""
 
     def to_bytes(self) -> bytes:
         """The marker as it is stored."""
@@ -498,6 +502,7 @@ class Marker:
             "groups": list(self.groups),
         }
         own |= {"copy": self.copy} if self.copy else {}
+        own |= {"failed": True} if self.failed else {}
         return _sealed(group_document({ATTRIBUTE: own}))
 
     def top_names(self) -> set[str]:
@@ -563,12 +568,19 @@ def parse_marker(data: bytes, where: str) -> Marker:
         _check_path(path, where)
     arrays, groups = tuple(paths["arrays"]), tuple(paths["groups"])
     copy = check.text("copy") if "copy" in check.own else ""
-    return Marker(attempt, tree, arrays, groups, check.text("started"), base and check.save_id(base), copy)
+    failed = check.own.get("failed") is True
+    return Marker(attempt, tree, arrays, groups, check.text("started"), base and check.save_id(base), copy, failed)
 
 
 def claim_bytes(save_id: str) -> bytes:
     """The claim on the canonical tree as it is stored: put once, by the first attempt at a url."""
     return _sealed(group_document({ATTRIBUTE: {"crc32c": _UNSEALED, "format": FORMAT, "claim": save_id}}))
+
+
+def removal_bytes(save_id: str) -> bytes:
+    """The record of a removal as it is stored; ``save_id`` names the committed save, "" where there is none."""
+    own = {"crc32c": _UNSEALED, "format": FORMAT, "removed": save_id, "started": now()}
+    return _sealed(group_document({ATTRIBUTE: own}))
 
 
 @_nesting_bounded

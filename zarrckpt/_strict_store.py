@@ -52,6 +52,8 @@ class StrictStore(WrapperStore[Any]):
             return await self._get(key, prototype, byte_range)
         try:
             value = await self._get(key, prototype, byte_range)
+        except ObjectNotFoundError:
+            value = None  # zarr's own local store says so where the url's folder is gone
         except Exception:
             # Some stores raise for a range behind the end of an object: only its size tells.
             if not await self._has_other_size(node, key):

@@ -19,7 +19,6 @@ from zarrckpt._compression import DecodeError
 from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
 from zarrckpt._errors import (
-    CheckpointReplacedError,
     CorruptCheckpointError,
     ForeignObjectsError,
     ObjectNotFoundError,
@@ -89,11 +88,8 @@ def verify(catalog: Catalog, *, quick: bool, max_inflight_bytes: int, progress: 
     began = time.monotonic()
     with catalog.guard():
         found = _Verification(catalog, max_inflight_bytes, progress).run(quick)
-    if found.damages and catalog.replaced():
-        raise CheckpointReplacedError(
-            f"the checkpoint at {catalog.store.url} (save {catalog.root.save_id[:8]}) was replaced while it was being "
-            "verified: open it again"
-        )
+    if found.damages and (gone := catalog.gone()) is not None:
+        raise gone
     url, save_id = catalog.store.url, catalog.root.save_id
     seconds = time.monotonic() - began
     return VerifyReport(url, save_id, quick, found.objects, found.nbytes, tuple(found.damages), seconds)

@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import current_thread
 from typing import Any
@@ -21,7 +21,7 @@ from zarrckpt import _commit, _mail, _plan
 from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
 from zarrckpt._compression import CompressionOption, parse_option
 from zarrckpt._crew import beside
-from zarrckpt._errors import CheckpointError, CheckpointExistsError, IncompleteSaveError
+from zarrckpt._errors import CheckpointError, CheckpointExistsError
 from zarrckpt._exchange import choose
 from zarrckpt._finish import finish_save
 from zarrckpt._gathered import all_items, sent_paths, state_paths, whole_plans
@@ -110,6 +110,7 @@ class ZarrStorageWriter(StorageWriter):
         self._begin: Callable[[], _commit.Attempt] | None = None
         self._attempt: _commit.Attempt | None = None
         self._layout: Layout | None = None
+        self._could_remove = True
         self._started = 0.0
         self._reuse: PlanReuse | None = None
 
@@ -143,6 +144,7 @@ class ZarrStorageWriter(StorageWriter):
                 "written; leave it out"
             )
         self._begin = self._attempt = self._layout = None
+        self._could_remove = True
         self._started = time.monotonic()
         _mail.clear()
 
@@ -159,7 +161,7 @@ class ZarrStorageWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lay the checkpoint out, then begin the attempt: existing checkpoint, claim, marker.
 
-        About 5 requests. Raises CheckpointExistsError, ForeignObjectsError, UnsupportedLayoutError. Warns of what ranks
+        About 9 requests. Raises CheckpointExistsError, ForeignObjectsError, UnsupportedLayoutError. Warns of what ranks
         hold differently under one name.
         """
         told = _mail.all_facts(plans)
@@ -239,24 +241,44 @@ class ZarrStorageWriter(StorageWriter):
                 return begun().tree
 
             work = RankWork(store, tree, rank_plan, items, planner, self._max_inflight_bytes, self._progress)
-            with _commit.losing_is_named(store, ticket.save_id, lambda: begun().base_id):
-                future.set_result(work.write(_mail.joining()))
+            try:
+                with _commit.losing_is_named(store, ticket.save_id, lambda: begun().base_id):
+                    future.set_result(work.write(_mail.joining()))
+            finally:
+                self._could_remove = work.could_remove
         return future
 
     @contextmanager
     def _beginning(self, ticket: Ticket) -> Iterator[Callable[[], Ticket | _commit.Attempt]]:
         """Tells how the attempt has begun, or raises why it could not.
 
-        A process alone begins now, in a thread of its own: meanwhile it makes its first chunks.
+        A process alone begins now, in a thread of its own: meanwhile it makes its first chunks. Where it fails,
+        there is no other rank that might still write.
         """
         if self._begin is None:
             yield lambda: ticket
             return
         with beside(self._begin) as begun:
-            yield begun
-            self._attempt = begun()
+            try:
+                yield begun
+                self._attempt = begun()
+            except BaseException:
+                with suppress(Exception):  # it could not begin: that is the error
+                    self._attempt = begun()
+                self.abandon()
+                raise
 
     # -- the coordinator
+
+    def abandon(self) -> None:
+        """Remove what all ranks of a save wrote that has failed. Nothing once the root document may have been put.
+
+        Called on every rank, when none writes any more; only the coordinator has an attempt. Raises no CheckpointError.
+        """
+        attempt, self._attempt = self._attempt, None
+        # Each request to a store that does not answer takes minutes, and the error waits for them.
+        if attempt is not None and self._could_remove:
+            _commit.abandon(self._spec.open(), attempt)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Count what was written against the plan, write the tables, commit, clean.
@@ -265,15 +287,17 @@ class ZarrStorageWriter(StorageWriter):
         """
         assert self._attempt is not None and self._layout is not None
         store, attempt, layout = self._spec.open(), self._attempt, self._layout
+        # From here on nobody else removes anything: the root may have been put, whatever is heard of it.
+        self._attempt = None
         try:
             with _commit.losing_is_named(store, attempt.save_id, lambda: attempt.base_id):
                 if not metadata.state_dict_metadata:
                     _plan.describe(metadata, layout)
                 root, report = finish_save(store, attempt, layout, metadata, results)
-                _commit.commit(store, attempt, root)
-        except (IncompleteSaveError, CheckpointExistsError):
-            _commit.abandon(store, attempt)
+        except BaseException as err:
+            _commit.abandon(store, attempt, lost=isinstance(err, CheckpointExistsError))
             raise
+        _commit.commit(store, attempt, root)
         _commit.clean_after(store, attempt, keep_replaced=self._keep_replaced)
         metadata.storage_data = dataclasses.replace(report, seconds=time.monotonic() - self._started)
 

@@ -79,7 +79,10 @@ FLIP, SHORTEN, LOSE = Fault.FLIP, Fault.SHORTEN, Fault.LOSE
 
 @dataclass(frozen=True)
 class Call:
-    """One operation on a store: its number from 0 on, the verb, and the key (or the folder that is listed)."""
+    """One operation on a store: its number from 0 on, the verb, and the key (or the folder that is listed).
+
+    A key in a folder above the url begins with ``../``, as often as it is folders higher.
+    """
 
     number: int
     verb: str
@@ -160,6 +163,9 @@ class FaultyStore(Store):
     def get(self, key: str) -> bytes:
         return self._read("get", key, lambda: self._inner.get(key))
 
+    def get_above(self, levels: int, key: str) -> bytes:
+        return self._read("get", f"{'../' * levels}{key}", lambda: self._inner.get_above(levels, key))
+
     def get_versioned(self, key: str) -> Versioned:
         return self._call("get", key, lambda: self._inner.get_versioned(key))
 
@@ -198,6 +204,9 @@ class FaultyStore(Store):
     def sweep(self, folders: Iterable[str]) -> None:
         names = [*folders]
         self._call("sweep", ", ".join(names), lambda: self._inner.sweep(names))
+
+    def remove_folder(self) -> None:
+        self._call("sweep", "", self._inner.remove_folder)
 
     def uploads(self) -> builtins.list[Upload] | None:
         return self._call("list", "", self._inner.uploads)

@@ -122,6 +122,13 @@ class Store(abc.ABC):
     def get(self, key: str) -> bytes:
         """Return a whole object. One request."""
 
+    def get_above(self, levels: int, key: str) -> bytes:
+        """Return an object of the folder so many levels (from 1 on) above the url, in the same store. One request.
+
+        Raises ObjectNotFoundError where it is absent, and without a request where the store ends below that folder.
+        """
+        raise _failures.not_found(f"{'../' * levels}{key}", self.url)
+
     @abc.abstractmethod
     def get_versioned(self, key: str) -> Versioned:
         """Return a whole object with its version. One request; three through s3fs, which tells no version with data."""
@@ -197,6 +204,9 @@ class Store(abc.ABC):
         Such files are no objects: no listing shows them. Does nothing where a put leaves nothing before its end.
         Conditional puts must not be under way in them; other puts begin again.
         """
+
+    def remove_folder(self) -> None:  # noqa: B027 - there is nothing to do where objects are no files
+        """Remove the url's own folder if it is empty, no link and no mount, and may be removed. Nothing above it."""
 
     def uploads(self) -> builtins.list[Upload] | None:
         """Multipart uploads below the url that have not ended; None where they cannot be told. [] where there are none.

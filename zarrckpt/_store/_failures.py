@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import re
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,11 @@ def short_object(key: str, url: str, expected: int, found: int) -> CorruptCheckp
     return CorruptCheckpointError(
         f"object {key!r} in {url} is too short: {expected} bytes were expected, {found} are there"
     )
+
+
+def is_full(error: StorageError) -> bool:
+    """Whether a disk was full, or its quota used up: then nothing of what was asked for is done, now or later."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason(error: BaseException, known: Sequence[str]) -> str:

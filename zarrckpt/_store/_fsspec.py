@@ -16,7 +16,7 @@ from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, Versioned
 from zarrckpt._store._fsspec_filesystem import Filesystems, is_part, remove_file, write_file
 from zarrckpt._store._guard import Guard, Honoured
-from zarrckpt._store._keys import check_key, joined
+from zarrckpt._store._keys import above, below, check_key, joined
 from zarrckpt._store._local_commit import version_of
 from zarrckpt._store._secrets import redact_url, secret_values
 
@@ -50,6 +50,14 @@ class FsspecStore(Store):
         # s3fs would ask for the size first, to split a large read.
         whole = {"max_concurrency": 1} if self._traits.s3 else {}
         return self._read(key, lambda fs, path: bytes(fs.cat_file(path, **whole)))
+
+    def get_above(self, levels: int, key: str) -> bytes:
+        # The first name is the bucket, or what is before the first "/" of an absolute path.
+        folder = above(self._path(""), levels)
+        if not folder:
+            return super().get_above(levels, key)
+        path = below(folder, key)
+        return self._read_path(f"{'../' * levels}{key}", path, lambda fs, path: bytes(fs.cat_file(path)))
 
     def get_versioned(self, key: str) -> Versioned:
         if not self._traits.s3:
@@ -208,8 +216,9 @@ class FsspecStore(Store):
             raise _failures.short_object(key, self.url, needed, found)
 
     def _read(self, key: str, call: Callable[[Any, str], T]) -> T:
-        path = self._path(check_key(key))
+        return self._read_path(key, self._path(check_key(key)), call)
 
+    def _read_path(self, key: str, path: str, call: Callable[[Any, str], T]) -> T:
         def checked(fs: Any) -> T | ObjectNotFoundError:
             try:
                 return call(fs, path)

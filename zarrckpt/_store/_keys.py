@@ -26,6 +26,12 @@ def below(prefix: str, key: str) -> str:
     return f"{prefix}/{check_key(key)}" if prefix else check_key(key)
 
 
+def above(prefix: str, levels: int) -> str | None:
+    """The folder so many levels above the folder ``prefix``; None where there is none."""
+    names = prefix.split("/") if prefix else []
+    return None if levels > len(names) else "/".join(names[:-levels])
+
+
 def byte_views(buffers: Sequence[Buffer]) -> list[memoryview]:
     """The buffers as flat byte views, without copying; empty ones are left out."""
     # An empty multi-dimensional view cannot be cast, and has nothing to write anyway.

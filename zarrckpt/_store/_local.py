@@ -77,6 +77,16 @@ class LocalStore(Store):
     def get(self, key: str) -> bytes:
         return self._read(key, files.read_file)
 
+    def get_above(self, levels: int, key: str) -> bytes:
+        folder = self._root
+        for _ in range(levels):
+            if folder == os.path.dirname(folder):
+                return super().get_above(levels, key)
+            folder = os.path.dirname(folder)
+        path = os.path.join(folder, check_key(key))
+        with self._reading(f"{'../' * levels}{key}", path):
+            return files.read_file(path)
+
     def get_versioned(self, key: str) -> Versioned:
         data = self.get(key)
         return Versioned(data, files.version_of(data))
@@ -157,6 +167,13 @@ class LocalStore(Store):
         paths = {path for path in paths if not any(map(os.path.islink, {path, *self._parents(path)} - {self._root}))}
         self._each("deleting", sorted(paths), _remove_own)
         self._remove_folders(paths.union(*map(self._parents, paths)) - {self._root})
+
+    def remove_folder(self) -> None:
+        if not os.path.islink(self._root) and not os.path.ismount(self._root):
+            self._folders.discard(self._root)
+            # It is not empty, or its parent is somebody else's: nothing is lost.
+            with suppress(OSError):
+                os.rmdir(self._root)
 
     def uploads(self) -> builtins.list[Upload]:
         return []
@@ -328,6 +345,8 @@ def _entry(item: os.DirEntry[str]) -> tuple[str, bool, int] | None:
     try:
         if item.is_dir(follow_symlinks=False):
             return item.name, True, 0
+        if files.is_silly_name(item.name):
+            return None
         return item.name, False, item.stat().st_size
     except FileNotFoundError:
         # Deleted since the folder was read, or a link that leads nowhere.

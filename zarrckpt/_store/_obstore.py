@@ -27,7 +27,7 @@ from zarrckpt._store._direct import TransferError
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._gate import DISTANT, MOST, Gate, Slot
 from zarrckpt._store._guard import Guard
-from zarrckpt._store._keys import below, byte_views
+from zarrckpt._store._keys import above, below, byte_views
 from zarrckpt._store._obstore_client import Client
 
 if TYPE_CHECKING:
@@ -79,6 +79,13 @@ class ObstoreStore(Store):
 
     def get(self, key: str) -> bytes:
         return self._read(key, 0, lambda store: obstore.get(store, self._name(key)).bytes().to_bytes())
+
+    def get_above(self, levels: int, key: str) -> bytes:
+        folder = above(self._client.prefix, levels)
+        if folder is None:
+            return super().get_above(levels, key)
+        name = below(folder, key)
+        return self._read(f"{'../' * levels}{key}", 0, lambda store: obstore.get(store, name).bytes().to_bytes())
 
     def get_versioned(self, key: str) -> Versioned:
         def fetch(store: Any) -> Versioned:

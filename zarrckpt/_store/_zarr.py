@@ -16,7 +16,7 @@ from zarrckpt._errors import CheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Store, Versioned
 from zarrckpt._store._guard import Guard, Honoured
-from zarrckpt._store._keys import below, byte_views, check_key
+from zarrckpt._store._keys import above, below, byte_views, check_key
 from zarrckpt._store._local_commit import version_of
 from zarrckpt._store._zarr_readers import PrefixStore
 
@@ -43,7 +43,16 @@ class WrappedZarrStore(Store):
         self._buffers = default_buffer_prototype()
 
     def get(self, key: str) -> bytes:
-        answer = self._run(f"reading {key!r}", lambda: self._store.get(self._full(key), self._buffers))
+        return self._get(key, self._full(key))
+
+    def get_above(self, levels: int, key: str) -> bytes:
+        folder = above(self._path, levels)
+        if folder is None:
+            return super().get_above(levels, key)
+        return self._get(f"{'../' * levels}{key}", below(folder, key))
+
+    def _get(self, key: str, name: str) -> bytes:
+        answer = self._run(f"reading {key!r}", lambda: self._store.get(name, self._buffers))
         if answer is None:
             raise _failures.not_found(key, self.url)
         return answer.to_bytes()

@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -72,8 +71,7 @@ def opened(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterab
     """The checkpoint at a url, or the part of it that patterns mean."""
     import zarrckpt
 
-    with hints(url, storage_options):
-        ckpt = zarrckpt.open(url, storage_options=storage_options)
+    ckpt = zarrckpt.open(url, storage_options=storage_options)
     wanted = tuple(patterns)
     return ckpt.select(*wanted) if wanted else ckpt
 
@@ -81,40 +79,6 @@ def opened(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterab
 def opened_beside(url: str, target_options: Mapping[str, Any] | None, first: Mapping[str, Any] | None) -> Checkpoint:
     """The checkpoint at a second url; without options of its own, and no local path, with those of the first."""
     return opened(url, first if target_options is None and "://" in url else target_options)
-
-
-_FOLDERS = 200
-"""So many folders below a wrong url are looked into at most, one request each."""
-
-
-@contextmanager
-def hints(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Where there is no checkpoint at the url, its error names the newest one right below it."""
-    from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError
-
-    try:
-        yield
-    except (CheckpointNotFoundError, ForeignObjectsError) as err:
-        newest = _newest_below(url, storage_options)
-        if newest is None:
-            raise
-        raise type(err)(f"{err}. The newest checkpoint below it is {newest}") from err
-
-
-def _newest_below(url: str, storage_options: Mapping[str, Any] | None) -> str | None:
-    import zarrckpt
-    from zarrckpt._root import HOUSE
-    from zarrckpt._store import StoreSpec
-
-    try:
-        folders = StoreSpec(url, None, storage_options).open().list_dir()[1]
-        if HOUSE in folders or len(folders) > _FOLDERS:
-            return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return zarrckpt.latest(url, storage_options=storage_options)
-    except zarrckpt.CheckpointError:
-        return None
 
 
 def say(text: str, **more: Any) -> None:

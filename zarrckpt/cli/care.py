@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt.cli._common import hints, json_option, opened, print_json, print_table, progress_bar, say, store_options
+from zarrckpt.cli._common import json_option, opened, print_json, print_table, progress_bar, say, store_options
+
+if TYPE_CHECKING:
+    from zarrckpt._cleaning import RecoverReport
 
 
 @click.command()
@@ -54,8 +58,7 @@ def doctor(url: str, as_json: bool, storage_options: Any) -> None:
     """
     from zarrckpt._cleaning import examine
 
-    with hints(url, storage_options):
-        found = examine(url, storage_options=storage_options)
+    found = examine(url, storage_options=storage_options)
     if as_json:
         print_json(dataclasses.asdict(found))
     else:
@@ -77,27 +80,44 @@ def doctor(url: str, as_json: bool, storage_options: Any) -> None:
 @json_option
 @store_options
 def recover(url: str, stopped: bool, as_json: bool, storage_options: Any) -> None:
-    """Remove what dead saves left; the checkpoint stays.
+    """Remove what dead saves left; the checkpoint stays. Finish a removal that was broken off.
+
+    URL may also be a folder of checkpoints: then of each right below it.
 
     \b
-    Example:
+    Examples:
       zarrckpt recover s3://bucket/run/step-100 --stopped
+      zarrckpt recover s3://bucket/run
     """
     import zarrckpt
-    from zarrckpt._info import count_text
 
     report = zarrckpt.recover(url, stopped=stopped, storage_options=storage_options)
     if as_json:
         print_json(dataclasses.asdict(report))
         return
-    if report.removed:
-        click.echo(f"{count_text(report.objects, 'object')} of {count_text(len(report.removed), 'save')} removed")
+    for part in report.checkpoints or (report,):
+        name = f"{part.url.rpartition('/')[2]}: " if report.checkpoints else ""
+        for line in _recovered(part):
+            say(f"{name}{line}", err=bool(part.error))
+    if any(part.error for part in report.checkpoints):
+        click.get_current_context().exit(3)
+
+
+def _recovered(report: RecoverReport) -> Iterator[str]:
+    """What was done at one place, in lines."""
+    from zarrckpt._info import count_text
+
+    if report.error:
+        yield report.error
+        return
+    if report.objects:
+        yield f"{count_text(report.objects, 'object')} of {count_text(len(report.removed), 'save')} removed"
     elif not report.kept:
-        click.echo("nothing to remove")
+        yield "nothing to remove"
     if report.uploads:
-        click.echo(f"{count_text(report.uploads, 'multipart upload')} removed")
+        yield f"{count_text(report.uploads, 'multipart upload')} removed"
     for save_id in report.kept:
-        say(f"kept {save_id}: it could still commit; if it is not running: zarrckpt recover {url} --stopped")
+        yield f"kept {save_id}: it could still commit; if it is not running: zarrckpt recover {report.url} --stopped"
 
 
 @click.command()

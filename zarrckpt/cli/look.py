@@ -24,19 +24,71 @@ if TYPE_CHECKING:
 def ls(url: str, patterns: tuple[str, ...], as_json: bool, storage_options: Any) -> None:
     """List the entries: name, dtype, shape or value, size.
 
+    Of a folder of checkpoints, list these, in the order in which they were saved: name, step, age, size.
+
     PATTERN is a name, its beginning up to a dot, or a glob: 'model.layers.0', '*.bias'.
 
     \b
     Examples:
       zarrckpt ls run/step-100
       zarrckpt ls s3://bucket/run/step-100 'optim.*' --json
+      zarrckpt ls run
     """
-    ckpt = opened(url, storage_options, patterns)
+    from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError
+
+    try:
+        ckpt = opened(url, storage_options, patterns)
+    except (CheckpointNotFoundError, ForeignObjectsError):
+        listed = [] if patterns else _checkpoints(url, storage_options)
+        if not listed:
+            raise
+        _print_checkpoints(listed, as_json)
+        return
     if as_json:
         print_json([*_described(ckpt).values()])
     else:
         columns = ("name", "dtype", "shape or value", "size")
         print_table(columns, (ckpt.summary(fqn) for fqn in ckpt), right=["size"], cut="shape or value")
+
+
+def _checkpoints(url: str, storage_options: Any) -> list[dict[str, Any]]:
+    """What is known of the checkpoints right below a url, in the order of their commits; the others come last."""
+    from zarrckpt._commit import checkpoints_below
+    from zarrckpt._errors import StorageError, UnsupportedFormatError
+    from zarrckpt._info import info_of
+    from zarrckpt._store import StoreSpec
+
+    spec, listed = StoreSpec(url, None, storage_options), []
+    try:
+        below = checkpoints_below(spec.open(), unfinished=True)
+    except StorageError:
+        return []  # why nothing opens there says more
+    for item in below:
+        state = "unfinished" if item.root is None else "committed"
+        if item.damage is not None:
+            state = "newer format" if isinstance(item.damage, UnsupportedFormatError) else "damaged"
+        place: dict[str, Any] = {"name": item.name, "url": spec.child(item.name).url, "state": state}
+        if item.root is not None:
+            found = info_of(place["url"], item.root, item.root.entries, None)
+            place |= {"created": found.created, "step": found.step, "nbytes": found.nbytes + found.blob_nbytes}
+        listed.append(place)
+    return sorted(listed, key=lambda place: ("created" not in place, place.get("created", "")))
+
+
+def _print_checkpoints(listed: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    from zarrckpt._info import age_text, size_text
+
+    if as_json:
+        print_json(listed)
+        return
+    rows = []
+    for place in listed:
+        if place["state"] == "committed":
+            step = "" if place["step"] is None else str(place["step"])
+            rows.append((place["name"], step, age_text(place["created"]), size_text(place["nbytes"])))
+        else:
+            rows.append((place["name"], "", "", place["state"]))
+    print_table(("checkpoint", "step", "age", "size"), rows, right=["step", "age", "size"])
 
 
 def _described(ckpt: Checkpoint) -> dict[str, dict[str, Any]]:

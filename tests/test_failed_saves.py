@@ -1,0 +1,284 @@
+"""A save that failed removes what it wrote, unless it may be committed; what is left, and what ``recover`` says."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from crashes import Place, all_files, held, state
+from ranks import all_ranks_raise, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import zarrckpt
+from zarrckpt._store import _local_commit
+from zarrckpt.cli import main
+from zarrckpt.testing import FAIL, FAIL_AFTER, Call, Fault, FaultyStore
+
+ROOT = "zarr.json"
+
+
+def left(url: str | Path) -> set[str]:
+    """The files below a url but claim and markers."""
+    files = {str(path.relative_to(url)) for path in Path(url).rglob("*") if path.is_file()}
+    return {name for name in files if not (name.startswith("@zarrckpt/") and name.endswith("zarr.json"))} | {
+        name for name in files if name.count("/") > 2 and name.startswith("@zarrckpt/")
+    }
+
+
+# -- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("this process may not mount")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def _weights(mib: float) -> dict[str, Any]:
+    return {f"w{number}": torch.rand(int(mib * 2**18) // 8) for number in range(8)}
+
+
+def test_a_full_disk_is_free_again(small_disk: Path) -> None:
+    run = small_disk / "run"
+    zarrckpt.save(_weights(1), run / "step-1")
+    for _ in range(2):
+        with pytest.raises(zarrckpt.StorageError, match="disk is full"):
+            zarrckpt.save(_weights(5), run / "step-2")
+        assert not left(run / "step-2")
+        with pytest.raises(zarrckpt.StorageError, match="disk is full"):
+            zarrckpt.save(_weights(5), run / "step-1", overwrite=True)
+        assert zarrckpt.open(run / "step-1").verify()
+    found = CliRunner().invoke(main, ["doctor", str(run / "step-2")]).stdout
+    assert "failed" in found and "could still commit" not in found and "--stopped" not in found
+    assert zarrckpt.recover(run).kept == ()
+    zarrckpt.save(_weights(1), run / "step-1", overwrite=True)
+    zarrckpt.save(_weights(1), run / "step-2")
+    assert zarrckpt.latest(run) == str(run / "step-2")
+
+
+def test_a_checkpoint_on_a_full_disk_can_be_removed(small_disk: Path) -> None:
+    zarrckpt.save(_weights(1), small_disk / "a")
+    filler = os.open(small_disk / "filler", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError):
+        while True:
+            os.write(filler, bytes(4096))
+    os.close(filler)
+    assert zarrckpt.remove(small_disk / "a") > 8
+    assert not (small_disk / "a").exists()
+
+
+def test_a_disk_that_is_full_when_the_root_is_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is an answer: nothing was committed, and nothing will be."""
+    create, replace = _local_commit.create_file, _local_commit.replace_file
+
+    def full(path: str, *more: Any) -> bool:
+        if path == str(tmp_path / "a" / ROOT):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return (create if len(more) == 1 else replace)(path, *more)
+
+    monkeypatch.setattr(_local_commit, "create_file", full)
+    monkeypatch.setattr(_local_commit, "replace_file", full)
+    with pytest.raises(zarrckpt.StorageError, match="disk is full"):
+        zarrckpt.save(state(1), tmp_path / "a")
+    assert not left(tmp_path / "a")
+    monkeypatch.undo()
+    zarrckpt.save(state(1), tmp_path / "a")
+    before = left(tmp_path / "a")
+    monkeypatch.setattr(_local_commit, "replace_file", full)
+    with pytest.raises(zarrckpt.StorageError, match="disk is full"):
+        zarrckpt.save(state(2), tmp_path / "a", overwrite=True)
+    assert left(tmp_path / "a") == before and held(Place(str(tmp_path / "a"))) == 1
+
+
+# -- one process, every operation
+
+
+@pytest.mark.parametrize("by_dcp", [False, True])
+@pytest.mark.parametrize("fault", [FAIL, FAIL_AFTER])
+def test_whatever_fails_before_the_root_is_put_is_removed(by_dcp: bool, fault: Fault, tmp_path: Path) -> None:
+    place, number = Place(str(tmp_path / "a"), durable=False), 0
+    place.save(1)
+    before = left(place.url or "")
+    while True:
+        writes = 0
+
+        def rule(call: Call, number: int = number) -> Fault | None:
+            nonlocal writes
+            writes += call.verb in ("put", "sync")
+            return fault if writes == number + 1 and call.verb in ("put", "sync") else None
+
+        store = FaultyStore(place.url, rule, durable=False)
+        try:
+            if by_dcp:
+                writer = zarrckpt.ZarrStorageWriter(store=store, overwrite=True)
+                dcp.save(state(2), storage_writer=writer, no_dist=True)
+            else:
+                zarrckpt.save(state(2), store=store, overwrite=True)
+        except (zarrckpt.CheckpointError, dcp.api.CheckpointException):
+            assert held(place) == 1 and left(place.url or "") == before, store.calls
+            assert all_files(place.url or "")[1] == set()
+            number += 1
+        else:
+            break
+    assert number > 10 and zarrckpt.open(place.url)["step"] == 2
+
+
+@pytest.mark.parametrize("fault", [FAIL, FAIL_AFTER])
+def test_nothing_is_removed_once_the_root_was_sent(fault: Fault, tmp_path: Path) -> None:
+    """Its answer is lost, and so is what is read to find out."""
+    sent = []
+
+    def rule(call: Call) -> Fault | None:
+        if call.key == ROOT and call.verb == "create":
+            sent.append(call)
+            return fault
+        return FAIL if sent and call.verb == "get" else None
+
+    store = FaultyStore(tmp_path / "a", rule)
+    with pytest.raises(zarrckpt.StorageError):
+        zarrckpt.save(state(1), store=store)
+    assert sent and not [call for call in store.calls if call.verb == "delete"]
+    assert held(Place(str(tmp_path / "a"))) == (1 if fault is FAIL_AFTER else None)
+    report = zarrckpt.recover(tmp_path / "a")
+    assert len(report.kept) == (0 if fault is FAIL_AFTER else 1) and report.objects == 0
+
+
+def test_recover_removes_what_a_failed_save_could_not(tmp_path: Path) -> None:
+    """Its own deletions failed as well."""
+    failed = []
+
+    def rule(call: Call) -> Fault | None:
+        failed.extend([call] if call.verb == "put" and "/checksums/" in call.key else [])
+        return FAIL if failed and call.verb in ("put", "delete") else None
+
+    with pytest.raises(zarrckpt.StorageError):
+        zarrckpt.save(state(1), store=FaultyStore(tmp_path / "a", rule))
+    assert left(tmp_path / "a")
+    zarrckpt.save(state(2), tmp_path / "a")
+    zarrckpt.recover(tmp_path / "a")
+    assert held(Place(str(tmp_path / "a"))) == 2
+
+
+def test_a_store_that_is_gone_is_asked_once_more(tmp_path: Path) -> None:
+    """The error is not to wait for many requests that all take as long as they may."""
+    gone: list[Call] = []
+
+    def rule(call: Call) -> Fault | None:
+        gone.extend([call] if gone or "/c." in call.key else [])
+        return FAIL if gone else None
+
+    store = FaultyStore(tmp_path / "a", rule)
+    store.max_concurrency = 1
+    with pytest.raises(zarrckpt.StorageError, match="put"):
+        zarrckpt.save(state(1), store=store)
+    # What failed, whether another save has committed, the deletion.
+    assert sorted(call.verb for call in gone) == ["delete", "get", "put"]
+    assert len(zarrckpt.recover(tmp_path / "a").kept) == 1
+
+
+# -- several ranks
+
+
+def _state(value: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.full((64 * dist.get_world_size(), 4096), value)
+    return {f"w{number}": distribute_tensor(whole, mesh, [Shard(0)]) for number in range(4)} | {"step": int(value)}
+
+
+def _save_with_a_limit(url: str, failing: int, small: bool) -> None:
+    """One rank's files may have 64 KiB: the kernel refuses what goes beyond, as a full quota does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        options: dict[str, Any] = {} if not small else {"min_piece_bytes": 1 << 30, "fill_bytes": 1 << 20}
+        zarrckpt.save(_state(2), url, overwrite=True, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def _save(url: str, value: float) -> None:
+    zarrckpt.save(_state(value), url, overwrite=True)
+
+
+@pytest.mark.parametrize(("ranks", "failing", "small"), [(2, 0, False), (2, 1, True), (4, 2, False), (4, 0, True)])
+def test_one_rank_that_fails(ranks: int, failing: int, small: bool, tmp_path: Path) -> None:
+    """Apart, and where pieces move between the ranks."""
+    url = str(tmp_path / "a")
+    for before in (None, 1):
+        if before is not None:
+            run_ranks(_save, url, 1.0, world_size=ranks)
+        kept = left(url) if before is not None else set()
+        all_ranks_raise(zarrckpt.StorageError, _save_with_a_limit, url, failing, small, world_size=ranks)
+        assert left(url) == kept
+        report = zarrckpt.recover(url)
+        assert report.kept == ()
+    assert zarrckpt.open(url)["step"] == 1 and zarrckpt.open(url).verify()
+    run_ranks(_save, url, 3.0, world_size=ranks)
+    assert zarrckpt.open(url)["step"] == 3
+
+
+def _lose_the_answer(url: str, fault: Fault) -> list[str]:
+    sent = []
+
+    def rule(call: Call) -> Fault | None:
+        if call.key == ROOT and call.verb == "create":
+            sent.append(call)
+            return fault
+        return FAIL if sent and call.verb == "get" else None
+
+    store = FaultyStore(url, rule)
+    try:
+        zarrckpt.save(_state(1), store=store)
+    except zarrckpt.StorageError:
+        return [call.key for call in store.calls if call.verb == "delete"]
+    raise AssertionError("it did not fail")
+
+
+@pytest.mark.parametrize("fault", [FAIL, FAIL_AFTER])
+def test_a_commit_whose_answer_is_lost_deletes_nothing_on_any_rank(fault: Fault, tmp_path: Path) -> None:
+    assert run_ranks(_lose_the_answer, str(tmp_path / "a"), fault, world_size=2) == [[], []]
+    assert len(left(tmp_path / "a")) > 8
+    if fault is FAIL_AFTER:
+        assert zarrckpt.open(tmp_path / "a").verify()
+    else:
+        assert len(zarrckpt.recover(tmp_path / "a").kept) == 1
+
+
+def _save_by_dcp(url: str, failing: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        dcp.save(_state(2), storage_writer=zarrckpt.ZarrStorageWriter(url, min_piece_bytes=0))
+    except dcp.api.CheckpointException as err:
+        assert sorted(err.failures) == [failing]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_rank_that_fails_under_dcp_removes_its_own(tmp_path: Path) -> None:
+    """DCP does not tell the others' writers: what they wrote stays for the next save."""
+    url = tmp_path / "a"
+    run_ranks(_save_by_dcp, str(url), 1, world_size=2)
+    assert {path.name for path in url.rglob("w*/c.*")} == {"c.0.0"}
+    run_ranks(_save, str(url), 3.0, world_size=2)
+    assert zarrckpt.open(url).verify()

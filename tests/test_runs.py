@@ -1,0 +1,213 @@
+"""Folders of checkpoints, and checkpoints inside checkpoints: what is refused, what it says, what lists them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zarr
+from click.testing import CliRunner, Result
+from crashes import Place
+from store_servers import S3Place
+
+import zarrckpt
+from zarrckpt.cli import main
+from zarrckpt.testing import FAIL, STOP, Call, Fault, FaultyStore, Stopped, at
+
+STATE = {"model": {"w": torch.arange(6.0)}, "step": 7}
+
+
+def run(*words: Any) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.fixture(params=["local", "memory", "s3", "fsspec"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Place]:
+    """Places by their paths below one folder."""
+    if request.param == "local":
+        return lambda path: Place(str(tmp_path / path))
+    if request.param == "memory":
+        store = zarr.storage.MemoryStore()
+        return lambda path: Place(path, store)
+    if request.param == "fsspec":
+        return lambda path: Place(f"memory://{tmp_path.name}/{path}")
+    bucket: S3Place = request.getfixturevalue("moto_bucket")
+    return lambda path: Place(bucket.url(path), storage_options=bucket.storage_options)
+
+
+# -- inside a checkpoint
+
+
+def test_a_save_inside_a_checkpoint_is_refused_before_anything_is_put(place: Callable[[str], Place]) -> None:
+    outer = place("run/out")
+    zarrckpt.save(STATE, **outer.options)
+    before = outer.keys()
+    for inner in ("run/out/best", "run/out/best/step-3", "run/out/a/b/c"):
+        for overwrite in (False, True):
+            with pytest.raises(zarrckpt.ForeignObjectsError, match=r"lies inside .*run/out\b") as raised:
+                zarrckpt.save(STATE, **place(inner).options, overwrite=overwrite)
+            assert "run/out/" in str(raised.value)  # its own url
+    with pytest.raises(zarrckpt.ForeignObjectsError, match="lies inside"):
+        zarrckpt.open(**outer.options).copy_to(**place("run/out/copy").options)
+    assert outer.keys() == before
+    # Beside it, and what is done to it, is as ever.
+    zarrckpt.save(STATE, **place("run/other").options)
+    zarrckpt.save(STATE, **outer.options, overwrite=True)
+    assert zarrckpt.remove(**outer.options) > 0
+    zarrckpt.save(STATE, **place("run/out/best").options)
+
+
+def test_a_save_inside_an_unfinished_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, store=FaultyStore(tmp_path / "run", at(9, STOP)))
+    with pytest.raises(zarrckpt.ForeignObjectsError, match=f"zarrckpt rm {tmp_path / 'run'}"):
+        zarrckpt.save(STATE, tmp_path / "run" / "step-1")
+    zarrckpt.remove(tmp_path / "run")
+    zarrckpt.save(STATE, tmp_path / "run" / "step-1")
+
+
+def test_a_folder_above_that_may_not_be_read_does_not_fail_a_save(tmp_path: Path) -> None:
+    def rule(call: Call) -> Fault | None:
+        return FAIL if call.key.startswith("../") else None
+
+    store = FaultyStore(tmp_path / "run" / "step-1", rule)
+    zarrckpt.save(STATE, store=store)
+    assert [call.key for call in store.calls if call.key.startswith("../")]
+    assert zarrckpt.open(tmp_path / "run" / "step-1")["step"] == 7
+
+
+def test_at_the_top_of_a_store(moto_bucket: S3Place) -> None:
+    store = zarr.storage.MemoryStore()
+    for options in ({"store": store}, {"url": moto_bucket.url(), "storage_options": moto_bucket.storage_options}):
+        zarrckpt.save(STATE, **options)
+        assert zarrckpt.open(**options)["step"] == 7
+    with pytest.raises(zarrckpt.ForeignObjectsError, match="lies inside"):
+        zarrckpt.save(STATE, "run", store=store)
+    with pytest.raises(zarrckpt.ForeignObjectsError, match="lies inside"):
+        zarrckpt.save(STATE, moto_bucket.url("run"), storage_options=moto_bucket.storage_options)
+
+
+def test_a_checkpoint_with_another_one_inside_says_what_to_do(tmp_path: Path) -> None:
+    """As they came to be before that was refused, or by moving folders."""
+    outer, inner = tmp_path / "out", tmp_path / "out" / "best"
+    zarrckpt.save(STATE, outer)
+    zarrckpt.save({"step": 8}, tmp_path / "elsewhere")
+    shutil.move(tmp_path / "elsewhere", inner)
+    actions: list[Callable[[], Any]] = [
+        lambda: zarrckpt.save(STATE, outer, overwrite=True),
+        lambda: zarrckpt.remove(outer),
+        lambda: zarrckpt.recover(outer),
+    ]
+    for action in actions:
+        with pytest.raises(zarrckpt.ForeignObjectsError, match=f"zarrckpt cp {inner}.*zarrckpt rm {inner}"):
+            action()
+    for words in (["doctor", outer], ["rm", outer, "--yes"], ["recover", outer]):
+        found = run(*words)
+        assert found.exit_code == 3 and f"zarrckpt rm {inner}" in found.stderr
+    assert zarrckpt.open(outer).verify() and zarrckpt.open(inner).verify()
+    assert run("cp", inner, tmp_path / "moved").exit_code == 0
+    assert run("rm", inner, "--yes").exit_code == 0
+    assert zarrckpt.remove(outer) and zarrckpt.open(tmp_path / "moved")["step"] == 8
+
+
+# -- a folder of checkpoints
+
+
+def test_a_folder_of_checkpoints_is_known_as_one(place: Callable[[str], Place]) -> None:
+    run_, newest = place("runs/one"), place("runs/one/step-9")
+    for step in (10, 9):
+        zarrckpt.save({**STATE, "step": step}, **place(f"runs/one/step-{step}").options)
+    before = run_.keys()
+    actions: dict[str, Callable[[], Any]] = {
+        "save": lambda: zarrckpt.save(STATE, **run_.options),
+        "overwrite": lambda: zarrckpt.save(STATE, **run_.options, overwrite=True),
+        "load": lambda: zarrckpt.load({"step": 0}, **run_.options),
+        "open": lambda: zarrckpt.open(**run_.options),
+        "remove": lambda: zarrckpt.remove(**run_.options),
+        "copy onto it": lambda: zarrckpt.open(**newest.options).copy_to(**run_.options),
+    }
+    for name, action in actions.items():
+        with pytest.raises(zarrckpt.CheckpointError, match=r"folder of checkpoints.*the newest is .*step-9\b"):
+            action()
+        assert run_.keys() == before, name
+    if isinstance(run_.url, str) and run_.store is None and not run_.storage_options:
+        for words in (["rm", "--yes"], ["doctor"], ["info"], ["tree"], ["verify"]):
+            found = run(words[0], run_.url, *words[1:])
+            assert found.exit_code == 3 and f"the newest is {newest.url}" in found.stderr
+
+
+def test_a_file_beside_checkpoints_changes_nothing(tmp_path: Path) -> None:
+    zarrckpt.save(STATE, tmp_path / "step-1")
+    (tmp_path / "config.yaml").write_text("lr: 1")
+    with pytest.raises(zarrckpt.ForeignObjectsError, match=r"folder of checkpoints.*step-1"):
+        zarrckpt.remove(tmp_path)
+    (tmp_path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {}}')
+    with pytest.raises(zarrckpt.ForeignObjectsError, match=r"folder of checkpoints.*step-1"):
+        zarrckpt.open(tmp_path)
+
+
+def test_ls_lists_the_checkpoints_of_a_folder(tmp_path: Path) -> None:
+    for step in (10, 9):
+        zarrckpt.save({**STATE, "step": step}, tmp_path / f"step-{step}")
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, store=FaultyStore(tmp_path / "step-11", at(9, STOP)))
+    zarrckpt.save(STATE, tmp_path / "step-12")
+    (tmp_path / "step-12" / "zarr.json").write_text("{")
+    (tmp_path / "logs").mkdir()
+    rows = [line.split("\t") for line in run("ls", tmp_path).stdout.splitlines()]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("step-10", "10", "24 B"),
+        ("step-9", "9", "24 B"),
+        ("step-11", "", "unfinished"),
+        ("step-12", "", "damaged"),
+    ]
+    listed = json.loads(run("ls", tmp_path, "--json").stdout)
+    assert [item["url"] for item in listed] == [str(tmp_path / f"step-{step}") for step in (10, 9, 11, 12)]
+    assert listed[1]["created"] == zarrckpt.open(tmp_path / "step-9").created and listed[1]["nbytes"] == 24
+    assert [item["state"] for item in listed] == ["committed", "committed", "unfinished", "damaged"]
+    # That of a checkpoint stays what it is, and a pattern has nothing to say about a folder.
+    assert run("ls", tmp_path / "step-9").stdout.startswith("model.w\t")
+    assert run("ls", tmp_path, "model.*").exit_code == 3
+
+
+# -- recover
+
+
+def test_recover_takes_a_folder_of_checkpoints(place: Callable[[str], Place], tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        zarrckpt.save({**STATE, "step": step}, **place(f"run/step-{step}").options)
+
+    def stops(call: Call) -> Fault | None:
+        return STOP if call.verb == "replace" else None
+
+    broken = FaultyStore(**place("run/step-2").options, rule=stops)
+    with pytest.raises(Stopped):
+        zarrckpt.save(STATE, store=broken, overwrite=True)
+    report = zarrckpt.recover(**place("run").options)
+    assert [part.url.rpartition("/")[2] for part in report.checkpoints] == ["step-1", "step-2", "step-3"]
+    assert len(report.kept) == 1 and report.checkpoints[1].kept == report.kept and report.objects == 0
+    report = zarrckpt.recover(**place("run").options, stopped=True)
+    assert report.objects == report.checkpoints[1].objects > 0 and report.kept == ()
+    for step in (1, 2, 3):
+        assert zarrckpt.open(**place(f"run/step-{step}").options)["step"] == step
+        keys = place(f"run/step-{step}").keys()
+        assert not [key for key in keys if key.startswith("@") and not key.startswith("@zarrckpt/")]
+
+
+def test_recover_goes_on_where_one_of_them_is_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        zarrckpt.save(STATE, tmp_path / f"step-{step}")
+    (tmp_path / "step-1" / "zarr.json").write_text("{")
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, store=FaultyStore(tmp_path / "step-2", at(12, STOP)), overwrite=True)
+    report = zarrckpt.recover(tmp_path, stopped=True)
+    assert "zarrckpt.remove deletes it" in report.checkpoints[0].error and not report.checkpoints[1].error
+    assert report.objects > 0 and len(report.removed) == 1
+    found = run("recover", tmp_path)
+    assert found.exit_code == 3 and found.stderr.startswith("step-1: ")
+    assert found.stdout == "step-2: nothing to remove\n"
