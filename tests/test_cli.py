@@ -96,9 +96,24 @@ def test_tree_shows_what_was_nested(saved: Path) -> None:
     lines = run("tree", saved).stdout.splitlines()
     assert lines[1:4] == ["├── model  64 B", "│   ├── w  float32 (3, 4)  48 B", "│   └── b  float32 (4,)  16 B"]
     assert "├── model  2 entries  64 B" in run("tree", saved, "--depth", 1).stdout.splitlines()
-    assert run("tree", saved, "model.b").stdout.splitlines()[1:] == ["└── model  16 B", "    └── b  float32 (4,)  16 B"]
+    assert run("tree", saved, "model.b").stdout.splitlines()[1:] == ["└── model.b  float32 (4,)  16 B"]
     found = as_json("tree", saved)
     assert found["tree"]["model"]["entries"]["w"]["shape"] == [3, 4] and found["tree"]["step"]["value"] == 7
+
+
+def test_tree_splits_names_at_dots(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Sequential(torch.nn.LayerNorm(3, bias=False)))
+    zarrckpt.save({"step": 1, "net.model": model.state_dict(), "net": 2}, tmp_path / "one")
+    assert run("tree", tmp_path / "one").stdout.splitlines()[1:] == [
+        "├── step  value 1",
+        "├── net.model  48 B",
+        "│   ├── 0  36 B",
+        "│   │   ├── weight  float32 (3, 2)  24 B",
+        "│   │   └── bias  float32 (3,)  12 B",
+        "│   └── 1.0.weight  float32 (3,)  12 B",
+        "└── net  value 2",
+    ]
+    assert "│   ├── 0  2 entries  36 B" in run("tree", tmp_path / "one", "--depth", 2).stdout.splitlines()
 
 
 def test_info_says_what_it_is(saved: Path) -> None:
