@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import signal
@@ -80,6 +81,58 @@ def test_ls_lists_names_types_and_sizes(saved: Path) -> None:
         {"name": "model.w", "dtype": "float32", "shape": [3, 4], "chunks": [3, 4], "nbytes": 48},
         {"name": "step", "value": 7},
     ]
+
+
+def test_piped_tables_have_a_header_where_one_is_asked_for(saved: Path, tmp_path: Path) -> None:
+    zarrckpt.save({**STATE, "half": torch.zeros(1, 2)}, tmp_path / "two")
+    (tmp_path / "two" / "half" / "c.0.0").unlink()
+    commands: list[tuple[object, ...]] = [("ls", saved), ("stats", saved), ("diff", saved, saved, "--all")]
+    for command in (*commands, ("verify", tmp_path / "two")):
+        plain, headed = (run(*command, *more).stdout.splitlines() for more in ((), ("--header",)))
+        assert headed[1:] == plain != [] and headed[0].count("\t") == plain[0].count("\t")
+    assert run("ls", saved, "--header").stdout.splitlines()[0] == "name\tdtype\tshape or value\tsize"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("list", "ls"), ("dif", "diff"), ("copy", "cp"), ("delete", "rm"), ("inof", "info")]
+)
+def test_a_command_that_does_not_exist_suggests_one(wrong: str, right: str) -> None:
+    found = run(wrong, "run/step-1")
+    assert found.exit_code == 2 and wrong in found.stderr and f"Did you mean {right}?" in found.stderr
+    assert "Did you mean" not in run("frobnicate").stderr
+
+
+def test_files_of_other_libraries_are_to_be_imported(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
+    zarrckpt.open(tmp_path / "one").to_safetensors(file)
+    zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "folder")
+    zarrckpt.open(tmp_path / "one").to_torch_save(tmp_path / "x.pt")
+    zarrckpt.open(tmp_path / "one").to_dcp(tmp_path / "dcp")
+    for place in (file, tmp_path / "folder", tmp_path / "x.pt", tmp_path / "dcp"):
+        for command in (("ls", place), ("export", place, tmp_path / "out")):
+            found = run(*command)
+            assert found.exit_code == 3 and f"zarrckpt import {place} " in found.stderr
+    assert "import" not in run("ls", tmp_path / "nothing").stderr
+
+
+def test_errors_name_the_options_of_the_command(saved: Path, tmp_path: Path) -> None:
+    zarrckpt.save({"x": torch.ones(2)}, tmp_path / "two")
+    with pytest.warns(UserWarning, match="pickle"):
+        zarrckpt.save({"date": datetime.date(2026, 1, 2)}, tmp_path / "pickled")
+    (tmp_path / "x.pt").write_bytes(b"")
+    for command, flag in [
+        (("cp", saved, tmp_path / "two"), "pass --overwrite"),
+        (("export", saved, tmp_path / "x.pt"), "pass --overwrite"),
+        (("report", saved, "-o", tmp_path / "x.pt"), "pass --overwrite"),
+        (("export", tmp_path / "pickled", tmp_path / "y.pt"), "--allow-pickle"),
+        (("ls", "s3://bucket/run", "-o", "typo=1"), "--storage-option backend=fsspec"),
+        (("ls", saved, "-o", "key=1"), "takes no --storage-option"),
+        (("cat", tmp_path / "pickled", "date"), "in Python"),
+    ]:
+        found = run(*command)
+        assert found.exit_code == 3 and flag in found.stderr
+        assert "=True)" not in found.stderr and "storage_options" not in found.stderr
 
 
 def test_names_cannot_command_the_terminal(tmp_path: Path) -> None:

@@ -7,12 +7,23 @@ from typing import Any
 
 import click
 
-from zarrckpt.cli._common import hints, json_option, opened, print_json, print_table, progress_bar, say, store_options
+from zarrckpt.cli._common import (
+    header_option,
+    hints,
+    json_option,
+    opened,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    store_options,
+)
 
 
 @click.command()
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Only list: what is missing, or has another size.")
+@header_option
 @json_option
 @store_options
 def verify(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zarrckpt.cli._common import (
+    header_option,
     json_option,
     opened,
     opened_beside,
@@ -32,6 +33,7 @@ _ORDERS = ("name", "nan", "inf", "min", "max", "mean", "std", "norm", "zeros")
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--sort", type=click.Choice(_ORDERS), default="name", help="Greatest first, or as saved (name).")
+@header_option
 @json_option
 @store_options
 def stats(url: str, patterns: tuple[str, ...], sort: str, as_json: bool, storage_options: Any) -> None:
@@ -78,6 +80,7 @@ def _share(part: int, whole: int) -> str:
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--all", "everything", is_flag=True, help="List equal tensors, too.")
 @partial(target_options, said="An option of B's store (default: A's, but for a local path); -o is A's.")
+@header_option
 @json_option
 @store_options
 def diff(

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt.cli._common import json_option, opened, print_json, print_table, progress_bar, say, shown, store_options
+from zarrckpt.cli._common import (
+    header_option,
+    json_option,
+    opened,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    shown,
+    store_options,
+)
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
@@ -19,6 +29,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@header_option
 @json_option
 @store_options
 def ls(url: str, patterns: tuple[str, ...], as_json: bool, storage_options: Any) -> None:
