@@ -228,8 +228,8 @@ def async_save(
         fill_bytes: the size of merged chunks (default: a quarter of a rank's mean part, 4 to 32 MiB).
         subchunks: what chunks above 1 MiB are divided into: ``"blocks"`` of some rows and columns (default), or
             ``"rows"``: faster, but whoever needs some columns reads all (``docs/how-to/speed.md``).
-        concurrency: exactly so many chunks and documents in transfer at once, a rank. Default: few, since training
-            needs the processor (``docs/how-to/speed.md``).
+        concurrency: exactly so many chunks and documents in transfer at once, a rank. Default: the store's own choice,
+            which leaves one processor to training (``docs/how-to/speed.md``).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the copy (default 512 MiB, at least
             one chunk).
         durable: local files are synced to disk before the commit (default). Without meaning in object stores.
