@@ -44,6 +44,8 @@ class Faults:
     """That many puts are carried out, and then the connection is cut instead of an answer."""
     server_errors: int = 0
     """That many requests get a 503."""
+    resets: int = 0
+    """That many connections are closed before a request is read."""
     lose_ends: int = 0
     """That many multipart uploads are completed, and then the connection is cut instead of an answer."""
     refusal: str = ""
@@ -146,6 +148,13 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.server_stub.connections += 1
+
+    def handle(self) -> None:
+        with self.server_stub.lock:
+            reset = self.server_stub.faults.resets > 0
+            self.server_stub.faults.resets -= reset
+        if not reset:
+            super().handle()
 
     def handle_one_request(self) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):

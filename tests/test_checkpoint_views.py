@@ -228,3 +228,53 @@ def test_diff_across_chunks_and_stores(tmp_path: Path) -> None:
     assert found.tensors["b"].unequal == 0
     part = a.diff(zarrckpt.open(tmp_path / "three"), "b")
     assert part and list(part.tensors) == ["b"]
+
+
+CASTS = [
+    *(("float32", name) for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")),
+    *(("float64", name) for name in ("float32", "float16", "bfloat16", "float8_e5m2fnuz")),
+    *(("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float8_e5m2"), ("complex128", "complex64")),
+]
+SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -2.0, 300000.0]
+
+
+def cast_pair(old: str, new: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor, and what torch casts it to; four elements of the copy have another sign."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(len(old + new)), dtype=torch.float64)
+    line = torch.cat([values, torch.tensor(SPECIAL, dtype=torch.float64)])
+    one = (torch.complex(line, line.flip(0)) if old.startswith("complex") else line).to(getattr(torch, old))
+    copy = one.to(getattr(torch, new))
+    copy[5:9] = (copy[5:9].to(torch.complex64 if copy.is_complex() else torch.float32) * -1).to(copy.dtype)
+    return one.reshape(8, -1), copy.reshape(8, -1)
+
+
+def test_diff_across_dtypes_counts_what_is_not_merely_rounded(tmp_path: Path) -> None:
+    pairs = {f"{old} as {new}": cast_pair(old, new) for old, new in CASTS}
+    wide: dict[str, Any] = {name: pair[0] for name, pair in pairs.items()}
+    narrow: dict[str, Any] = {name: pair[1] for name, pair in pairs.items()}
+    wide |= {"exact": torch.arange(9.0), "int": torch.ones(3).int(), "real": torch.ones(3)}
+    narrow |= {"exact": torch.arange(9).half(), "int": torch.ones(3).long(), "real": torch.ones(3) + 0j}
+    zarrckpt.save(wide, tmp_path / "wide", max_chunk_bytes=1 << 10)
+    zarrckpt.save(narrow, tmp_path / "narrow", compression="zstd")
+    a, b = zarrckpt.open(tmp_path / "wide"), zarrckpt.open(tmp_path / "narrow")
+    found = a.diff(b)
+    back = b.diff(a)
+    assert [*found.changed] == ["int", "real"] and [*found.tensors] == [*pairs, "exact"]
+    assert not found and not a.diff(b, "exact") and found.tensors["exact"].unequal == 0
+    for name, (one, copy) in pairs.items():
+        x, y = (tensor.to(torch.complex128).numpy().reshape(-1) for tensor in (one, copy))
+        with np.errstate(invalid="ignore"):
+            p, q = (np.stack([values.real, values.imag]) for values in (x, y))
+            same = ((p == q) & (np.signbit(p) == np.signbit(q))) | (np.isnan(p) & np.isnan(q))
+            # A value beyond the range is inf, NaN or the greatest number there is.
+            beyond = np.isfinite(p) & (np.abs(p) > torch.finfo(copy.dtype).max)
+            lost = (beyond | (np.isfinite(q) > np.isfinite(p))).any(axis=0)
+            lost[5:9] = True
+            finite = np.isfinite(x) & np.isfinite(y)
+            apart, size = np.abs(x - y)[finite], np.maximum(np.abs(x), np.abs(y))[finite]
+        for item, dtypes in ((found.tensors[name], name.split(" as ")), (back.tensors[name], name.split(" as ")[::-1])):
+            assert (item.count, [*item.dtypes]) == (x.size, dtypes)
+            assert (item.unequal, item.beyond_rounding) == ((~same).any(axis=0).sum(), lost.sum()), name
+            assert item.max_abs == pytest.approx(apart.max(), rel=1e-12)
+            assert item.max_rel == pytest.approx((apart / np.where(size, size, 1)).max(), rel=1e-12)
+    assert found.tensors["float32 as bfloat16"].beyond_rounding == 4

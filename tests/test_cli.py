@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import signal
@@ -82,6 +83,58 @@ def test_ls_lists_names_types_and_sizes(saved: Path) -> None:
     ]
 
 
+def test_piped_tables_have_a_header_where_one_is_asked_for(saved: Path, tmp_path: Path) -> None:
+    zarrckpt.save({**STATE, "half": torch.zeros(1, 2)}, tmp_path / "two")
+    (tmp_path / "two" / "half" / "c.0.0").unlink()
+    commands: list[tuple[object, ...]] = [("ls", saved), ("stats", saved), ("diff", saved, saved, "--all")]
+    for command in (*commands, ("verify", tmp_path / "two")):
+        plain, headed = (run(*command, *more).stdout.splitlines() for more in ((), ("--header",)))
+        assert headed[1:] == plain != [] and headed[0].count("\t") == plain[0].count("\t")
+    assert run("ls", saved, "--header").stdout.splitlines()[0] == "name\tdtype\tshape or value\tsize"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("list", "ls"), ("dif", "diff"), ("copy", "cp"), ("delete", "rm"), ("inof", "info")]
+)
+def test_a_command_that_does_not_exist_suggests_one(wrong: str, right: str) -> None:
+    found = run(wrong, "run/step-1")
+    assert found.exit_code == 2 and wrong in found.stderr and f"Did you mean {right}?" in found.stderr
+    assert "Did you mean" not in run("frobnicate").stderr
+
+
+def test_files_of_other_libraries_are_to_be_imported(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
+    zarrckpt.open(tmp_path / "one").to_safetensors(file)
+    zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "folder")
+    zarrckpt.open(tmp_path / "one").to_torch_save(tmp_path / "x.pt")
+    zarrckpt.open(tmp_path / "one").to_dcp(tmp_path / "dcp")
+    for place in (file, tmp_path / "folder", tmp_path / "x.pt", tmp_path / "dcp"):
+        for command in (("ls", place), ("export", place, tmp_path / "out")):
+            found = run(*command)
+            assert found.exit_code == 3 and f"zarrckpt import {place} " in found.stderr
+    assert "import" not in run("ls", tmp_path / "nothing").stderr
+
+
+def test_errors_name_the_options_of_the_command(saved: Path, tmp_path: Path) -> None:
+    zarrckpt.save({"x": torch.ones(2)}, tmp_path / "two")
+    with pytest.warns(UserWarning, match="pickle"):
+        zarrckpt.save({"date": datetime.date(2026, 1, 2)}, tmp_path / "pickled")
+    (tmp_path / "x.pt").write_bytes(b"")
+    for command, flag in [
+        (("cp", saved, tmp_path / "two"), "pass --overwrite"),
+        (("export", saved, tmp_path / "x.pt"), "pass --overwrite"),
+        (("report", saved, "-o", tmp_path / "x.pt"), "pass --overwrite"),
+        (("export", tmp_path / "pickled", tmp_path / "y.pt"), "--allow-pickle"),
+        (("ls", "s3://bucket/run", "-o", "typo=1"), "--storage-option backend=fsspec"),
+        (("ls", saved, "-o", "key=1"), "takes no --storage-option"),
+        (("cat", tmp_path / "pickled", "date"), "in Python"),
+    ]:
+        found = run(*command)
+        assert found.exit_code == 3 and flag in found.stderr
+        assert "=True)" not in found.stderr and "storage_options" not in found.stderr
+
+
 def test_names_cannot_command_the_terminal(tmp_path: Path) -> None:
     for name, number in (("one", 1), ("two", 2)):
         state = {"evil\x1b[2J": torch.full((2,), float(number)), "v\x1b[2J": number, f"{number}\x1b[2J": number}
@@ -96,9 +149,24 @@ def test_tree_shows_what_was_nested(saved: Path) -> None:
     lines = run("tree", saved).stdout.splitlines()
     assert lines[1:4] == ["├── model  64 B", "│   ├── w  float32 (3, 4)  48 B", "│   └── b  float32 (4,)  16 B"]
     assert "├── model  2 entries  64 B" in run("tree", saved, "--depth", 1).stdout.splitlines()
-    assert run("tree", saved, "model.b").stdout.splitlines()[1:] == ["└── model  16 B", "    └── b  float32 (4,)  16 B"]
+    assert run("tree", saved, "model.b").stdout.splitlines()[1:] == ["└── model.b  float32 (4,)  16 B"]
     found = as_json("tree", saved)
     assert found["tree"]["model"]["entries"]["w"]["shape"] == [3, 4] and found["tree"]["step"]["value"] == 7
+
+
+def test_tree_splits_names_at_dots(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Sequential(torch.nn.LayerNorm(3, bias=False)))
+    zarrckpt.save({"step": 1, "net.model": model.state_dict(), "net": 2}, tmp_path / "one")
+    assert run("tree", tmp_path / "one").stdout.splitlines()[1:] == [
+        "├── step  value 1",
+        "├── net.model  48 B",
+        "│   ├── 0  36 B",
+        "│   │   ├── weight  float32 (3, 2)  24 B",
+        "│   │   └── bias  float32 (3,)  12 B",
+        "│   └── 1.0.weight  float32 (3,)  12 B",
+        "└── net  value 2",
+    ]
+    assert "│   ├── 0  2 entries  36 B" in run("tree", tmp_path / "one", "--depth", 2).stdout.splitlines()
 
 
 def test_info_says_what_it_is(saved: Path) -> None:
@@ -185,8 +253,25 @@ def test_diff_says_what_differs(saved: Path, tmp_path: Path) -> None:
     assert any(line.startswith("! half: bfloat16 (1, 2) -> float32 (2,)") for line in lines)
     numbers = as_json("diff", saved, tmp_path / "two", "model.w")["tensors"]["model.w"]
     exact = {"count": 12, "unequal": 11, "max_abs": 11.0, "max_rel": 0.5, "rel_norm": 1.0}
-    assert numbers == {**exact, "cosine": pytest.approx(1.0)}
+    same_dtype = {"beyond_rounding": 11, "dtypes": ["float32", "float32"]}
+    assert numbers == {**exact, **same_dtype, "cosine": pytest.approx(1.0)}
     assert found.stderr == "0 tensors equal, 1 not; 2 other entries changed; 1 only in A, 1 only in B\n"
+
+
+def test_diff_of_a_copy_of_another_dtype(tmp_path: Path) -> None:
+    values = torch.linspace(-1, 1, 999)
+    copy = values.bfloat16()
+    copy[7] = 3
+    zarrckpt.save({"w": values, "half": torch.ones(4), "step": 1}, tmp_path / "one")
+    zarrckpt.save({"w": copy, "half": torch.ones(4).half(), "step": 1}, tmp_path / "two")
+    found = run("diff", tmp_path / "one", tmp_path / "two")
+    rows = {line.split("\t")[0]: line.split("\t")[1:] for line in found.stdout.splitlines()}
+    assert found.exit_code == 1 and set(rows) == {"w", "half"}
+    assert rows["w"][-2:] == ["float32 -> bfloat16", "1"] and rows["half"] == [
+        *("0%", "0", "0", "1.000000000", "float32 -> float16", "0")
+    ]
+    summary = "0 tensors equal, 2 not (1 only rounded to another dtype); 0 other entries changed"
+    assert found.stderr == f"{summary}; 0 only in A, 0 only in B\n"
 
 
 def test_diff_takes_options_for_each_store(saved: Path, moto_bucket: S3Place) -> None:

@@ -52,6 +52,14 @@ def test_every_public_name_is_in_the_overview() -> None:
     assert [name for name in missing if name != "__version__"] == []
 
 
+@pytest.mark.parametrize(
+    "call", [zarrckpt.save, zarrckpt.async_save, zarrckpt.load, zarrckpt.ZarrStorageWriter, zarrckpt.ZarrStorageReader]
+)
+def test_every_argument_is_explained_where_it_is_typed(call: Any) -> None:
+    section = (inspect.getdoc(call) or "").partition("\nArgs:\n")[2]
+    assert re.findall(r"^    (\w+): ", section, re.M) == [*inspect.signature(call).parameters]
+
+
 def test_every_member_of_a_checkpoint_is_in_the_overview() -> None:
     section = text("api.md").partition("## Checkpoint\n")[2].partition("\n## ")[0]
     members = [name for name in vars(zarrckpt.Checkpoint) if not name.startswith("_")]

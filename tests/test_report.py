@@ -242,7 +242,8 @@ def test_two_checkpoints_are_compared(tmp_path: Path) -> None:
     page, diff = Page(tmp_path / "page.html"), a.diff(b)
     assert set(page.tensors) == {"same", "w", "gone", "cut", "new"}
     for name in ("same", "w"):
-        expected = vars(diff.tensors[name])
+        expected = {**vars(diff.tensors[name]), "dtypes": ["float32", "float32"]}
+        assert page.tensors[name]["difference"].pop("dtypes") == expected.pop("dtypes")
         assert page.tensors[name]["difference"] == pytest.approx(expected, rel=1e-8)
     assert page.tensors["w"]["difference"]["rel_norm"] == pytest.approx(0.01, rel=1e-2)
     assert page.tensors["same"]["difference"]["unequal"] == 0
@@ -252,6 +253,26 @@ def test_two_checkpoints_are_compared(tmp_path: Path) -> None:
     # Its chunks are others than those by which it was read.
     assert page.look("w", 1)["first_broken"] == [299, 7] and "broken" not in page.look("w", 1)
     assert page.entries["lr"]["changed"] and [side["text"] for side in page.entries["lr"]["sides"]] == ["0.1", "0.2"]
+
+
+def test_a_copy_of_another_dtype_is_compared(tmp_path: Path) -> None:
+    w = torch.randn(300, 400)
+    w[299, 7] = torch.nan
+    zarrckpt.save({"w": w, "n": torch.ones(3)}, tmp_path / "one", max_chunk_bytes=1 << 16)
+    zarrckpt.save({"w": w.bfloat16(), "n": torch.ones(3).int()}, tmp_path / "two")
+    a, b = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
+    seen: list[tuple[int, int]] = []
+    for number, (one, other) in enumerate([(a, b), (b, a)]):
+        one.report(tmp_path / f"{number}.html", other, progress=lambda *args: seen.append(args))
+        page = Page(tmp_path / f"{number}.html")
+        found = page.tensors["w"]["difference"]
+        assert found["beyond_rounding"] == 0 < found["unequal"] and 1e-3 < found["max_rel"] < 2**-8
+        assert found["dtypes"] == [one.summary("w")[1], other.summary("w")[1]]
+        # Both were read by the chunks of the wider one: only there are chunks with NaN known.
+        assert ["broken" in page.look("w", side) for side in (number, 1 - number)] == [True, False]
+        assert "difference" not in page.tensors["n"] and seen[-1][0] == seen[-1][1]
+    a.report(tmp_path / "layout.html", b, values=False)
+    assert "equal" not in Page(tmp_path / "layout.html").tensors["w"]
 
 
 def test_the_relative_change_is_that_of_norms(tmp_path: Path) -> None:

@@ -8,16 +8,19 @@ import re
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from s3_stub import LONG, S3Stub
+import torch
+from s3_stub import LONG, Faults, S3Stub
 from store_servers import S3Place, free_port
 
+import zarrckpt
 from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
-from zarrckpt._store import Store, _gate, open_store
+from zarrckpt._store import Store, _gate, _obstore, open_store
 
 QUICK = {"retry_config": {"max_retries": 1, "retry_timeout": 5}}
 
@@ -197,8 +200,6 @@ def test_a_range_behind_the_end_is_found_out_soon(s3_stub: S3Stub) -> None:
 
 
 def test_the_lost_answer_to_the_end_of_an_upload(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zarrckpt._store import _obstore
-
     monkeypatch.setattr(_obstore, "SPLIT", 2**20)
     store = stub_store(s3_stub)
     data = os.urandom(2**21)
@@ -355,6 +356,75 @@ def test_an_unreachable_endpoint_is_given_up_in_time(backend: str) -> None:
     assert "secret-of-mine" not in everything_in(caught.value)
 
 
+WRONG_ADDRESSES = {
+    "refused": r"nothing listens at http://127\.0\.0\.1:\d+",
+    "unknown": r"the host of http://no-such-host\.invalid is not known",
+    "TLS to plain HTTP": r"https://127\.0\.0\.1:\d+ does not speak TLS.*http://",
+    "plain HTTP to TLS": r"http://127\.0\.0\.1:\d+ (closed|does not answer in HTTP).*https://",
+    "unknown certificate": r"certificate of https://127\.0\.0\.1:\d+ is not trusted",
+    "bucket": r"127\.0\.0\.1:\d+ has no such bucket",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ADDRESSES)
+def test_each_wrong_address_has_a_sentence_of_its_own(
+    wrong: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_obstore, "_FIRST_PAUSES", (0.01, 0.01))
+    match wrong:
+        case "refused":
+            endpoint = f"http://127.0.0.1:{free_port()}"
+        case "unknown":
+            endpoint = "http://no-such-host.invalid"
+        case "TLS to plain HTTP":
+            endpoint = request.getfixturevalue("s3_stub").endpoint.replace("http:", "https:")
+        case "plain HTTP to TLS":
+            endpoint = request.getfixturevalue("tls_stub").endpoint.replace("https:", "http:")
+        case "unknown certificate":
+            endpoint = request.getfixturevalue("tls_stub").endpoint
+        case _:
+            endpoint = request.getfixturevalue("moto_endpoint")
+    place = S3Place(endpoint, "no-such-bucket-either", secret="secret-of-mine")
+    where: dict[str, Any] = {"storage_options": place.storage_options}
+    calls: list[Callable[[], Any]] = [
+        lambda: zarrckpt.open(place.url("run"), **where),
+        lambda: zarrckpt.latest(place.url("runs"), **where),
+        lambda: zarrckpt.save({"w": torch.ones(3)}, place.url("run"), **where),
+        lambda: zarrckpt.remove(place.url("run"), **where),
+        lambda: open_store(place.url("run"), **where).list_dir(),
+        lambda: [*open_store(place.url("run"), **where).list()],
+    ]
+    for call in calls:
+        with pytest.raises(zarrckpt.CheckpointError, match=WRONG_ADDRESSES[wrong]) as caught:
+            call()
+        assert "GenericError" not in str(caught.value) and "secret-of-mine" not in everything_in(caught.value)
+
+
+def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_not(s3_stub: S3Stub) -> None:
+    store, faults = stub_store(s3_stub), s3_stub.faults
+    for call in (lambda: store.get("k"), store.list_dir):
+        faults.resets, s3_stub.connections = 1000, 0
+        with pytest.raises(StorageError, match="closed the connection"):
+            call()
+        assert s3_stub.connections == 1 + len(_obstore._FIRST_PAUSES)
+    faults.resets, faults.hang_up = 2, True
+    store.put("k", [b"x"])
+    for call in (lambda: store.get("k"), store.list_dir):
+        faults.resets = 6
+        call()
+    # A retry_config of the caller's own holds from the first request on.
+    pauses = {"init_backoff": datetime.timedelta(milliseconds=1), "max_backoff": datetime.timedelta(milliseconds=9)}
+    with S3Stub(Faults(resets=12)) as fresh:
+        stub_store(fresh, retry_config={"max_retries": 20, "backoff": {**pauses, "base": 2}}).put("k", [b"x"])
+
+
+def test_a_server_that_is_busy_at_first_is_waited_for(s3_stub: S3Stub) -> None:
+    s3_stub.faults.server_errors = 6
+    store = stub_store(s3_stub)
+    store.create("root", b"x")
+    assert store.list_dir() == (["root"], [])
+
+
 # -- options
 
 
@@ -418,8 +488,6 @@ def test_requester_pays(options: dict[str, Any], s3_stub: S3Stub) -> None:
 def test_storage_class_tags_and_metadata(
     options: dict[str, Any], how: str, s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zarrckpt._store import _obstore
-
     store = stub_store(s3_stub, **options)
     if how == "create":
         store.create("k", b"x")
@@ -661,8 +729,6 @@ def test_options_reach_s3fs_as_they_are(moto_bucket: S3Place) -> None:
 
 
 def test_large_objects_go_up_in_parts(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zarrckpt._store import _obstore
-
     monkeypatch.setattr(_obstore, "SPLIT", 8 * 2**20)
     monkeypatch.setattr(_obstore, "_PART", 5 * 2**20)
     store = stub_store(s3_stub)

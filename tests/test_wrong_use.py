@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,40 @@ def test_a_state_that_is_no_dict_is_refused(state: Any, tmp_path: Path) -> None:
     with pytest.raises(zarrckpt.UnsupportedValueError, match=expected):
         zarrckpt.load(state, tmp_path / "one")
     assert not (tmp_path / "two").exists()
+
+
+def _save_nothing(url: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zarrckpt.save({}, url)
+        zarrckpt.save({"rank": dist.get_rank() if dist.is_initialized() else 0}, f"{url}-some")
+    return [str(item.message) for item in caught if "no entry" in str(item.message)]
+
+
+def test_a_state_without_any_entry_is_saved_with_a_warning(tmp_path: Path) -> None:
+    (said,) = _save_nothing(str(tmp_path / "one"))
+    assert str(tmp_path / "one") in said and not zarrckpt.open(tmp_path / "one")
+    assert [len(lines) for lines in run_ranks(_save_nothing, str(tmp_path / "two"), world_size=2)] == [1, 0]
+
+
+def _notes(url: str) -> list[str]:
+    with pytest.raises(zarrckpt.CheckpointError) as caught:
+        zarrckpt.save({"sparse": torch.eye(2).to_sparse()}, url)
+    with pytest.raises(zarrckpt.CheckpointError) as other:
+        zarrckpt.save({"model": _Failing()}, url)
+    return [*getattr(caught.value, "__notes__", []), str(other.value)]
+
+
+class _Failing(nn.Module):
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        raise RuntimeError("no state today")
+
+
+def test_a_process_alone_has_no_rank_that_failed(tmp_path: Path) -> None:
+    (text,) = _notes(str(tmp_path / "one"))
+    assert "no state today" in text and "rank" not in text
+    for note, text in run_ranks(_notes, str(tmp_path / "two"), world_size=2):
+        assert "rank 0" in note and "rank 0" in text
 
 
 def test_a_tuple_of_objects_is_refused(tmp_path: Path) -> None:

@@ -54,19 +54,55 @@ def save(
     """Save a state as a Zarr hierarchy at a url; return when it is committed.
 
     Every rank of the process group calls it with its own part of the state; without ``torch.distributed`` one
-    process saves all. Each rank writes its own pieces, the coordinator (rank 0 of the group) commits last.
+    process saves all. Each rank writes its own pieces, the coordinator (rank 0 of the group) commits last. All ranks
+    pass the same arguments, ``state`` and ``progress`` apart; where they differ, the coordinator's layout counts.
+
+    In an object store a save makes one put for each chunk, array and group, and about a dozen requests besides; an
+    overwrite makes some more, and deletes what it replaced. It sends the bytes of the state, about 1 KB for each array,
+    and a few bytes of checksums for each subchunk.
 
     Args:
         state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
-            Python values.
+            Python values. One without any entry is saved with a UserWarning.
         url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
-        process_group: the ranks that save together (default: all).
+        overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
+            committed. False, the default: raise CheckpointExistsError.
+        process_group: the ranks that save together (default: all); each of them calls, the others do not.
+        store: a ready ``zarr.abc.store.Store`` instead of a url.
+        storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
+            (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
+        credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
+        keep_replaced: with ``overwrite``, leave the replaced checkpoint's objects for readers that still hold it.
+            Default: they are deleted after the commit, and such readers get CheckpointReplacedError.
+        portable_dtypes: keep bfloat16 and float8 as unsigned integers, for readers that know neither (default False).
+        compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
+            ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``); tensors are compressed, values are not.
+        max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
+            ``max_inflight_bytes``, but for 16 MiB).
+        min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks and are merged
+            into chunks of about ``fill_bytes``: fewer objects, more traffic between ranks. Default: 256 KiB times the
+            number of ranks, at most 16 MiB; 0: no merging, except where pieces fit no regular grid.
+        fill_bytes: the size of merged chunks (default: a quarter of a rank's mean part, 4 to 32 MiB).
+        subchunks: what chunks above 1 MiB are divided into: ``"blocks"`` of some rows and columns (default), which
+            serve loads on any mesh, or ``"rows"``: faster to save and to load, but whoever needs some columns reads all
+            (``docs/how-to/speed.md``).
+        concurrency: exactly so many chunks and documents in transfer at once, a rank. Default: the store's own choice,
+            which in object stores follows what the server bears.
+        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB, at
+            least one chunk).
+        durable: local files are synced to disk before the commit (default). False is faster, and a power cut may cost
+            the checkpoint. Without meaning in object stores, where a put is durable.
+        progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are written.
 
-    The other arguments are those of :class:`ZarrStorageWriter`.
+    Returns a :class:`SaveReport`, the same on every rank: url, id, bytes, objects, bytes by rank, seconds.
 
-    Raises CheckpointExistsError where a checkpoint is committed and ``overwrite`` is false, before any data moves;
-    other children of :class:`CheckpointError` for what can't be saved. An error on one rank is raised on all; nothing
-    is committed then, and what was written is removed, unless the root document may have been put.
+    Raises CheckpointExistsError where a checkpoint is committed and ``overwrite`` is false, before any data moves, and
+    where another save committed first; ForeignObjectsError where the url holds what no save of this package wrote, or
+    lies inside a checkpoint; UnsupportedValueError and UnsupportedLayoutError for an entry that cannot be saved, by its
+    name; StorageError where the store failed after its retries; IncompleteSaveError where a rank did not write what was
+    planned: children of :class:`CheckpointError` all of them. An error on one rank is raised on all; nothing is
+    committed then, and what was written is removed, unless the root document may have been put. Raises TypeError and
+    ValueError for arguments that make no sense.
     """
     writer = ZarrStorageWriter(
         url,
@@ -142,23 +178,43 @@ def load(
     """Load a checkpoint into a state, in place: tensors are filled where they are, values are replaced.
 
     Every rank of the process group calls it with its own state, in any sharding. Keys, shapes and dtypes of all
-    targets are checked before the first is touched. One rank reads the root document; each fetches what its own
-    boxes need, less what ``share_reads`` has others hand it.
+    targets are checked before the first is touched. The coordinator (rank 0 of the group) reads the root document, with
+    one request; each rank reads the table of checksums, with one or two, and what its own boxes need, less what
+    ``share_reads`` has others hand it: one request for neighbours in storage, of up to 16 MiB.
 
     Args:
         state: as for :func:`save`. A non-tensor target stands for whatever the checkpoint has under its name.
+        url: where from: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
         strict: targets that the checkpoint lacks are an error, and so are entries below a requested module or
-            optimizer that find no target on any rank; otherwise both are only reported.
+            optimizer that find no target on any rank (default); otherwise both are only reported.
         keys: load a part: flat names, their beginnings up to a dot, or glob patterns (``"model"``, ``"optim.state"``,
             ``"*.bias"``). One that matches nothing in the checkpoint is an error, and with ``strict`` so is one that
-            matches no target on any rank.
+            matches no target on any rank. Default: everything that has a target.
+        process_group: the ranks that load together (default: all); each of them calls, the others do not.
+        store: a ready ``zarr.abc.store.Store`` instead of a url.
+        storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
+            (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
+        credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
         allow_pickle: also load values that were saved pickled, which can run any code that the checkpoint holds.
-        allow_cast: convert where dtypes differ, instead of raising.
+            Default: UnsafeValueError.
+        allow_cast: convert where dtypes differ, instead of raising (default False).
+        share_reads: what several ranks need (replicas, small chunks) is fetched by one of them and handed on over a
+            private gloo mesh; if false, each rank fetches all that it needs. The coordinator's choice counts. Default:
+            in object stores yes; in local paths no, since the machine's file cache is faster than the mesh.
+        concurrency: exactly so many requests at once, a rank. Default: the store's own choice, which in object stores
+            follows what the server bears (``docs/how-to/speed.md``).
+        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the targets (default 512 MiB).
+        progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are read.
 
-    The other arguments are those of :class:`ZarrStorageReader`.
+    Returns a :class:`LoadReport` of this rank: url, id, the names that were loaded, missing and unexpected, bytes,
+    seconds.
 
-    Raises CheckpointNotFoundError, KeyMismatchError (all differences at once; nothing was loaded), UnsafeValueError,
-    CorruptCheckpointError (the targets are undefined then), CheckpointReplacedError.
+    Raises CheckpointNotFoundError where nothing is committed (saying whether a save was begun); KeyMismatchError for
+    names, shapes or dtypes that do not fit (all differences at once; nothing was loaded); UnsafeValueError for a
+    pickled value without ``allow_pickle``; CorruptCheckpointError for damage, CheckpointReplacedError where another
+    save replaced the checkpoint meanwhile, StorageError where the store failed after its retries (after these three,
+    the targets are undefined): children of :class:`CheckpointError` all of them. An error on one rank is raised on all.
+    Raises TypeError and ValueError for arguments that make no sense.
     """
     if not isinstance(state, MutableMapping):
         found = type(state).__name__

@@ -201,17 +201,48 @@ def async_save(
     Training is held up for the copy only, and for the end of the previous background save if that still runs: there are
     never two at once. The collectives of the background run over a gloo group of its own, made by the first call:
     every rank must call it, and ``process_group`` needs no CPU backend. At the end of the process a save under way is
-    finished.
+    finished. Requests and bytes are those of :func:`zarrckpt.save`; memory for the copy, as much as this rank's part
+    of the state takes, comes on top.
 
     Args:
+        state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
+            Python values. It may change as soon as the call returns.
+        url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
+        overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
+            committed. False, the default: the future raises CheckpointExistsError.
+        process_group: the ranks that save together (default: all); each of them calls, the others do not.
+        store: a ready ``zarr.abc.store.Store`` instead of a url.
+        storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
+            (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
+        credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
+        keep_replaced: with ``overwrite``, leave the replaced checkpoint's objects for readers that still hold it.
+            Default: they are deleted after the commit, and such readers get CheckpointReplacedError.
+        portable_dtypes: keep bfloat16 and float8 as unsigned integers, for readers that know neither (default False).
+        compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec
+            (``docs/how-to/compression.md``); tensors are compressed, values are not.
+        max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
+            ``max_inflight_bytes``, but for 16 MiB).
+        min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks and are merged
+            into chunks of about ``fill_bytes``. Default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
+            merging, except where pieces fit no regular grid.
+        fill_bytes: the size of merged chunks (default: a quarter of a rank's mean part, 4 to 32 MiB).
+        subchunks: what chunks above 1 MiB are divided into: ``"blocks"`` of some rows and columns (default), or
+            ``"rows"``: faster, but whoever needs some columns reads all (``docs/how-to/speed.md``).
+        concurrency: exactly so many chunks and documents in transfer at once, a rank. Default: the store's own choice,
+            which leaves one processor to training (``docs/how-to/speed.md``).
+        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the copy (default 512 MiB, at least
+            one chunk).
+        durable: local files are synced to disk before the commit (default). Without meaning in object stores.
+        progress: called on each rank as ``progress(bytes_done, bytes_total)``, in the background's threads.
         keep_buffers: keep the memory of the copy for the next call, which then takes about a third of the time: new
-            memory is slow to touch, and slower to pin. False frees it, when this save is done.
-
-    The other arguments are those of :func:`zarrckpt.save`.
+            memory is slow to touch, and slower to pin (default). False frees it, when this save is done.
 
     Returns a future of :class:`SaveReport`; its ``result()`` raises what :func:`zarrckpt.save` would, the same on all
     ranks, what cannot be saved included. An error for which no one has asked the future is logged (logger
     ``zarrckpt``) by the next call, or at the end of the process. The save cannot be cancelled.
+
+    The call itself raises TypeError and ValueError for arguments that make no sense, StorageError for an unknown option
+    of the store, and CheckpointError where this torch cannot make a process group for the background.
     """
     writer = ZarrStorageWriter(
         url,

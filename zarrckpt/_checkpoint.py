@@ -432,8 +432,9 @@ class Checkpoint(Mapping[str, Any]):
     def diff(self, other: Checkpoint, *patterns: str, progress: Progress | None = None) -> Difference:
         """Compare with another checkpoint: keys, shapes, dtypes, values, and how far tensors are apart.
 
-        Their chunks, and their stores, may differ. Memory is bounded as in :meth:`stats`. ``patterns`` are those of
-        :meth:`select`; they must mean something in one of the two.
+        Their chunks, and their stores, may differ; so may floating dtypes: of a bfloat16 copy of float32 weights it
+        tells how many elements are not merely rounded. Memory is bounded as in :meth:`stats`. ``patterns`` are those
+        of :meth:`select`; they must mean something in one of the two.
         """
         from zarrckpt._numbers import Difference, tensor_differences
 
@@ -451,11 +452,13 @@ class Checkpoint(Mapping[str, Any]):
 
     def _changes(self, other: Checkpoint, names: Iterable[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
         """What differs without a look at numbers, as texts; and the tensors whose numbers can be compared."""
+        from zarrckpt._numbers import comparable
+
         arrays, others = self._catalog.root.tensors, other._catalog.root.tensors
         changed, same = {}, []
         for fqn in (name for name in names if name in self and name in other):
             one, two = (" ".join(ckpt.summary(fqn)[1:3]) for ckpt in (self, other))
-            if one == two and fqn in arrays and fqn in others:
+            if fqn in arrays and fqn in others and comparable(arrays[fqn], others[fqn]):
                 same.append(fqn)
             elif one != two or self._fingerprint(fqn) != other._fingerprint(fqn):
                 changed[fqn] = (one, two)

@@ -56,8 +56,8 @@ def own_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
     But a rank that was interrupted (KeyboardInterrupt, SystemExit) raises just that: an ``except CheckpointError`` must
     not swallow it.
 
-    The message is that of the lowest failed rank; a note names all of them. Any other exception becomes the cause of a
-    CheckpointError that names it.
+    The message is that of the lowest failed rank; where there are several ranks, a note names those that failed. Any
+    other exception becomes the cause of a CheckpointError that names it.
     """
     try:
         yield
@@ -68,11 +68,13 @@ def own_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
             raise mine[0] from None
         own = [(rank, error) for rank, (error, _) in failures if isinstance(error, CheckpointError)]
         ranks = ", ".join(str(rank) for rank, _ in failures)
+        alone = not in_use() or dist.get_world_size(group) == 1
         if own:
             error: CheckpointError = own[0][1]
-            error.add_note(f"(failed on rank {ranks})")
+            if not alone:
+                error.add_note(f"(failed on rank {ranks})")
             # Its own cause is the client's error; DCP's wrapper around it says nothing more.
             raise error from error.__cause__
         rank, (other, _) = failures[0]
-        text = f"rank {rank} failed with {type(other).__name__}: {other} (failed ranks: {ranks})"
-        raise CheckpointError(text) from other
+        said = f"{type(other).__name__}: {other}"
+        raise CheckpointError(said if alone else f"rank {rank} failed with {said} (failed ranks: {ranks})") from other

@@ -76,7 +76,7 @@ def refuse_existing(names: Iterable[str]) -> None:
     found = [name for name in names if os.path.lexists(name)]
     if found:
         raise StorageError(
-            f"{found[0]} exists already; nothing was written: export to another place, or overwrite (overwrite=True)"
+            f"{found[0]} exists already; nothing was written: export to another place, or pass overwrite=True"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -12,7 +12,8 @@ import numpy as np
 
 from zarrckpt._catalog import Catalog
 from zarrckpt._crew import run
-from zarrckpt._grid import Box
+from zarrckpt._documents import ArrayNode
+from zarrckpt._grid import Box, Grid
 from zarrckpt._memory import BytesBudget
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, Tally, read_box
 
@@ -47,9 +48,14 @@ class TensorStats:
 class TensorDifference:
     """How one tensor differs between two checkpoints; NaN where there is nothing to say.
 
-    ``unequal`` elements have other bits; ``max_abs`` and ``max_rel`` are the greatest difference, and that over the
-    greater of the two absolute values, of elements that are finite in both; ``cosine`` is that of the angle between
-    both tensors as vectors; ``rel_norm`` is the norm of their difference over the norm of the first.
+    ``unequal`` elements have other bits; where the dtypes differ, they are other numbers (NaN equals NaN, 0.0 is not
+    -0.0). ``max_abs`` and ``max_rel`` are the greatest difference, and that over the greater of the two absolute
+    values, of elements that are finite in both; ``cosine`` is that of the angle between both tensors as vectors;
+    ``rel_norm`` is the norm of their difference over the norm of the first.
+
+    ``dtypes`` are those of both tensors. Where they differ, ``beyond_rounding`` of the unequal elements are not
+    explained by a cast: neither value is the other one rounded to nearest even, or one is finite and the other is not.
+    In tensors of one dtype, that is all unequal elements.
     """
 
     count: int
@@ -58,6 +64,13 @@ class TensorDifference:
     max_rel: float
     cosine: float
     rel_norm: float
+    beyond_rounding: int
+    dtypes: tuple[str, str]
+
+    @property
+    def equal(self) -> bool:
+        """Whether both tensors have one dtype and the same bits."""
+        return not self.unequal and self.dtypes[0] == self.dtypes[1]
 
 
 @dataclass
@@ -120,7 +133,7 @@ def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | Non
         return moments
 
     found = {fqn: Moments() for fqn in fqns}
-    for fqn, moments in by_chunks(catalog, list(found), look, progress):
+    for fqn, moments in by_chunks(catalog, {fqn: catalog.root.tensors[fqn] for fqn in found}, look, progress):
         found[fqn].add(moments)
     return {fqn: moments.stats() for fqn, moments in found.items()}
 
@@ -131,6 +144,7 @@ class Sums:
 
     count: int = 0
     unequal: int = 0
+    beyond_rounding: int = 0
     max_abs: float = math.nan
     max_rel: float = math.nan
     products: float = 0.0
@@ -140,17 +154,20 @@ class Sums:
 
     def add(self, one: Numbers, other: Numbers) -> None:
         self.count += one.size
-        self.unequal += _unequal(one, other)
-        a, b = doubles(one), doubles(other)
+        unequal, beyond_rounding = _unequal(one, other)
+        self.unequal += unequal
+        self.beyond_rounding += beyond_rounding
+        a, b = _vector(one), _vector(other)
         both = np.isfinite(a) & np.isfinite(b)
         a, b = a[both], b[both]
         if len(a):
             apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
-            self.merge(float(apart.max()), float(np.divide(apart, size, out=np.zeros_like(a), where=size > 0).max()))
+            rel = np.divide(apart, size, out=np.zeros_like(apart), where=size > 0)
+            self.merge(float(apart.max()), float(rel.max()))
             self.apart += float(apart @ apart)
-            self.products += float(a @ b)
-            self.ones += float(a @ a)
-            self.others += float(b @ b)
+            self.products += float(np.vdot(a, b).real)
+            self.ones += float(np.vdot(a, a).real)
+            self.others += float(np.vdot(b, b).real)
 
     def merge(self, max_abs: float, max_rel: float) -> None:
         self.max_abs = float(np.fmax(self.max_abs, max_abs))
@@ -159,16 +176,18 @@ class Sums:
     def join(self, other: Sums) -> None:
         self.count += other.count
         self.unequal += other.unequal
+        self.beyond_rounding += other.beyond_rounding
         self.merge(other.max_abs, other.max_rel)
         self.products += other.products
         self.ones += other.ones
         self.others += other.others
         self.apart += other.apart
 
-    def difference(self) -> TensorDifference:
+    def difference(self, dtypes: tuple[str, str]) -> TensorDifference:
         length = math.sqrt(self.ones) * math.sqrt(self.others)
         cosine = self.products / length if length else math.nan
-        return TensorDifference(self.count, self.unequal, self.max_abs, self.max_rel, cosine, self._rel_norm())
+        measures = self.max_abs, self.max_rel, cosine, self._rel_norm()
+        return TensorDifference(self.count, self.unequal, *measures, self.beyond_rounding, dtypes)
 
     def _rel_norm(self) -> float:
         if not self.apart:
@@ -179,7 +198,7 @@ class Sums:
 def tensor_differences(
     one: Catalog, other: Catalog, fqns: Iterable[str], progress: Progress | None = None
 ) -> dict[str, TensorDifference]:
-    """Compare tensors that both have with one shape and dtype, whatever their chunks; memory is bounded."""
+    """Compare tensors that :func:`comparable` takes, whatever their chunks; memory is bounded."""
 
     def look(fqn: str, box: Box) -> Sums:
         sums = Sums()
@@ -188,16 +207,35 @@ def tensor_differences(
         return sums
 
     found = {fqn: Sums() for fqn in fqns}
-    for fqn, sums in by_chunks(one, list(found), look, progress):
+    for fqn, sums in by_chunks(one, {fqn: wider(one, other, fqn) for fqn in found}, look, progress):
         found[fqn].join(sums)
-    return {fqn: sums.difference() for fqn, sums in found.items()}
+    return {fqn: sums.difference(dtypes_of(one, other, fqn)) for fqn, sums in found.items()}
+
+
+def comparable(one: ArrayNode, other: ArrayNode) -> bool:
+    """Whether two tensors have one shape, and numbers that can be compared: one dtype, or two of a floating kind."""
+    a, b = one.dtype, other.dtype
+    return one.grid.shape == other.grid.shape and (a == b or (a.kind == b.kind and a.kind in ("float", "complex")))
+
+
+def wider(one: Catalog, other: Catalog, fqn: str) -> ArrayNode:
+    """Of two tensors the one whose elements take more memory; the first, where they take as much."""
+    nodes = one.root.tensors[fqn], other.root.tensors[fqn]
+    return max(nodes, key=lambda node: node.dtype.itemsize)
+
+
+def dtypes_of(one: Catalog, other: Catalog, fqn: str) -> tuple[str, str]:
+    return one.root.tensors[fqn].dtype.name, other.root.tensors[fqn].dtype.name
 
 
 def by_chunks(
-    catalog: Catalog, fqns: Sequence[str], look: Callable[[str, Box], Part], progress: Progress | None
+    catalog: Catalog, nodes: Mapping[str, ArrayNode], look: Callable[[str, Box], Part], progress: Progress | None
 ) -> list[tuple[str, Part]]:
-    """What ``look`` makes of the box of every chunk of some tensors: as many at a time as fit in memory."""
-    nodes, memory = {fqn: catalog.root.tensors[fqn] for fqn in fqns}, BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
+    """What ``look`` makes of the box of every chunk of some nodes: as many at a time as fit in memory.
+
+    There is room for two tensors of the nodes' dtypes.
+    """
+    memory = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
     tally = Tally(sum(node.nbytes for node in nodes.values()), progress)
 
     def job(fqn: str, box: Box) -> tuple[str, Part]:
@@ -208,13 +246,12 @@ def by_chunks(
         tally.add(nbytes)
         return fqn, found
 
-    jobs = (partial(job, fqn, box) for fqn in fqns for box in _boxes(catalog, fqn))
+    jobs = (partial(job, fqn, box) for fqn, node in nodes.items() for box in _boxes(node.grid))
     with catalog.guard():
         return run(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
 
 
-def _boxes(catalog: Catalog, fqn: str) -> Iterator[Box]:
-    grid = catalog.root.tensors[fqn].grid
+def _boxes(grid: Grid) -> Iterator[Box]:
     for chunk in grid.chunks_of(Box((0,) * len(grid.shape), grid.shape)):
         yield grid.chunk_box(chunk)
 
@@ -231,10 +268,44 @@ def blocks(*arrays: Numbers) -> Iterator[tuple[Numbers, ...]]:
         yield tuple(array[begin : begin + _BLOCK] for array in arrays)
 
 
-def _unequal(one: Numbers, other: Numbers) -> int:
-    """How many elements have other bits."""
-    words = np.dtype(f"u{min(one.dtype.itemsize, 8)}")
-    return int((one.view(words) != other.view(words)).reshape(len(one), -1).any(axis=1).sum())
+def _unequal(one: Numbers, other: Numbers) -> tuple[int, int]:
+    """How many elements differ, and how many of those by more than the rounding of a cast."""
+    if one.dtype == other.dtype:
+        words = np.dtype(f"u{min(one.dtype.itemsize, 8)}")
+        count = int((one.view(words) != other.view(words)).reshape(len(one), -1).any(axis=1).sum())
+        return count, count
+    one, other = _parts(one), _parts(other)
+    a, b = doubles(one), doubles(other)
+    differ = _differ(a, b)
+    rounded = _is_cast(one, other) | _is_cast(other, one)
+    apart = differ & (~rounded | (np.isfinite(a) != np.isfinite(b)))
+    return int(differ.any(axis=1).sum()), int(apart.any(axis=1).sum())
+
+
+def _parts(values: Numbers) -> Numbers:
+    """Floating numbers one in a row; of complex ones both parts in a row."""
+    dtype = values.real.dtype
+    return values.view(dtype).reshape(len(values), -1)
+
+
+def _differ(one: Numbers, other: Numbers) -> Numbers:
+    """Where numbers of one dtype are not the same, NaN apart."""
+    words = np.dtype(f"u{one.dtype.itemsize}")
+    differ: Numbers = (one.view(words) != other.view(words)) & ~(np.isnan(one) & np.isnan(other))
+    return differ
+
+
+def _is_cast(values: Numbers, found: Numbers) -> Numbers:
+    """Where ``found`` is what a cast makes of ``values``: directly or, as some libraries do, by way of float32."""
+    same = ~_differ(values.astype(found.dtype), found)
+    if values.dtype == np.float64:
+        same |= ~_differ(values.astype(np.float32).astype(found.dtype), found)
+    return same
+
+
+def _vector(values: Numbers) -> Numbers:
+    """Numbers as doubles; complex ones as complex ones of doubles."""
+    return values.astype(np.complex128) if values.dtype.kind == "c" else doubles(values)
 
 
 def doubles(values: Numbers) -> Numbers:
@@ -251,10 +322,10 @@ class Difference:
     only_here: tuple[str, ...]
     only_there: tuple[str, ...]
     changed: dict[str, tuple[str, str]]
-    """Values that differ, and tensors with another shape or dtype, as texts: here and there."""
+    """Values that differ, and tensors whose numbers cannot be compared, as texts: here and there."""
     tensors: dict[str, TensorDifference]
-    """The tensors that both have with one shape and dtype."""
+    """The tensors that both have with one shape, and with one dtype or two of a floating kind."""
 
     def __bool__(self) -> bool:
         some = self.only_here or self.only_there or self.changed
-        return not some and not any(item.unequal for item in self.tensors.values())
+        return not some and all(item.equal for item in self.tensors.values())

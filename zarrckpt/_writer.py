@@ -300,6 +300,8 @@ class ZarrStorageWriter(StorageWriter):
         _commit.commit(store, attempt, root)
         _commit.clean_after(store, attempt, keep_replaced=self._keep_replaced)
         metadata.storage_data = dataclasses.replace(report, seconds=time.monotonic() - self._started)
+        if not root.entries:
+            warnings.warn(f"the checkpoint saved to {store.url} has no entry: the state was empty", stacklevel=2)
 
 
 def _warn_of(differing: Mapping[str, Sequence[int]]) -> None:

@@ -48,7 +48,7 @@ def check_target(path: str, overwrite: bool) -> None:
     if not os.path.isdir(folder):
         raise StorageError(f"{path} cannot be written: there is no folder {folder}; make it first")
     if os.path.lexists(path) and not overwrite:
-        raise StorageError(f"{path} exists already; nothing was read: pass overwrite=True (--overwrite) to replace it")
+        raise StorageError(f"{path} exists already; nothing was read: pass overwrite=True to replace it")
     if os.path.exists(path) and not os.path.isfile(path):
         raise StorageError(f"{path} is no file that a page could replace: name another one")
     if not os.access(folder, os.W_OK):

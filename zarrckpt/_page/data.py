@@ -15,7 +15,7 @@ import numpy as np
 from zarrckpt._catalog import Catalog
 from zarrckpt._documents import ArrayNode
 from zarrckpt._info import CheckpointInfo, value_text
-from zarrckpt._numbers import TensorDifference
+from zarrckpt._numbers import TensorDifference, wider
 from zarrckpt._page.histogram import Histogram
 from zarrckpt._page.layout import Layouts
 from zarrckpt._page.values import Extreme, Look, look_at, look_at_both
@@ -63,10 +63,10 @@ class Numbers:
 
 
 def numbers_of(sides: Sequence[Side], same: Sequence[str], progress: Progress | None) -> Numbers:
-    """Read all tensors of the sides once, and compare those named in ``same``, which have one shape and dtype."""
+    """Read all tensors of the sides once, and compare those named in ``same``, whose numbers can be compared."""
     both = set(same)
     rest = [[fqn for fqn in side.tensors if fqn not in both] for side in sides]
-    amounts = [sum(sides[0].tensors[fqn].nbytes for fqn in same)]
+    amounts = [sum(wider(sides[0].catalog, sides[1].catalog, fqn).nbytes for fqn in same)]
     amounts += [sum(side.tensors[fqn].nbytes for fqn in names) for side, names in zip(sides, rest, strict=True)]
 
     def part(number: int) -> Progress | None:
@@ -119,18 +119,20 @@ def _side(side: Side, layouts: Layouts) -> Json:
 def _tensor(fqn: str, sides: Sequence[Side], layouts: Sequence[Layouts], found: Numbers | None, in_both: bool) -> Json:
     nodes = [side.tensors.get(fqn) for side in sides]
     one_grid = len({node.grid for node in nodes if node is not None}) == 1
+    # Of two that were compared, the chunks with NaN and inf are known by the grid of one.
+    counted = wider(sides[0].catalog, sides[1].catalog, fqn) if in_both else None
     looks: list[Json | None] = []
     for number, node in enumerate(nodes):
         look = found.looks[number].get(fqn) if found is not None else None
-        shown = None if look is None else _look(look, with_chunks=not (number and in_both) or one_grid)
+        shown = None if look is None else _look(look, with_chunks=one_grid or counted in (None, node))
         part = layouts[number]
         looks.append(None if node is None else {"layout": part.number(node), "look": shown})
     tensor: Json = {"name": fqn, "sides": looks}
     if in_both and found is not None:
-        tensor["difference"] = {
-            name: _number(value) for name, value in dataclasses.asdict(found.differences[fqn]).items()
-        }
-    elif in_both:
+        measures = dataclasses.asdict(found.differences[fqn])
+        dtypes = measures.pop("dtypes")
+        tensor["difference"] = {name: _number(value) for name, value in measures.items()} | {"dtypes": dtypes}
+    elif in_both and len({node.dtype for node in nodes if node is not None}) == 1:
         tensor["equal"] = _equal_bytes(sides, fqn)
     return tensor
 

@@ -27,6 +27,7 @@ function changeText(tensor) {
 const STATUS_TEXT = {
   changed: 'changed',
   equal: 'equal bit for bit',
+  rounded: 'only rounded to another dtype',
   differs: 'other shape or dtype',
   A: 'only in A',
   B: 'only in B',
@@ -121,6 +122,14 @@ function changes(tensor) {
           el('th', { scope: 'row' }, 'elements that differ'),
           el('td', {}, `${countText(found.unequal)} (${shareText(found.unequal, found.count)})`),
         ),
+        found.dtypes[0] === found.dtypes[1]
+          ? null
+          : el(
+              'tr',
+              { title: `what a cast between ${found.dtypes.join(' and ')} does not explain` },
+              el('th', { scope: 'row' }, 'by more than rounding'),
+              el('td', {}, `${countText(found.beyond_rounding)} (${shareText(found.beyond_rounding, found.count)})`),
+            ),
       ),
     ),
   );

@@ -65,7 +65,9 @@ function tiles(info) {
 /** What was found by comparing. */
 function comparison(tensors, infos) {
   const count = (status) => tensors.filter((tensor) => tensor.status === status).length;
-  const greatest = tensors.filter((tensor) => Number.isFinite(tensor.change)).sort((a, b) => b.change - a.change)[0];
+  const greatest = tensors
+    .filter((tensor) => tensor.status === 'changed' && Number.isFinite(tensor.change))
+    .sort((a, b) => b.change - a.change)[0];
   const values = DATA.entries.filter((entry) => entry.changed || entry.sides.includes(null)).length;
   return el(
     'div',
@@ -76,6 +78,7 @@ function comparison(tensors, infos) {
       greatest && greatest.change ? `by ${numberText(greatest.change, 3)} at most, relative` : null,
     ),
     tile('Equal bit for bit', countText(count('equal'))),
+    count('rounded') ? tile('Only rounded', countText(count('rounded')), 'to another dtype') : null,
     count('unknown') ? tile('Not compared', countText(count('unknown')), 'other chunks, and no values read') : null,
     tile('Other shape or dtype', countText(count('differs'))),
     tile('Only in A', countText(count('A'))),

@@ -37,7 +37,11 @@ function tensorOf(given, order) {
 }
 
 function statusOf(given) {
-  if (given.difference) return given.difference.unequal ? 'changed' : 'equal';
+  if (given.difference) {
+    const { unequal, beyond_rounding, dtypes } = given.difference;
+    if (dtypes[0] === dtypes[1]) return unequal ? 'changed' : 'equal';
+    return beyond_rounding ? 'changed' : 'rounded';
+  }
   if (given.equal === undefined) return 'differs';
   return given.equal === null ? 'unknown' : given.equal ? 'equal' : 'changed';
 }

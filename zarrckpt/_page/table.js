@@ -133,7 +133,14 @@ function byImportance(one, other) {
   );
 }
 
-const BY_STATUS = { changed: 'Changed', equal: 'Equal', differs: 'Shape or dtype', A: 'Only in A', B: 'Only in B' };
+const BY_STATUS = {
+  changed: 'Changed',
+  rounded: 'Only rounded',
+  equal: 'Equal',
+  differs: 'Shape or dtype',
+  A: 'Only in A',
+  B: 'Only in B',
+};
 const TEXTS = new Set(['name', 'dtype']);
 
 /** The kinds of tensors that there are, as options of a choice: [name, text, count]. */

@@ -20,7 +20,9 @@ from zarrckpt._numbers import (
     blocks,
     by_chunks,
     doubles,
+    dtypes_of,
     read_part,
+    wider,
 )
 from zarrckpt._page.histogram import Histogram
 from zarrckpt._transfer import Progress
@@ -182,16 +184,16 @@ def look_at(catalog: Catalog, fqns: Sequence[str], progress: Progress | None) ->
             begin += len(block)
         found.add(fqn, part)
 
-    by_chunks(catalog, fqns, look, progress)
+    by_chunks(catalog, {fqn: catalog.root.tensors[fqn] for fqn in fqns}, look, progress)
     return found.looks
 
 
 def look_at_both(
     one: Catalog, other: Catalog, fqns: Sequence[str], progress: Progress | None
 ) -> tuple[dict[str, Look], dict[str, Look], dict[str, TensorDifference]]:
-    """Look at tensors that both have with one shape and dtype, and compare them. Each is read once.
+    """Look at tensors that both have and that can be compared, and compare them. Each is read once.
 
-    The second one's broken elements are counted by the first one's chunks.
+    Broken elements of both are counted by the chunks of the :func:`wider` one.
     """
     ones, others = _Gatherings(one, fqns), _Gatherings(other, fqns)
     sums = {fqn: Sums() for fqn in fqns}
@@ -207,6 +209,7 @@ def look_at_both(
         others.add(fqn, b)
         return part
 
-    for fqn, part in by_chunks(one, fqns, look, progress):
+    for fqn, part in by_chunks(one, {fqn: wider(one, other, fqn) for fqn in fqns}, look, progress):
         sums[fqn].join(part)
-    return ones.looks, others.looks, {fqn: part.difference() for fqn, part in sums.items()}
+    found = {fqn: part.difference(dtypes_of(one, other, fqn)) for fqn, part in sums.items()}
+    return ones.looks, others.looks, found

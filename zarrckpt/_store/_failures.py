@@ -14,14 +14,57 @@ _BEGIN, _END = 300, 700
 # obstore appends the same facts once more, as a Rust structure over many lines.
 _DETAILS = "\n\nDebug source"
 
+_SERVER = re.compile(r"https?://[^/\s\"]+")
+_FAULTS = [
+    (re.compile(words), sentence)
+    for words, sentence in (
+        (r"ConnectionRefused", "nothing listens at {}. Check the endpoint's host and port, and that the server runs"),
+        (r"dns error|gaierror", "the host of {} is not known. Check the endpoint's name, and the network"),
+        (r"InvalidContentType", "{} does not speak TLS. Check the endpoint: for plain HTTP it begins with http://"),
+        (
+            r"InvalidCertificate",
+            "the certificate of {} is not trusted. Check the endpoint, or pass the authority as root_certificate",
+        ),
+        (r"\bParse\(|NotHttpError", "{} does not answer in HTTP. Check the endpoint: for TLS it begins with https://"),
+        (
+            r"ConnectionReset|IncompleteMessage",
+            "{} closed the connection without an answer. Check the endpoint (for TLS it begins with https://), the "
+            "server and the network",
+        ),
+        (
+            r"<Code>NoSuchBucket</Code>|\(NoSuchBucket\)",
+            "{} has no such bucket (NoSuchBucket). Check that the bucket exists, and that the endpoint and the region "
+            "are its own",
+        ),
+    )
+]
+"""What obstore and s3fs write, in details that nobody reads, of what is wrong with an address -> what to say."""
+
+_NO_ANSWER = re.compile(r"kind: (Connect|Interrupted)\b|IncompleteMessage|\bParse\(|^\w+: ")
+"""In what obstore writes, and at the beginning of what our own requests do: no server has answered."""
+
 _ERROR_DOCUMENT = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?</Error>", re.DOTALL)
 
 
 def storage_error(what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "") -> StorageError:
     """A StorageError with a scrubbed reason and a scrubbed cause."""
-    failure = StorageError(f"{what} in {url} failed: {reason(error, known)}{'. ' + hint if hint else ''}")
+    said = _address_fault(error, known) or f"{reason(error, known)}{'. ' + hint if hint else ''}"
+    failure = StorageError(f"{what} in {url} failed: {said}")
     failure.__cause__ = clean_cause(error, known)
     return failure
+
+
+def no_answer(error: BaseException) -> bool:
+    """Whether a request failed before any server answered it: nobody is there, or nobody that speaks this protocol."""
+    return _NO_ANSWER.search(str(error)) is not None
+
+
+def _address_fault(error: BaseException, known: Sequence[str]) -> str:
+    """A sentence for what is usually a wrong address, with the next step; "" for anything else."""
+    text = scrub(f"{error} {error.__cause__ or ''}", known)
+    server = _SERVER.search(text)
+    found = (sentence for words, sentence in _FAULTS if words.search(text))
+    return next(found, "").format(server[0] if server else "the server")
 
 
 def not_found(key: str, url: str, error: BaseException | None = None, known: Sequence[str] = ()) -> ObjectNotFoundError:

@@ -3,7 +3,8 @@
 A put is one request, and of a large object a multipart upload of several parts at once; neither copies its buffers.
 Puts and reads may be repeated at no risk: they wait at a :class:`~zarrckpt._store._gate.Gate`, which learns from
 their failures, and are repeated by :class:`~zarrckpt._store._retries.Retries`. Conditional puts, listings and deletes
-are repeated by obstore alone. Where a server has no conditional puts, :mod:`zarrckpt._store._guard` takes over.
+are repeated by obstore alone. Until a server has answered once, all are repeated for a second at most: its address may
+be wrong. Where a server has no conditional puts, :mod:`zarrckpt._store._guard` takes over.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ _LEAST_AT_ONCE = 4
 _DELETES_AT_ONCE = 16
 _DOUBT = 3
 """Before this attempt, or after the last one, the object's size is looked at: a range behind its end always fails."""
+
+_FIRST_PAUSES = (0.05, 0.1, 0.2, 0.4)
+"""Seconds between the attempts to reach a server that has not answered this process yet."""
 
 _BUCKET_HINT = "Check that the bucket (or container) exists and that the endpoint and the region are its own"
 _ACCESS_HINT = "Check the credentials, and what they allow"
@@ -232,10 +236,16 @@ class ObstoreStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         what = f"listing {prefix!r}"
-        stream = self._run(what, lambda: obstore.list(self._bucket.store, self._folder(prefix)))
-        while batch := self._run(what, lambda: next(stream, None)):
+
+        def begin() -> tuple[Any, Any]:
+            stream = obstore.list(self._bucket.store, self._folder(prefix))
+            return stream, next(stream, None)
+
+        stream, batch = self._run(what, begin)
+        while batch:
             for item in batch:
                 yield ObjectInfo(item["path"].removeprefix(f"{self._client.prefix}/"), item["size"])
+            batch = self._run(what, lambda: next(stream, None))
 
     def list_dir(self, prefix: str = "") -> Listing:
         def fetch() -> Any:
@@ -290,7 +300,7 @@ class ObstoreStore(Store):
     @cached_property
     def _at_prefix(self) -> Any:
         """A client of obstore that knows nothing but this place."""
-        return self._bucket.make(prefix=self._client.prefix or None, retry_config=self._bucket.store.retry_config)
+        return self._bucket.make(prefix=self._client.prefix or None, retry_config=self._bucket.retry_config)
 
     # -- calls, with our own errors
 
@@ -360,13 +370,32 @@ class ObstoreStore(Store):
     def _run(self, what: str, call: Callable[[], T]) -> T:
         check_fork()
         try:
-            return call()
+            return call() if self._bucket.answered else self._first(call)
         except CheckpointError:
             raise
         except Exception as error:
             failure = self.failure(what, error)
         # Outside of the handler: an exception's context would keep the client's unscrubbed text.
         raise failure
+
+    def _first(self, call: Callable[[], T]) -> T:
+        """A call to a server that has not answered yet: a wrong address is told within a second or so."""
+        deadline = time.monotonic() + sum(_FIRST_PAUSES)
+        for pause in (*_FIRST_PAUSES, None):
+            try:
+                result = call()
+            except (client_errors.GenericError, TransferError) as error:
+                if not _failures.no_answer(error):
+                    break
+                if pause is None or time.monotonic() > deadline:
+                    raise
+                time.sleep(pause)
+            else:
+                self._bucket.note_answer()
+                return result
+        # It is there, and busy: from now on as ``retry_config`` says.
+        self._bucket.note_answer()
+        return call()
 
 
 def _hint(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from zarrckpt._store._aws_credentials import StaticCredentials
 from zarrckpt._store._direct import DirectReads, direct_reads
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._guard import Honoured, honoured_by
-from zarrckpt._store._options import Translated
+from zarrckpt._store._options import RETRY, Translated
 from zarrckpt._store._retries import Retries
 from zarrckpt._store._s3_uploads import S3Uploads, s3_uploads
 from zarrckpt._store._secrets import redact_url, secret_values
@@ -31,6 +31,9 @@ _READ_BY_OBSTORE = re.compile("aws_|ssl_cert_|(http|https|all|no)_proxy$", re.IG
 _NO_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")
 """In a path: what obstore takes in no object's key."""
 
+_answered: set[str] = set()
+"""The servers and buckets that have answered this process."""
+
 _SHARED = 8
 """The clients of so many buckets, or settings, are kept for the next store."""
 
@@ -40,32 +43,57 @@ _NOBODY = {"access_key_id": "nobody", "secret_access_key": "nobody", "token": No
 class Bucket:
     """obstore's clients of a whole bucket, which differ in how they repeat failed requests, and their connections."""
 
-    def __init__(self, make: Callable[..., Any], retry: Mapping[str, Any]) -> None:
+    def __init__(self, make: Callable[..., Any], retry: Mapping[str, Any], server: str) -> None:
         self.make = make
         """Makes another one from ``retry_config``, below ``prefix``."""
-        self.store = make(retry_config=retry)
-        """Repeats failed requests as ``retry_config`` says."""
+        self._persistent = make(retry_config=retry)
+        self._server = server
+        # Who says how often to repeat means the first request, too.
+        self._repeats_first = retry != RETRY
+
+    @property
+    def answered(self) -> bool:
+        """Whether the server has answered this process: then it is there, and failures are worth repeating."""
+        return self._repeats_first or self._server in _answered
+
+    def note_answer(self) -> None:
+        _answered.add(self._server)
+
+    @property
+    def store(self) -> Any:
+        """Repeats failed requests as ``retry_config`` says, once the server has :attr:`answered`."""
+        return self._persistent if self.answered else self.once
+
+    @property
+    def retry_config(self) -> Any:
+        """All of it, with obstore's defaults."""
+        return self._persistent.retry_config
 
     @cached_property
     def retries(self) -> Retries:
         """The rules of ``retry_config``, for :meth:`turns`."""
-        return Retries.of(self.store.retry_config)
+        return Retries.of(self.retry_config)
 
     def turns(self) -> Iterator[Any]:
-        """A client for each attempt of a request: some that fail at once, then one that does what is left by itself."""
-        for _ in range(self.retries.quick):
-            yield self.once
-        if self.retries.left >= 0:
-            yield self._last
+        """A client for each attempt of a request: some that fail at once, then one that does what is left by itself.
+
+        A single attempt where the server has not :attr:`answered` yet.
+        """
+        yield self.once
+        if self.answered:
+            for _ in range(self.retries.quick - 1):
+                yield self.once
+            if self.retries.left >= 0:
+                yield self._last
 
     @cached_property
     def once(self) -> Any:
         """Fails at once."""
-        return self.make(retry_config={**self.store.retry_config, "max_retries": 0})
+        return self.make(retry_config={**self.retry_config, "max_retries": 0})
 
     @cached_property
     def _last(self) -> Any:
-        return self.make(retry_config={**self.store.retry_config, "max_retries": self.retries.left})
+        return self.make(retry_config={**self.retry_config, "max_retries": self.retries.left})
 
 
 @dataclass(frozen=True)
@@ -148,7 +176,7 @@ _OPENERS: dict[str, Callable[[Place, Mapping[str, Any], Any, Sequence[str]], Cli
 
 def _new_bucket(kind: Callable[..., Any], bucket: str, out: Translated) -> Bucket:
     fixed = {"config": out.config, "client_options": out.client, "credential_provider": out.credential_provider}
-    return Bucket(partial(kind, bucket, **fixed), out.retry)
+    return Bucket(partial(kind, bucket, **fixed), out.retry, f"{kind.__name__} {out.config.get('endpoint')} {bucket}")
 
 
 def _s3_bucket(bucket: str, out: Translated) -> Bucket:

@@ -93,7 +93,7 @@ class Translator:
         if lower in self.elsewhere:
             raise StorageError(f"{where}[{name!r}] cannot be served here: {self.elsewhere[lower]}")
         near = difflib.get_close_matches(bare, table, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(sorted(table))}"
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(sorted(table))}."
         raise StorageError(
             f"{where}[{name!r}] is not known for {self.cloud}: {hint} Or use fsspec's own filesystem, "
             "with all its options, by storage_options={'backend': 'fsspec', ...}"

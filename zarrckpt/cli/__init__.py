@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import signal
@@ -33,6 +34,9 @@ _COMMANDS = {
     "recover": "care",
     "rm": "care",
 }
+
+# What other tools call them, where that does not look alike.
+_OTHER_NAMES = {"remove": "rm", "delete": "rm", "compare": "diff", "show": "cat", "check": "verify"}
 
 EXAMPLES = """\b
 Examples:
@@ -90,13 +94,28 @@ class _Commands(click.Group):
         command: click.Command = getattr(module, f"{cmd_name}_" if cmd_name == "import" else cmd_name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as err:
+            near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+            meant = _OTHER_NAMES.get(args[0]) or next(iter(near), None)
+            if meant is None:
+                raise
+            raise click.UsageError(f"{err.message} Did you mean {meant}?", ctx) from err
+
     def invoke(self, ctx: click.Context) -> Any:
         if os.environ.get("NO_COLOR"):
             ctx.color = False
         try:
             return super().invoke(ctx)
         except CheckpointError as err:
-            click.echo(f"zarrckpt: {type(err).__name__}: {err}", err=True)
+            from zarrckpt.cli._wording import in_options
+
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            click.echo(f"zarrckpt: {type(err).__name__}: {in_options(str(err), command)}", err=True)
             ctx.exit(3)
         except KeyboardInterrupt:
             _leave()

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -67,11 +68,25 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(command)
 
 
+def header_option(command: F) -> F:
+    """``--header``, for commands that print a table: see :func:`print_table`."""
+
+    def note(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+        ctx.meta[_HEADER] = given
+
+    said = "Into a pipe, too: begin with the names of the columns."
+    return click.option("--header", is_flag=True, expose_value=False, callback=note, help=said)(command)
+
+
+_HEADER = "zarrckpt.header"
+
+
 def opened(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterable[str] = ()) -> Checkpoint:
     """The checkpoint at a url, or the part of it that patterns mean."""
     import zarrckpt
 
-    ckpt = zarrckpt.open(url, storage_options=storage_options)
+    with hints(url):
+        ckpt = zarrckpt.open(url, storage_options=storage_options)
     wanted = tuple(patterns)
     return ckpt.select(*wanted) if wanted else ckpt
 
@@ -79,6 +94,30 @@ def opened(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterab
 def opened_beside(url: str, target_options: Mapping[str, Any] | None, first: Mapping[str, Any] | None) -> Checkpoint:
     """The checkpoint at a second url; without options of its own, and no local path, with those of the first."""
     return opened(url, first if target_options is None and "://" in url else target_options)
+
+
+@contextmanager
+def hints(url: str) -> Iterator[None]:
+    """Where there are other libraries' files at the url, and no checkpoint, its error says so."""
+    from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError
+
+    try:
+        yield
+    except (CheckpointNotFoundError, ForeignObjectsError) as err:
+        if said := _files_of_others(url):
+            raise type(err)(f"{err}. {said}: `zarrckpt import {url} URL` saves it as a checkpoint") from err
+        raise
+
+
+def _files_of_others(url: str) -> str:
+    """What other libraries have at a local path, for people; "" where there is nothing of the kind."""
+    place = Path(url)
+    if place.is_file():
+        kinds = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin"), "PyTorch")}
+        return f"It is a {kinds[place.suffix]} file" if place.suffix in kinds else ""
+    if (place / ".metadata").is_file():
+        return "It is a folder of torch.distributed.checkpoint"
+    return "It is a folder of safetensors files" if any(place.glob("*.safetensors")) else ""
 
 
 def say(text: str, **more: Any) -> None:
@@ -110,13 +149,14 @@ def _plain(value: Any) -> Any:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = (), cut: str | None = None
 ) -> None:
-    """Aligned columns; into a pipe, tabs between them and no header.
+    """Aligned columns; into a pipe, tabs between them, and a header with ``--header`` alone.
 
     Where the terminal is narrower than the table, the cells of the column ``cut`` are shortened.
     """
     listed = [list(map(one_line, row)) for row in rows]
     if not sys.stdout.isatty():
-        for row in listed:
+        headed = click.get_current_context().meta.get(_HEADER)
+        for row in [columns, *listed] if headed else listed:
             click.echo("\t".join(row))
         return
     if not listed:

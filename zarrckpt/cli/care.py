@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt.cli._common import json_option, opened, print_json, print_table, progress_bar, say, store_options
+from zarrckpt.cli._common import (
+    header_option,
+    hints,
+    json_option,
+    opened,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    store_options,
+)
 
 if TYPE_CHECKING:
     from zarrckpt._cleaning import RecoverReport
@@ -17,6 +27,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Only list: what is missing, or has another size.")
+@header_option
 @json_option
 @store_options
 def verify(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:
@@ -58,7 +69,8 @@ def doctor(url: str, as_json: bool, storage_options: Any) -> None:
     """
     from zarrckpt._cleaning import examine
 
-    found = examine(url, storage_options=storage_options)
+    with hints(url):
+        found = examine(url, storage_options=storage_options)
     if as_json:
         print_json(dataclasses.asdict(found))
     else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zarrckpt.cli._common import (
+    header_option,
     json_option,
     opened,
     opened_beside,
@@ -32,6 +33,7 @@ _ORDERS = ("name", "nan", "inf", "min", "max", "mean", "std", "norm", "zeros")
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--sort", type=click.Choice(_ORDERS), default="name", help="Greatest first, or as saved (name).")
+@header_option
 @json_option
 @store_options
 def stats(url: str, patterns: tuple[str, ...], sort: str, as_json: bool, storage_options: Any) -> None:
@@ -78,6 +80,7 @@ def _share(part: int, whole: int) -> str:
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--all", "everything", is_flag=True, help="List equal tensors, too.")
 @partial(target_options, said="An option of B's store (default: A's, but for a local path); -o is A's.")
+@header_option
 @json_option
 @store_options
 def diff(
@@ -91,7 +94,8 @@ def diff(
 ) -> None:
     """Compare two checkpoints: keys, shapes, dtypes, values, and how far tensors are apart.
 
-    Exits with 1 where they differ. Chunks may differ: numbers are compared.
+    Exits with 1 where they differ. Chunks may differ: numbers are compared. So may floating dtypes: then "beyond
+    rounding" counts the elements that are more than rounded, and a difference in dtype alone counts as one.
 
     \b
     Examples:
@@ -116,15 +120,20 @@ def _print_difference(found: Difference, everything: bool) -> None:
             say(f"{mark} {name}")
     for name, (here, there) in found.changed.items():
         say(f"! {name}: {here} -> {there}")
-    unequal = [name for name, item in found.tensors.items() if item.unequal]
-    rows = [(name, *_cells(item)) for name, item in found.tensors.items() if everything or item.unequal]
-    columns = ("name", "unequal", "max abs", "max rel", "cosine")
-    print_table(columns, rows, right=columns[1:])
+    rows = [(name, *_cells(item)) for name, item in found.tensors.items() if everything or not item.equal]
+    columns = ("name", "unequal", "max abs", "max rel", "cosine", "dtype", "beyond rounding")
+    print_table(columns, rows, right=[*columns[1:5], columns[6]])
+    unequal = [item for item in found.tensors.values() if not item.equal]
     same = f"{count_text(len(found.tensors) - len(unequal), 'tensor')} equal, {len(unequal):,} not"
+    rounded = sum(not item.beyond_rounding for item in unequal)
+    if rounded:
+        same += f" ({rounded:,} only rounded to another dtype)"
     others = f"{count_text(len(found.changed), 'other entry', 'other entries')} changed"
     click.echo(f"{same}; {others}; {len(found.only_here):,} only in A, {len(found.only_there):,} only in B", err=True)
 
 
 def _cells(item: TensorDifference) -> tuple[str, ...]:
     cosine = "-" if math.isnan(item.cosine) else f"{item.cosine:.9f}"
-    return _share(item.unequal, item.count), shown(item.max_abs), shown(item.max_rel), cosine
+    here, there = item.dtypes
+    dtypes = (here, "-") if here == there else (f"{here} -> {there}", f"{item.beyond_rounding:,}")
+    return _share(item.unequal, item.count), shown(item.max_abs), shown(item.max_rel), cosine, *dtypes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt.cli._common import json_option, print_json, progress_bar, store_options
+from zarrckpt.cli._common import hints, json_option, print_json, progress_bar, store_options
 
 if TYPE_CHECKING:
     from zarrckpt._export import ExportReport
@@ -71,7 +71,8 @@ def export(
     from zarrckpt._info import count_text, size_text
 
     kind = format_ or ("torch" if PurePath(target).suffix in _TORCH_SUFFIXES else "safetensors")
-    ckpt = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
+    with hints(url):
+        ckpt = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
     part = ckpt.select(*patterns, exclude=exclude)
     options: dict[str, Any] = {"strip": strip, "overwrite": overwrite}
     with progress_bar("exporting") as progress:

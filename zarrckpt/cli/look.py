@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt.cli._common import json_option, opened, print_json, print_table, progress_bar, say, shown, store_options
+from zarrckpt.cli._common import (
+    header_option,
+    json_option,
+    opened,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    shown,
+    store_options,
+)
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
@@ -19,6 +29,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@header_option
 @json_option
 @store_options
 def ls(url: str, patterns: tuple[str, ...], as_json: bool, storage_options: Any) -> None:
@@ -114,7 +125,7 @@ def _object(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
 @json_option
 @store_options
 def tree(url: str, patterns: tuple[str, ...], depth: int | None, as_json: bool, storage_options: Any) -> None:
-    """Show the entries as the tree that was saved, with sizes.
+    """Show the names as a tree, with sizes. Levels are what stands between dots; --json nests as the state dict did.
 
     \b
     Examples:
@@ -127,9 +138,11 @@ def tree(url: str, patterns: tuple[str, ...], depth: int | None, as_json: bool, 
     if as_json:
         print_json({"url": ckpt.url, "nbytes": ckpt.nbytes, "tree": _nested(ckpt, _described(ckpt))})
         return
-    leaves = {fqn: (" ".join(ckpt.summary(fqn)[1:3]), ckpt.nbytes_of(fqn)) for fqn in ckpt}
+    root = _Node()
+    for fqn in ckpt:
+        root.add(fqn.split("."), (" ".join(ckpt.summary(fqn)[1:3]), ckpt.nbytes_of(fqn)))
     say(f"{ckpt.url}  {size_text(ckpt.nbytes)}")
-    _print_tree(_nested(ckpt, leaves), "", depth)
+    _print_tree(root, "", depth)
 
 
 def _nested(ckpt: Checkpoint, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,25 +157,55 @@ def _nested(ckpt: Checkpoint, leaves: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
-def _print_tree(node: dict[str, Any], indent: str, depth: int | None) -> None:
+_Leaf = tuple[str, int]
+"""What an entry is, and its bytes."""
+
+
+class _Node:
+    """What comes next in the names that begin alike."""
+
+    def __init__(self) -> None:
+        # An entry and a group may have one name: a leaf's key has another beginning.
+        self._children: dict[tuple[bool, str], _Node | _Leaf] = {}
+
+    def add(self, names: Sequence[str], leaf: _Leaf) -> None:
+        node = self
+        *above, last = names
+        for name in above:
+            child = node._children.setdefault((False, name), _Node())
+            assert isinstance(child, _Node)
+            node = child
+        node._children[True, last] = leaf
+
+    def extent(self) -> tuple[int, int]:
+        """How many entries, and their bytes."""
+        parts = [child.extent() if isinstance(child, _Node) else (1, child[1]) for child in self._children.values()]
+        return sum(entries for entries, _ in parts), sum(size for _, size in parts)
+
+    def rows(self) -> Iterator[tuple[str, _Node | _Leaf]]:
+        """Its children by name; a group that holds one thing alone is one with it: ``layers.0``, ``norm.weight``."""
+        for (_, name), child in self._children.items():
+            while isinstance(child, _Node) and len(child._children) == 1:
+                (((_, more), child),) = child._children.items()
+                name = f"{name}.{more}"
+            yield name, child
+
+
+def _print_tree(node: _Node, indent: str, depth: int | None) -> None:
     from zarrckpt._info import count_text, size_text
 
-    for place, (name, child) in enumerate(node.items()):
-        last = place == len(node) - 1
-        leaf, (entries, size) = isinstance(child, tuple), _extent(child)
-        cut = not leaf and depth == 1
-        text = f"  {child[0]}" if leaf else f"  {count_text(entries, 'entry', 'entries')}" if cut else ""
-        say(f"{indent}{'└── ' if last else '├── '}{name}{text}" + (f"  {size_text(size)}" if size else ""))
-        if not leaf and not cut:
-            _print_tree(child["entries"], indent + ("    " if last else "│   "), None if depth is None else depth - 1)
-
-
-def _extent(child: Any) -> tuple[int, int]:
-    """How many entries, and their bytes."""
-    if isinstance(child, tuple):
-        return 1, int(child[1])
-    parts = [_extent(part) for part in child["entries"].values()]
-    return sum(entries for entries, _ in parts), sum(size for _, size in parts)
+    rows = [*node.rows()]
+    for place, (name, child) in enumerate(rows, 1):
+        last = place == len(rows)
+        if isinstance(child, _Node):
+            entries, size = child.extent()
+            text = count_text(entries, "entry", "entries") if depth == 1 else ""
+        else:
+            text, size = child
+        words = (name, text, size_text(size) if size else "")
+        say(f"{indent}{'└── ' if last else '├── '}{'  '.join(filter(None, words))}")
+        if isinstance(child, _Node) and depth != 1:
+            _print_tree(child, indent + ("    " if last else "│   "), None if depth is None else depth - 1)
 
 
 _LISTED = 12

@@ -1,0 +1,30 @@
+"""Messages that were written for Python's users, as those of the command line need them."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+_FLAGS = re.compile(r"\b(allow_pickle|overwrite|resume|stopped)=True\b")
+_OPTIONS = re.compile(r"storage_options=\{([^{}]*)\}")
+_PAIRS = re.compile(r"'(\w+)': *'?([^,']+)'?")
+
+
+def in_options(message: str, command: click.Command | None) -> str:
+    """A message with the options of a command in the place of arguments."""
+    names = {param.name for param in command.params} if command is not None else set()
+
+    def flag(found: re.Match[str]) -> str:
+        return f"--{found[1].replace('_', '-')}" if found[1] in names else f"{found[0]} (in Python)"
+
+    def options(found: re.Match[str]) -> str:
+        pairs = (
+            (name, value.lower() if value in ("True", "False") else value) for name, value in _PAIRS.findall(found[1])
+        )
+        return " ".join(f"--storage-option {name}={value}" for name, value in pairs)
+
+    text = re.sub(r"storage_options\['(\w+)'\]", r"--storage-option \1", _OPTIONS.sub(options, message))
+    return _FLAGS.sub(flag, text.replace("storage_options", "--storage-option")).replace(
+        "zarrckpt.remove", "zarrckpt rm"
+    )
