@@ -28,6 +28,7 @@ import zarr
 from click.testing import CliRunner
 from independent_reader import Reader
 from packaging.version import Version
+from s3_stub import S3Stub
 from zarr.abc import store as zarr_abc
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core import codec_pipeline
@@ -210,6 +211,25 @@ def test_every_damaged_object_is_named(name: str, tmp_path: Path) -> None:
     assert ckpt.verify()
 
 
+def test_damage_in_an_object_store(s3_stub: S3Stub, tmp_path: Path, pipeline: str) -> None:
+    place, source = s3_stub.bucket(), opened(unpacked("subchunks", tmp_path))
+    source.copy_to(place.url("run"), storage_options=place.storage_options)
+    ckpt = zarrckpt.open(place.url("run"), storage_options=place.storage_options)
+    array, expected = ckpt["w"], source["w"][...]
+    assert (ckpt.read()["w"] == expected).all()
+    assert all((array[part] == expected[part]).all() for part in PARTS)
+    (key,) = (key for key in s3_stub.objects if key.endswith("run/w/c.0.0"))
+    whole = s3_stub.objects[key].data
+    for damage in DAMAGE.values():
+        damaged = damage(whole, "subchunks")
+        s3_stub.objects.pop(key, None)
+        if damaged is not None:
+            s3_stub.store(key, damaged, {})
+        for part in PARTS:
+            with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
+                array[part]
+
+
 # --- every way to ask the store ------------------------------------------------------------------------
 
 Question = Callable[[Any, str, Any], Any]
@@ -351,16 +371,18 @@ def test_what_a_store_raises_is_an_error_of_ours(tmp_path: Path, monkeypatch: py
 
 
 def test_zarr_alone_can_be_told_to_raise_for_an_absent_chunk(tmp_path: Path, pipeline: str) -> None:
-    folder = unpacked("chunks", tmp_path)
-    (folder / "w" / "c.3.0").unlink()
-    assert np.isnan(zarr.open_group(folder, mode="r")["w"][3]).all()
-    if Version(zarr.__version__) < Version("3.2"):
-        return
-    with zarr.config.set({"array.read_missing_chunks": False}):
-        array = zarr.open_group(folder, mode="r")["w"]
-        with pytest.raises(zarr.errors.ChunkNotFoundError, match=r"c\.3\.0"):
-            array[2:5]
-        assert array[:3].shape == (3, 7)
+    for name, key, part in (("chunks", "c.3.0", np.s_[2:5]), ("subchunks", "c.0.0", np.s_[:, 60:70])):
+        folder = unpacked(name, tmp_path)
+        (folder / "w" / key).unlink()
+        assert np.isnan(zarr.open_group(folder, mode="r")["w"][part]).any()
+        if Version(zarr.__version__) < Version("3.2"):
+            continue
+        with zarr.config.set({"array.read_missing_chunks": False}):
+            array = zarr.open_group(folder, mode="r")["w"]
+            tree = xr.open_datatree(str(folder), engine="zarr")
+            for read in (lambda part=part: array[part], lambda: array[...], lambda: tree["w"].values):  # noqa: B023
+                with pytest.raises(zarr.errors.ChunkNotFoundError, match=key):
+                    read()
 
 
 # --- what is made of checkpoints ----------------------------------------------------------------------
