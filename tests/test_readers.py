@@ -211,6 +211,36 @@ def test_every_damaged_object_is_named(name: str, tmp_path: Path) -> None:
     assert ckpt.verify()
 
 
+def _forged(folder: Path) -> None:
+    """What does not decompress, in the first subchunk of ``w``; all checksums are its own."""
+    file, root = folder / "w" / "c.0.0", folder / "zarr.json"
+    document = json.loads(root.read_bytes())
+    own = document["attributes"]["zarrckpt"]
+    (size,) = struct.unpack("<Q", file.read_bytes()[8 - 4 - 16 * SUBCHUNKS :][:8])
+    data = file.read_bytes()
+    part = data[: size - 4 - 50] + bytes(50)
+    with pytest.raises(RuntimeError):
+        numcodecs.zstd.decompress(part)
+    old, new = data[size - 4 : size], struct.pack("<I", google_crc32c.value(part))
+    file.write_bytes(part + new + data[size:])
+    table = folder / "@zarrckpt" / own["save_id"] / "checksums" / "c.0"
+    numbers = table.read_bytes()[:-4].replace(old, new, 1)
+    own["tables"]["checksums"]["crc32c"] = crc = google_crc32c.value(numbers)
+    table.write_bytes(numbers + struct.pack("<I", crc))
+    text = json.dumps({**document, "attributes": {"zarrckpt": {**own, "crc32c": "00000000"}}}, separators=(",", ":"))
+    root.write_bytes(text.encode().replace(b"00000000", b"%08x" % google_crc32c.value(text.encode()), 1))
+
+
+def test_what_does_not_decompress_is_damage(tmp_path: Path, pipeline: str) -> None:
+    folder = unpacked("zstd", tmp_path)
+    _forged(folder)
+    ckpt = opened(folder)
+    assert ckpt["w"][:, 64:].shape == (600, 448)
+    for read in (lambda: ckpt["w"][...], lambda: ckpt["w"][:4, :4], lambda: ckpt.read(["w"])):
+        with pytest.raises(CorruptCheckpointError, match="decompress"):
+            read()
+
+
 def test_damage_in_an_object_store(s3_stub: S3Stub, tmp_path: Path, pipeline: str) -> None:
     place, source = s3_stub.bucket(), opened(unpacked("subchunks", tmp_path))
     source.copy_to(place.url("run"), storage_options=place.storage_options)
