@@ -1,5 +1,6 @@
 # make demo     train, kill and resume a model, look into its checkpoint (ARGS=--s3, ARGS="--tp 2 --async", ...)
 # make test     all tests (ARGS="-k name" for some)
+# make test-readers  those that need no torch, with newer zarr: in .venv-readers (PYTHON=python3.13, constraints-readers.txt)
 # make lint     ruff and mypy
 # make docs     the documentation as a site, into build/docs; warnings are errors
 # make bench    speed beside others, into docs/explanation/speed.md (ARGS="--only local s3", ARGS=--quick, ...)
@@ -16,7 +17,10 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint docs bench clean
+# What reads checkpoints, and what that stands on; only servers are left out.
+READERS := $(addprefix tests/test_,readers.py dtypes.py codec.py cells.py names.py store.py store_fsspec.py store_local.py wire.py)
+
+.PHONY: demo test test-readers lint docs bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo
@@ -24,6 +28,9 @@ demo: .venv/.demo
 
 test: .venv/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-readers: .venv-readers/.installed
+	.venv-readers/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -k "not moto and not ceph" $(READERS) $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -38,7 +45,7 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-readers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -48,4 +55,11 @@ $(BIN)/python:
 .venv/.demo .venv/.dev .venv/.docs .venv/.bench: .venv/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing what 'make $(MAKECMDGOALS)' needs into .venv; the first time takes a few minutes"
 	@$(INSTALL) -e '.[$*]'
+	@touch $@
+
+.venv-readers/.installed: pyproject.toml constraints-readers.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 12) or sys.exit("zarr 3.4 needs Python 3.12 or newer; this is " + sys.version.split()[0] + ": make PYTHON=python3.13 test-readers")'
+	@[ -x .venv-readers/bin/python ] || $(PYTHON) -m venv .venv-readers || { rm -rf .venv-readers; exit 1; }
+	@echo "Installing what 'make test-readers' needs into .venv-readers"
+	@.venv-readers/bin/python -m pip install -qq $(PIP_ARGS) -c constraints-readers.txt -e '.[test-readers]'
 	@touch $@

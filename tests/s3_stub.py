@@ -258,7 +258,9 @@ class _Handler(BaseHTTPRequestHandler):
         asked = self.headers.get("Range")
         if asked and not self.server_stub.faults.ignore_ranges:
             first, _, last = asked.removeprefix("bytes=").partition("-")
-            start, end = int(first), min(int(last) + 1 if last else len(data), len(data))
+            start, end = int(first or 0), min(int(last) + 1 if last else len(data), len(data))
+            if not first:  # "-20": the last 20 bytes
+                start, end = max(len(data) - int(last), 0), len(data)
             if self.server_stub.faults.other_ranges:
                 start, end = 0, end - start
             end = min(end, start + (self.server_stub.faults.most_of_a_range or len(data)))

@@ -20,7 +20,8 @@ from random_tensors import random_tensor
 from ranks import run_ranks
 
 import zarrckpt
-from zarrckpt._dtypes import DTYPES
+from zarrckpt._dtypes import DTYPES, by_name, by_torch_name
+from zarrckpt._errors import UnsupportedValueError
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "format.md"
 
@@ -36,6 +37,23 @@ def check_tensors(reader: Reader, flat: dict[str, torch.Tensor]) -> None:
         dtype, shape, data = reader.tensor(fqn)
         assert (dtype, shape) == (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)), fqn
         assert data == bits(tensor), fqn
+
+
+def test_the_table_is_torchs_dtypes_that_zarr_can_name() -> None:
+    known = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    for name, dtype in DTYPES.items():
+        ours = known.pop(f"torch.{name}")
+        assert by_torch_name(str(ours)) is by_torch_name(name) is by_name(name) is dtype
+        assert (dtype.name, dtype.itemsize, dtype.numpy.itemsize) == (name, ours.itemsize, ours.itemsize)
+        assert ours.is_floating_point == (dtype.kind == "float")
+        assert ours.is_complex == (dtype.kind == "complex")
+        if dtype.kind in ("int", "uint"):
+            limits = torch.iinfo(ours)
+            assert dtype.fill_value == (limits.min if dtype.kind == "int" else limits.max)
+    assert known, "nothing left to refuse"
+    for name in known:
+        with pytest.raises(UnsupportedValueError, match=name):
+            by_torch_name(name)
 
 
 SHAPES = {"matrix": (5, 7), "scalar": (), "empty": (0, 3), "none": (4, 0), "one": (1,)}

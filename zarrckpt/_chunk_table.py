@@ -55,6 +55,12 @@ class ChunkTable:
             return True
         return stored[begins[-1] - byte_offset :].tobytes() == _codec.chunk_index(self._grid, begins)
 
+    def whole(self, start: int, stop: int) -> tuple[int, int]:
+        """Where the subchunks (or the index) begin and end that hold the bytes from ``start`` to ``stop``."""
+        begins = self._begins
+        begin = begins[bisect_right(begins, start) - 1]
+        return begin, self.object_size if stop > begins[-1] else begins[bisect_left(begins, stop)]
+
     def _says_its_size(self, part: RawArray, compression: Compression | None) -> bool:
         nbytes = _codec.subchunk_bytes(self._grid, self._itemsize) - CRC_BYTES
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zarr.abc.codec import Codec
 from zarr.codecs import BloscCodec, ShardingCodec, ZstdCodec
-from zarr.core.codec_pipeline import BatchedCodecPipeline
+from zarr.core import codec_pipeline
 
 from zarrckpt._errors import CorruptCheckpointError
 
@@ -25,7 +25,7 @@ Decode = Callable[["Buffer", "ArraySpec"], "Buffer"]
 
 def check_decoding(array: AsyncArray[Any], where: str) -> None:
     """Let a compressed array raise CorruptCheckpointError naming ``where`` for data that do not decompress."""
-    if isinstance(array.codec_pipeline, BatchedCodecPipeline):  # others have codecs of their own
+    if type(array.codec_pipeline).__module__ == codec_pipeline.__name__:  # others have codecs of their own
         metadata: Any = array.metadata
         codecs = [_checked(codec, where) for codec in metadata.codecs]
         object.__setattr__(array, "codec_pipeline", type(array.codec_pipeline).from_codecs(codecs))

@@ -128,9 +128,7 @@ class WrappedZarrStore(Store):
         """Nothing to do: what the store wrote is as durable as it makes it."""
 
     def zarr_store(self) -> ZarrStore:
-        if self._path:
-            return PrefixStore(self._store, self._path)
-        return self._store if self._store.read_only else self._store.with_read_only(True)
+        return PrefixStore(self._store, self._path)
 
     # -- what the guard needs
 
@@ -177,11 +175,15 @@ class WrappedZarrStore(Store):
             return None
 
     def failure(self, what: str, error: BaseException) -> StorageError:
-        return _failures.storage_error(what, self.url, error, (), _hint(self._store))
+        return _failures.storage_error(what, self.url, error, (), _hint(self._store, error))
 
     def _run(self, what: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async def opened() -> T:
+            await self._store._ensure_open()  # some stores have nothing to answer with before
+            return await call()
+
         try:
-            return wait(call())
+            return wait(opened())
         except CheckpointError:
             raise
         except Exception as error:
@@ -201,5 +203,6 @@ async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:
     return await asyncio.gather(*(one(call) for call in calls))
 
 
-def _hint(store: ZarrStore) -> str:
-    return "The store was opened read-only: pass one that writes" if store.read_only else ""
+def _hint(store: ZarrStore, error: BaseException) -> str:
+    refused = store.read_only and isinstance(error, ValueError)  # what zarr's stores raise for a write then
+    return "The store was opened read-only: pass one that writes" if refused else ""

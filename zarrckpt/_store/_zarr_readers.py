@@ -42,50 +42,24 @@ class ForkCheckedStore(ObjectStore[Any]):
         return super().list_dir(prefix)
 
 
-class PrefixStore(Store):
-    """The part of a Zarr store below a path, for reading."""
+class ReadOnlyStore(Store):
+    """A Zarr store over another one, for reading. Nothing but what subclasses say reaches the store inside."""
 
     supports_writes = False
     supports_deletes = False
 
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__(read_only=True)
-        self._store = store
-        self._path = path
+        self._inner = store
 
     @property
     def supports_listing(self) -> bool:
-        return self._store.supports_listing
+        return self._inner.supports_listing
 
     def with_read_only(self, read_only: bool = False) -> Store:
         if not read_only:
             raise ValueError("this store is for reading only")
         return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PrefixStore) and (self._store, self._path) == (other._store, other._path)
-
-    def __hash__(self) -> int:
-        return hash((type(self), self._path))
-
-    def __str__(self) -> str:
-        return f"{type(self._store).__name__}/{self._path}"
-
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        return await self._store.get(self._full(key), prototype, byte_range)
-
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
-        return await self._store.get_partial_values(
-            prototype, [(self._full(key), byte_range) for key, byte_range in key_ranges]
-        )
-
-    async def exists(self, key: str) -> bool:
-        return await self._store.exists(self._full(key))
-
-    async def getsize(self, key: str) -> int:
-        return await self._store.getsize(self._full(key))
 
     async def set(self, key: str, value: Buffer) -> None:
         self._check_writable()
@@ -96,13 +70,49 @@ class PrefixStore(Store):
     def list(self) -> AsyncIterator[str]:
         return self.list_prefix("")
 
+
+class PrefixStore(ReadOnlyStore):
+    """The part of a Zarr store below a path ("" for all of it). The store is opened where it was not."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        super().__init__(store)
+        self._path = path
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrefixStore) and (self._inner, self._path) == (other._inner, other._path)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._path))
+
+    def __str__(self) -> str:
+        return f"{type(self._inner).__name__}/{self._path}".rstrip("/")
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        return await (await self._opened()).get(self._full(key), prototype, byte_range)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        inside = [(self._full(key), byte_range) for key, byte_range in key_ranges]
+        return await (await self._opened()).get_partial_values(prototype, inside)
+
+    async def exists(self, key: str) -> bool:
+        return await (await self._opened()).exists(self._full(key))
+
+    async def getsize(self, key: str) -> int:
+        return await (await self._opened()).getsize(self._full(key))
+
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        async for key in self._store.list_prefix(self._full(prefix)):
-            yield key[len(self._path) + 1 :]
+        async for key in (await self._opened()).list_prefix(self._full(prefix)):
+            yield key[len(self._full("")) :]
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        async for name in self._store.list_dir(self._full(prefix)):
+        async for name in (await self._opened()).list_dir(self._full(prefix)):
             yield name
 
+    async def _opened(self) -> Store:
+        await self._inner._ensure_open()
+        return self._inner
+
     def _full(self, key: str) -> str:
-        return f"{self._path}/{key}"
+        return f"{self._path}/{key}" if self._path else key
