@@ -31,7 +31,7 @@ from zarrckpt._mail import Notes
 from zarrckpt._per_rank import PerRank
 from zarrckpt._plan_items import LazyItems, OwnReads
 from zarrckpt._state_path import StatePath
-from zarrckpt._tensors import OVERLAPS, overlaps
+from zarrckpt._tensors import META, OVERLAPS, overlaps
 
 _PER_RANK = "is a PerRank, which zarrckpt.save, async_save and load take, and DCP's own calls do not"
 
@@ -166,7 +166,7 @@ def _fault_of(leaf: Any) -> str | None:
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ShardedTensor):
         return None
     if leaf.is_meta:
-        return "is on the meta device: it has no data; materialise it (to_empty) first"
+        return META
     if leaf.ndim > MAX_DIMENSIONS:
         return f"has {leaf.ndim} dimensions: more than {MAX_DIMENSIONS} cannot be saved; reshape it"
     if leaf.layout != torch.strided or leaf.is_nested:
