@@ -26,7 +26,7 @@ from zarrckpt._distributed import in_use
 from zarrckpt._documents import MAX_DIMENSIONS
 from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._flatten import build, flatten, set_leaf
-from zarrckpt._held import HeldTensor
+from zarrckpt._held import HeldParts, HeldTensor, global_shape, says_its_boxes
 from zarrckpt._mail import Notes
 from zarrckpt._per_rank import PerRank
 from zarrckpt._plan_items import LazyItems, OwnReads
@@ -126,14 +126,15 @@ def _same_state(plan: SavePlan, cached: SavePlan) -> bool:
 
 
 def _with_pieces(flat: dict[str, Any]) -> dict[str, Any]:
-    """Tensors in the form that plans are made from: DTensors as the boxes that are held here.
+    """Tensors in the form that plans are made from: DTensors, and what says its boxes, as the boxes that are held here.
 
     ShardedTensors go through DCP's own flattening of those that hold ShardedTensors (FSDP1 in two dimensions); only
     they, since it drops empty containers.
     """
     nested = {fqn: leaf for fqn, leaf in flat.items() if isinstance(leaf, ShardedTensor)}
     held = {fqn: HeldTensor(fqn, leaf) for fqn, leaf in flat.items() if _is_cut_by_placements(leaf)}
-    return {**flat, **_flatten_sharded_tensors(nested), **held}
+    parts = {fqn: HeldParts(fqn, leaf) for fqn, leaf in flat.items() if says_its_boxes(leaf)}
+    return {**flat, **_flatten_sharded_tensors(nested), **held, **parts}
 
 
 def _is_cut_by_placements(leaf: Any) -> bool:
@@ -288,9 +289,11 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         if not isinstance(leaf, torch.Tensor):
             return None
         if isinstance(entry, BytesStorageMetadata):
-            return f"{fqn!r} is a tensor of shape {tuple(leaf.shape)} in the target and a plain value in the checkpoint"
-        if tuple(leaf.shape) != tuple(entry.size):
-            return f"{fqn!r} has shape {tuple(leaf.shape)}, the checkpoint has {tuple(entry.size)}"
+            return (
+                f"{fqn!r} is a tensor of shape {global_shape(leaf)} in the target and a plain value in the checkpoint"
+            )
+        if global_shape(leaf) != tuple(entry.size):
+            return f"{fqn!r} has shape {global_shape(leaf)}, the checkpoint has {tuple(entry.size)}"
         if leaf.dtype != entry.properties.dtype and not self.allow_cast:
             return f"{fqn!r} has dtype {leaf.dtype}, the checkpoint has {entry.properties.dtype}"
         if not isinstance(leaf, ShardedTensor) and leaf.is_meta:
