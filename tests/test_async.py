@@ -422,11 +422,16 @@ def _uneven_groups(url: str) -> str | None:
     dist.new_group([0, 2])
     if dist.get_rank() == 0:
         return None
-    with pytest.raises(zarrckpt.CheckpointError) as caught:
-        zarrckpt.async_save({"w": torch.ones(3)}, url, process_group=group)
-    return str(caught.value)
+    try:
+        zarrckpt.async_save({"w": torch.ones(3)}, url, process_group=group).result(timeout=60)
+    except zarrckpt.CheckpointError as err:
+        return str(err)
+    return None
 
 
 def test_a_group_that_torch_cannot_make_is_an_error_and_no_hang(tmp_path: Path) -> None:
     messages = run_ranks(_uneven_groups, str(tmp_path / "one"), world_size=3, timeout=30)
-    assert messages[1] == messages[2] and "different numbers of process groups" in str(messages[1])
+    if torch.__version__ >= "2.14":  # where torch can make it
+        assert messages == [None] * 3 and zarrckpt.open(tmp_path / "one").world_size == 2
+    else:
+        assert messages[1] == messages[2] and "different numbers of process groups" in str(messages[1])

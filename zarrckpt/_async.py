@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.distributed_c10d import _world
@@ -27,6 +28,8 @@ from zarrckpt._writer import ASYNC_THREAD, ZarrStorageWriter
 
 _log = logging.getLogger("zarrckpt")
 
+
+_BACKGROUND_COUNT = -1
 
 class _StagedPlanner(ZarrSavePlanner):
     """Saves a copy of a state.
@@ -136,8 +139,8 @@ class _Saver:
 def _new_gloo_group(members: tuple[int, ...], like: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A gloo group of the ranks of ``like``. Collective over them.
 
-    Raises CheckpointError where torch was built without gloo, and where it has no common name for a group of some
-    ranks: it names one that not all ranks make after the number of groups that a rank knows.
+    Raises CheckpointError where torch was built without gloo, and where torch before 2.14 has no common name for a
+    group of some ranks: it names one that not all ranks make after the number of groups that a rank knows.
     """
     if not dist.is_gloo_available():
         raise CheckpointError(
@@ -149,14 +152,21 @@ def _new_gloo_group(members: tuple[int, ...], like: dist.ProcessGroup | None) ->
         group = dist.new_group(backend="gloo")
         return group
     counts: list[int] = [0] * len(members)
-    dist.all_gather_object(counts, len(_world.pg_names), group=like)
+    if torch.__version__ < "2.14":  # compared as versions
+        dist.all_gather_object(counts, len(_world.pg_names), group=like)
     if len({*counts}) != 1:
         raise CheckpointError(
             f"the ranks {list(members)} know different numbers of process groups ({counts}), so torch cannot make a "
             "group of them for a background save: make the first async_save with this process_group before the other "
             "groups, or use save"
         )
-    group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+    # From 2.14 on torch names the group after this count instead, and raises it, on the members only: every later group
+    # of all ranks would have another name on these, and hang. The number here is of no group that torch makes.
+    count, _world.group_count = _world.group_count, _BACKGROUND_COUNT
+    try:
+        group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+    finally:
+        _world.group_count = count
     return group
 
 
