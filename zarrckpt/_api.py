@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from zarrckpt import _state
 from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
 from zarrckpt._compression import CompressionOption
-from zarrckpt._distributed import from_coordinator, in_use, own_errors
+from zarrckpt._distributed import Ranks, from_coordinator, own_errors
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._kept_plans import PlanForgottenError, PlanReuse, memory_of
 from zarrckpt._object_planners import ObjectLoadPlanner, ObjectSavePlanner
@@ -36,6 +36,7 @@ def save(
     *,
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
     store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
     credential_provider: Callable[..., Any] | None = None,
@@ -61,6 +62,10 @@ def save(
             Python values.
         url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
         process_group: the ranks that save together (default: all).
+        no_dist: this process saves alone, whatever process group there is: nothing waits for other ranks, which need
+            not call it. For calls on one rank, as Lightning makes them, and for a checkpoint of each rank, each at a
+            url of its own. What other ranks hold a part of (a DTensor with ``Shard``, a module of FSDP1) is refused
+            with its name; a :class:`PerRank` keeps this process's rank. Not together with ``process_group``.
 
     The other arguments are those of :class:`ZarrStorageWriter`.
 
@@ -68,6 +73,7 @@ def save(
     other children of :class:`CheckpointError` for what can't be saved. An error on one rank is raised on all;
     nothing is committed then.
     """
+    ranks = Ranks(process_group, no_dist)
     writer = ZarrStorageWriter(
         url,
         overwrite,
@@ -86,18 +92,18 @@ def save(
         durable=durable,
         progress=progress,
     )
-    return save_with(ObjectSavePlanner(), state, writer, process_group)
+    if no_dist:
+        _state.refuse_fsdp1(state)
+    return save_with(ObjectSavePlanner(alone=ranks.alone), state, writer, ranks)
 
 
-def save_with(
-    planner: SavePlanner, state: Mapping[str, Any], writer: ZarrStorageWriter, process_group: dist.ProcessGroup | None
-) -> SaveReport:
-    """Save what a planner makes of a state through a writer. Collective over the group."""
-    with own_errors(process_group):
+def save_with(planner: SavePlanner, state: Mapping[str, Any], writer: ZarrStorageWriter, ranks: Ranks) -> SaveReport:
+    """Save what a planner makes of a state through a writer. Collective over the ranks."""
+    with own_errors(ranks):
         writer.reset()
         taken = cast("dict[str, Any]", state)  # the planner checks it
-        save = partial(_save_state_dict, taken, writer, process_group, no_dist=not in_use(), planner=planner)
-        metadata = _with_kept_plan(save, writer, process_group) if in_use() else save()
+        save = partial(_save_state_dict, taken, writer, ranks.group, no_dist=ranks.alone, planner=planner)
+        metadata = save() if ranks.alone else _with_kept_plan(save, writer, ranks.group)
     report: SaveReport = metadata.storage_data
     return report
 
@@ -125,6 +131,7 @@ def load(
     strict: bool = True,
     keys: str | Iterable[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
     store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
     credential_provider: Callable[..., Any] | None = None,
@@ -148,6 +155,8 @@ def load(
         keys: load a part: flat names, their beginnings up to a dot, or glob patterns (``"model"``, ``"optim.state"``,
             ``"*.bias"``). One that matches nothing in the checkpoint is an error, and with ``strict`` so is one that
             matches no target on any rank.
+        no_dist: this process loads alone, as in :func:`save`: nothing waits for other ranks. Of DTensors it fills its
+            own part.
         allow_pickle: also load values that were saved pickled, which can run any code that the checkpoint holds.
         allow_cast: convert where dtypes differ, instead of raising.
 
@@ -160,6 +169,9 @@ def load(
         found = type(state).__name__
         raise UnsupportedValueError(f"the state is a {found}, expected a dict such as {{'model': model}} to load into")
     began = time.monotonic()
+    ranks = Ranks(process_group, no_dist)
+    if no_dist:
+        _state.refuse_fsdp1(state)
     reader = ZarrStorageReader(
         url,
         store=store,
@@ -171,14 +183,14 @@ def load(
         max_inflight_bytes=max_inflight_bytes,
         progress=progress,
     )
-    root: Root = from_coordinator(reader.read_root, process_group)
+    root: Root = from_coordinator(reader.read_root, ranks)
     reader.use_root(root)
     planner = ObjectLoadPlanner(keys, strict=strict, allow_cast=allow_cast)
-    with own_errors(process_group), planner.fresh_on_error():
-        _load_state_dict(state, reader, process_group, no_dist=not in_use(), planner=planner)
+    with own_errors(ranks), planner.fresh_on_error():
+        _load_state_dict(state, reader, process_group, no_dist=ranks.alone, planner=planner)
         # Gathers errors, as the steps before it do: an object that fails on one rank fails the load on all.
-        ranks = _DistWrapper(process_group, in_use(), coordinator_rank=0)
-        ranks.all_gather("restore", partial(_restore, state, planner.plain))
+        gathering = _DistWrapper(process_group, not ranks.alone, coordinator_rank=0)
+        gathering.all_gather("restore", partial(_restore, state, planner.plain))
     return LoadReport(
         url=reader.checkpoint_id,
         save_id=root.save_id,

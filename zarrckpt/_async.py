@@ -18,7 +18,8 @@ from zarrckpt import _state
 from zarrckpt._api import save_with
 from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
 from zarrckpt._compression import CompressionOption
-from zarrckpt._distributed import in_use
+from zarrckpt._crew import beside
+from zarrckpt._distributed import Ranks, from_coordinator
 from zarrckpt._errors import CheckpointError
 from zarrckpt._planner import ZarrSavePlanner
 from zarrckpt._report import SaveReport
@@ -28,8 +29,8 @@ from zarrckpt._writer import ASYNC_THREAD, ZarrStorageWriter
 
 _log = logging.getLogger("zarrckpt")
 
-
 _BACKGROUND_COUNT = -1
+
 
 class _StagedPlanner(ZarrSavePlanner):
     """Saves a copy of a state.
@@ -37,9 +38,10 @@ class _StagedPlanner(ZarrSavePlanner):
     An error takes the place of a copy that could not be made on this rank: raised here, it reaches all ranks.
     """
 
-    def __init__(self, staged: dict[Any, Any] | Exception) -> None:
+    def __init__(self, staged: dict[Any, Any] | Exception, *, alone: bool) -> None:
         super().__init__()
         self._staged = staged
+        self._alone = alone
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -101,21 +103,28 @@ class _Saver:
         self,
         state: Mapping[str, Any],
         writer: ZarrStorageWriter,
-        process_group: dist.ProcessGroup | None,
+        ranks: Ranks,
         keep_buffers: bool,
     ) -> Future[SaveReport]:
         with self._lock:
             self.finish()
-            group = self._group(process_group) if in_use() else None
-            staged: dict[Any, Any] | Exception
-            try:
-                staged = self._stager.stage(_state.for_save(state).state, keep=keep_buffers)
-            except Exception as err:
-                staged = err
-            planner = _StagedPlanner(staged)
+            if not ranks.alone:
+                ranks = Ranks(self._group(ranks.group))
+            look = writer.refuse_committed if ranks.number == 0 else lambda: None
+            with beside(look) as looked:
+                staged = self._staged(state, keep_buffers)
+            from_coordinator(looked, ranks)
+            planner = _StagedPlanner(staged, alone=ranks.alone)
             self._last = last = _SaveFuture(writer.checkpoint_id)
-            self._thread.submit(last.run, lambda: save_with(planner, {}, writer, group))
+            self._thread.submit(last.run, lambda: save_with(planner, {}, writer, ranks))
             return last
+
+    def _staged(self, state: Mapping[str, Any], keep_buffers: bool) -> dict[Any, Any] | Exception:
+        """A copy of a state, or why there is none: the background tells all ranks."""
+        try:
+            return self._stager.stage(_state.for_save(state).state, keep=keep_buffers)
+        except Exception as err:
+            return err
 
     def _group(self, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """A gloo group of the same ranks for the background's collectives.
@@ -190,6 +199,7 @@ def async_save(
     *,
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
     store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
     credential_provider: Callable[..., Any] | None = None,
@@ -209,9 +219,10 @@ def async_save(
     """Copy a state to CPU memory, return, and save the copy in the background.
 
     Training is held up for the copy only, and for the end of the previous background save if that still runs: there are
-    never two at once. The collectives of the background run over a gloo group of its own, made by the first call:
-    every rank must call it, and ``process_group`` needs no CPU backend. At the end of the process a save under way is
-    finished.
+    never two at once. Beside its copy the coordinator asks the store whether a checkpoint is committed there (one
+    request, none with ``overwrite``), and all ranks wait for its answer. The collectives of the background run over a
+    gloo group of its own, made by the first call: every rank must call it, and ``process_group`` needs no CPU backend;
+    with ``no_dist`` there are none. At the end of the process a save under way is finished.
 
     Args:
         keep_buffers: keep the memory of the copy for the next call, which then takes about a third of the time: new
@@ -219,10 +230,15 @@ def async_save(
 
     The other arguments are those of :func:`zarrckpt.save`.
 
-    Returns a future of :class:`SaveReport`; its ``result()`` raises what :func:`zarrckpt.save` would, the same on all
-    ranks, what cannot be saved included. An error for which no one has asked the future is logged (logger
+    Raises CheckpointExistsError at once, on all ranks, where a checkpoint is committed and ``overwrite`` is false.
+
+    Returns a future of :class:`SaveReport`; its ``result()`` raises what else :func:`zarrckpt.save` would, the same on
+    all ranks, what cannot be saved included. An error for which no one has asked the future is logged (logger
     ``zarrckpt``) by the next call, or at the end of the process. The save cannot be cancelled.
     """
+    ranks = Ranks(process_group, no_dist)
+    if no_dist:
+        _state.refuse_fsdp1(state)
     writer = ZarrStorageWriter(
         url,
         overwrite,
@@ -243,4 +259,4 @@ def async_save(
     )
     # By process: a forked child has neither the thread nor the group.
     saver = _savers.get(os.getpid()) or _savers.setdefault(os.getpid(), _Saver())
-    return saver.save(state, writer, process_group, keep_buffers)
+    return saver.save(state, writer, ranks, keep_buffers)

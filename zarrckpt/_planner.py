@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -63,6 +64,9 @@ class ZarrSavePlanner(DefaultSavePlanner):
     which is always true. :func:`zarrckpt.save` uses it; with ``dcp.save`` pass it as ``planner``.
     """
 
+    _alone = False
+    """Whether this process is known to save alone: nothing to compare with other ranks, and no parts of tensors."""
+
     def __init__(self, *, dedup_save_to_lowest_rank: bool = False, enable_plan_caching: bool = False) -> None:
         super().__init__(dedup_save_to_lowest_rank=dedup_save_to_lowest_rank, enable_plan_caching=enable_plan_caching)
 
@@ -85,11 +89,16 @@ class ZarrSavePlanner(DefaultSavePlanner):
         return super().lookup_object(index) if piece is None else piece
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's items, with notes of what they stand for where there are other ranks to compare with."""
+        """This rank's items, with notes of what they stand for where there are other ranks to compare with.
+
+        Raises UnsupportedLayoutError for what a process that saves alone has a part of.
+        """
         plan = super().create_local_plan()
         if not plan.usable and not _same_state(self.plan, SavePlanner._cached_save_plan[self._cached_plans_key]):
             self._pending_local_plan = plan = self.plan
-        if not in_use():
+        if self._alone:
+            _refuse_parts(self.state_dict, plan)
+        if self._alone or not in_use():
             return plan
         # Of a plan that the cache keeps from being sent as well: what it stands for may have changed.
         notes = Notes(digests_of(self.plan, self.lookup_object), self.dedup_save_to_lowest_rank, self._leaves_merging())
@@ -123,6 +132,24 @@ def _same_state(plan: SavePlan, cached: SavePlan) -> bool:
         return [item.tensor_data.properties.dtype if item.tensor_data else None for item in of.items]
 
     return dtypes(plan) == dtypes(cached) and bool(plan.planner_data == cached.planner_data)
+
+
+def _refuse_parts(flat: Mapping[str, Any], plan: SavePlan) -> None:
+    """Raise UnsupportedLayoutError for tensors of which a plan does not have all elements: no other rank adds them."""
+    missing: dict[str, int] = {}
+    for item in plan.items:
+        if item.tensor_data is None:
+            missing[item.index.fqn] = 0
+        else:
+            left = missing.get(item.index.fqn, math.prod(item.tensor_data.size))
+            missing[item.index.fqn] = left - math.prod(item.tensor_data.chunk.sizes)
+    # A DTensor whose mesh this process is not in has no item at all.
+    parts = [f"{fqn!r} lacks {missing.get(fqn, 'all')} elements" for fqn in flat if missing.get(fqn, 1) > 0]
+    if parts:
+        raise UnsupportedLayoutError(
+            f"{len(parts)} tensors are sharded over ranks, and this process saves alone; nothing was written:"
+            f"{listed(parts)}\nsave on all ranks that hold parts, without no_dist, or save .full_tensor() of each"
+        )
 
 
 def _with_pieces(flat: dict[str, Any]) -> dict[str, Any]:

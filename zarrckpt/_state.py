@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from zarrckpt._distributed import global_rank
@@ -278,3 +280,18 @@ def drop_unsaved(plain: PlainState, saved: set[str], asked_for: Callable[[str], 
                 continue
             if entry.fresh or any(asked_for(f"{stem}{slot}") for slot in slots):
                 del entry.state_dict["state"][name]
+
+
+def refuse_fsdp1(state: Any) -> None:
+    """Raise UnsupportedValueError for a module of FSDP1 where one rank saves or loads alone.
+
+    All its ranks together make its state dict, so this one would wait for the others.
+    """
+    for key in state if isinstance(state, Mapping) else ():
+        for value in _objects(state[key]):
+            within = FullyShardedDataParallel.fsdp_modules(value) if isinstance(value, nn.Module) else []
+            if any(dist.get_world_size(fsdp.process_group) > 1 for fsdp in within):
+                raise UnsupportedValueError(
+                    f"{key!r} has a module of FSDP1 (FullyShardedDataParallel), whose state dict needs all its ranks: "
+                    "leave no_dist out and call it on all of them"
+                )
