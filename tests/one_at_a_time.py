@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import zarrckpt
 from zarrckpt import ZarrStorageWriter, _commit, _crew, _finish, _writer
 from zarrckpt._api import save_with
+from zarrckpt._distributed import Ranks
 from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._mail import Facts
 from zarrckpt._object_planners import ObjectSavePlanner
@@ -249,7 +250,7 @@ class Save:
     def __post_init__(self) -> None:
         shelf = Shelf({})
         writer = _Watched(store=shelf.store, max_chunk_bytes=2)
-        save_with(ObjectSavePlanner(), state(self.number), writer, None)
+        save_with(ObjectSavePlanner(), state(self.number), writer, Ranks())
         self.layout, self.results = writer._layout, writer.results
         outside = ("@", ROOT)
         self.puts = {key: data for key, data in shelf.content.items() if not key.startswith(outside)}

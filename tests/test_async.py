@@ -27,7 +27,7 @@ from uneven_states import clear, differing, mesh_of, sharded, uneven_state
 import zarrckpt
 from zarrckpt import _async
 from zarrckpt._store import _local
-from zarrckpt.testing import FaultyStore
+from zarrckpt.testing import Call, Fault, FaultyStore
 
 
 def _whole(run: Any) -> dict[str, Any]:
@@ -314,14 +314,14 @@ def _errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_an_error_that_nobody_asked_for_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = {"w": torch.ones(3)}
-    zarrckpt.async_save(state, tmp_path / "one").result(timeout=60)
-    forgotten = zarrckpt.async_save(state, tmp_path / "one")
+    odd = {"odd": torch.eye(2).to_sparse()}
+    forgotten = zarrckpt.async_save(odd, tmp_path / "one")
     with caplog.at_level(logging.ERROR, "zarrckpt"):
-        asked = zarrckpt.async_save(state, tmp_path / "one")
+        asked = zarrckpt.async_save(odd, tmp_path / "one")
         assert forgotten.done()
         (message,) = _errors_in(caplog)
-        assert "CheckpointExistsError" in message and str(tmp_path / "one") in message
-        assert isinstance(asked.exception(timeout=60), zarrckpt.CheckpointExistsError)
+        assert "UnsupportedValueError" in message and str(tmp_path / "one") in message
+        assert isinstance(asked.exception(timeout=60), zarrckpt.UnsupportedValueError)
         zarrckpt.async_save(state, tmp_path / "two").result(timeout=60)
     assert len(_errors_in(caplog)) == 1
 
@@ -334,9 +334,19 @@ def test_a_save_is_not_cancelled(tmp_path: Path) -> None:
 def test_errors_come_out_of_the_future(tmp_path: Path) -> None:
     state = {"w": torch.ones(3)}
     zarrckpt.async_save(state, tmp_path / "one").result(timeout=60)
-    again = zarrckpt.async_save(state, tmp_path / "one")
+    looks: list[str] = []
+
+    def commits_first(call: Call) -> Fault | None:
+        """Somebody else does, after the call has looked and before the save begins."""
+        if call.key == "zarr.json" and call.verb == "get":
+            looks.append(call.verb)
+            if len(looks) == 2:
+                zarrckpt.save(state, tmp_path / "late")
+        return None
+
+    late = zarrckpt.async_save(state, store=FaultyStore(tmp_path / "late", commits_first))
     with pytest.raises(zarrckpt.CheckpointExistsError, match="Checkpoint already exists"):
-        again.result(timeout=60)
+        late.result(timeout=60)
     sparse = zarrckpt.async_save({"odd": torch.eye(2).to_sparse()}, tmp_path / "two")
     with pytest.raises(zarrckpt.UnsupportedValueError, match="'odd'"):
         sparse.result(timeout=60)
@@ -346,6 +356,28 @@ def test_errors_come_out_of_the_future(tmp_path: Path) -> None:
     assert zarrckpt.open(tmp_path / "one")["w"][0] == 0
     with pytest.raises(TypeError):
         zarrckpt.async_save(state, tmp_path / "three", no_such_option=1)
+
+
+def _save_over(url: str) -> None:
+    zarrckpt.async_save({"w": torch.ones(3)}, url).result(timeout=60)
+    store = FaultyStore(url)
+    with pytest.raises(zarrckpt.CheckpointExistsError, match="Checkpoint already exists"):
+        zarrckpt.async_save({"w": torch.ones(3)}, store=store)
+    assert [(call.verb, call.key) for call in store.calls] == [("get", "zarr.json")] * (dist.get_rank() == 0)
+    # The group is as it was, and so is the memory of the copy.
+    zarrckpt.async_save({"w": torch.zeros(3)}, url, overwrite=True).result(timeout=60)
+    assert zarrckpt.open(url)["w"][0] == 0
+
+
+def test_a_committed_checkpoint_is_found_in_the_call(tmp_path: Path) -> None:
+    run_ranks(_save_over, str(tmp_path / "one"), world_size=2)
+
+    def no_answer_at_first(call: Call) -> Fault | None:
+        return Fault.FAIL if call.number == 0 else None
+
+    store = FaultyStore(tmp_path / "two", no_answer_at_first)
+    zarrckpt.async_save({"w": torch.ones(3)}, store=store).result(timeout=60)
+    assert zarrckpt.open(tmp_path / "two")["w"][0] == 1
 
 
 def _fail_on_one_rank(url: str) -> None:
@@ -380,11 +412,13 @@ def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
 SCRIPT = """
 import sys, torch, zarrckpt
 state = {f"t{i}": torch.full((1000,), float(i)) for i in range(200)}
+if sys.argv[2] == "odd":
+    state["odd"] = torch.eye(2).to_sparse()
 future = zarrckpt.async_save(state, sys.argv[1])
 print("leaving", flush=True)
 if sys.argv[2] == "raise":
     raise SystemExit(3)
-if sys.argv[2] == "late":
+if sys.argv[2] == "odd":
     import time
     while not future.done():
         time.sleep(0.01)
@@ -401,8 +435,9 @@ def test_the_end_of_the_process_waits_for_the_save(how: str, tmp_path: Path) -> 
     assert len(checkpoint) == 200 and (checkpoint["t199"][:] == 199).all()
     if how == "end":
         # Failed before the end, and still nobody has asked.
-        again = subprocess.run([sys.executable, "-c", SCRIPT, url, "late"], capture_output=True, text=True, timeout=120)
-        assert again.returncode == 0 and again.stderr.count("Checkpoint already exists") == 1
+        url = str(tmp_path / "two")
+        again = subprocess.run([sys.executable, "-c", SCRIPT, url, "odd"], capture_output=True, text=True, timeout=120)
+        assert again.returncode == 0 and again.stderr.count("UnsupportedValueError: 'odd'") == 1, again.stderr
 
 
 def test_the_call_returns_before_the_save_is_done(tmp_path: Path) -> None:
@@ -417,16 +452,47 @@ def test_the_call_returns_before_the_save_is_done(tmp_path: Path) -> None:
     assert zarrckpt.open(tmp_path / "one")["w"][0] == 1
 
 
+def _groups_after_a_save(folder: str) -> None:
+    """Groups of the training program, made after background saves of some ranks: named alike on all ranks."""
+    rank = dist.get_rank()
+    group = dist.new_group([1, 2])
+    for number in range(2):
+        if rank in (1, 2):
+            zarrckpt.async_save({"w": torch.ones(3)}, f"{folder}/{number}", process_group=group).result(timeout=60)
+        everyone, some = dist.new_group(), dist.new_group([0, 2])
+        total = torch.ones(1)
+        dist.all_reduce(total, group=everyone)
+        if rank in (0, 2):
+            dist.all_reduce(total, group=some)
+        assert total == (6 if rank in (0, 2) else 3)
+    # With a name that torch derives from the ranks, as it does for the background's group; before 2.14 not the same one
+    # on both, after the uneven groups.
+    if rank in (1, 2) and torch.__version__ >= "2.14":
+        total = torch.ones(1)
+        dist.all_reduce(total, group=dist.new_group([1, 2], use_local_synchronization=True))
+        assert total == 2
+
+
+def test_training_makes_groups_after_a_save_of_some_ranks(tmp_path: Path) -> None:
+    run_ranks(_groups_after_a_save, str(tmp_path), world_size=3, timeout=30)
+    assert [zarrckpt.open(tmp_path / str(number)).world_size for number in range(2)] == [2, 2]
+
+
 def _uneven_groups(url: str) -> str | None:
     group = dist.new_group([1, 2])
     dist.new_group([0, 2])
     if dist.get_rank() == 0:
         return None
-    with pytest.raises(zarrckpt.CheckpointError) as caught:
-        zarrckpt.async_save({"w": torch.ones(3)}, url, process_group=group)
-    return str(caught.value)
+    try:
+        zarrckpt.async_save({"w": torch.ones(3)}, url, process_group=group).result(timeout=60)
+    except zarrckpt.CheckpointError as err:
+        return str(err)
+    return None
 
 
 def test_a_group_that_torch_cannot_make_is_an_error_and_no_hang(tmp_path: Path) -> None:
     messages = run_ranks(_uneven_groups, str(tmp_path / "one"), world_size=3, timeout=30)
-    assert messages[1] == messages[2] and "different numbers of process groups" in str(messages[1])
+    if torch.__version__ >= "2.14":  # where torch can make it
+        assert messages == [None] * 3 and zarrckpt.open(tmp_path / "one").world_size == 2
+    else:
+        assert messages[1] == messages[2] and "different numbers of process groups" in str(messages[1])

@@ -173,6 +173,32 @@ def test_saving_without_collectives_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "one").exists()
 
 
+def _save_meta(url: str) -> None:
+    """Under DCP's own planner, which does not look: on one rank only, and on all."""
+    for where in ((1,), (0, 1)):
+        state = {"fine": torch.ones(100), "meta": _sharded((10, 3))}
+        if dist.get_rank() in where:
+            state["deep"] = {"empty": torch.ones(2, device="meta")}
+        try:
+            dcp.save(state, storage_writer=ZarrStorageWriter(url))
+        except CheckpointException as err:
+            failures = {rank: error for rank, (error, _) in err.failures.items()}
+            assert failures and {*failures} <= {*where}, failures
+            assert all(isinstance(error, zarrckpt.UnsupportedValueError) for error in failures.values()), failures
+            assert all("'deep.empty' is on the meta device" in str(error) for error in failures.values()), failures
+        else:
+            raise AssertionError("saved a tensor without data")
+
+
+def test_meta_tensors_are_refused_by_name_before_their_rank_writes_a_chunk(tmp_path: Path) -> None:
+    run_ranks(_save_meta, str(tmp_path / "one"), world_size=2)
+    state = {"fine": torch.ones(100), "empty": torch.ones(2, device="meta")}
+    with pytest.raises(CheckpointException, match="UnsupportedValueError: 'empty' is on the meta device"):
+        dcp.save(state, storage_writer=ZarrStorageWriter(tmp_path / "two"), no_dist=True)
+    assert {file.name for file in (tmp_path / "two").rglob("*") if file.is_file()} == {"zarr.json"}
+    assert not [name for name in ("one", "two") if (tmp_path / name / "zarr.json").exists()]
+
+
 # -- the same state by other ways
 
 

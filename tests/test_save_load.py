@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import struct
 import subprocess
 import sys
 import warnings
@@ -510,6 +511,35 @@ class Tied(nn.Module):
         self.embed = nn.Embedding(6, 4)
         self.head = nn.Linear(4, 6, bias=False)
         self.head.weight = self.embed.weight
+
+
+def _nan_keys(url: str) -> None:
+    nan, other = float("nan"), struct.unpack(">d", bytes.fromhex("fff8000000000001"))[0]
+    below: dict[str, Any] = {"t": torch.arange(3.0), "v": 1, "list": [{"deep": torch.ones(1)}, {}]}
+    state = {"a": {nan: below, (1, nan): dict(below), "nan ": 2}, "b": {complex(nan, 1): dict(below), other: 3}}
+    zarrckpt.save(state, url)
+    target: dict[str, Any] = {"a": None, "b": None}
+    zarrckpt.load(target, url)
+    in_place = {"a": {nan: {"t": torch.zeros(3), "v": 0, "list": None}}}
+    zarrckpt.load(in_place, url)
+    assert in_place["a"][nan]["t"].tolist() == [0, 1, 2] and in_place["a"][nan]["v"] == 1
+    for loaded in (target, zarrckpt.open(url).load()):
+        assert [len(loaded[name]) for name in "ab"] == [3, 2]
+        for name, expected in state.items():
+            for (key, value), (saved, whole) in zip(loaded[name].items(), expected.items(), strict=True):
+                assert repr(key) == repr(saved)
+                if isinstance(key, float):
+                    assert struct.pack(">d", key) == struct.pack(">d", saved)
+                if isinstance(whole, dict):
+                    assert value["t"].tolist() == [0, 1, 2] and value["v"] == 1 and len(value) == 3
+                    assert value["list"][0]["deep"] == 1 and value["list"][1] == {}
+    with pytest.raises(zarrckpt.UnsupportedValueError, match="'a' has NaN as a key more than once"):
+        zarrckpt.save({"a": {float("nan"): {"x": 1}, float("nan"): {"y": 1}}}, f"{url}-twice")
+
+
+def test_a_nan_is_one_key(tmp_path: Path) -> None:
+    run_ranks(_nan_keys, str(tmp_path / "ranks"), world_size=2)
+    _nan_keys(str(tmp_path / "one"))
 
 
 def test_tied_weights_have_a_name_each(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from zarrckpt import _state
 from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
 from zarrckpt._compression import CompressionOption
-from zarrckpt._distributed import from_coordinator, in_use, own_errors
+from zarrckpt._distributed import Ranks, from_coordinator, own_errors
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._kept_plans import PlanForgottenError, PlanReuse, memory_of
 from zarrckpt._object_planners import ObjectLoadPlanner, ObjectSavePlanner
@@ -36,6 +36,7 @@ def save(
     *,
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
     store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
     credential_provider: Callable[..., Any] | None = None,
@@ -68,6 +69,10 @@ def save(
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
             committed. False, the default: raise CheckpointExistsError.
         process_group: the ranks that save together (default: all); each of them calls, the others do not.
+        no_dist: this process saves alone, whatever process group there is: nothing waits for other ranks, which need
+            not call it. For calls on one rank, as Lightning makes them, and for a checkpoint of each rank, each at a
+            url of its own. What other ranks hold a part of (a DTensor with ``Shard``, a module of FSDP1) is refused
+            with its name; a :class:`PerRank` keeps this process's rank. Not together with ``process_group``.
         store: a ready ``zarr.abc.store.Store`` instead of a url.
         storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
             (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
@@ -104,6 +109,7 @@ def save(
     committed then, and what was written is removed, unless the root document may have been put. Raises TypeError and
     ValueError for arguments that make no sense.
     """
+    ranks = Ranks(process_group, no_dist)
     writer = ZarrStorageWriter(
         url,
         overwrite,
@@ -122,19 +128,19 @@ def save(
         durable=durable,
         progress=progress,
     )
-    return save_with(ObjectSavePlanner(), state, writer, process_group)
+    if no_dist:
+        _state.refuse_fsdp1(state)
+    return save_with(ObjectSavePlanner(alone=ranks.alone), state, writer, ranks)
 
 
-def save_with(
-    planner: SavePlanner, state: Mapping[str, Any], writer: ZarrStorageWriter, process_group: dist.ProcessGroup | None
-) -> SaveReport:
-    """Save what a planner makes of a state through a writer. Collective over the group."""
-    with own_errors(process_group):
+def save_with(planner: SavePlanner, state: Mapping[str, Any], writer: ZarrStorageWriter, ranks: Ranks) -> SaveReport:
+    """Save what a planner makes of a state through a writer. Collective over the ranks."""
+    with own_errors(ranks):
         writer.reset()
         taken = cast("dict[str, Any]", state)  # the planner checks it
-        save = partial(_save_state_dict, taken, writer, process_group, no_dist=not in_use(), planner=planner)
+        save = partial(_save_state_dict, taken, writer, ranks.group, no_dist=ranks.alone, planner=planner)
         try:
-            metadata = _with_kept_plan(save, writer, process_group) if in_use() else save()
+            metadata = save() if ranks.alone else _with_kept_plan(save, writer, ranks.group)
         except BaseException:
             writer.abandon()
             raise
@@ -165,6 +171,7 @@ def load(
     strict: bool = True,
     keys: str | Iterable[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
     store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
     credential_provider: Callable[..., Any] | None = None,
@@ -191,6 +198,8 @@ def load(
             ``"*.bias"``). One that matches nothing in the checkpoint is an error, and with ``strict`` so is one that
             matches no target on any rank. Default: everything that has a target.
         process_group: the ranks that load together (default: all); each of them calls, the others do not.
+        no_dist: this process loads alone, as in :func:`save`: nothing waits for other ranks. Of DTensors it fills its
+            own part.
         store: a ready ``zarr.abc.store.Store`` instead of a url.
         storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
             (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
@@ -220,6 +229,9 @@ def load(
         found = type(state).__name__
         raise UnsupportedValueError(f"the state is a {found}, expected a dict such as {{'model': model}} to load into")
     began = time.monotonic()
+    ranks = Ranks(process_group, no_dist)
+    if no_dist:
+        _state.refuse_fsdp1(state)
     reader = ZarrStorageReader(
         url,
         store=store,
@@ -231,14 +243,14 @@ def load(
         max_inflight_bytes=max_inflight_bytes,
         progress=progress,
     )
-    root: Root = from_coordinator(reader.read_root, process_group)
+    root: Root = from_coordinator(reader.read_root, ranks)
     reader.use_root(root)
     planner = ObjectLoadPlanner(keys, strict=strict, allow_cast=allow_cast)
-    with own_errors(process_group), planner.fresh_on_error():
-        _load_state_dict(state, reader, process_group, no_dist=not in_use(), planner=planner)
+    with own_errors(ranks), planner.fresh_on_error():
+        _load_state_dict(state, reader, process_group, no_dist=ranks.alone, planner=planner)
         # Gathers errors, as the steps before it do: an object that fails on one rank fails the load on all.
-        ranks = _DistWrapper(process_group, in_use(), coordinator_rank=0)
-        ranks.all_gather("restore", partial(_restore, state, planner.plain))
+        gathering = _DistWrapper(process_group, not ranks.alone, coordinator_rank=0)
+        gathering.all_gather("restore", partial(_restore, state, planner.plain))
     return LoadReport(
         url=reader.checkpoint_id,
         save_id=root.save_id,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.distributed_c10d import _world
@@ -17,7 +18,8 @@ from zarrckpt import _state
 from zarrckpt._api import save_with
 from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
 from zarrckpt._compression import CompressionOption
-from zarrckpt._distributed import in_use
+from zarrckpt._crew import beside
+from zarrckpt._distributed import Ranks, from_coordinator
 from zarrckpt._errors import CheckpointError
 from zarrckpt._planner import ZarrSavePlanner
 from zarrckpt._report import SaveReport
@@ -27,6 +29,8 @@ from zarrckpt._writer import ASYNC_THREAD, ZarrStorageWriter
 
 _log = logging.getLogger("zarrckpt")
 
+_BACKGROUND_COUNT = -1
+
 
 class _StagedPlanner(ZarrSavePlanner):
     """Saves a copy of a state.
@@ -34,9 +38,10 @@ class _StagedPlanner(ZarrSavePlanner):
     An error takes the place of a copy that could not be made on this rank: raised here, it reaches all ranks.
     """
 
-    def __init__(self, staged: dict[Any, Any] | Exception) -> None:
+    def __init__(self, staged: dict[Any, Any] | Exception, *, alone: bool) -> None:
         super().__init__()
         self._staged = staged
+        self._alone = alone
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -98,21 +103,28 @@ class _Saver:
         self,
         state: Mapping[str, Any],
         writer: ZarrStorageWriter,
-        process_group: dist.ProcessGroup | None,
+        ranks: Ranks,
         keep_buffers: bool,
     ) -> Future[SaveReport]:
         with self._lock:
             self.finish()
-            group = self._group(process_group) if in_use() else None
-            staged: dict[Any, Any] | Exception
-            try:
-                staged = self._stager.stage(_state.for_save(state).state, keep=keep_buffers)
-            except Exception as err:
-                staged = err
-            planner = _StagedPlanner(staged)
+            if not ranks.alone:
+                ranks = Ranks(self._group(ranks.group))
+            look = writer.refuse_committed if ranks.number == 0 else lambda: None
+            with beside(look) as looked:
+                staged = self._staged(state, keep_buffers)
+            from_coordinator(looked, ranks)
+            planner = _StagedPlanner(staged, alone=ranks.alone)
             self._last = last = _SaveFuture(writer.checkpoint_id)
-            self._thread.submit(last.run, lambda: save_with(planner, {}, writer, group))
+            self._thread.submit(last.run, lambda: save_with(planner, {}, writer, ranks))
             return last
+
+    def _staged(self, state: Mapping[str, Any], keep_buffers: bool) -> dict[Any, Any] | Exception:
+        """A copy of a state, or why there is none: the background tells all ranks."""
+        try:
+            return self._stager.stage(_state.for_save(state).state, keep=keep_buffers)
+        except Exception as err:
+            return err
 
     def _group(self, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """A gloo group of the same ranks for the background's collectives.
@@ -136,8 +148,8 @@ class _Saver:
 def _new_gloo_group(members: tuple[int, ...], like: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A gloo group of the ranks of ``like``. Collective over them.
 
-    Raises CheckpointError where torch was built without gloo, and where it has no common name for a group of some
-    ranks: it names one that not all ranks make after the number of groups that a rank knows.
+    Raises CheckpointError where torch was built without gloo, and where torch before 2.14 has no common name for a
+    group of some ranks: it names one that not all ranks make after the number of groups that a rank knows.
     """
     if not dist.is_gloo_available():
         raise CheckpointError(
@@ -149,14 +161,21 @@ def _new_gloo_group(members: tuple[int, ...], like: dist.ProcessGroup | None) ->
         group = dist.new_group(backend="gloo")
         return group
     counts: list[int] = [0] * len(members)
-    dist.all_gather_object(counts, len(_world.pg_names), group=like)
+    if torch.__version__ < "2.14":  # compared as versions
+        dist.all_gather_object(counts, len(_world.pg_names), group=like)
     if len({*counts}) != 1:
         raise CheckpointError(
             f"the ranks {list(members)} know different numbers of process groups ({counts}), so torch cannot make a "
             "group of them for a background save: make the first async_save with this process_group before the other "
             "groups, or use save"
         )
-    group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+    # From 2.14 on torch names the group after this count instead, and raises it, on the members only: every later group
+    # of all ranks would have another name on these, and hang. The number here is of no group that torch makes.
+    count, _world.group_count = _world.group_count, _BACKGROUND_COUNT
+    try:
+        group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+    finally:
+        _world.group_count = count
     return group
 
 
@@ -180,6 +199,7 @@ def async_save(
     *,
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
     store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
     credential_provider: Callable[..., Any] | None = None,
@@ -199,18 +219,21 @@ def async_save(
     """Copy a state to CPU memory, return, and save the copy in the background.
 
     Training is held up for the copy only, and for the end of the previous background save if that still runs: there are
-    never two at once. The collectives of the background run over a gloo group of its own, made by the first call:
-    every rank must call it, and ``process_group`` needs no CPU backend. At the end of the process a save under way is
-    finished. Requests and bytes are those of :func:`zarrckpt.save`; memory for the copy, as much as this rank's part
-    of the state takes, comes on top.
+    never two at once. Beside its copy the coordinator asks the store whether a checkpoint is committed there (one
+    request, none with ``overwrite``), and all ranks wait for its answer. The collectives of the background run over a
+    gloo group of its own, made by the first call: every rank must call it, and ``process_group`` needs no CPU backend;
+    with ``no_dist`` there are none. At the end of the process a save under way is finished. Requests and bytes are
+    otherwise those of :func:`zarrckpt.save`; memory for the copy, as much as this rank's part of the state takes, comes
+    on top.
 
     Args:
         state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
             Python values. It may change as soon as the call returns.
         url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
-            committed. False, the default: the future raises CheckpointExistsError.
+            committed. False, the default: CheckpointExistsError.
         process_group: the ranks that save together (default: all); each of them calls, the others do not.
+        no_dist: this process saves alone, as in :func:`zarrckpt.save`.
         store: a ready ``zarr.abc.store.Store`` instead of a url.
         storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
             (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
@@ -237,13 +260,18 @@ def async_save(
         keep_buffers: keep the memory of the copy for the next call, which then takes about a third of the time: new
             memory is slow to touch, and slower to pin (default). False frees it, when this save is done.
 
-    Returns a future of :class:`SaveReport`; its ``result()`` raises what :func:`zarrckpt.save` would, the same on all
-    ranks, what cannot be saved included. An error for which no one has asked the future is logged (logger
+    Raises CheckpointExistsError at once, on all ranks, where a checkpoint is committed and ``overwrite`` is false.
+
+    Returns a future of :class:`SaveReport`; its ``result()`` raises what else :func:`zarrckpt.save` would, the same on
+    all ranks, what cannot be saved included. An error for which no one has asked the future is logged (logger
     ``zarrckpt``) by the next call, or at the end of the process. The save cannot be cancelled.
 
     The call itself raises TypeError and ValueError for arguments that make no sense, StorageError for an unknown option
     of the store, and CheckpointError where this torch cannot make a process group for the background.
     """
+    ranks = Ranks(process_group, no_dist)
+    if no_dist:
+        _state.refuse_fsdp1(state)
     writer = ZarrStorageWriter(
         url,
         overwrite,
@@ -264,4 +292,4 @@ def async_save(
     )
     # By process: a forked child has neither the thread nor the group.
     saver = _savers.get(os.getpid()) or _savers.setdefault(os.getpid(), _Saver())
-    return saver.save(state, writer, process_group, keep_buffers)
+    return saver.save(state, writer, ranks, keep_buffers)

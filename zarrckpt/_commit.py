@@ -269,6 +269,14 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     return attempt
 
 
+def refuse_committed(store: Store) -> None:
+    """Raise what :func:`begin` would for a committed root document, without ``overwrite``. One request."""
+    base = _current_root(store)
+    root = None if base is None else _base_root(store, base, damaged=False)
+    if root is not None:
+        raise _exists(store, root)
+
+
 @dataclass(frozen=True)
 class _Seen:
     """What was stored at a url before an attempt's first put."""

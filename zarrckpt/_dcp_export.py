@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from zarrckpt._catalog import Catalog
 from zarrckpt._dcp_import import METADATA
-from zarrckpt._distributed import own_errors
+from zarrckpt._distributed import Ranks, own_errors
 from zarrckpt._errors import StorageError
 from zarrckpt._export import ExportReport, refuse_existing
 from zarrckpt._grid import Box
@@ -54,7 +54,7 @@ def export(
     total = sum(node.nbytes for node in nodes.values())
     # A third for what is read, one for what is on its way there, one for what DCP makes of it.
     planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), Tally(total, progress))
-    with _new_folder(target) as part, own_errors(None):
+    with _new_folder(target) as part, own_errors(Ranks(no_dist=True)):
         _save_state_dict({}, _Writer(part, target), no_dist=True, planner=planner)
     files = tuple(sorted(os.listdir(target)))
     return ExportReport(target, files, len(nodes), len(values), total)

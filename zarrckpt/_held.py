@@ -1,7 +1,8 @@
-"""DTensors as the boxes that this rank really holds, for our planners."""
+"""Sharded tensors as the boxes that this rank really holds, for our planners."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -71,6 +72,46 @@ class HeldTensor:
         return [_chunk(held.box) for held in self._held.values()]
 
 
+class HeldParts(HeldTensor):
+    """Takes the place of a plain tensor that says which boxes of a global tensor are in it.
+
+    That is torch 2.14's ``CheckpointableTensor``, see :func:`says_its_boxes`.
+
+    Args:
+        fqn: its name, for errors. local: what stands for its memory, a copy say (default: itself).
+
+    Raises UnsupportedLayoutError, when its boxes are first asked for, where they are not within both tensors.
+    """
+
+    def __init__(self, fqn: str, tensor: Any, local: torch.Tensor | None = None) -> None:
+        self._fqn = fqn
+        self.shape = global_shape(tensor)
+        self._said = [tensor.global_offsets, tensor.local_offsets, tensor.local_sizes]
+        self._local = tensor.detach() if local is None else local
+
+    @cached_property
+    def _held(self) -> dict[Ints, Held]:
+        if 0 in self.shape:
+            return {(zero := (0,) * len(self.shape)): Held(Box(zero, self.shape), zero)}
+        found: dict[Ints, Held] = {}
+        shapes = (self.shape, tuple(self._local.shape))
+        for row in itertools.zip_longest(*self._said, fillvalue=()):
+            offset, local, sizes = (tuple(map(int, numbers)) for numbers in row)
+            for start, shape in zip((offset, local), shapes, strict=True):
+                if not len(start) == len(sizes) == len(shape) or any(
+                    at < 0 or n < 0 or at + n > size for at, n, size in zip(start, sizes, shape, strict=True)
+                ):
+                    raise UnsupportedLayoutError(
+                        f"{self._fqn!r}: its box of sizes {sizes} at the global offset {offset}, local offset {local}, "
+                        f"is not within the shape {self.shape} and the local shape {shapes[1]}: correct global_shape, "
+                        "global_offsets, local_offsets and local_sizes of the tensor"
+                    )
+            # An empty box may have the offset of another rank's.
+            if 0 not in sizes:
+                found[offset] = Held(Box(offset, sizes), local)
+        return found
+
+
 class HeldPieces(HeldTensor):
     """Takes the place of any other sharded tensor: the write items that it gave, and for each a tensor."""
 
@@ -85,6 +126,19 @@ class HeldPieces(HeldTensor):
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         # An import may put them below another key.
         return [replace(item, index=replace(item.index, fqn=fqn)) for item in self._items]
+
+
+_BOX_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def says_its_boxes(value: object) -> bool:
+    """Whether a value is a tensor that says which boxes of a global tensor are in it: it has these four attributes."""
+    return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _BOX_FIELDS)
+
+
+def global_shape(tensor: Any) -> Ints:
+    """The shape of a tensor; of one that says its boxes, that of the global tensor."""
+    return tuple(tensor.global_shape if says_its_boxes(tensor) else tensor.shape)
 
 
 def _boxes_of(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Held]:

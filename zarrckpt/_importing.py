@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from zarrckpt._api import save_with
 from zarrckpt._dcp_import import ARCHIVE, METADATA, DcpFolder
+from zarrckpt._distributed import Ranks
 from zarrckpt._documents import NODE
 from zarrckpt._errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeValueError, UnsupportedValueError
 from zarrckpt._flatten import flatten
@@ -59,7 +60,7 @@ def import_checkpoint(
     UnsupportedLayoutError where the pieces of a tensor leave gaps or overlap, and what :func:`save` raises.
     """
     path = Path(source)
-    group = options.pop("process_group", None)
+    ranks = Ranks(options.pop("process_group", None), options.pop("no_dist", False))
     with ExitStack() as files:
         mapped = MappedFiles()
         paths, leaf = _source(path, files, mapped, allow_pickle)
@@ -68,7 +69,7 @@ def import_checkpoint(
         entries = {fqn: leaf(fqn) for fqn in wanted}
         named = {fqn: _below(above, paths[fqn]) for fqn in wanted}
         planner = _FlatPlanner({named[fqn].fqn: entries[fqn] for fqn in wanted}, named.values())
-        return save_with(planner, {}, ZarrStorageWriter(url, progress=mapped.follow(progress), **options), group)
+        return save_with(planner, {}, ZarrStorageWriter(url, progress=mapped.follow(progress), **options), ranks)
 
 
 class _FlatPlanner(ZarrSavePlanner):

@@ -43,7 +43,11 @@ class _Findings:
 
 
 class ObjectSavePlanner(ZarrSavePlanner):
-    """Saves objects through their state dicts."""
+    """Saves objects through their state dicts. ``alone``: see :class:`ZarrSavePlanner`'s attribute."""
+
+    def __init__(self, *, alone: bool = False) -> None:
+        super().__init__()
+        self._alone = alone
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False

@@ -25,9 +25,9 @@ class PerRank:
 
     Without it, what ranks hold under one name is saved once. :func:`zarrckpt.save`, ``async_save`` and ``load`` take it
     at any depth of a state's dicts and lists, and in what a Stateful's ``state_dict`` returns. The state has one
-    subtree for each rank, named by its number in the default process group ("0" without a group), in sub-groups too:
-    ``rng.3`` in ``zarrckpt.open(url)``, ``rng/3`` for other Zarr readers; a load with the target ``{"rng": None}``
-    gives the dict of all of them.
+    subtree for each rank, named by its number in the default process group ("0" without a group), in sub-groups and
+    with ``no_dist`` too: ``rng.3`` in ``zarrckpt.open(url)``, ``rng/3`` for other Zarr readers; a load with the target
+    ``{"rng": None}`` gives the dict of all of them.
 
     A load puts what this rank saved into ``value``: tensors are filled in place and must have the shape that was saved,
     other values are replaced, objects take their state back; a target of None takes whatever there is.

@@ -16,7 +16,7 @@ from zarrckpt._grid import Box
 from zarrckpt._holdings import item_box
 from zarrckpt._plan import RankPlan, expect_piece
 from zarrckpt._planner import ZarrSavePlanner, resolves_as_dcp
-from zarrckpt._tensors import raw_tensor, torch_dtype
+from zarrckpt._tensors import raw_tensor, refuse_meta, torch_dtype
 
 
 class Pieces:
@@ -36,12 +36,13 @@ class Pieces:
     def check(self) -> set[torch.device]:
         """Compare every tensor with what was planned; return where they are.
 
-        Raises CheckpointError naming the fqn.
+        Raises CheckpointError naming the fqn; UnsupportedValueError for a meta tensor, which DCP's planners let pass.
         """
         devices, plain = set(), _gives_the_states_own(self._planner)
         for place, item in enumerate(self._items):
             if item.type != WriteItemType.BYTE_IO:
                 tensor = self._resolve(place)
+                refuse_meta(item.index.fqn, tensor)
                 expect_piece(item, tensor, torch_dtype(self._plan.arrays[item.index.fqn]))
                 devices.add(tensor.device)
                 if tensor.device.type == "cpu":

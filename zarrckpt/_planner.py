@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -26,12 +27,12 @@ from zarrckpt._distributed import in_use
 from zarrckpt._documents import MAX_DIMENSIONS
 from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._flatten import build, flatten, set_leaf
-from zarrckpt._held import HeldTensor
+from zarrckpt._held import HeldParts, HeldTensor, global_shape, says_its_boxes
 from zarrckpt._mail import Notes
 from zarrckpt._per_rank import PerRank
 from zarrckpt._plan_items import LazyItems, OwnReads
 from zarrckpt._state_path import StatePath
-from zarrckpt._tensors import OVERLAPS, overlaps
+from zarrckpt._tensors import META, OVERLAPS, overlaps
 
 _PER_RANK = "is a PerRank, which zarrckpt.save, async_save and load take, and DCP's own calls do not"
 
@@ -63,6 +64,9 @@ class ZarrSavePlanner(DefaultSavePlanner):
     which is always true. :func:`zarrckpt.save` uses it; with ``dcp.save`` pass it as ``planner``.
     """
 
+    _alone = False
+    """Whether this process is known to save alone: nothing to compare with other ranks, and no parts of tensors."""
+
     def __init__(self, *, dedup_save_to_lowest_rank: bool = False, enable_plan_caching: bool = False) -> None:
         super().__init__(dedup_save_to_lowest_rank=dedup_save_to_lowest_rank, enable_plan_caching=enable_plan_caching)
 
@@ -85,11 +89,16 @@ class ZarrSavePlanner(DefaultSavePlanner):
         return super().lookup_object(index) if piece is None else piece
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's items, with notes of what they stand for where there are other ranks to compare with."""
+        """This rank's items, with notes of what they stand for where there are other ranks to compare with.
+
+        Raises UnsupportedLayoutError for what a process that saves alone has a part of.
+        """
         plan = super().create_local_plan()
         if not plan.usable and not _same_state(self.plan, SavePlanner._cached_save_plan[self._cached_plans_key]):
             self._pending_local_plan = plan = self.plan
-        if not in_use():
+        if self._alone:
+            _refuse_parts(self.state_dict, plan)
+        if self._alone or not in_use():
             return plan
         # Of a plan that the cache keeps from being sent as well: what it stands for may have changed.
         notes = Notes(digests_of(self.plan, self.lookup_object), self.dedup_save_to_lowest_rank, self._leaves_merging())
@@ -125,15 +134,34 @@ def _same_state(plan: SavePlan, cached: SavePlan) -> bool:
     return dtypes(plan) == dtypes(cached) and bool(plan.planner_data == cached.planner_data)
 
 
+def _refuse_parts(flat: Mapping[str, Any], plan: SavePlan) -> None:
+    """Raise UnsupportedLayoutError for tensors of which a plan does not have all elements: no other rank adds them."""
+    missing: dict[str, int] = {}
+    for item in plan.items:
+        if item.tensor_data is None:
+            missing[item.index.fqn] = 0
+        else:
+            left = missing.get(item.index.fqn, math.prod(item.tensor_data.size))
+            missing[item.index.fqn] = left - math.prod(item.tensor_data.chunk.sizes)
+    # A DTensor whose mesh this process is not in has no item at all.
+    parts = [f"{fqn!r} lacks {missing.get(fqn, 'all')} elements" for fqn in flat if missing.get(fqn, 1) > 0]
+    if parts:
+        raise UnsupportedLayoutError(
+            f"{len(parts)} tensors are sharded over ranks, and this process saves alone; nothing was written:"
+            f"{listed(parts)}\nsave on all ranks that hold parts, without no_dist, or save .full_tensor() of each"
+        )
+
+
 def _with_pieces(flat: dict[str, Any]) -> dict[str, Any]:
-    """Tensors in the form that plans are made from: DTensors as the boxes that are held here.
+    """Tensors in the form that plans are made from: DTensors, and what says its boxes, as the boxes that are held here.
 
     ShardedTensors go through DCP's own flattening of those that hold ShardedTensors (FSDP1 in two dimensions); only
     they, since it drops empty containers.
     """
     nested = {fqn: leaf for fqn, leaf in flat.items() if isinstance(leaf, ShardedTensor)}
     held = {fqn: HeldTensor(fqn, leaf) for fqn, leaf in flat.items() if _is_cut_by_placements(leaf)}
-    return {**flat, **_flatten_sharded_tensors(nested), **held}
+    parts = {fqn: HeldParts(fqn, leaf) for fqn, leaf in flat.items() if says_its_boxes(leaf)}
+    return {**flat, **_flatten_sharded_tensors(nested), **held, **parts}
 
 
 def _is_cut_by_placements(leaf: Any) -> bool:
@@ -166,7 +194,7 @@ def _fault_of(leaf: Any) -> str | None:
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ShardedTensor):
         return None
     if leaf.is_meta:
-        return "is on the meta device: it has no data; materialise it (to_empty) first"
+        return META
     if leaf.ndim > MAX_DIMENSIONS:
         return f"has {leaf.ndim} dimensions: more than {MAX_DIMENSIONS} cannot be saved; reshape it"
     if leaf.layout != torch.strided or leaf.is_nested:
@@ -288,9 +316,11 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         if not isinstance(leaf, torch.Tensor):
             return None
         if isinstance(entry, BytesStorageMetadata):
-            return f"{fqn!r} is a tensor of shape {tuple(leaf.shape)} in the target and a plain value in the checkpoint"
-        if tuple(leaf.shape) != tuple(entry.size):
-            return f"{fqn!r} has shape {tuple(leaf.shape)}, the checkpoint has {tuple(entry.size)}"
+            return (
+                f"{fqn!r} is a tensor of shape {global_shape(leaf)} in the target and a plain value in the checkpoint"
+            )
+        if global_shape(leaf) != tuple(entry.size):
+            return f"{fqn!r} has shape {global_shape(leaf)}, the checkpoint has {tuple(entry.size)}"
         if leaf.dtype != entry.properties.dtype and not self.allow_cast:
             return f"{fqn!r} has dtype {leaf.dtype}, the checkpoint has {entry.properties.dtype}"
         if not isinstance(leaf, ShardedTensor) and leaf.is_meta:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from zarrckpt import _mail
 from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
-from zarrckpt._distributed import in_use, own_errors
+from zarrckpt._distributed import Ranks, own_errors
 from zarrckpt._gathered import all_items, state_paths
 from zarrckpt._holdings import with_facts
 from zarrckpt._mail import Facts
@@ -19,6 +19,7 @@ from zarrckpt._object_planners import ObjectSavePlanner
 from zarrckpt._plan import SavePlans, Sizes, plan_save
 from zarrckpt._report import PlanReport
 from zarrckpt._root import parent_groups
+from zarrckpt._state import refuse_fsdp1
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES
 
 _BESIDE = 5
@@ -32,6 +33,7 @@ def plan_report(
     state: Mapping[str, Any],
     *,
     process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     min_piece_bytes: int | None = None,
     fill_bytes: int | None = None,
@@ -44,7 +46,10 @@ def plan_report(
     arguments are those of :func:`save`; raises what it raises for them, and for a state that cannot be saved.
     """
     sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes, subchunks)
-    planner = ObjectSavePlanner()
+    ranks = Ranks(process_group, no_dist)
+    if no_dist:
+        refuse_fsdp1(state)
+    planner = ObjectSavePlanner(alone=ranks.alone)
 
     def local() -> SavePlan:
         planner.set_up_planner(cast("dict[str, Any]", state))
@@ -55,9 +60,9 @@ def plan_report(
         return report_of(plan_save(all_items(plans, facts), state_paths(plans), sizes=sizes))
 
     _mail.clear()
-    with own_errors(process_group):
+    with own_errors(ranks):
         # With our own errors on all ranks, as in a save.
-        return _DistWrapper(process_group, in_use(), 0).all_reduce("plan", local, report)
+        return _DistWrapper(process_group, not ranks.alone, 0).all_reduce("plan", local, report)
 
 
 def report_of(plans: SavePlans) -> PlanReport:

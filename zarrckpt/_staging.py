@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from zarrckpt._flatten import entered
-from zarrckpt._held import HeldPieces, HeldTensor
+from zarrckpt._held import HeldParts, HeldPieces, HeldTensor, says_its_boxes
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
@@ -100,7 +100,7 @@ class _Copies:
     def of(self, value: Any, name: str) -> Any:
         """What stands for a value in the copy. Its tensors are filled by :meth:`run`."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _PLAIN and not says_its_boxes(value):
             return self._tensor(value, name)
         if kind in _ATOMS:
             return value
@@ -116,6 +116,9 @@ class _Copies:
     def _other_tensor(self, tensor: torch.Tensor, name: str) -> Any:
         if isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_write_items__"):
             return self._sharded(tensor, name)
+        if says_its_boxes(tensor):
+            copied = self._tensor(tensor, name)
+            return tensor if copied is tensor else HeldParts(name[1:], tensor, copied)
         # Wrappers around other tensors are refused when they are saved.
         return tensor if hasattr(tensor, "__tensor_flatten__") else self._tensor(tensor, name)
 

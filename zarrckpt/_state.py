@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from zarrckpt._distributed import global_rank
@@ -229,3 +231,18 @@ def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | No
         f"no module in the state holds all {len(wanted)} parameters of the {type(optimizer).__name__}, so they have no "
         "names: put the module that it trains into the state, or pass optimizer.state_dict() instead"
     )
+
+
+def refuse_fsdp1(state: Any) -> None:
+    """Raise UnsupportedValueError for a module of FSDP1 where one rank saves or loads alone.
+
+    All its ranks together make its state dict, so this one would wait for the others.
+    """
+    for key in state if isinstance(state, Mapping) else ():
+        for value in _objects(state[key]):
+            within = FullyShardedDataParallel.fsdp_modules(value) if isinstance(value, nn.Module) else []
+            if any(dist.get_world_size(fsdp.process_group) > 1 for fsdp in within):
+                raise UnsupportedValueError(
+                    f"{key!r} has a module of FSDP1 (FullyShardedDataParallel), whose state dict needs all its ranks: "
+                    "leave no_dist out and call it on all of them"
+                )

@@ -15,6 +15,8 @@ from zarrckpt._memory import Bytes, BytesBudget
 
 OVERLAPS = "is an expanded view, several elements of which share one place in memory: load into a clone() of it"
 
+META = "is on the meta device: it has no data; materialise it (to_empty) first"
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,12 +40,17 @@ def raw_tensor(fqn: str, tensor: torch.Tensor) -> RawArray:
         raise UnsupportedValueError(
             f"{fqn!r} is a {type(tensor).__name__}, a wrapper around other tensors: save its parts, or .dequantize() it"
         )
-    if tensor.is_meta:
-        raise UnsupportedValueError(f"{fqn!r} is on the meta device: it has no data; materialise it (to_empty) first")
+    refuse_meta(fqn, tensor)
     try:
         return raw_view(tensor.detach().resolve_conj().resolve_neg().cpu())
     except (RuntimeError, TypeError, KeyError) as err:
         raise UnsupportedValueError(f"{fqn!r}: a {tensor.dtype} tensor has no plain memory to save: {err}") from err
+
+
+def refuse_meta(fqn: str, tensor: torch.Tensor) -> None:
+    """Raise UnsupportedValueError for a tensor without data."""
+    if tensor.is_meta:
+        raise UnsupportedValueError(f"{fqn!r} {META}")
 
 
 def can_view(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

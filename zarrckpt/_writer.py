@@ -21,7 +21,7 @@ from zarrckpt import _commit, _mail, _plan
 from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
 from zarrckpt._compression import CompressionOption, parse_option
 from zarrckpt._crew import beside
-from zarrckpt._errors import CheckpointError, CheckpointExistsError
+from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError
 from zarrckpt._exchange import choose
 from zarrckpt._finish import finish_save
 from zarrckpt._gathered import all_items, sent_paths, state_paths, whole_plans
@@ -118,6 +118,15 @@ class ZarrStorageWriter(StorageWriter):
     def checkpoint_id(self) -> str:
         """The url, for DCP's log records."""
         return self._spec.url
+
+    def refuse_committed(self) -> None:
+        """Raise what a save would where a checkpoint is committed that it must not overwrite. One request.
+
+        A store that does not answer is left for the save to meet: it may be there again by then.
+        """
+        if not self._overwrite:
+            with suppress(StorageError):
+                _commit.refuse_committed(self._spec.open())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
