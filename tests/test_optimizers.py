@@ -172,7 +172,21 @@ def test_a_training_goes_on_under_another_wrapper(tmp_path: Path) -> None:
     run_ranks(_wrappers_into_each_other, str(tmp_path), [*dict.fromkeys(pairs)], world_size=2)
 
 
+def _frozen_from_the_start(folder: str) -> None:
+    for kind in ("fsdp1", "fsdp2"):
+        model, optim = make(kind, 0)
+        _freeze(model, {0, 1})
+        train(model, optim, range(3))
+        zarrckpt.save({"model": model, "optim": optim}, f"{folder}/{kind}, start")
+        expected = train(model, optim, range(3, 6))
+        model, optim = make(kind, 1)
+        _freeze(model, {0, 1})
+        zarrckpt.load({"model": model, "optim": optim}, f"{folder}/{kind}, start")
+        assert train(model, optim, range(3, 6)) == pytest.approx(expected, rel=1e-12), kind
+
+
 def _freeze_sharded(folder: str) -> None:
+    _frozen_from_the_start(folder)
     for kind, in_place in itertools.product(("ddp", "fsdp1", "flat fsdp1", "fsdp2"), (True, False)):
         model, optim = make(kind, 0)
         train(model, optim, range(3))
@@ -432,30 +446,129 @@ def test_an_optimizer_that_leaves_out_what_it_is_given_is_an_error(tmp_path: Pat
         zarrckpt.load({"model": module, "optim": optim}, tmp_path / "c")
 
 
-def test_state_keeps_its_own_dtype_and_its_strings(tmp_path: Path) -> None:
-    class Wide(torch.optim.SGD):
-        """Keeps a float32 average of bfloat16 parameters, as torch's Optimizer does not on a load."""
+class Custom(torch.optim.Optimizer):
+    """Has state of every form, in names and types of its own, and does more in a step than torch's optimizers do."""
 
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for parameter in self.param_groups[0]["params"]:
-                state = self.state[parameter]
-                state.setdefault("average", torch.zeros_like(parameter, dtype=torch.float32)).add_(0.1)
-                state["counts"] = torch.full((2,), 200, dtype=torch.uint8)
-                state["kind"] = "wide"
+    def __init__(self, parameters: Any, alpha: float = 0.1) -> None:
+        super().__init__(parameters, {"alpha": alpha})
+        self.steps = 0
 
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            with torch.no_grad():
+                parameter.mul_(0.9).add_(torch.randn_like(parameter))
+            self.state[parameter] = {
+                "average": torch.full_like(parameter, 1 / 3, dtype=torch.float32),
+                "counts": torch.full((2,), 200, dtype=torch.uint8),
+                "kind": "wide",
+                "by.block": {0: torch.tensor([1 / 3]), "names": ["a", "b"]},
+                3: torch.tensor([1048577]),
+                "history": [torch.tensor([1 / 3]), None],
+            }
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+
+
+def test_state_of_any_form_comes_back_as_it_was(tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         module = nn.Linear(3, 2, dtype=torch.bfloat16)
-        return module, Wide(module.parameters())
+        return module, Custom(module.parameters())
 
     module, optim = build()
-    _step(module, optim)
+    optim.step()
     zarrckpt.save({"model": module, "optim": optim}, tmp_path / "c")
     for steps in (0, 1):
         other, target = build()
         for _ in range(steps):
-            _step(other, target)
+            target.step()
         zarrckpt.load({"model": other, "optim": target}, tmp_path / "c")
         assert moments(target) == moments(optim)
+
+
+def _no_step_is_made(folder: str) -> None:
+    for kind in ("plain", "ddp", "fsdp1", "flat fsdp1", "fsdp2"):
+        model, _ = make(kind, 0)
+        optim = Custom(model.parameters())
+        before = [p.detach().clone() for p in model.parameters()]
+        generator = torch.get_rng_state()
+        state, url = {"model": model, "optim": optim}, f"{folder}/{kind}"
+        zarrckpt.save(state, url)
+        with pytest.raises(zarrckpt.KeyMismatchError):
+            zarrckpt.load({**state, "more": torch.zeros(2)}, url)
+        zarrckpt.load(state, url)
+        assert optim.steps == 0 and not any(optim.state.values())
+        assert torch.equal(generator, torch.get_rng_state())
+        for parameter, old in zip(model.parameters(), before, strict=True):
+            assert parameter.grad is None and torch.equal(_whole(parameter), _whole(old))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_neither_a_save_nor_a_load_makes_a_step(tmp_path: Path) -> None:
+    """Of a fresh optimizer: it might do anything, to parameters, random numbers, averages beside it."""
+    run_ranks(_no_step_is_made, str(tmp_path), world_size=2)
+
+
+def test_a_part_of_a_parameter_s_state_needs_the_rest(tmp_path: Path) -> None:
+    model, optim = make("plain", 0)
+    train(model, optim, range(2))
+    zarrckpt.save({"model": model, "optim": optim}, tmp_path / "c")
+    other, fresh = make("plain", 1)
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"'optim.state.first.weight'.*without.*exp_avg_sq"):
+        zarrckpt.load({"model": other, "optim": fresh}, tmp_path / "c", keys="*.exp_avg")
+    assert not fresh.state
+
+
+def test_an_optimizer_keeps_what_it_took_where_a_later_object_fails(tmp_path: Path) -> None:
+    class Refusing:
+        def state_dict(self) -> dict[str, Any]:
+            return {"x": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise ValueError("not this one")
+
+    model, optim = make("plain", 0)
+    train(model, optim, range(2))
+    zarrckpt.save({"model": model, "optim": optim, "z": Refusing()}, tmp_path / "c")
+    other, fresh = make("plain", 1)
+    with pytest.raises(zarrckpt.CheckpointError, match="not this one"):
+        zarrckpt.load({"model": other, "optim": fresh, "z": Refusing()}, tmp_path / "c")
+    assert moments(fresh) == moments(optim)
+
+
+def _groups(net: Net, *parts: tuple[int, ...], lrs: tuple[float, ...]) -> torch.optim.Optimizer:
+    parameters = [*net.parameters()]
+    pairs = zip(parts, lrs, strict=True)
+    return torch.optim.SGD([{"params": [parameters[i] for i in part], "lr": lr} for part, lr in pairs])
+
+
+def test_groups_find_their_options_by_the_names_of_their_parameters(tmp_path: Path) -> None:
+    zarrckpt.save(
+        {"m": (net := Net()), "o": _groups(net, (), (0, 1), (2, 3, 4, 5), lrs=(0.5, 0.1, 0.2))}, tmp_path / "c"
+    )
+    for keys in (None, "o.param_groups.*.lr"):
+        other = Net()
+        target = _groups(other, (2, 3, 4, 5), (0, 1), (), lrs=(7.0, 8.0, 9.0))
+        zarrckpt.load({"m": other, "o": target}, tmp_path / "c", keys=keys)
+        assert [group["lr"] for group in target.param_groups] == [0.2, 0.1, 0.5]
+    other = Net()
+    target = _groups(other, (0,), (1, 2), (3, 4, 5), lrs=(7.0, 8.0, 9.0))
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"'o.param_groups.1'.*2 groups.*'lr'"):
+        zarrckpt.load({"m": other, "o": target}, tmp_path / "c")
+
+
+def test_parameters_of_lazy_modules_are_named(tmp_path: Path) -> None:
+    zarrckpt.save({"m": nn.Linear(3, 2)}, tmp_path / "c")
+    lazy = nn.LazyLinear(2)
+    state = {"m": lazy, "o": torch.optim.SGD(lazy.parameters())}
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"'m\.weight' is a parameter of a lazy module"):
+        zarrckpt.load(state, tmp_path / "c")
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"'m\.weight' is a parameter of a lazy module"):
+        zarrckpt.save(state, tmp_path / "d")
 
 
 def test_options_that_change_what_state_there_is_come_from_the_checkpoint(tmp_path: Path) -> None:

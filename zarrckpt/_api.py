@@ -246,7 +246,7 @@ def load(
     root: Root = from_coordinator(reader.read_root, ranks)
     reader.use_root(root)
     planner = ObjectLoadPlanner(keys, strict=strict, allow_cast=allow_cast)
-    with own_errors(ranks), planner.fresh_on_error():
+    with own_errors(ranks):
         _load_state_dict(state, reader, process_group, no_dist=ranks.alone, planner=planner)
         # Gathers errors, as the steps before it do: an object that fails on one rank fails the load on all.
         gathering = _DistWrapper(process_group, not ranks.alone, coordinator_rank=0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ from zarrckpt._optimizers import SavedEntries
 from zarrckpt._per_rank import LoadedRanks
 from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner, listed, without_target
 from zarrckpt._state_path import StatePath
+
+_GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
+"""What the name of an option of an optimizer's parameter group begins with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,7 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         self._ranks = LoadedRanks(())
         self._patterns = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
         self._differs = False
+        self._group_names: set[str] = set()
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -76,7 +80,13 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         names = set(metadata.state_dict_metadata)
         self._ranks = LoadedRanks(names)
         self._refuse_idle_patterns(names)
-        saved = SavedEntries(metadata.state_dict_metadata, self._is_asked_for, everything=self._patterns is None)
+        # Only by the names of its parameters does a group of the checkpoint tell whose options it has.
+        if self._patterns is not None:
+            groups = (_GROUP.match(name) for name in names if self._is_asked_for(name))
+            self._group_names = {f"{group[0]}params" for group in groups if group}
+        saved = SavedEntries(
+            metadata, self._is_asked_for, everything=self._patterns is None, allow_cast=self.allow_cast
+        )
         self.plain = _state.for_load(state_dict, saved, self._ranks.source, self.plain)
         try:
             super().set_up_planner(self.plain.state, metadata, is_coordinator)
@@ -147,20 +157,12 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         shown = [f"\n  {name!r}: {', '.join(map(repr, own))}" for name, own in itertools.islice(close.items(), 5)]
         return f"Parameters of the state with names like these:{''.join(shown)}\n" if shown else ""
 
-    @contextmanager
-    def fresh_on_error(self) -> Iterator[None]:
-        """Optimizers that had made no step yet have made none after a load that failed either."""
-        try:
-            yield
-        except BaseException:
-            for target in self.plain.optimizers:
-                target.undo()
-            raise
-
     def _is_asked_for(self, fqn: str) -> bool:
         if fqn in self._ranks.kept:
             return False
-        return self._patterns is None or any(matches(fqn, pattern) for pattern in self._patterns)
+        if self._patterns is None or fqn in self._group_names:
+            return True
+        return any(matches(fqn, pattern) for pattern in self._patterns)
 
     def _is_required(self, fqn: str) -> bool:
         return self._differs and self._is_of_an_object(fqn)

@@ -15,18 +15,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._modules import fsdp1_of, parameter_names
+from zarrckpt._state_path import StatePath
 
 Name = str | int
 """Of a parameter: that in its module; its number in the optimizer where the state holds no module."""
@@ -35,10 +39,15 @@ Name = str | int
 class SavedEntries:
     """The entries of the checkpoint that a load asks for, with DCP's metadata of each."""
 
-    def __init__(self, entries: Mapping[str, Any], is_asked_for: Callable[[str], bool], everything: bool) -> None:
-        self._entries = entries
-        self._names = sorted(filter(is_asked_for, entries))
+    def __init__(
+        self, metadata: Metadata, is_asked_for: Callable[[str], bool], *, everything: bool, allow_cast: bool
+    ) -> None:
+        self._entries = metadata.state_dict_metadata
+        self._paths = metadata.planner_data
+        self._names = sorted(filter(is_asked_for, self._entries))
+        self._left_out = sorted(self._entries.keys() - {*self._names})
         self._everything = everything
+        self.allow_cast = allow_cast
         self.is_asked_for = is_asked_for
         """Whether a load asks for entries of a name, if the checkpoint had it or not."""
 
@@ -48,24 +57,31 @@ class SavedEntries:
 
     def below(self, prefix: str) -> list[str]:
         """The names that begin with a prefix."""
-        first = last = bisect.bisect_left(self._names, prefix)
-        while last < len(self._names) and self._names[last].startswith(prefix):
-            last += 1
-        return self._names[first:last]
+        return _beginning_with(prefix, self._names)
+
+    def left_out(self, prefix: str) -> list[str]:
+        """The names in the checkpoint that begin with a prefix and are not asked for."""
+        return _beginning_with(prefix, self._left_out)
 
     def holds(self, fqn: str) -> bool:
         """Whether there is an entry of a name, or one below it."""
         return bool(self.below(f"{fqn}.")) or (fqn in self._entries and self.is_asked_for(fqn))
 
-    def shape_of(self, fqn: str) -> torch.Size | None:
-        """The shape of a tensor of that name; None where there is none."""
-        entry = self._entries.get(fqn)
-        return entry.size if isinstance(entry, TensorStorageMetadata) else None
+    def keys_below(self, prefix: str, depth: int) -> list[Any]:
+        """The keys that a dict had when it was saved: names below it begin with a prefix, and it is so deep inside."""
+        return [*dict.fromkeys(StatePath.of(self._paths[fqn]).keys[depth] for fqn in self.below(prefix))]
 
-    def dtype_of(self, fqn: str) -> torch.dtype:
-        """The dtype of a tensor of that name."""
-        dtype: torch.dtype = self._entries[fqn].properties.dtype
-        return dtype
+    def tensor(self, fqn: str) -> TensorStorageMetadata | None:
+        """The metadata of a tensor of that name; None where there is none."""
+        entry = self._entries.get(fqn)
+        return entry if isinstance(entry, TensorStorageMetadata) else None
+
+
+def _beginning_with(prefix: str, names: list[str]) -> list[str]:
+    first = last = bisect.bisect_left(names, prefix)
+    while last < len(names) and names[last].startswith(prefix):
+        last += 1
+    return names[first:last]
 
 
 class _Parameters:
@@ -114,112 +130,98 @@ def _renamed(state_dict: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[st
 
 
 def saved_state(optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any]:
-    """The state dict to save. An optimizer that has made no step yet is saved as such, and is not changed."""
+    """The state dict to save. No step is made: an optimizer without state is saved as such."""
     fsdp1 = None if module is None else fsdp1_of(module)
-    if fsdp1 is None:
-        return _Parameters(optimizer, module).named(optimizer.state_dict())
-    fresh = not optimizer.state
-    state_dict = _fsdp1_state(optimizer, fsdp1)
-    if fresh:
-        # Getting the state dict made a first step with zero gradients, which would count as one.
-        optimizer.state.clear()
-        state_dict["state"] = {}
-    return state_dict
+    if fsdp1 is not None:
+        return _fsdp1_state(optimizer, fsdp1)
+    return _Parameters(optimizer, module).named(optimizer.state_dict())
 
 
 class OptimizerTarget:
     """One optimizer's state dict to load into, and how the optimizer takes it back.
 
-    A parameter ends with the state that it was saved with: one without state gets memory for what the checkpoint has,
-    one for which the checkpoint has none loses its own.
+    A parameter ends with the state that it was saved with: there is a target for all that the checkpoint has of it, and
+    what the checkpoint has not is left out. Nothing of the optimizer changes before :meth:`restore`, and no step is
+    made: it might do anything.
     """
 
     state_dict: dict[str, Any]
     """By names. An entry that is None takes whatever the checkpoint has under its name."""
 
-    def __init__(self, prefix: str, optimizer: Optimizer, module: nn.Module | None, saved: SavedEntries) -> None:
-        self.prefix = prefix
+    def __init__(self, keys: tuple[Any, ...], optimizer: Optimizer, module: nn.Module | None, saved: SavedEntries):
+        self.prefix = "".join(f"{key}." for key in keys)
         self._optimizer = optimizer
+        self._allow_cast = saved.allow_cast
         self._fsdp1 = None if module is None else fsdp1_of(module)
-        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._stateless = [parameter for parameter in every if not optimizer.state.get(parameter)]
-        fresh = not optimizer.state
         if self._fsdp1 is not None:
             self.state_dict = _fsdp1_state(optimizer, self._fsdp1)
+            like: dict[str, Any] = get_model_state_dict(self._fsdp1)
+            parameters = {name: like[name] for group in self.state_dict["param_groups"] for name in group["params"]}
         else:
-            self._allocate(module, saved)
-        for name, slots in list(self.state_dict["state"].items()):
-            stem = f"{prefix}state.{name}"
-            if not saved.holds(stem) and (fresh or any(saved.is_asked_for(f"{stem}.{slot}") for slot in slots)):
-                del self.state_dict["state"][name]
-        self.groups = [group["params"] for group in self.state_dict["param_groups"]]
-
-    def _allocate(self, module: nn.Module | None, saved: SavedEntries) -> None:
-        """Set ``state_dict``, with memory for all that the checkpoint has."""
-
-        def saved_name(names: list[str]) -> str:
-            return next((name for name in names if saved.holds(f"{self.prefix}state.{name}")), names[0])
-
-        self._parameters = _Parameters(self._optimizer, module, saved_name)
-        wanted = {name: p for name, p in self._parameters if saved.holds(f"{self.prefix}state.{name}")}
-        make_state(self._optimizer, [p for p in wanted.values() if not self._optimizer.state.get(p)])
-        self.state_dict = self._parameters.named(self._optimizer.state_dict())
+            self._parameters = _Parameters(optimizer, module, self._saved_name(saved))
+            self.state_dict = self._parameters.named(optimizer.state_dict())
+            parameters = dict(self._parameters)
         state = self.state_dict["state"]
-        for name, parameter in wanted.items():
-            state[name] = _slots(f"{self.prefix}state.{name}.", parameter, state.get(name, {}), saved)
+        for name, parameter in parameters.items():
+            slots = _slots(f"{self.prefix}state.{name}", len(keys) + 2, parameter, state.pop(name, {}), saved)
+            if slots:
+                state[name] = slots
         for place, group in enumerate(self.state_dict["param_groups"]):
             # Like the numbers of its parameters, their names in an optimizer are its own.
             group.pop("param_names", None)
             if saved.holds(f"{self.prefix}param_groups.{place}.param_names"):
                 group["param_names"] = None
+        self.groups = [group["params"] for group in self.state_dict["param_groups"]]
+
+    def _saved_name(self, saved: SavedEntries) -> Callable[[list[str]], str]:
+        def choose(names: list[str]) -> str:
+            return next((name for name in names if saved.holds(f"{self.prefix}state.{name}")), names[0])
+
+        return choose
 
     def restore(self, loaded: Mapping[str, Any]) -> None:
         """Have the optimizer take its loaded state dict. Raises KeyMismatchError for entries that it did not keep."""
         groups = _own_groups(self.prefix, self.groups, loaded["param_groups"])
         taken = {**loaded, "param_groups": groups}
-        if self._fsdp1 is not None:
+        if self._fsdp1 is None:
+            self._optimizer.load_state_dict(self._parameters.numbered(taken))
+            self._undo_casts((parameter, taken["state"].get(name, {})) for name, parameter in self._parameters)
+            self._refuse_lost(taken, self._parameters.named(self._optimizer.state_dict()))
+            return
+        given: dict[str, Any] = {}
+        hook = self._optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: given.update(state_dict))
+        try:
             sharded = _as_fsdp1_takes_it(self._fsdp1, taken)
             # strict=False: a parameter that never had a gradient has no state.
             options = StateDictOptions(strict=False)
-            with _trainable(self._optimizer):
+            with _no_first_step(self._optimizer), _trainable(self._optimizer):
                 set_optimizer_state_dict(self._fsdp1, self._optimizer, sharded, options=options)
-            arrived = _fsdp1_state(self._optimizer, self._fsdp1)
-        else:
-            self._optimizer.load_state_dict(self._parameters.numbered(taken))
-            self._keep_types(taken["state"])
-            arrived = self._parameters.named(self._optimizer.state_dict())
+        finally:
+            hook.remove()
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._undo_casts((parameter, given["state"].get(number, {})) for number, parameter in enumerate(parameters))
+
+    def _undo_casts(self, given: Iterable[tuple[torch.Tensor, Mapping[Any, Any]]]) -> None:
+        """Put back what was given as a parameter's state where ``Optimizer.load_state_dict`` has converted it."""
+        for parameter, slots in given:
+            arrived = self._optimizer.state.get(parameter, {})
+            for slot in slots.keys() & arrived.keys() - {"step"}:
+                arrived[slot] = _unconverted(arrived[slot], slots[slot], self._allow_cast)
+
+    def _refuse_lost(self, taken: Mapping[str, Any], arrived: Mapping[str, Any]) -> None:
         lost = [
             f"{self.prefix}state.{name}.{slot}"
             for name, slots in taken["state"].items()
             if isinstance(slots, dict)
             for slot in slots.keys() - arrived["state"].get(name, {}).keys()
         ]
-        for place, (group, own) in enumerate(zip(groups, arrived["param_groups"], strict=True)):
+        for place, (group, own) in enumerate(zip(taken["param_groups"], arrived["param_groups"], strict=True)):
             lost += [f"{self.prefix}param_groups.{place}.{key}" for key in group.keys() - own.keys()]
         if lost:
             raise KeyMismatchError(
                 f"{self.prefix[:-1]!r}: load_state_dict() of the {type(self._optimizer).__name__} left out {len(lost)} "
                 f"entries that were read, for example {sorted(lost)[:5]}; its state is undefined now"
             )
-
-    def _keep_types(self, state: Mapping[Any, Any]) -> None:
-        """Torch converts a parameter's state to the parameter's dtype, and strings to nonsense: undo that."""
-        if type(self._optimizer).load_state_dict is not Optimizer.load_state_dict:
-            return
-        for name, parameter in self._parameters:
-            arrived = self._optimizer.state.get(parameter, {})
-            slots = state.get(name, {})
-            for slot in slots.keys() & arrived.keys() - {"step"}:
-                value = slots[slot]
-                if isinstance(value, str):
-                    arrived[slot] = value
-                elif isinstance(value, torch.Tensor) and arrived[slot].dtype != value.dtype:
-                    arrived[slot] = value.to(arrived[slot].device)
-
-    def undo(self) -> None:
-        """Take back what was made to load into: the load failed."""
-        for parameter in self._stateless:
-            self._optimizer.state.pop(parameter, None)
 
     def close_names(self, fqn: str) -> list[str]:
         """Own parameters whose names are like that of an entry of the checkpoint below this optimizer's state."""
@@ -229,104 +231,139 @@ class OptimizerTarget:
         return (inside or difflib.get_close_matches(entry.rpartition(".")[0], own))[:3]
 
 
-def _slots(stem: str, parameter: torch.Tensor, state: Mapping[Any, Any], saved: SavedEntries) -> dict[Any, Any]:
-    """The targets of a parameter's state below a stem: its own, as far as the checkpoint has them, and what it lacks.
+def _slots(
+    fqn: str, depth: int, parameter: torch.Tensor, state: Mapping[Any, Any], saved: SavedEntries
+) -> dict[Any, Any]:
+    """The targets of a parameter's state: its own, as far as the checkpoint has them, and memory for what it lacks.
 
-    None stands for what is loaded as the checkpoint has it, on the CPU; of a DTensor that would be too much. LBFGS has
-    lists as long as its history, and numbers that become tensors: these are loaded so, too.
+    ``depth``: so many keys lead to them. None stands for what is loaded as the checkpoint has it, on the CPU: numbers,
+    and what changes its form, such as the lists of LBFGS, which are as long as its history.
     """
     slots: dict[Any, Any] = {}
     for slot, value in state.items():
-        fqn = f"{stem}{slot}"
-        if saved.holds(fqn):
-            changes = isinstance(value, torch.Tensor) and value.shape not in (parameter.shape, saved.shape_of(fqn))
-            slots[slot] = None if changes or isinstance(value, list) else value
-        elif not saved.is_asked_for(fqn):
+        if saved.holds(f"{fqn}.{slot}"):
+            entry = saved.tensor(f"{fqn}.{slot}")
+            in_place = not isinstance(value, torch.Tensor) or value.shape == parameter.shape
+            fits = in_place or (entry is not None and entry.size == value.shape)
+            slots[slot] = value if fits and not isinstance(value, list) else None
+        elif not saved.is_asked_for(f"{fqn}.{slot}"):
             slots[slot] = value
-    present = {str(slot) for slot in slots}
-    for fqn in saved.below(stem):
-        slot = fqn.removeprefix(stem).partition(".")[0]
-        if slot not in present:
-            like = isinstance(parameter, DTensor) and saved.shape_of(fqn) == parameter.shape
-            slots[slot] = torch.empty_like(parameter.detach(), dtype=saved.dtype_of(fqn)) if like else None
+    if not state and (left := saved.left_out(f"{fqn}.")) and saved.below(f"{fqn}."):
+        raise KeyMismatchError(
+            f"keys= asks for a part of {fqn!r}, of which the optimizer has no state yet, without {left[:3]}; nothing "
+            "was loaded: ask for all of the parameter's state"
+        )
+    for slot in saved.keys_below(f"{fqn}.", depth):
+        if slot not in slots:
+            slots[slot] = _memory(f"{fqn}.{slot}", parameter, saved)
     return slots
 
 
-def make_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Have an optimizer make the state of some parameters, by a step with zero gradients; nothing else changes.
+def _memory(fqn: str, parameter: torch.Tensor, saved: SavedEntries) -> torch.Tensor | None:
+    """Memory for an entry that the checkpoint has of a parameter without state: it lies as the parameter does.
 
-    Makes none with an optimizer that cannot step so: LBFGS needs a closure, SparseAdam sparse gradients.
+    So does what has another shape than a sharded parameter, and is refused for that: nothing tells how it is sharded.
     """
-    parameters = list(parameters)
-    if not parameters:
-        return
-    state = dict(optimizer.state)
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    made: dict[Any, Any] = {}
-    optimizer.state.clear()
-    with _gradients_hidden(optimizer):
-        try:
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
-            for group in optimizer.param_groups:
-                for key in {"lr", "weight_decay"} & group.keys():
-                    group[key] = torch.zeros_like(group[key]) if isinstance(group[key], torch.Tensor) else 0.0
-            optimizer.step()
-            made = dict(optimizer.state)
-        except Exception:
-            pass  # what can't be made is taken from the checkpoint as it is
-        finally:
-            for group, kept in zip(optimizer.param_groups, options, strict=True):
-                for key in group.keys() - kept.keys() - {"params"}:
-                    del group[key]
-                group.update(kept)
-            optimizer.state.clear()
-            optimizer.state.update({**state, **made})
+    entry = saved.tensor(fqn)
+    if entry is None or not entry.size or is_lazy(parameter):
+        return None
+    if entry.size != parameter.shape and not isinstance(parameter, (DTensor, ShardedTensor)):
+        return None
+    return torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
 
 
-@contextmanager
-def _gradients_hidden(optimizer: Optimizer) -> Iterator[None]:
-    """Parameters have no gradients inside, and theirs again afterwards."""
-    gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+def _unconverted(arrived: Any, loaded: Any, allow_cast: bool) -> Any:
+    """A value of an optimizer's state as it was loaded, where torch's ``load_state_dict`` has converted it.
+
+    That makes nonsense of strings, and casts tensors to the parameter's dtype, which stays where casts are allowed.
+    What an optimizer made of a value itself stays, too.
+    """
+    if isinstance(loaded, str):
+        return loaded
+    if isinstance(loaded, torch.Tensor) and isinstance(arrived, torch.Tensor):
+        return loaded.to(arrived.device) if not allow_cast and _is_cast_of(arrived, loaded) else arrived
+    if isinstance(loaded, dict) and isinstance(arrived, dict) and loaded.keys() == arrived.keys():
+        return {key: _unconverted(arrived[key], value, allow_cast) for key, value in loaded.items()}
+    if type(loaded) in (list, tuple) and type(arrived) is type(loaded) and len(arrived) == len(loaded):
+        pairs = zip(arrived, loaded, strict=True)
+        return type(loaded)(_unconverted(one, other, allow_cast) for one, other in pairs)
+    return arrived
+
+
+def _is_cast_of(arrived: torch.Tensor, loaded: torch.Tensor) -> bool:
+    if arrived.dtype == loaded.dtype or arrived.shape != loaded.shape:
+        return False
+    cast = loaded.to(device=arrived.device, dtype=arrived.dtype)
+    one, other = (part.to_local() if isinstance(part, DTensor) else part for part in (arrived, cast))
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _own_groups(prefix: str, names: list[list[Name]], loaded: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Loaded parameter groups for this rank's parameters: each as the first that names one of them, else by position.
+    """Loaded parameter groups for this rank's parameters: each as those that name one of them, else by position.
 
     A checkpoint names a group's parameters as one rank had them. A stage of a pipeline may find none of its own there.
-    Raises KeyMismatchError for a group too many.
+    Raises KeyMismatchError for a group too many, and for one whose parameters were in groups with other options.
     """
-    groups = []
+    groups: list[dict[str, Any]] = []
+    empty = [group for group in loaded if not group["params"]]
     for place, own in enumerate(names):
-        sharing = [group for group in loaded if not {*own}.isdisjoint(group["params"])]
-        if not sharing and place >= len(loaded):
+        sources = [group for group in loaded if not {*own}.isdisjoint(group["params"])]
+        if not own and empty:
+            sources = [empty.pop(0)]
+        if not sources and place >= len(loaded):
             raise KeyMismatchError(
                 f"'{prefix}param_groups' has {len(names)} groups in the target and {len(loaded)} in the checkpoint, "
                 f"and group {place} shares no parameter with any of these"
             )
-        group = {**(sharing or loaded[place:])[0], "params": own}
-        group.pop("param_names", None)
-        groups.append(group)
+        options = [_options(group) for group in sources or [loaded[place]]]
+        differing = {key for other in options[1:] for key in options[0] if not _equal(other.get(key), options[0][key])}
+        if differing:
+            raise KeyMismatchError(
+                f"'{prefix}param_groups.{place}' has parameters that were in {len(options)} groups, which differ in "
+                f"{sorted(differing)}: make the groups as they were saved, or leave them out (keys=)"
+            )
+        groups.append({**options[0], "params": own})
     return groups
 
 
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says beside its parameters, as tensors of its own."""
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
 def _fsdp1_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """The state dict of an optimizer of FSDP1, made by a first step where there is none. Collective."""
-    # Torch makes no state while there are gradients, and drops them when it does.
-    with _gradients_hidden(optimizer), _trainable(optimizer):
+    """The state dict of an optimizer of FSDP1. Collective."""
+    with _no_first_step(optimizer):
         return dict(get_optimizer_state_dict(module, optimizer))
 
 
 @contextmanager
+def _no_first_step(optimizer: Optimizer) -> Iterator[None]:
+    """Keep torch's functions from having an optimizer make a step where it has no state.
+
+    They do so where no parameter has a gradient; and then they drop the gradients.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    lone = None if any(p.grad is not None for p in parameters) or not parameters else parameters[0]
+    try:
+        if lone is not None:
+            lone.grad = torch.zeros_like(lone)
+        yield
+    finally:
+        if lone is not None:
+            lone.grad = None
+
+
+@contextmanager
 def _trainable(optimizer: Optimizer) -> Iterator[None]:
-    """No parameter is frozen inside: of those torch neither makes nor takes the state."""
+    """No parameter is frozen inside: torch's function takes no state of those."""
     frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
     try:
         for parameter in frozen:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from zarrckpt._digests import digests_of
 from zarrckpt._distributed import in_use
@@ -33,6 +34,8 @@ from zarrckpt._per_rank import PerRank
 from zarrckpt._plan_items import LazyItems, OwnReads
 from zarrckpt._state_path import StatePath
 from zarrckpt._tensors import META, OVERLAPS, overlaps
+
+_LAZY = "is a parameter of a lazy module, which has no shape before its first forward pass: make one"
 
 _PER_RANK = "is a PerRank, which zarrckpt.save, async_save and load take, and DCP's own calls do not"
 
@@ -193,6 +196,8 @@ def _fault_of(leaf: Any) -> str | None:
         leaf = leaf.to_local()
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ShardedTensor):
         return None
+    if is_lazy(leaf):
+        return _LAZY
     if leaf.is_meta:
         return META
     if leaf.ndim > MAX_DIMENSIONS:
@@ -315,6 +320,8 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
     def _fault(self, fqn: str, leaf: Any, entry: Any) -> str | None:
         if not isinstance(leaf, torch.Tensor):
             return None
+        if is_lazy(leaf):
+            return f"{fqn!r} {_LAZY}"
         if isinstance(entry, BytesStorageMetadata):
             return (
                 f"{fqn!r} is a tensor of shape {global_shape(leaf)} in the target and a plain value in the checkpoint"

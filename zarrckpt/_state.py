@@ -201,7 +201,7 @@ def _optimizer(
 ) -> dict[str, Any]:
     if saved is None:
         return saved_state(optimizer, module)
-    target = OptimizerTarget(_prefix(keys), optimizer, module, saved)
+    target = OptimizerTarget(keys, optimizer, module, saved)
     plain.exact.append(target.prefix)
     plain.closed.add(f"{target.prefix}state")
     plain.optimizers.append(target)
