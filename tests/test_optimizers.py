@@ -523,6 +523,19 @@ def test_a_part_of_a_parameter_s_state_needs_the_rest(tmp_path: Path) -> None:
     assert not fresh.state
 
 
+def test_state_that_was_flattened_before_it_was_saved(tmp_path: Path) -> None:
+    """As torch's ``flatten_optimizer_state_dict`` does, and torchtitan with it: one key holds all of a name."""
+    model, optim = make("plain", 0)
+    train(model, optim, range(2))
+    names = [name for name, _ in model.named_parameters()]
+    state = zip(names, optim.state.values(), strict=True)
+    flat = {f"state.{name}.{slot}": value for name, slots in state for slot, value in slots.items()}
+    zarrckpt.save({"optim": flat}, tmp_path / "c")
+    other, fresh = make("plain", 1)
+    zarrckpt.load({"model": other, "optim": fresh}, tmp_path / "c", keys="optim.state")
+    assert moments(fresh) == moments(optim)
+
+
 def test_an_optimizer_keeps_what_it_took_where_a_later_object_fails(tmp_path: Path) -> None:
     class Refusing:
         def state_dict(self) -> dict[str, Any]:

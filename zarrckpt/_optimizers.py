@@ -69,7 +69,13 @@ class SavedEntries:
 
     def keys_below(self, prefix: str, depth: int) -> list[Any]:
         """The keys that a dict had when it was saved: names below it begin with a prefix, and it is so deep inside."""
-        return [*dict.fromkeys(StatePath.of(self._paths[fqn]).keys[depth] for fqn in self.below(prefix))]
+        found: dict[Any, None] = {}
+        for fqn in self.below(prefix):
+            keys = StatePath.of(self._paths[fqn]).keys
+            # A state that was flattened before it was saved has one key for all of a name.
+            nested = len(keys) > depth and prefix == "".join(f"{key}." for key in keys[:depth])
+            found[keys[depth] if nested else fqn.removeprefix(prefix).partition(".")[0]] = None
+        return [*found]
 
     def tensor(self, fqn: str) -> TensorStorageMetadata | None:
         """The metadata of a tensor of that name; None where there is none."""
