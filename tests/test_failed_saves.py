@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from crashes import Place, all_files, held, state
+from one_at_a_time import AskedStore, Op, Shelf
 from ranks import all_ranks_raise, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -67,7 +68,7 @@ def test_a_full_disk_is_free_again(small_disk: Path) -> None:
             zarrckpt.save(_weights(5), run / "step-1", overwrite=True)
         assert zarrckpt.open(run / "step-1").verify()
     found = CliRunner().invoke(main, ["doctor", str(run / "step-2")]).stdout
-    assert "failed" in found and "could still commit" not in found and "--stopped" not in found
+    assert "failed" in found and "could still commit" not in found
     assert zarrckpt.recover(run).kept == ()
     zarrckpt.save(_weights(1), run / "step-1", overwrite=True)
     zarrckpt.save(_weights(1), run / "step-2")
@@ -159,6 +160,47 @@ def test_nothing_is_removed_once_the_root_was_sent(fault: Fault, tmp_path: Path)
     assert held(Place(str(tmp_path / "a"))) == (1 if fault is FAIL_AFTER else None)
     report = zarrckpt.recover(tmp_path / "a")
     assert len(report.kept) == (0 if fault is FAIL_AFTER else 1) and report.objects == 0
+
+
+def test_a_root_that_was_refused_and_arrives_later() -> None:
+    """Its first put is under way while its repeats are refused: the base is still there then, and the put will do."""
+    shelf, sent = Shelf({}), []
+
+    def ask(op: Op) -> Any:
+        if op.verb == "replace" and op.key == ROOT:
+            sent.append(op)
+            return False
+        return shelf._answer(op)
+
+    zarrckpt.save(state(1), store=shelf.store)
+    with pytest.raises(zarrckpt.StorageError):
+        zarrckpt.save(state(2), store=AskedStore(ask), overwrite=True)
+    assert zarrckpt.open(store=shelf.store)["step"] == 1
+    assert shelf._answer(sent[0])
+    assert zarrckpt.open(store=shelf.store)["step"] == 2 and zarrckpt.open(store=shelf.store).verify()
+
+
+def test_doctor_and_open_after_a_save_that_failed(tmp_path: Path) -> None:
+    def rule(call: Call) -> Fault | None:
+        return FAIL if call.verb == "put" and "/checksums/" in call.key else None
+
+    with pytest.raises(zarrckpt.StorageError):
+        zarrckpt.save(state(1), store=FaultyStore(tmp_path / "a", rule))
+    with pytest.raises(zarrckpt.CheckpointNotFoundError) as raised:
+        zarrckpt.open(tmp_path / "a")
+    assert "failed" in str(raised.value) and "running" not in str(raised.value)
+    found = CliRunner().invoke(main, ["doctor", str(tmp_path / "a")])
+    assert found.exit_code == 0 and "failed" in found.stdout
+    assert [line.split()[4:5] for line in found.stdout.splitlines() if "run: " in line] == [["--stopped"]]
+    # What a rank that was cut off writes.
+    (tmp_path / "a" / "w").mkdir()
+    (tmp_path / "a" / "w" / "c.0").write_bytes(b"late")
+    found = CliRunner().invoke(main, ["doctor", str(tmp_path / "a")])
+    assert found.exit_code == 1 and f"zarrckpt recover {tmp_path / 'a'}\n" in found.stdout
+    assert zarrckpt.recover(tmp_path / "a").objects == 1
+    assert CliRunner().invoke(main, ["doctor", str(tmp_path / "a")]).exit_code == 0
+    zarrckpt.recover(tmp_path / "a", stopped=True)
+    assert CliRunner().invoke(main, ["doctor", str(tmp_path / "a")]).stdout.endswith("Nothing to do.\n")
 
 
 def test_recover_removes_what_a_failed_save_could_not(tmp_path: Path) -> None:

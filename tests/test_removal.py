@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,12 @@ import torch
 from click.testing import CliRunner
 from crashes import all_files
 from interleaving import Agent, Exploration, Faults, nothing_quiet
-from one_at_a_time import Content, Judge, Shelf, committed_first, one_thread, read
+from one_at_a_time import Content, Judge, Shelf, committed_first, one_thread, read, running
 
 import zarrckpt
 from zarrckpt._store import Store
 from zarrckpt.cli import main
-from zarrckpt.testing import FAIL, STOP, Call, Fault, FaultyStore, Stopped
+from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
 
 RECORD = "@zarrckpt/removed/zarr.json"
 STATE = {"w": torch.arange(4000.0), "blob": b"x" * 10, "step": 7}
@@ -145,7 +147,7 @@ def test_what_a_broken_removal_says_and_who_finishes_it(finish: Callable[..., An
 
 def test_a_removal_that_was_only_recorded_is_finished_by_recover(tmp_path: Path) -> None:
     zarrckpt.save(STATE, tmp_path / "a")
-    crash_after("put", RECORD, tmp_path / "a")
+    crash_after("create", RECORD, tmp_path / "a")
     assert zarrckpt.open(tmp_path / "a").verify()
     with pytest.raises(zarrckpt.CheckpointRemovedError):
         zarrckpt.save(STATE, tmp_path / "a", overwrite=True)
@@ -153,23 +155,164 @@ def test_a_removal_that_was_only_recorded_is_finished_by_recover(tmp_path: Path)
     assert not (tmp_path / "a").exists()
 
 
-def test_what_fails_before_the_root_is_deleted_leaves_the_checkpoint(tmp_path: Path) -> None:
+def test_a_root_that_cannot_be_deleted_leaves_the_checkpoint(tmp_path: Path) -> None:
+    def rule(call: Call) -> Fault | None:
+        return FAIL if call.verb == "delete" and call.key == "zarr.json" else None
+
     zarrckpt.save(STATE, tmp_path / "a")
-    fails = FaultyStore(tmp_path / "a", lambda call: FAIL if call.verb == "put" else None)
     with pytest.raises(zarrckpt.StorageError):
-        zarrckpt.remove(store=fails)
+        zarrckpt.remove(store=FaultyStore(tmp_path / "a", rule))
+    # Nothing takes it for one that is to go.
+    assert zarrckpt.recover(tmp_path / "a").objects == 0
     zarrckpt.save(STATE, tmp_path / "a", overwrite=True)
+    assert zarrckpt.open(tmp_path / "a").verify()
+
+
+def test_a_root_whose_deletion_got_no_answer_can_be_finished(tmp_path: Path) -> None:
+    def rule(call: Call) -> Fault | None:
+        return FAIL_AFTER if call.verb == "delete" and call.key == "zarr.json" else None
+
+    zarrckpt.save(STATE, tmp_path / "a")
+    with pytest.raises(zarrckpt.StorageError):
+        zarrckpt.remove(store=FaultyStore(tmp_path / "a", rule))
+    assert zarrckpt.recover(tmp_path / "a").objects > 5
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_store_that_takes_deletions_only(tmp_path: Path) -> None:
+    """A server whose quota is used up: a removal is what helps."""
+    zarrckpt.save(STATE, tmp_path / "a")
+    fails = FaultyStore(tmp_path / "a", lambda call: FAIL if call.verb in ("put", "create", "replace") else None)
+    assert zarrckpt.remove(store=fails) > 5
+    assert not (tmp_path / "a").exists()
+
+
+# -- beside others
+
+
+def test_a_removal_that_another_one_has_ended_deletes_nothing_more(tmp_path: Path) -> None:
+    """``recover`` goes on with a removal that runs, and waits; that one ends, and the next save begins and commits."""
+    number = 0
+    while True:
+        url, asked = tmp_path / str(number), 0
+        zarrckpt.save(STATE, url)
+        crash_after("create", RECORD, url)
+
+        def rule(call: Call, url: Path = url, number: int = number) -> None:
+            nonlocal asked
+            asked += call.verb != "delete"
+            if call.verb != "delete" and asked == number + 1:
+                with suppress(zarrckpt.CheckpointNotFoundError):
+                    zarrckpt.remove(url)
+                zarrckpt.save({**STATE, "step": 8}, url)
+
+        zarrckpt.recover(store=FaultyStore(url, rule))
+        if asked <= number:
+            break
+        assert zarrckpt.open(url)["step"] == 8 and zarrckpt.open(url).verify(), f"before request {number}"
+        number += 1
+    assert number > 20
+
+
+def test_a_save_that_began_before_a_removal_and_goes_on_after_it(tmp_path: Path) -> None:
+    """That is against the rules, and yet no later save meets its objects."""
+    removed: list[int] = []
+
+    def rule(call: Call) -> None:
+        if call.verb == "put" and call.key.startswith("@zarrckpt/") and not removed:
+            removed.append(zarrckpt.remove(tmp_path / "a"))
+
+    zarrckpt.save(STATE, store=FaultyStore(tmp_path / "a", rule))
+    assert removed == [1] and zarrckpt.open(tmp_path / "a").tree == ""
+
+    def crash(call: Call) -> Fault | None:
+        return STOP if call.verb == "replace" and call.key == "zarr.json" else None
+
+    with pytest.raises(Stopped):
+        zarrckpt.save({**STATE, "w": torch.zeros(4000)}, store=FaultyStore(tmp_path / "a", crash), overwrite=True)
+    # Only its claim is gone, and what the crashed save wrote lies elsewhere.
+    found = zarrckpt.open(tmp_path / "a")
+    assert found["w"][-1] == 3999 and {damage.key for damage in found.verify().damages} == {"@zarrckpt/zarr.json"}
+    zarrckpt.save(STATE, tmp_path / "a", overwrite=True)
+    assert zarrckpt.open(tmp_path / "a").verify()
+
+
+def test_a_marker_that_comes_after_a_removal_names_nothing_of_a_later_save(tmp_path: Path) -> None:
+    removed: list[int] = []
+
+    def fail(call: Call) -> Fault | None:
+        if call.verb == "put" and call.key == "w/c.0":
+            return FAIL
+        # The marker is put once more, with "failed".
+        if call.verb == "put" and call.key.count("/") == 2 and (tmp_path / "a" / call.key).exists():
+            removed.append(zarrckpt.remove(tmp_path / "a"))
+        return None
+
+    with pytest.raises(zarrckpt.StorageError):
+        zarrckpt.save(STATE, store=FaultyStore(tmp_path / "a", fail))
+    assert removed
+
+    def recover(call: Call) -> None:
+        if call.verb == "create" and call.key == "zarr.json":
+            assert zarrckpt.recover(tmp_path / "a").objects == 0
+
+    zarrckpt.save(STATE, store=FaultyStore(tmp_path / "a", recover))
+    assert zarrckpt.recover(tmp_path / "a").objects == 0 and zarrckpt.open(tmp_path / "a").verify()
+
+
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("at", range(8))
+def test_recover_leaves_what_was_committed_or_begun_meanwhile(over: bool, at: int, tmp_path: Path) -> None:
+    """While it looks, one save commits, the next one begins, and goes on when ``recover`` has ended."""
+    url, asked = tmp_path / "a", 0
+    if over:
+        zarrckpt.save({**STATE, "step": 0}, url)
+    else:
+        url.mkdir()
+    reports: list[Any] = []
+
+    def second(call: Call) -> None:
+        if call.verb == "replace" and call.key == "zarr.json":
+            begun.set()
+            ended.wait(60)
+
+    def first(call: Call) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == at + 1:
+            zarrckpt.save({**STATE, "step": 1}, url, overwrite=True)
+            save.start()
+            begun.wait(60)
+
+    def run_second() -> None:
+        zarrckpt.save({**STATE, "step": 2}, store=FaultyStore(url, second), overwrite=True)
+
+    begun, ended, save = threading.Event(), threading.Event(), threading.Thread(target=run_second)
+    reports.append(zarrckpt.recover(store=FaultyStore(url, first)))
+    ended.set()
+    save.join()
+    assert zarrckpt.open(url)["step"] == 2 and zarrckpt.open(url).verify()
 
 
 # -- every interleaving
 
 
-def _remove(store: Store) -> str:
+def _remove(store: Store, number: int = 1) -> str:
+    running.number = number
     try:
         zarrckpt.remove(store=store)
     except zarrckpt.CheckpointNotFoundError:
         return "nothing"
     return "removed"
+
+
+def _remove_too(store: Store) -> str:
+    return _remove(store, 2)
+
+
+def _recover(store: Store) -> str:
+    zarrckpt.recover(store=store)
+    return "recovered"
 
 
 def _read(store: Store) -> str:
@@ -193,7 +336,9 @@ def _can_be_finished(content: Content) -> None:
         assert not shelf.content
 
 
-@pytest.mark.parametrize("codes", [(_remove, _remove), (_remove, _read), (_remove, _read, _read)])
+@pytest.mark.parametrize(
+    "codes", [(_remove, _remove_too), (_remove, _recover), (_remove, _read), (_remove, _read, _read)]
+)
 def test_removals_and_readers_in_every_interleaving(codes: tuple[Callable[[Store], str], ...]) -> None:
     """Any of them may stop at any time: what is stored then can be finished."""
     judge = Judge()
@@ -201,12 +346,12 @@ def test_removals_and_readers_in_every_interleaving(codes: tuple[Callable[[Store
         base = committed_first()
         agents = [Agent(code) for code in codes]
         # Of removals, which take some forty requests each, those with at most two interruptions.
-        bound = 2 if codes.count(_remove) > 1 else None
+        bound = None if _read in codes else 2
         exploration = Exploration(agents, base, Faults(), nothing_quiet, bound)
 
         def at_end(content: Content, ends: list[str]) -> None:
             assert not content
-            assert "removed" in ends and {*ends} <= {"removed", "nothing", "read 0"}
+            assert "removed" in ends and {*ends} <= {"removed", "nothing", "recovered", "read 0"}
 
         def check(content: Content) -> None:
             judge.committed(content)

@@ -62,13 +62,47 @@ def test_a_save_inside_a_checkpoint_is_refused_before_anything_is_put(place: Cal
     zarrckpt.save(STATE, **place("run/out/best").options)
 
 
-def test_a_save_inside_an_unfinished_one_is_refused(tmp_path: Path) -> None:
+def test_a_save_by_mistake_in_the_folder_of_a_run(place: Callable[[str], Place]) -> None:
+    """It does not commit: the run goes on, and becomes a plain folder again."""
+    folder, steps = place("run"), [place(f"run/step-{number}") for number in (1, 2)]
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, store=folder.faulty(at(9, STOP)))
+    for step in steps:
+        zarrckpt.save(STATE, **step.options)
+        zarrckpt.save(STATE, **step.options, overwrite=True)
+    for action in (zarrckpt.remove, zarrckpt.recover):
+        with pytest.raises(zarrckpt.ForeignObjectsError, match=r"save was begun.*zarrckpt recover .*run --stopped"):
+            action(**folder.options)
+    report = zarrckpt.recover(**folder.options, stopped=True)
+    assert len(report.removed) == 1 and report.kept == ()
+    assert len(zarrckpt.recover(**folder.options).checkpoints) == 2
+    assert all(zarrckpt.open(**step.options).verify() for step in steps)
+    assert {key.partition("/")[0] for key in folder.objects()} == {"step-1", "step-2"}
+
+
+def test_a_save_below_a_name_that_an_unfinished_one_writes(tmp_path: Path) -> None:
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
         zarrckpt.save(STATE, store=FaultyStore(tmp_path / "run", at(9, STOP)))
-    with pytest.raises(zarrckpt.ForeignObjectsError, match=f"zarrckpt rm {tmp_path / 'run'}"):
-        zarrckpt.save(STATE, tmp_path / "run" / "step-1")
-    zarrckpt.remove(tmp_path / "run")
-    zarrckpt.save(STATE, tmp_path / "run" / "step-1")
+    for inner in ("model", "model/best"):
+        with pytest.raises(zarrckpt.ForeignObjectsError, match=f"zarrckpt recover {tmp_path / 'run'} --stopped"):
+            zarrckpt.save(STATE, tmp_path / "run" / inner)
+    zarrckpt.recover(tmp_path / "run", stopped=True)
+    zarrckpt.save(STATE, tmp_path / "run" / "model")
+
+
+def test_a_clean_up_spares_a_checkpoint_below_a_name_of_its_own(tmp_path: Path) -> None:
+    """Both saves began at the same moment; a group's document has the name of the other one's root."""
+    outer, inner = tmp_path / "run", tmp_path / "run" / "model"
+
+    def rule(call: Call) -> Fault | None:
+        if call.verb == "create" and call.key == "@zarrckpt/zarr.json":
+            zarrckpt.save(STATE, inner)
+        return STOP if call.verb == "put" and call.key.startswith("model/") else None
+
+    with pytest.raises(Stopped):
+        zarrckpt.save({"model": {"w": torch.zeros(6)}}, store=FaultyStore(outer, rule))
+    zarrckpt.recover(outer, stopped=True)
+    assert zarrckpt.open(inner).verify()
 
 
 def test_a_folder_above_that_may_not_be_read_does_not_fail_a_save(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,9 +13,9 @@ from zarrckpt import _commit
 from zarrckpt._catalog import Catalog
 from zarrckpt._commit import CLAIM_KEY, REMOVAL_KEY, Leftovers
 from zarrckpt._crew import run
-from zarrckpt._documents import NODE
-from zarrckpt._errors import CheckpointError, CheckpointNotFoundError, ForeignObjectsError, StorageError
+from zarrckpt._errors import CheckpointError, CheckpointNotFoundError, StorageError
 from zarrckpt._info import count_text, time_text
+from zarrckpt._root import removal_bytes
 from zarrckpt._store import Store, StoreSpec, Upload
 from zarrckpt._verify import verify
 
@@ -49,18 +50,21 @@ def recover(
     storage_options: Mapping[str, Any] | None = None,
     credential_provider: Callable[..., Any] | None = None,
 ) -> RecoverReport:
-    """Delete what saves that never committed, or were replaced, left at a url. The committed checkpoint stays.
+    """Delete what saves that never committed, or were replaced, left at a url. What is committed stays.
+
+    One exception: a removal that was begun and has not ended is finished, and the checkpoint goes.
 
     The next save to the url does the same by itself; call this where there will be none. Only keys that a save's own
     marker names are deleted. A save that could still commit is left alone: one that was begun when nothing, or the
     checkpoint that is there now, was committed, and that has not failed by its own record. Nobody can tell such a save
     from a dead one, except who knows that none is running. The claim stays, so that nothing a dead rank still writes
-    can meet a later save's objects. A removal that was broken off is finished.
+    can meet a later save's objects.
 
     Args:
         url: of a checkpoint, or of a folder of checkpoints: then of each right below it.
         stopped: no save to this url is running, anywhere: also delete what could still commit otherwise, and every
-            unfinished upload. If one is running all the same, what it commits is damaged.
+            unfinished upload; and what a save that was begun by mistake in a folder of checkpoints left, which then is
+            one again. If a save is running all the same, what it commits is damaged.
 
     Multipart uploads that killed processes left are removed, too, on S3 where botocore is installed (boto3 and s3fs
     bring it) and the credentials allow to list them.
@@ -96,23 +100,26 @@ def _recovered_if_any(spec: StoreSpec, stopped: bool) -> RecoverReport:
 
 def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
     place = spec.open()
-    found = _commit.leftovers(place)
+    found = _commit.leftovers(place, folder=stopped)
     if found.removal:
         objects, uploads = _remove(place, found)
         return RecoverReport(place.url, objects, tuple(marker.attempt for marker in found.markers), (), uploads)
     dead = [marker for marker in found.others if stopped or not found.may_commit(marker)]
     kept = [marker.attempt for marker in found.others if marker not in dead]
-    # Their markers go too where nobody can write what they name any more.
-    committed = None if found.root is None else found.root.marker()
+    # An attempt that began beside a removal may name what another one has begun to write since.
+    spared = [marker for marker in found.markers if marker not in dead]
+    # A save begun by mistake in a folder of checkpoints must not stay in the way of what is done with them.
+    folder = stopped and found.root_bytes is None and bool(_commit.checkpoints_below(place, unfinished=True))
     unfinished = _unfinished(place)[0]
     if unfinished:
-        # Before the markers go: they name what is whose.
-        unfinished = [item for item in unfinished if stopped or any(marker.names_key(item.key) for marker in dead)]
+        # Before the markers go: they name what is whose. In a folder, others may be of saves that run.
+        every = stopped and not folder
+        unfinished = [item for item in unfinished if every or any(marker.names_key(item.key) for marker in dead)]
         place.abort(unfinished)
     finished = [marker.attempt for marker in dead] if stopped else []
-    objects = _commit.clean(place, dead, finished=finished, committed=committed)
+    objects = _commit.clean(place, dead, finished=finished, spared=spared)
     if stopped:
-        place.delete(found.probes)
+        place.delete([*found.probes, CLAIM_KEY] if folder else found.probes)
         _commit.sweep(place)
     count = None if unfinished is None else len(unfinished)
     return RecoverReport(place.url, objects, tuple(marker.attempt for marker in dead), tuple(kept), count)
@@ -139,7 +146,7 @@ class Examination:
     uploads: int | None = 0
     """Multipart uploads that have not ended; None where the store does not tell them."""
     notes: tuple[str, ...] = ()
-    """What could not be looked at, and why."""
+    """What is as it should be and yet worth knowing; what could not be looked at, and why."""
     empty: bool = False
     """Whether nothing is there at all."""
 
@@ -164,6 +171,7 @@ def examine(
         return Examination(place.url, state, (finding,), (f"zarrckpt recover {place.url}",))
     findings: list[str] = []
     advice: list[str] = []
+    notes: list[str] = []
     if found.root is not None:
         ranks = count_text(found.root.world_size, "rank")
         state = f"{place.url}: a checkpoint, committed {time_text(found.root.created)} by {ranks}"
@@ -178,25 +186,33 @@ def examine(
         return Examination(place.url, state, tuple(findings), (f"zarrckpt rm {place.url}",))
     else:
         state = f"{place.url}: " + ("no checkpoint; a save was begun" if found.begun else "nothing is there")
+    dead = [marker for marker in found.others if not found.may_commit(marker)]
+    others = [marker for marker in found.markers if marker not in dead]
+    left = {marker.attempt: _commit.stored_keys(place, marker, others) for marker in dead}
     for marker in found.others:
-        running = found.may_commit(marker)
-        kind = "could still commit, if it runs" if running else "can commit no more, or was replaced"
-        kind = "failed, and has removed what it wrote" if marker.failed else kind
-        what = "copy" if marker.copy else "save"
-        findings.append(f"{what} {marker.attempt}, begun {time_text(marker.started)}, {kind}")
+        what = f"{'copy' if marker.copy else 'save'} {marker.attempt}, begun {time_text(marker.started)}"
+        ended = "failed" if marker.failed else "can commit no more, or was replaced"
+        if marker.attempt not in left:
+            findings.append(f"{what}, could still commit, if it runs")
+        elif left[marker.attempt]:
+            findings.append(f"{what}, {ended}; {count_text(left[marker.attempt], 'object')} of it left")
+        else:
+            notes.append(f"{what}, {ended}; only its marker is left: ranks that were cut off may still write")
     uploads, unknown = _unfinished(place)
     if uploads:
         findings.append(f"{count_text(len(uploads), 'multipart upload')} not ended: of a save that runs, or was killed")
-    if any(found.may_commit(marker) and marker.copy for marker in found.others):
+    if found.probes:
+        findings.append(f"{count_text(len(found.probes), 'object')} left of a try of the store's conditional puts")
+    if any(marker.copy for marker in found.others if marker not in dead):
         advice.append(f"zarrckpt cp ... {place.url} --resume    (the same command goes on with the copy)")
-    if any(not found.may_commit(marker) for marker in found.others):
+    if any(left.values()):
         advice.append(f"zarrckpt recover {place.url}")
-    if any(found.may_commit(marker) for marker in found.others) or found.probes or uploads:
+    if len(dead) < len(found.others) or notes or found.probes or uploads:
         advice.append(f"zarrckpt recover {place.url} --stopped    (only if no save to it is running)")
     empty = found.root is None and not found.begun
     count = None if uploads is None else len(uploads)
-    notes = (unknown,) if unknown else ()
-    return Examination(place.url, state, tuple(findings), tuple(advice), count, notes, empty)
+    notes += [unknown] if unknown else []
+    return Examination(place.url, state, tuple(findings), tuple(advice), count, tuple(notes), empty)
 
 
 def remove(
@@ -211,11 +227,11 @@ def remove(
     First that is recorded, so that whoever comes after a crash can finish it: another :func:`remove`, or
     :func:`recover`. Then the root document goes: from then on nothing opens there, and who has the checkpoint open gets
     CheckpointRemovedError. Only keys that documents of saves name are deleted; of local files the url's own folder,
-    too, where it is empty then, no link and no mount. No save to the url may be running: it would commit what was
-    deleted. One that is begun meanwhile is refused. The arguments are those of :func:`open`.
+    too, where it is empty then, no link and no mount. No save to the url may be running or beginning: it would commit
+    what was deleted. One that begins when the removal is recorded is refused. The arguments are those of :func:`open`.
 
-    Raises CheckpointNotFoundError where no save ever began, ForeignObjectsError where the url holds anything else:
-    nothing is deleted then.
+    Raises CheckpointNotFoundError where no save ever began, ForeignObjectsError where the url holds anything else,
+    StorageError where the root document cannot be deleted: nothing is deleted then.
     """
     place = StoreSpec(url, store, storage_options, credential_provider).open()
     found = _commit.leftovers(place, damaged=True)
@@ -225,25 +241,47 @@ def remove(
 
 
 def _remove(place: Store, found: Leftovers) -> tuple[int, int | None]:
-    """Delete all that saves left at a url, or go on with that. Returns the numbers of objects and of uploads."""
-    if not found.removal:
-        _commit.record_removal(place, "" if found.root is None else found.root.save_id)
+    """Delete all that saves left at a url, or go on with that. Returns the numbers of objects and of uploads.
+
+    Several processes may do so at once, by one record. Each of them stops once that is gone: all is deleted then, and a
+    save may have begun.
+    """
+    own = removal_bytes("" if found.root is None else found.root.save_id)
+    recorded = found.removal or _commit.record_removal(place, own)
+    record = _commit.removal_record(place)
+    if recorded and record is None:
+        return 0, 0
+    objects = 0
+    count: int | None = 0
+    with suppress(_commit.RemovalEndedError):
         try:
-            # Again: no save begins here any more, so nothing is missed.
+            # Again: what is found now is what the record is of, and no save begins after it.
             found = _commit.leftovers(place, damaged=True)
-        except ForeignObjectsError:
-            place.delete([REMOVAL_KEY])
+            _commit.delete_root(place, found.root_bytes, record)
+        except CheckpointError:
+            if record == own:
+                _take_back(place, found)
             raise
-    place.delete([NODE])
-    uploads = _unfinished(place)[0]
-    if uploads:
-        place.abort(uploads)
-    markers = found.markers
-    objects = _commit.clean(place, markers, finished=[marker.attempt for marker in markers])
-    place.delete([*found.probes, CLAIM_KEY])
-    _commit.sweep(place)
-    # Last: as long as anything is left, it says so.
-    place.delete([REMOVAL_KEY])
-    place.remove_folder()
-    count = None if uploads is None else len(uploads)
-    return objects + len(markers) + (found.root_bytes is not None) + found.claimed, count
+        objects = len(found.markers) + (found.root_bytes is not None) + found.claimed
+        uploads = _unfinished(place)[0]
+        count = None if uploads is None else len(uploads)
+        _commit.check_removal(place, record)
+        if uploads:
+            place.abort(uploads)
+        finished = [marker.attempt for marker in found.markers]
+        objects += _commit.clean(place, found.markers, finished=finished, removal=record)
+        _commit.check_removal(place, record)
+        place.delete([*found.probes, CLAIM_KEY])
+        _commit.sweep(place)
+        _commit.check_removal(place, record)
+        # Last: as long as anything is left, it says so.
+        place.delete([REMOVAL_KEY])
+        place.remove_folder()
+    return objects, count
+
+
+def _take_back(place: Store, found: Leftovers) -> None:
+    """Delete the record of a removal that could not delete anything: the checkpoint is no other than before."""
+    with suppress(CheckpointError):
+        if found.root is None or _commit.read_root(place).save_id == found.root.save_id:
+            place.delete([REMOVAL_KEY])

@@ -46,7 +46,6 @@ from zarrckpt._root import (
     parse_claim,
     parse_marker,
     parse_root,
-    removal_bytes,
     table_node,
 )
 from zarrckpt._store._failures import is_full
@@ -64,6 +63,12 @@ _LEVELS = 3
 
 _LOOKED_INTO = 200
 """So many folders are looked into at most for an error's text."""
+
+_LOOKS = 5
+"""How often what saves left is read until no save has committed meanwhile."""
+
+_DELETED_AT_ONCE = 1000
+"""So many objects a clean-up deletes before it looks again whether it may: S3 takes them in one request."""
 
 _LISTINGS = 3
 """How often a clean-up lists again until nothing is left, before it leaves the rest to the next one."""
@@ -127,17 +132,21 @@ def read_root(store: Store) -> Root:
 
 def _why_absent(store: Store) -> str:
     """Why nothing opens at a url without a root document."""
-    begun = is_stored(store, CLAIM_KEY)
+    begun, ended = is_stored(store, CLAIM_KEY), False
     try:
-        if REMOVED in _attempts(store):
+        attempts = _attempts(store)
+        if REMOVED in attempts:
             return f"the checkpoint at {store.url} is being removed: {_finish_removal(store)}"
         found = "" if begun else _folder_of_checkpoints(store)
+        markers = run((partial(_marker, store, attempt) for attempt in attempts), store.max_concurrency)
+        ended = bool(markers) and all(marker is not None and marker.failed for marker in markers)
     except StorageError as err:
         # A missing bucket looks like a missing object otherwise.
         found = f"check the path. A listing fails, too: {err}"
     if begun:
         return (
-            f"the save at {store.url} was begun but never committed (or it is still running); "
+            f"the save at {store.url} "
+            f"{'has failed' if ended else 'was begun but never committed (or it is still running)'}; "
             "load an earlier checkpoint, or save again: leftovers do not block a new save"
         )
     return f"nothing is committed at {store.url}: no {NODE} there; {found or 'check the path'}"
@@ -240,8 +249,8 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     below the url, and where it lies inside a checkpoint, CheckpointRemovedError where a removal has not ended.
     """
     seen = _look(store, above=_LEVELS)
-    if seen.inside:
-        raise _inside(store, seen.inside)
+    if seen.inside is not None:
+        raise seen.inside
     if seen.removal:
         raise CheckpointRemovedError(
             f"a removal of what is at {store.url} has begun and not ended: {_finish_removal(store)}, then save again"
@@ -250,7 +259,9 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     if root is not None and not overwrite:
         raise _exists(store, root)
     older = _markers_of_all(store, root, seen)
-    tree = "" if not seen.claimed and _put_claim(store, marker.attempt) else f"@{marker.attempt}"
+    first = not seen.claimed and _put_claim(store, marker.attempt)
+    # An attempt that began beside a removal may have the canonical tree, and its claim be gone.
+    tree = "" if first and all(earlier.tree for earlier in older) else f"@{marker.attempt}"
     base_id = "" if root is None else root.save_id
     own = dataclasses.replace(marker, tree=tree, base=base_id)
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]
@@ -287,8 +298,8 @@ class _Seen:
     attempts: list[str]
     in_order: bool
     """Whether each of these was read after the one before it."""
-    inside: int
-    """So many folders above the url a save was begun; 0: in none that was looked at."""
+    inside: ForeignObjectsError | None
+    """Why no save may be made here: a checkpoint in one of the folders above the url that were looked at."""
 
     @property
     def removal(self) -> bool:
@@ -302,26 +313,42 @@ def _look(store: Store, *, above: int = 0) -> _Seen:
     And so many folders above are asked for a claim.
     """
     reads: list[Callable[[Store], Any]] = [_current_root, _claimed, _top_names, _attempts]
-    reads += [partial(_claimed_above, levels=levels) for levels in range(1, above + 1)]
-    base, claimed, names, attempts, *claims = run([partial(read, store) for read in reads], len(reads))
-    return _Seen(base, claimed, names, attempts, in_order=False, inside=claims.index(True) + 1 if any(claims) else 0)
+    reads += [partial(_inside, levels=levels) for levels in range(1, above + 1)]
+    base, claimed, names, attempts, *inside = run([partial(read, store) for read in reads], len(reads))
+    refused = next((error for error in inside if error is not None), None)
+    return _Seen(base, claimed, names, attempts, in_order=False, inside=refused)
 
 
-def _claimed_above(store: Store, levels: int) -> bool:
-    """Whether a save was begun in the folder so many levels above a url."""
+def _inside(store: Store, levels: int) -> ForeignObjectsError | None:
+    """Why no save may be made below the folder so many levels above a url, if so. One small request, two more if so.
+
+    A checkpoint is there; or a save was begun there that writes, if it runs, below a folder of the url's name.
+    """
     try:
-        store.get_above(levels, CLAIM_KEY)
-    except StorageError:
+        claimant = parse_claim(store.get_above(levels, CLAIM_KEY), "the claim above")
+    except CheckpointError:
         # There is none. Or this process may not read there: that is no reason not to save here.
-        return False
-    return True
-
-
-def _inside(store: Store, levels: int) -> ForeignObjectsError:
-    outer = store.url.rsplit("/", levels)[0] or "/"
+        return None
+    outer, name = store.url.rsplit("/", levels)[:2]
+    outer = outer or "/"
+    try:
+        parse_root(store.get_above(levels, NODE), "the root above")
+        return ForeignObjectsError(
+            f"{store.url} lies inside the checkpoint at {outer}, which could not be replaced or removed any more. "
+            f"Nothing was changed; save to a path beside it, or remove that one first: zarrckpt rm {outer}"
+        )
+    except CheckpointError:
+        pass
+    try:
+        # Only the claimant writes what is not below a tree of its own.
+        marker = parse_marker(store.get_above(levels, marker_key(claimant)), "the marker above")
+    except CheckpointError:
+        return None
+    if marker.tree or name not in marker.top_names():
+        return None
     return ForeignObjectsError(
-        f"{store.url} lies inside {outer}, where a checkpoint is, or a save was begun: that could not be replaced or "
-        f"removed any more. Nothing was changed; save to a path beside it, or remove it first: zarrckpt rm {outer}"
+        f"{store.url} lies inside {outer}, where a save was begun that writes {name!r}, too. Nothing was changed; "
+        f"save to another path, or, if no save to {outer} is running: zarrckpt recover {outer} --stopped"
     )
 
 
@@ -395,15 +422,16 @@ def _marker(store: Store, attempt: str) -> Marker | None:
         return None  # damaged: it names nothing that could be trusted, so what is there stays
 
 
-def _markers_of_all(store: Store, root: Root | None, seen: _Seen) -> list[Marker]:
+def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: bool = False) -> list[Marker]:
     """The markers of all attempts; the root stands in for a lost one of its own.
 
     Raises ForeignObjectsError for objects that are of none of them: a checkpoint needs a place of its own, otherwise a
-    later clean-up could not tell what is whose.
+    later clean-up could not tell what is whose. With ``folder``, other checkpoints may be there where nothing is
+    committed.
     """
     if seen.base is not None and not seen.in_order:
         # Listed again after the root was read: the attempt that wrote it may have begun in between.
-        return _markers_of_all(store, root, _in_order(store, seen))
+        return _markers_of_all(store, root, _in_order(store, seen), folder=folder)
     reads = (partial(_marker, store, attempt) for attempt in seen.attempts if attempt != REMOVED)
     markers = [marker for marker in run(reads, store.max_concurrency) if marker is not None]
     if root is not None and root.save_id not in {marker.attempt for marker in markers}:
@@ -414,17 +442,20 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen) -> list[Marker
         known |= marker.top_names()
     foreign = seen.names - known
     if foreign and not seen.in_order:
-        return _markers_of_all(store, root, _in_order(store, seen))
+        return _markers_of_all(store, root, _in_order(store, seen), folder=folder)
+    if foreign and folder and seen.base is None:
+        foreign -= {below.name for below in checkpoints_below(store, foreign, unfinished=True)}
     if foreign:
         # Or it was cleaned in between, with its marker.
         foreign &= _top_names(store)
     if foreign:
-        raise _foreign(store, foreign, own=seen.base is not None or HOUSE in seen.names)
+        raise _foreign(store, foreign, committed=seen.base is not None, begun=HOUSE in seen.names)
     return markers
 
 
-def _foreign(store: Store, names: set[str], *, own: bool) -> ForeignObjectsError:
-    """The error for names at a url that no save wrote: other checkpoints, beside one of its ``own`` or not, or else."""
+def _foreign(store: Store, names: set[str], *, committed: bool, begun: bool) -> ForeignObjectsError:
+    """The error for names at a url that no save wrote: other checkpoints, beside one of its own or not, or else."""
+    own = committed or begun
     if not own and (found := _folder_of_checkpoints(store, names)):
         return ForeignObjectsError(
             f"{store.url} is no checkpoint: {found}. Nothing was changed: name one of them, or save to a new path below"
@@ -433,6 +464,12 @@ def _foreign(store: Store, names: set[str], *, own: bool) -> ForeignObjectsError
     if inner:
         url = join(store.url, inner[0].name)
         more = f" (and {len(inner) - 1} more)" if len(inner) > 1 else ""
+        if not committed:
+            return ForeignObjectsError(
+                f"a save was begun at {store.url} and did not commit, and below it is a checkpoint, {inner[0].name!r}"
+                f"{more}. Nothing was changed; if no save to {store.url} is running, make it a folder of checkpoints "
+                f"again: zarrckpt recover {store.url} --stopped"
+            )
         return ForeignObjectsError(
             f"{store.url} holds another checkpoint, {inner[0].name!r}{more}, below its own. Nothing was changed: copy "
             f"it elsewhere (zarrckpt cp {url} OTHER), if it is to be kept, and remove it here (zarrckpt rm {url})"
@@ -476,8 +513,8 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
         if winner is not None and winner.save_id != attempt.base_id:
             abandon(store, attempt, lost=True)
             raise _lost(store, attempt.save_id, winner) from err
-        # What a copy has stored it can go on with.
-        if not attempt.marker.copy and (is_full(err) or isinstance(err, ObjectExistsError)):
+        # A full disk has refused it for good. What a copy has stored it can go on with.
+        if not attempt.marker.copy and is_full(err):
             abandon(store, attempt)
         raise
 
@@ -559,47 +596,100 @@ class Leftovers:
         return not marker.failed and marker.base == ("" if self.root is None else self.root.save_id)
 
 
-def leftovers(store: Store, *, damaged: bool = False) -> Leftovers:
+def leftovers(store: Store, *, damaged: bool = False, folder: bool = False) -> Leftovers:
     """Read what saves left. With ``damaged``, and where a removal is recorded, a damaged root counts as none.
 
-    Raises ForeignObjectsError where anything else is there, CorruptCheckpointError for a damaged root.
+    With ``folder``, other checkpoints may be below the url, where nothing is committed at it.
+
+    Raises ForeignObjectsError where anything else is there, CorruptCheckpointError for a damaged root, StorageError
+    where one save after the other commits meanwhile.
     """
-    seen = _in_order(store, _look(store))
-    root = None if seen.base is None else _base_root(store, seen.base, damaged or seen.removal)
-    markers = _markers_of_all(store, root, seen)
-    probes = [f"{HOUSE}/{name}" for name in store.list_dir(HOUSE)[0] if name.startswith(PROBE)]
-    return Leftovers(None if seen.base is None else seen.base.data, root, seen.claimed, markers, probes, seen.removal)
+    for _ in range(_LOOKS):
+        seen = _in_order(store, _look(store))
+        root = None if seen.base is None else _base_root(store, seen.base, damaged or seen.removal)
+        markers = _markers_of_all(store, root, seen, folder=folder and not seen.removal)
+        probes = [f"{HOUSE}/{name}" for name in store.list_dir(HOUSE)[0] if name.startswith(PROBE)]
+        root_bytes = None if seen.base is None else seen.base.data
+        # Only beside one root do markers tell who could still commit: of a save that began beside a newer one, and of
+        # that one itself, they would tell the wrong thing.
+        if root_bytes == _root_bytes(store):
+            return Leftovers(root_bytes, root, seen.claimed, markers, probes, seen.removal)
+    raise StorageError(f"other saves to {store.url} commit all the time: try again when they have ended")
 
 
-def record_removal(store: Store, save_id: str) -> None:
-    """Record, before anything is deleted, that all of a url is to be: no save begins there from now on."""
+def _root_bytes(store: Store) -> bytes | None:
     try:
-        store.put(REMOVAL_KEY, [removal_bytes(save_id)])
+        return store.get(NODE)
+    except ObjectNotFoundError:
+        return None
+
+
+def record_removal(store: Store, record: bytes) -> bool:
+    """Record, before anything is deleted, that all of a url is to be: no save begins there from now on.
+
+    Returns whether one is recorded, by this process or by another one; False where the record cannot be put: the disk
+    may be full, or only deletions be allowed, and then a removal is what helps.
+    """
+    try:
+        # Not over another one's, which tells that one by its record that its removal has not ended.
+        store.create(REMOVAL_KEY, record)
         store.sync([REMOVAL_KEY])
-    except StorageError as err:
-        # Then a removal is what helps.
-        if not is_full(err):
-            raise
+    except ObjectExistsError:
+        return True
+    except StorageError:
+        return False
+    return True
+
+
+def removal_record(store: Store) -> bytes | None:
+    """The record of a removal that has not ended; None for none. One request."""
+    try:
+        return store.get(REMOVAL_KEY)
+    except ObjectNotFoundError:
+        return None
+
+
+class RemovalEndedError(Exception):
+    """Another process has ended the removal that this one takes part in. Never seen by callers of the package."""
+
+
+def check_removal(store: Store, removal: bytes | None) -> None:
+    """Raise RemovalEndedError once the record of a removal is gone, or another's; None: there was none. One request."""
+    if removal is not None and removal_record(store) != removal:
+        raise RemovalEndedError
+
+
+def delete_root(store: Store, root_bytes: bytes | None, removal: bytes | None) -> None:
+    """Delete the root document, if it still is what was found, in a removal with some record."""
+    check_removal(store, removal)
+    if root_bytes is not None and _root_bytes(store) == root_bytes:
+        store.delete([NODE])
 
 
 def clean(
-    store: Store, markers: Iterable[Marker], *, finished: Iterable[str] = (), committed: Marker | None = None
+    store: Store,
+    markers: Iterable[Marker],
+    *,
+    finished: Iterable[str] = (),
+    spared: Sequence[Marker] = (),
+    removal: bytes | None = None,
 ) -> int:
     """Delete what other attempts left: only keys that their markers name. Returns the number of objects deleted.
 
     ``finished`` are the ids of attempts that write no more; their markers go too. Those of the others stay, since a
-    late rank may still write what they name. Nothing that ``committed`` names is deleted, whatever another marker says.
-    Called by the coordinator after its own commit.
+    late rank may still write what they name. Nothing that a marker of ``spared`` names is deleted, whatever another one
+    says. With ``removal``, the record of one, raises RemovalEndedError before it deletes anything once that is gone: a
+    save may have begun since. Called by the coordinator after its own commit.
     """
     done = {*finished}
     deleted = 0
     for marker in markers:
         tops = marker.top_names()
-        deleted += _delete_named(store, marker, tops, committed)
+        deleted += _delete_named(store, marker, tops, spared, removal)
         for _ in range(_LISTINGS if marker.attempt in done else 0):
             # A listing may be stale, and what it lacks would be nobody's without the marker.
             tops &= _top_names(store)
-            more = _delete_named(store, marker, tops, committed)
+            more = _delete_named(store, marker, tops, spared, removal)
             deleted += more
             if not more:
                 # Last: after a crash in between, the next clean-up still knows what to look for.
@@ -613,7 +703,7 @@ def clean_after(store: Store, attempt: Attempt, *, keep_replaced: bool = False) 
     replaced = attempt.base_id
     stale = [m for m in attempt.older if not (keep_replaced and m.attempt == replaced)]
     try:
-        clean(store, stale, finished=[replaced] if replaced else [], committed=attempt.marker)
+        clean(store, stale, finished=[replaced] if replaced else [], spared=[attempt.marker])
     except CheckpointError as err:
         # It is committed: that must not look like a failure.
         warnings.warn(
@@ -623,21 +713,40 @@ def clean_after(store: Store, attempt: Attempt, *, keep_replaced: bool = False) 
         )
 
 
-def _delete_named(store: Store, marker: Marker, tops: Iterable[str], committed: Marker | None) -> int:
+def _delete_named(
+    store: Store, marker: Marker, tops: Iterable[str], spared: Sequence[Marker], removal: bytes | None
+) -> int:
     """Delete what a marker names below some names, and its attempt's tables. Returns the number of objects found."""
-    # A flat state has a folder an entry: one listing after the other would take long.
-    reads = (partial(_named, store, marker, top, committed) for top in sorted(tops))
-    keys = [key for listing in run(reads, store.max_concurrency) for key in listing]
-    keys += [info.key for info in store.list(f"{HOUSE}/{marker.attempt}") if is_table_key(info.key)]
-    store.delete(keys)
+    keys = _named_keys(store, marker, tops, spared)
+    for start in range(0, len(keys), _DELETED_AT_ONCE):
+        check_removal(store, removal)
+        store.delete(keys[start : start + _DELETED_AT_ONCE])
     store.sweep(marker.folders())
     return len(keys)
 
 
-def _named(store: Store, marker: Marker, top: str, committed: Marker | None) -> list[str]:
-    """The stored keys below a folder that a marker names, and that of what is committed does not."""
-    keys = [info.key for info in store.list(top) if marker.names_key(info.key)]
-    return keys if committed is None else [key for key in keys if not committed.names_key(key)]
+def _named_keys(store: Store, marker: Marker, tops: Iterable[str], spared: Sequence[Marker]) -> list[str]:
+    """The stored keys that a marker names below some names, and none of ``spared`` does, and its attempt's tables."""
+    # A flat state has a folder an entry: one listing after the other would take long.
+    reads = (partial(_named, store, marker, top, spared) for top in sorted(tops))
+    keys = [key for listing in run(reads, store.max_concurrency) for key in listing]
+    return keys + [info.key for info in store.list(f"{HOUSE}/{marker.attempt}") if is_table_key(info.key)]
+
+
+def _named(store: Store, marker: Marker, top: str, spared: Sequence[Marker]) -> list[str]:
+    """The stored keys below a folder that a marker names, and none of ``spared`` does."""
+    stored = [info.key for info in store.list(top)]
+    keys = [key for key in stored if marker.names_key(key)]
+    # Another checkpoint may have got in there, whose root has the name of a group's document.
+    inner = {key.partition(f"/{HOUSE}/")[0] for key in stored if f"/{HOUSE}/" in key}
+    if inner:
+        keys = [key for key in keys if not any(key.startswith(f"{folder}/") for folder in inner)]
+    return [key for key in keys if not any(other.names_key(key) for other in spared)]
+
+
+def stored_keys(store: Store, marker: Marker, spared: Sequence[Marker]) -> int:
+    """How many objects are stored that a marker names, and none of ``spared`` does."""
+    return len(_named_keys(store, marker, marker.top_names() & _top_names(store), spared))
 
 
 def sweep(store: Store) -> None:

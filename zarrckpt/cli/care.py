@@ -75,13 +75,13 @@ def doctor(url: str, as_json: bool, storage_options: Any) -> None:
         print_json(dataclasses.asdict(found))
     else:
         say(found.state)
-        for line in found.findings or ("Nothing to do.",):
+        for line in found.findings or (() if found.advice else ("Nothing to do.",)):
             say(f"  {line}")
         for note in found.notes:
             say(f"  {note}")
         for command in found.advice:
             say(f"  run: {command}")
-    click.get_current_context().exit(1 if found.findings or found.advice else 0)
+    click.get_current_context().exit(1 if found.findings else 0)
 
 
 @click.command()
