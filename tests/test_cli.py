@@ -252,7 +252,7 @@ def test_diff_says_what_differs(saved: Path, tmp_path: Path) -> None:
     assert any(line.startswith("! step: value 7 -> value 8") for line in lines)
     assert any(line.startswith("! half: bfloat16 (1, 2) -> float32 (2,)") for line in lines)
     numbers = as_json("diff", saved, tmp_path / "two", "model.w")["tensors"]["model.w"]
-    exact = {"count": 12, "unequal": 11, "max_abs": 11.0, "max_rel": 0.5, "rel_norm": 1.0}
+    exact = {"count": 12, "unequal": 11, "not_finite": 0, "max_abs": 11.0, "max_rel": 0.5, "rel_norm": 1.0}
     same_dtype = {"beyond_rounding": 11, "dtypes": ["float32", "float32"]}
     assert numbers == {**exact, **same_dtype, "cosine": pytest.approx(1.0)}
     assert found.stderr == "0 tensors equal, 1 not; 2 other entries changed; 1 only in A, 1 only in B\n"
@@ -268,7 +268,7 @@ def test_diff_of_a_copy_of_another_dtype(tmp_path: Path) -> None:
     rows = {line.split("\t")[0]: line.split("\t")[1:] for line in found.stdout.splitlines()}
     assert found.exit_code == 1 and set(rows) == {"w", "half"}
     assert rows["w"][-2:] == ["float32 -> bfloat16", "1"] and rows["half"] == [
-        *("0%", "0", "0", "1.000000000", "float32 -> float16", "0")
+        *("0%", "0", "0", "0", "1.000000000", "float32 -> float16", "0")
     ]
     summary = "0 tensors equal, 2 not (1 only rounded to another dtype); 0 other entries changed"
     assert found.stderr == f"{summary}; 0 only in A, 0 only in B\n"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from store_servers import S3Place, free_port
 
 import zarrckpt
 from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
-from zarrckpt._store import Store, _gate, _obstore, open_store
+from zarrckpt._store import Store, _gate, _obstore, _obstore_client, open_store
 
 QUICK = {"retry_config": {"max_retries": 1, "retry_timeout": 5}}
 
@@ -362,8 +363,16 @@ WRONG_ADDRESSES = {
     "TLS to plain HTTP": r"https://127\.0\.0\.1:\d+ does not speak TLS.*http://",
     "plain HTTP to TLS": r"http://127\.0\.0\.1:\d+ (closed|does not answer in HTTP).*https://",
     "unknown certificate": r"certificate of https://127\.0\.0\.1:\d+ is not trusted",
+    "silent": r"http://127\.0\.0\.1:\d+ accepts connections and does not answer",
     "bucket": r"127\.0\.0\.1:\d+ has no such bucket",
 }
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        yield server.getsockname()[1]
 
 
 @pytest.mark.parametrize("wrong", WRONG_ADDRESSES)
@@ -382,6 +391,9 @@ def test_each_wrong_address_has_a_sentence_of_its_own(
             endpoint = request.getfixturevalue("tls_stub").endpoint.replace("https:", "http:")
         case "unknown certificate":
             endpoint = request.getfixturevalue("tls_stub").endpoint
+        case "silent":
+            monkeypatch.setattr(_obstore_client, "_FIRST_ANSWER", datetime.timedelta(milliseconds=200))
+            endpoint = f"http://127.0.0.1:{request.getfixturevalue('silent_port')}"
         case _:
             endpoint = request.getfixturevalue("moto_endpoint")
     place = S3Place(endpoint, "no-such-bucket-either", secret="secret-of-mine")

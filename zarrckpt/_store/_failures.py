@@ -32,6 +32,15 @@ _FAULTS = [
             "server and the network",
         ),
         (
+            r"kind: Timeout,\s+source: reqwest::Error \{\s+kind: Request,\s+source: TimedOut",
+            "{} accepts connections and does not answer in time. Check the endpoint's host and port, and the server; "
+            "to wait longer, pass read_timeout",
+        ),
+        (
+            r"kind: Timeout,(?s:.){,200}Connect",
+            "{} takes no connection in time. Check the endpoint's host and port, and the network",
+        ),
+        (
             r"<Code>NoSuchBucket</Code>|\(NoSuchBucket\)",
             "{} has no such bucket (NoSuchBucket). Check that the bucket exists, and that the endpoint and the region "
             "are its own",
@@ -40,7 +49,7 @@ _FAULTS = [
 ]
 """What obstore and s3fs write, in details that nobody reads, of what is wrong with an address -> what to say."""
 
-_NO_ANSWER = re.compile(r"kind: (Connect|Interrupted)\b|IncompleteMessage|\bParse\(|^\w+: ")
+_NO_ANSWER = re.compile(r"kind: (Connect|Interrupted|Timeout)\b|IncompleteMessage|\bParse\(|^\w+: ")
 """In what obstore writes, and at the beginning of what our own requests do: no server has answered."""
 
 _ERROR_DOCUMENT = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?</Error>", re.DOTALL)
