@@ -113,8 +113,14 @@ def test_a_wrong_name_is_answered_with_a_right_one(ckpt: zarrckpt.Checkpoint) ->
             ask("1.bias")
     with pytest.raises(zarrckpt.KeyMismatchError, match="it is a value"):
         ckpt.read("step")
-    with pytest.raises(zarrckpt.KeyMismatchError, match="beginning of 4"):
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"group with 4 entries: model\.0\.weight"):
         ckpt["model"]
+    with pytest.raises(zarrckpt.KeyMismatchError, match="no entry 0"):
+        ckpt[0]  # type: ignore[index]
+    other: Any = ckpt.url
+    for compare in (ckpt.diff, lambda other: ckpt.report("page.html", other)):
+        with pytest.raises(TypeError, match=r"expected a Checkpoint.*zarrckpt\.open"):
+            compare(other)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

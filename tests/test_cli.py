@@ -341,9 +341,28 @@ def test_wrong_names_and_urls_are_answered_with_right_ones(saved: Path) -> None:
     assert "did you mean 'model.w'?" in run("ls", saved, "del.w").stderr
     assert "'model'" in run("ls", saved, "modle").stderr
     found = run("cat", saved, "model")
-    assert found.exit_code == 3 and "the beginning of 2, for example ['model.w', 'model.b']" in found.stderr
+    assert found.exit_code == 3 and "a group with 2 entries: model.w, model.b" in found.stderr
+    found = run("ls", saved / "model")
+    said = f"inside the checkpoint {saved}; name that: zarrckpt ls {saved} model"
+    assert found.exit_code == 3 and said in found.stderr
+    for unknown, said in {"foo://b/run": "s3, gs, az and file", "gdrive://x/y": "pip install gdrive_fsspec"}.items():
+        assert said in run("ls", unknown).stderr
     for command in ("tree", "doctor"):
         assert f"the newest is {saved}" in run(command, saved.parent).stderr
+
+
+def test_an_option_of_the_wrong_store_is_named_as_it_was_given(saved: Path) -> None:
+    found = run("cp", saved, "s3://b/x", "-o", "endpoint_url=http://127.0.0.1:9")
+    assert "takes no --storage-option" in found.stderr and "-t for the second" in found.stderr
+    for words in (["diff", saved, saved], ["cp", saved, saved.parent / "two"]):
+        found = run(*words, "-t", "foo=1")
+        assert found.exit_code == 3 and "takes no --target-option" in found.stderr
+
+
+def test_a_copy_that_kept_nothing_does_not_say_so(saved: Path) -> None:
+    options = [f"endpoint_url=http://127.0.0.1:{free_port()}", "key=x", "secret=x", "region=us-east-1"]
+    found = run("cp", saved, "s3://b/x", *(part for word in options for part in ("-t", word)))
+    assert found.exit_code == 3 and "nothing listens" in found.stderr and "--resume" not in found.stderr
 
 
 COMMANDS: dict[str, list[Any]] = {

@@ -359,7 +359,7 @@ def test_an_unreachable_endpoint_is_given_up_in_time(backend: str) -> None:
 
 WRONG_ADDRESSES = {
     "refused": r"nothing listens at http://127\.0\.0\.1:\d+",
-    "unknown": r"the host of http://no-such-host\.invalid is not known",
+    "unknown": r"the host of http://x+\.invalid is not known",
     "TLS to plain HTTP": r"https://127\.0\.0\.1:\d+ does not speak TLS.*http://",
     "plain HTTP to TLS": r"http://127\.0\.0\.1:\d+ (closed|does not answer in HTTP).*https://",
     "unknown certificate": r"certificate of https://127\.0\.0\.1:\d+ is not trusted",
@@ -384,7 +384,8 @@ def test_each_wrong_address_has_a_sentence_of_its_own(
         case "refused":
             endpoint = f"http://127.0.0.1:{free_port()}"
         case "unknown":
-            endpoint = "http://no-such-host.invalid"
+            # No name is so long: it is refused without asking a name server, which may be slow.
+            endpoint = f"http://{'x' * 64}.invalid"
         case "TLS to plain HTTP":
             endpoint = request.getfixturevalue("s3_stub").endpoint.replace("http:", "https:")
         case "plain HTTP to TLS":
@@ -409,7 +410,26 @@ def test_each_wrong_address_has_a_sentence_of_its_own(
     for call in calls:
         with pytest.raises(zarrckpt.CheckpointError, match=WRONG_ADDRESSES[wrong]) as caught:
             call()
+        assert not isinstance(caught.value, zarrckpt.CheckpointNotFoundError)
         assert "GenericError" not in str(caught.value) and "secret-of-mine" not in everything_in(caught.value)
+
+
+def test_a_web_page_is_not_quoted(s3_stub: S3Stub) -> None:
+    s3_stub.faults.refusal = "<!DOCTYPE html><html><head><title>Sign in</title></head><body>a page</body></html>"
+    with pytest.raises(StorageError, match="web page: Sign in") as caught:
+        stub_store(s3_stub).get("k")
+    assert "<" not in str(caught.value)
+
+
+WRONG_VALUES = [{"retry_config": 3}, {"retry_config": {"max_retries": "x"}}, {"retry_config": {"retry_timeout": "5"}}]
+WRONG_VALUES += [{"timeout": "abc"}, {"connect_timeout": True}]
+
+
+@pytest.mark.parametrize("options", WRONG_VALUES, ids=str)
+def test_a_value_that_is_none_of_an_option_is_named(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(StorageError, match=f"option {name}.*expected"):
+        zarrckpt.open("s3://b/x", storage_options={"key": "x", "secret": "x", **options})
 
 
 def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_not(s3_stub: S3Stub) -> None:

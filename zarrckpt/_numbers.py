@@ -275,16 +275,18 @@ def blocks(*arrays: Numbers) -> Iterator[tuple[Numbers, ...]]:
 
 def _unequal(one: Numbers, other: Numbers) -> tuple[Numbers, Numbers]:
     """Which elements differ, and which of those by more than the rounding of a cast."""
+    differ: Numbers
+    apart: Numbers
     if one.dtype == other.dtype:
         words = np.dtype(f"u{min(one.dtype.itemsize, 8)}")
-        found = (one.view(words) != other.view(words)).reshape(len(one), -1).any(axis=1)
-        return found, found
-    one, other = _parts(one), _parts(other)
-    a, b = doubles(one), doubles(other)
-    differ = _differ(a, b)
-    rounded = _is_cast(one, other) | _is_cast(other, one)
-    apart = differ & (~rounded | (np.isfinite(a) != np.isfinite(b)))
-    return differ.any(axis=1), apart.any(axis=1)
+        differ = apart = (one.view(words) != other.view(words)).reshape(len(one), -1)
+    else:
+        one, other = _parts(one), _parts(other)
+        a, b = doubles(one), doubles(other)
+        differ = _differ(a, b)
+        rounded = _is_cast(one, other) | _is_cast(other, one)
+        apart = differ & (~rounded | (np.isfinite(a) != np.isfinite(b)))
+    return np.logical_or.reduce(differ, axis=1), np.logical_or.reduce(apart, axis=1)
 
 
 def _parts(values: Numbers) -> Numbers:
