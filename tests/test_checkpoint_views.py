@@ -113,8 +113,14 @@ def test_a_wrong_name_is_answered_with_a_right_one(ckpt: zarrckpt.Checkpoint) ->
             ask("1.bias")
     with pytest.raises(zarrckpt.KeyMismatchError, match="it is a value"):
         ckpt.read("step")
-    with pytest.raises(zarrckpt.KeyMismatchError, match="beginning of 4"):
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"group with 4 entries: model\.0\.weight"):
         ckpt["model"]
+    with pytest.raises(zarrckpt.KeyMismatchError, match="no entry 0"):
+        ckpt[0]  # type: ignore[index]
+    other: Any = ckpt.url
+    for compare in (ckpt.diff, lambda other: ckpt.report("page.html", other)):
+        with pytest.raises(TypeError, match=r"expected a Checkpoint.*zarrckpt\.open"):
+            compare(other)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -225,7 +231,8 @@ def test_diff_across_chunks_and_stores(tmp_path: Path) -> None:
     found = a.diff(zarrckpt.open(tmp_path / "three"))
     assert not found and list(found.changed) == ["blob"]
     assert found.tensors["w"].unequal == 2 and found.tensors["w"].max_abs == pytest.approx(2, rel=1e-5)
-    assert found.tensors["b"].unequal == 0
+    assert found.tensors["w"].not_finite == 1
+    assert found.tensors["b"].unequal == found.tensors["b"].not_finite == 0
     part = a.diff(zarrckpt.open(tmp_path / "three"), "b")
     assert part and list(part.tensors) == ["b"]
 
@@ -275,6 +282,7 @@ def test_diff_across_dtypes_counts_what_is_not_merely_rounded(tmp_path: Path) ->
         for item, dtypes in ((found.tensors[name], name.split(" as ")), (back.tensors[name], name.split(" as ")[::-1])):
             assert (item.count, [*item.dtypes]) == (x.size, dtypes)
             assert (item.unequal, item.beyond_rounding) == ((~same).any(axis=0).sum(), lost.sum()), name
+            assert item.not_finite == (~same.all(axis=0) & ~finite).sum()
             assert item.max_abs == pytest.approx(apart.max(), rel=1e-12)
             assert item.max_rel == pytest.approx((apart / np.where(size, size, 1)).max(), rel=1e-12)
     assert found.tensors["float32 as bfloat16"].beyond_rounding == 4

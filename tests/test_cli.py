@@ -252,7 +252,7 @@ def test_diff_says_what_differs(saved: Path, tmp_path: Path) -> None:
     assert any(line.startswith("! step: value 7 -> value 8") for line in lines)
     assert any(line.startswith("! half: bfloat16 (1, 2) -> float32 (2,)") for line in lines)
     numbers = as_json("diff", saved, tmp_path / "two", "model.w")["tensors"]["model.w"]
-    exact = {"count": 12, "unequal": 11, "max_abs": 11.0, "max_rel": 0.5, "rel_norm": 1.0}
+    exact = {"count": 12, "unequal": 11, "not_finite": 0, "max_abs": 11.0, "max_rel": 0.5, "rel_norm": 1.0}
     same_dtype = {"beyond_rounding": 11, "dtypes": ["float32", "float32"]}
     assert numbers == {**exact, **same_dtype, "cosine": pytest.approx(1.0)}
     assert found.stderr == "0 tensors equal, 1 not; 2 other entries changed; 1 only in A, 1 only in B\n"
@@ -268,7 +268,7 @@ def test_diff_of_a_copy_of_another_dtype(tmp_path: Path) -> None:
     rows = {line.split("\t")[0]: line.split("\t")[1:] for line in found.stdout.splitlines()}
     assert found.exit_code == 1 and set(rows) == {"w", "half"}
     assert rows["w"][-2:] == ["float32 -> bfloat16", "1"] and rows["half"] == [
-        *("0%", "0", "0", "1.000000000", "float32 -> float16", "0")
+        *("0%", "0", "0", "0", "1.000000000", "float32 -> float16", "0")
     ]
     summary = "0 tensors equal, 2 not (1 only rounded to another dtype); 0 other entries changed"
     assert found.stderr == f"{summary}; 0 only in A, 0 only in B\n"
@@ -341,9 +341,28 @@ def test_wrong_names_and_urls_are_answered_with_right_ones(saved: Path) -> None:
     assert "did you mean 'model.w'?" in run("ls", saved, "del.w").stderr
     assert "'model'" in run("ls", saved, "modle").stderr
     found = run("cat", saved, "model")
-    assert found.exit_code == 3 and "the beginning of 2, for example ['model.w', 'model.b']" in found.stderr
+    assert found.exit_code == 3 and "a group with 2 entries: model.w, model.b" in found.stderr
+    found = run("ls", saved / "model")
+    said = f"inside the checkpoint {saved}; name that: zarrckpt ls {saved} model"
+    assert found.exit_code == 3 and said in found.stderr
+    for unknown, said in {"foo://b/run": "s3, gs, az and file", "gdrive://x/y": "pip install gdrive_fsspec"}.items():
+        assert said in run("ls", unknown).stderr
     for command in ("tree", "doctor"):
         assert f"the newest is {saved}" in run(command, saved.parent).stderr
+
+
+def test_an_option_of_the_wrong_store_is_named_as_it_was_given(saved: Path) -> None:
+    found = run("cp", saved, "s3://b/x", "-o", "endpoint_url=http://127.0.0.1:9")
+    assert "takes no --storage-option" in found.stderr and "-t for the second" in found.stderr
+    for words in (["diff", saved, saved], ["cp", saved, saved.parent / "two"]):
+        found = run(*words, "-t", "foo=1")
+        assert found.exit_code == 3 and "takes no --target-option" in found.stderr
+
+
+def test_a_copy_that_kept_nothing_does_not_say_so(saved: Path) -> None:
+    options = [f"endpoint_url=http://127.0.0.1:{free_port()}", "key=x", "secret=x", "region=us-east-1"]
+    found = run("cp", saved, "s3://b/x", *(part for word in options for part in ("-t", word)))
+    assert found.exit_code == 3 and "nothing listens" in found.stderr and "--resume" not in found.stderr
 
 
 COMMANDS: dict[str, list[Any]] = {

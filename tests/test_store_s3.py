@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from store_servers import S3Place, free_port
 
 import zarrckpt
 from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
-from zarrckpt._store import Store, _gate, _obstore, open_store
+from zarrckpt._store import Store, _gate, _obstore, _obstore_client, open_store
 
 QUICK = {"retry_config": {"max_retries": 1, "retry_timeout": 5}}
 
@@ -358,12 +359,20 @@ def test_an_unreachable_endpoint_is_given_up_in_time(backend: str) -> None:
 
 WRONG_ADDRESSES = {
     "refused": r"nothing listens at http://127\.0\.0\.1:\d+",
-    "unknown": r"the host of http://no-such-host\.invalid is not known",
+    "unknown": r"the host of http://x+\.invalid is not known",
     "TLS to plain HTTP": r"https://127\.0\.0\.1:\d+ does not speak TLS.*http://",
     "plain HTTP to TLS": r"http://127\.0\.0\.1:\d+ (closed|does not answer in HTTP).*https://",
     "unknown certificate": r"certificate of https://127\.0\.0\.1:\d+ is not trusted",
+    "silent": r"http://127\.0\.0\.1:\d+ accepts connections and does not answer",
     "bucket": r"127\.0\.0\.1:\d+ has no such bucket",
 }
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        yield server.getsockname()[1]
 
 
 @pytest.mark.parametrize("wrong", WRONG_ADDRESSES)
@@ -375,13 +384,17 @@ def test_each_wrong_address_has_a_sentence_of_its_own(
         case "refused":
             endpoint = f"http://127.0.0.1:{free_port()}"
         case "unknown":
-            endpoint = "http://no-such-host.invalid"
+            # No name is so long: it is refused without asking a name server, which may be slow.
+            endpoint = f"http://{'x' * 64}.invalid"
         case "TLS to plain HTTP":
             endpoint = request.getfixturevalue("s3_stub").endpoint.replace("http:", "https:")
         case "plain HTTP to TLS":
             endpoint = request.getfixturevalue("tls_stub").endpoint.replace("https:", "http:")
         case "unknown certificate":
             endpoint = request.getfixturevalue("tls_stub").endpoint
+        case "silent":
+            monkeypatch.setattr(_obstore_client, "_FIRST_ANSWER", datetime.timedelta(milliseconds=200))
+            endpoint = f"http://127.0.0.1:{request.getfixturevalue('silent_port')}"
         case _:
             endpoint = request.getfixturevalue("moto_endpoint")
     place = S3Place(endpoint, "no-such-bucket-either", secret="secret-of-mine")
@@ -397,7 +410,26 @@ def test_each_wrong_address_has_a_sentence_of_its_own(
     for call in calls:
         with pytest.raises(zarrckpt.CheckpointError, match=WRONG_ADDRESSES[wrong]) as caught:
             call()
+        assert not isinstance(caught.value, zarrckpt.CheckpointNotFoundError)
         assert "GenericError" not in str(caught.value) and "secret-of-mine" not in everything_in(caught.value)
+
+
+def test_a_web_page_is_not_quoted(s3_stub: S3Stub) -> None:
+    s3_stub.faults.refusal = "<!DOCTYPE html><html><head><title>Sign in</title></head><body>a page</body></html>"
+    with pytest.raises(StorageError, match="web page: Sign in") as caught:
+        stub_store(s3_stub).get("k")
+    assert "<" not in str(caught.value)
+
+
+WRONG_VALUES = [{"retry_config": 3}, {"retry_config": {"max_retries": "x"}}, {"retry_config": {"retry_timeout": "5"}}]
+WRONG_VALUES += [{"timeout": "abc"}, {"connect_timeout": True}]
+
+
+@pytest.mark.parametrize("options", WRONG_VALUES, ids=str)
+def test_a_value_that_is_none_of_an_option_is_named(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(StorageError, match=f"option {name}.*expected"):
+        zarrckpt.open("s3://b/x", storage_options={"key": "x", "secret": "x", **options})
 
 
 def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_not(s3_stub: S3Stub) -> None:

@@ -45,6 +45,32 @@ def test_a_state_that_is_no_dict_is_refused(state: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "two").exists()
 
 
+def test_a_url_in_the_place_of_the_state_and_none_for_a_url_are_named(tmp_path: Path) -> None:
+    wrong: Any = {"w": torch.ones(3)}
+    for call in (zarrckpt.save, zarrckpt.async_save, zarrckpt.load):
+        with pytest.raises(zarrckpt.UnsupportedValueError, match=rf"wrong order: {call.__name__}\(state, url\)"):
+            call(str(tmp_path / "one"), wrong)  # type: ignore[operator]
+    with pytest.raises(zarrckpt.StorageError, match="latest"):
+        zarrckpt.load({"w": torch.ones(3)}, zarrckpt.latest(tmp_path))
+
+
+def test_a_mismatch_ends_with_the_steps_for_what_differs(tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.ones(3), "n": 1}, tmp_path / "one")
+    steps = {"sizes": torch.ones(4), "allow_cast": torch.ones(3).half(), "strict=False": None}
+    for step, target in steps.items():
+        state = {"other": torch.ones(3)} if target is None else {"w": target}
+        with pytest.raises(zarrckpt.KeyMismatchError) as caught:
+            zarrckpt.load(state, tmp_path / "one")
+        assert [other for other in steps if other in str(caught.value)] == [step]
+
+
+def test_a_module_that_gets_nothing_is_warned_of(tmp_path: Path) -> None:
+    zarrckpt.save({"model": nn.Linear(2, 2)}, tmp_path / "one")
+    with pytest.warns(UserWarning, match="'net'.*none of its entries.*'model'") as caught:
+        zarrckpt.load({"net": nn.Linear(2, 2), "model": nn.Linear(2, 2)}, tmp_path / "one", strict=False)
+    assert [Path(item.filename).name for item in caught] == [Path(__file__).name]
+
+
 def _save_nothing(url: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -54,6 +80,9 @@ def _save_nothing(url: str) -> list[str]:
 
 
 def test_a_state_without_any_entry_is_saved_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no entry") as caught:
+        zarrckpt.save({}, tmp_path / "zero")
+    assert caught[0].filename == __file__
     (said,) = _save_nothing(str(tmp_path / "one"))
     assert str(tmp_path / "one") in said and not zarrckpt.open(tmp_path / "one")
     assert [len(lines) for lines in run_ranks(_save_nothing, str(tmp_path / "two"), world_size=2)] == [1, 0]

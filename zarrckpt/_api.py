@@ -109,6 +109,7 @@ def save(
     committed then, and what was written is removed, unless the root document may have been put. Raises TypeError and
     ValueError for arguments that make no sense.
     """
+    _state.refuse_swapped(state, url, "save")
     ranks = Ranks(process_group, no_dist)
     writer = ZarrStorageWriter(
         url,
@@ -225,6 +226,7 @@ def load(
     the targets are undefined): children of :class:`CheckpointError` all of them. An error on one rank is raised on all.
     Raises TypeError and ValueError for arguments that make no sense.
     """
+    _state.refuse_swapped(state, url, "load")
     if not isinstance(state, MutableMapping):
         found = type(state).__name__
         raise UnsupportedValueError(f"the state is a {found}, expected a dict such as {{'model': model}} to load into")

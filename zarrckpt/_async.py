@@ -269,6 +269,7 @@ def async_save(
     The call itself raises TypeError and ValueError for arguments that make no sense, StorageError for an unknown option
     of the store, and CheckpointError where this torch cannot make a process group for the background.
     """
+    _state.refuse_swapped(state, url, "async_save")
     ranks = Ranks(process_group, no_dist)
     if no_dist:
         _state.refuse_fsdp1(state)

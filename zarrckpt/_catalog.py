@@ -185,6 +185,9 @@ class Catalog:
         except CorruptCheckpointError as err:
             if (gone := self.gone()) is not None:
                 raise gone from err
+            step = f"list all damage: zarrckpt verify {self.store.url}; load an earlier checkpoint"
+            if step not in str(err):  # a guard may be inside another one
+                err.args = (f"{err}; {step}",)
             raise
         except MemoryError as err:
             raise CheckpointError(

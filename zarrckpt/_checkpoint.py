@@ -155,7 +155,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def _no(self, what: str, fqn: str, names: Iterable[str]) -> KeyMismatchError:
         """The error for a name that is none of some names."""
-        text = "it is a value" if fqn in self._names else hint(fqn, names)
+        text = "it is a value" if fqn in self._names else hint(str(fqn), names)
         return KeyMismatchError(f"no {what} {fqn!r} in {self.url}; {text}")
 
     def __iter__(self) -> Iterator[str]:
@@ -446,6 +446,8 @@ class Checkpoint(Mapping[str, Any]):
 
     def _of_both(self, other: Checkpoint, patterns: Sequence[str]) -> list[str]:
         """The entries of either that patterns mean."""
+        if not isinstance(other, Checkpoint):
+            raise TypeError(f"expected a Checkpoint to compare with, not {other!r:.80}: pass zarrckpt.open(its url)")
         names = list(dict.fromkeys((*self, *other)))
         where = self.url if other is self else f"{self.url} and {other.url}"
         return select(names, patterns, where) if patterns else names

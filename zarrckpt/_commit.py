@@ -48,7 +48,7 @@ from zarrckpt._root import (
     parse_root,
     table_node,
 )
-from zarrckpt._store._failures import is_full
+from zarrckpt._store._failures import NO_BUCKET, is_full
 
 if TYPE_CHECKING:
     from zarrckpt._store import Buffer, Store
@@ -60,6 +60,9 @@ REMOVAL_KEY = f"{HOUSE}/{REMOVED}/{NODE}"
 
 _LEVELS = 3
 """So many folders above a url are asked for a claim before a save: each costs a request, beside others."""
+
+_INSIDE = 8
+"""So many folders above a url that does not open are asked for a root document."""
 
 _LOOKED_INTO = 200
 """So many folders are looked into at most for an error's text."""
@@ -118,10 +121,12 @@ def load_root(store: Store) -> Root:
     try:
         return read_root(store)
     except ObjectNotFoundError as err:
-        raise CheckpointNotFoundError(_why_absent(store)) from err
+        raise CheckpointNotFoundError(_checkpoint_above(store) or _why_absent(store)) from err
     except ForeignObjectsError as err:
         if found := _folder_of_checkpoints(store):
             raise ForeignObjectsError(f"{err}; {found}") from err
+        if found := _checkpoint_above(store):
+            raise ForeignObjectsError(found) from err
         raise
 
 
@@ -132,16 +137,19 @@ def read_root(store: Store) -> Root:
 
 def _why_absent(store: Store) -> str:
     """Why nothing opens at a url without a root document."""
-    begun, ended = is_stored(store, CLAIM_KEY), False
+    begun, ended, found = is_stored(store, CLAIM_KEY), False, ""
     try:
         attempts = _attempts(store)
         if REMOVED in attempts:
             return f"the checkpoint at {store.url} is being removed: {_finish_removal(store)}"
-        found = "" if begun else _folder_of_checkpoints(store)
+        if not begun and (found := _folder_of_checkpoints(store)):
+            return f"{store.url} is no checkpoint: {found}. Use that one, or list them: zarrckpt ls {store.url}"
         markers = run((partial(_marker, store, attempt) for attempt in attempts), store.max_concurrency)
         ended = bool(markers) and all(marker is not None and marker.failed for marker in markers)
     except StorageError as err:
-        # A missing bucket looks like a missing object otherwise.
+        if isinstance(err.__cause__, FileNotFoundError) or NO_BUCKET in str(err):
+            # A missing bucket: its objects look like missing ones, and nothing may be begun anew because of it.
+            raise
         found = f"check the path. A listing fails, too: {err}"
     if begun:
         return (
@@ -227,7 +235,28 @@ def _folder_of_checkpoints(store: Store, names: Iterable[str] | None = None) -> 
         return ""
     last = newest(found)
     which = "none of them is committed" if last is None else f"the newest is {join(store.url, last.name)}"
-    return f"it is a folder of checkpoints ({len(found)} right below it); {which}"
+    return f"it is a folder of {len(found)} checkpoint{'s'[: len(found) > 1]}; {which}"
+
+
+def _checkpoint_above(store: Store) -> str:
+    """That a url is inside a checkpoint, and how to name what is there; "" where it is not, as far as can be seen."""
+    names = store.url.split("/")
+
+    def root(levels: int) -> Root | None:
+        try:
+            return parse_root(store.get_above(levels, NODE), "a root document")
+        except CheckpointError:
+            return None
+
+    looks = (partial(root, levels) for levels in range(1, min(_INSIDE, len(names))))
+    for levels, found in enumerate(run(looks, _INSIDE), 1):
+        if found is not None:
+            outer, inner = "/".join(names[:-levels]), [name for name in names[-levels:] if not is_tree(name)]
+            part = ".".join(inner)
+            known = any(fqn == part or fqn.startswith(f"{part}.") for fqn in found.entries)
+            how = f": zarrckpt ls {outer} {part}, or in Python zarrckpt.open({outer!r})[...] and keys={part!r}"
+            return f"{store.url} lies inside the checkpoint {outer}; name that{how if known else ''}"
+    return ""
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -6,6 +6,9 @@ The classes are grouped by what the caller can do next. Errors cross ranks pickl
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class CheckpointError(Exception):
     """Base of every error that zarrckpt raises on purpose."""
@@ -79,3 +82,11 @@ class ObjectNotFoundError(StorageError, FileNotFoundError):
 
 class ObjectExistsError(StorageError, FileExistsError):
     """A conditional put met an object: it exists already, or it is not the version expected."""
+
+
+def warn(text: str) -> None:
+    """A UserWarning at the line of the user's own that called this package, be it through torch."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("zarrckpt", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

@@ -37,7 +37,8 @@ def hint(name: str, names: Iterable[str]) -> str:
     known = list(names)
     below = [other for other in known if other.startswith(f"{name}.")]
     if below:
-        return f"it is the beginning of {len(below):,}, for example {below[:3]}"
+        some = ", ".join(below[:3]) + (", ..." if len(below) > 3 else "")
+        return f"it is a group with {len(below):,} {'entry' if len(below) == 1 else 'entries'}: {some}"
     alike = [other for other in known if name in other][:3] if name else []
     if not alike:
         groups = dict.fromkeys(other.partition(".")[0] for other in known)

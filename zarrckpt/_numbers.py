@@ -51,7 +51,8 @@ class TensorDifference:
     ``unequal`` elements have other bits; where the dtypes differ, they are other numbers (NaN equals NaN, 0.0 is not
     -0.0). ``max_abs`` and ``max_rel`` are the greatest difference, and that over the greater of the two absolute
     values, of elements that are finite in both; ``cosine`` is that of the angle between both tensors as vectors;
-    ``rel_norm`` is the norm of their difference over the norm of the first.
+    ``rel_norm`` is the norm of their difference over the norm of the first. These measures leave out ``not_finite`` of
+    the unequal elements: those that are NaN or infinite in one tensor or in both.
 
     ``dtypes`` are those of both tensors. Where they differ, ``beyond_rounding`` of the unequal elements are not
     explained by a cast: neither value is the other one rounded to nearest even, or one is finite and the other is not.
@@ -60,6 +61,7 @@ class TensorDifference:
 
     count: int
     unequal: int
+    not_finite: int
     max_abs: float
     max_rel: float
     cosine: float
@@ -144,6 +146,7 @@ class Sums:
 
     count: int = 0
     unequal: int = 0
+    not_finite: int = 0
     beyond_rounding: int = 0
     max_abs: float = math.nan
     max_rel: float = math.nan
@@ -155,10 +158,11 @@ class Sums:
     def add(self, one: Numbers, other: Numbers) -> None:
         self.count += one.size
         unequal, beyond_rounding = _unequal(one, other)
-        self.unequal += unequal
-        self.beyond_rounding += beyond_rounding
         a, b = _vector(one), _vector(other)
         both = np.isfinite(a) & np.isfinite(b)
+        self.unequal += int(np.count_nonzero(unequal))
+        self.not_finite += int(np.count_nonzero(unequal & ~both))
+        self.beyond_rounding += int(np.count_nonzero(beyond_rounding))
         a, b = a[both], b[both]
         if len(a):
             apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
@@ -176,6 +180,7 @@ class Sums:
     def join(self, other: Sums) -> None:
         self.count += other.count
         self.unequal += other.unequal
+        self.not_finite += other.not_finite
         self.beyond_rounding += other.beyond_rounding
         self.merge(other.max_abs, other.max_rel)
         self.products += other.products
@@ -187,7 +192,7 @@ class Sums:
         length = math.sqrt(self.ones) * math.sqrt(self.others)
         cosine = self.products / length if length else math.nan
         measures = self.max_abs, self.max_rel, cosine, self._rel_norm()
-        return TensorDifference(self.count, self.unequal, *measures, self.beyond_rounding, dtypes)
+        return TensorDifference(self.count, self.unequal, self.not_finite, *measures, self.beyond_rounding, dtypes)
 
     def _rel_norm(self) -> float:
         if not self.apart:
@@ -268,18 +273,20 @@ def blocks(*arrays: Numbers) -> Iterator[tuple[Numbers, ...]]:
         yield tuple(array[begin : begin + _BLOCK] for array in arrays)
 
 
-def _unequal(one: Numbers, other: Numbers) -> tuple[int, int]:
-    """How many elements differ, and how many of those by more than the rounding of a cast."""
+def _unequal(one: Numbers, other: Numbers) -> tuple[Numbers, Numbers]:
+    """Which elements differ, and which of those by more than the rounding of a cast."""
+    differ: Numbers
+    apart: Numbers
     if one.dtype == other.dtype:
         words = np.dtype(f"u{min(one.dtype.itemsize, 8)}")
-        count = int((one.view(words) != other.view(words)).reshape(len(one), -1).any(axis=1).sum())
-        return count, count
-    one, other = _parts(one), _parts(other)
-    a, b = doubles(one), doubles(other)
-    differ = _differ(a, b)
-    rounded = _is_cast(one, other) | _is_cast(other, one)
-    apart = differ & (~rounded | (np.isfinite(a) != np.isfinite(b)))
-    return int(differ.any(axis=1).sum()), int(apart.any(axis=1).sum())
+        differ = apart = (one.view(words) != other.view(words)).reshape(len(one), -1)
+    else:
+        one, other = _parts(one), _parts(other)
+        a, b = doubles(one), doubles(other)
+        differ = _differ(a, b)
+        rounded = _is_cast(one, other) | _is_cast(other, one)
+        apart = differ & (~rounded | (np.isfinite(a) != np.isfinite(b)))
+    return np.logical_or.reduce(differ, axis=1), np.logical_or.reduce(apart, axis=1)
 
 
 def _parts(values: Numbers) -> Numbers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from zarrckpt import _state
-from zarrckpt._errors import KeyMismatchError
+from zarrckpt._errors import KeyMismatchError, warn
 from zarrckpt._flatten import flatten
 from zarrckpt._matching import matches
 from zarrckpt._optimizers import SavedEntries
@@ -121,8 +121,11 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Raises KeyMismatchError, if strict, for a pattern or a module's entry that has no target on any rank."""
-        if not self.allow_partial_load:
-            self._refuse_left([plan.planner_data for plan in global_plan])
+        found = [plan.planner_data for plan in global_plan]
+        if self.allow_partial_load:
+            self._warn_of_idle_objects(found)
+        else:
+            self._refuse_left(found)
         return super().create_global_plan(global_plan)
 
     _steps_that_leave_items = (create_global_plan,)
@@ -146,8 +149,26 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
                 "strict=False leaves these out, keys=[...] loads a part"
             )
 
+    def _warn_of_idle_objects(self, found: list[_Findings]) -> None:
+        """Modules and optimizers that get nothing are none of the checkpoint's, by their names."""
+        assert self.metadata is not None
+        taken = np.unpackbits(np.bitwise_or.reduce([one.targets for one in found]))
+        names = [name for name, bit in zip(self.metadata.state_dict_metadata, taken, strict=False) if bit]
+        for prefix in self.plain.exact:
+            if any(map(_below(prefix), self.missing)) and not any(map(_below(prefix), names)):
+                some = sorted({name.partition(".")[0] for name in self.metadata.state_dict_metadata})[:5]
+                warn(f"{prefix[:-1]!r} got none of its entries from the checkpoint, which has, for example, {some}")
+
     def _close_names(self, names: list[str]) -> str:
         """What the optimizers here call the parameters that entries without a target may be of."""
+        for target in self.plain.optimizers:
+            stem = f"{target.prefix}state."
+            named = any(name.startswith(stem) and not name[len(stem) :].partition(".")[0].isdigit() for name in names)
+            if named and all(isinstance(name, int) for group in target.groups for name in group):
+                return (
+                    f"Without its module in the state, the parameters of {target.prefix[:-1]!r} have only numbers, and "
+                    "the checkpoint has names: put the module into the state, too\n"
+                )
         close = {
             name: own
             for target in self.plain.optimizers
@@ -176,6 +197,10 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
             raise KeyMismatchError(
                 f"keys={idle} match nothing in the checkpoint; it has, for example, {sorted(names)[:5]}"
             )
+
+
+def _below(prefix: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(prefix)
 
 
 def _mask(entries: Collection[str], names: set[str]) -> np.ndarray[Any, Any]:

@@ -40,6 +40,17 @@ _LAZY = "is a parameter of a lazy module, which has no shape before its first fo
 _PER_RANK = "is a PerRank, which zarrckpt.save, async_save and load take, and DCP's own calls do not"
 
 
+_ONE_SIDED = "strict=False skips what only one side has"
+
+_STEPS = {
+    " has shape ": "shapes must match: build the model with the checkpoint's sizes, or leave these out",
+    " has dtype ": "allow_cast=True converts dtypes",
+    " is not in the checkpoint": _ONE_SIDED,
+    " has no target": _ONE_SIDED,
+}
+"""What a difference between target and checkpoint says -> the next step."""
+
+
 def without_target(fqn: str) -> str:
     """The difference that an entry is which nothing takes."""
     return f"{fqn!r} is in the checkpoint and has no target"
@@ -312,9 +323,10 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
             faults += [f"{fqn!r} is not in the checkpoint" for fqn in self.missing]
             faults += [without_target(fqn) for fqn in self.unexpected if self._required(fqn)]
         if faults:
+            steps = {step: None for words, step in _STEPS.items() if any(words in fault for fault in faults)}
             raise KeyMismatchError(
                 f"{len(faults)} entries of the target and the checkpoint differ; nothing was loaded:{listed(faults)}\n"
-                "strict=False skips missing keys, allow_cast=True converts dtypes, keys=[...] loads a part"
+                f"{'; '.join([*steps, 'keys=[...] loads a part'])}"
             )
 
     def _fault(self, fqn: str, leaf: Any, entry: Any) -> str | None:

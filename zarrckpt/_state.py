@@ -6,6 +6,7 @@ keys. So modules and optimizers are taken apart here, under names that hold for 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -231,6 +232,12 @@ def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | No
         f"no module in the state holds all {len(wanted)} parameters of the {type(optimizer).__name__}, so they have no "
         "names: put the module that it trains into the state, or pass optimizer.state_dict() instead"
     )
+
+
+def refuse_swapped(state: Any, url: Any, call: str) -> None:
+    """Raise UnsupportedValueError where the url stands in the place of the state."""
+    if isinstance(state, str | os.PathLike) and isinstance(url, Mapping):
+        raise UnsupportedValueError(f"the arguments are in the wrong order: {call}(state, url)")
 
 
 def refuse_fsdp1(state: Any) -> None:

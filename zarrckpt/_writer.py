@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,7 +20,7 @@ from zarrckpt import _commit, _mail, _plan
 from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
 from zarrckpt._compression import CompressionOption, parse_option
 from zarrckpt._crew import beside
-from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError
+from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError, warn
 from zarrckpt._exchange import choose
 from zarrckpt._finish import finish_save
 from zarrckpt._gathered import all_items, sent_paths, state_paths, whole_plans
@@ -310,7 +309,7 @@ class ZarrStorageWriter(StorageWriter):
         _commit.clean_after(store, attempt, keep_replaced=self._keep_replaced)
         metadata.storage_data = dataclasses.replace(report, seconds=time.monotonic() - self._started)
         if not root.entries:
-            warnings.warn(f"the checkpoint saved to {store.url} has no entry: the state was empty", stacklevel=2)
+            warn(f"the checkpoint saved to {store.url} has no entry: the state was empty")
 
 
 def _warn_of(differing: Mapping[str, Sequence[int]]) -> None:
@@ -318,8 +317,7 @@ def _warn_of(differing: Mapping[str, Sequence[int]]) -> None:
         return
     shown = ", ".join(f"{fqn!r} (ranks {', '.join(map(str, ranks))})" for fqn, ranks in list(differing.items())[:10])
     more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
-    warnings.warn(
+    warn(
         f"{len(differing)} entries differ between ranks, and each is saved once, as the lowest of these ranks has it: "
-        f"{shown}{more}; to keep every rank's, wrap it: zarrckpt.PerRank(value)",
-        stacklevel=2,
+        f"{shown}{more}; to keep every rank's, wrap it: zarrckpt.PerRank(value)"
     )

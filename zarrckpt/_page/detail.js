@@ -122,6 +122,14 @@ function changes(tensor) {
           el('th', { scope: 'row' }, 'elements that differ'),
           el('td', {}, `${countText(found.unequal)} (${shareText(found.unequal, found.count)})`),
         ),
+        found.not_finite
+          ? el(
+              'tr',
+              { title: 'left out of the differences above' },
+              el('th', { scope: 'row' }, 'of these NaN or inf'),
+              el('td', {}, countText(found.not_finite)),
+            )
+          : null,
         found.dtypes[0] === found.dtypes[1]
           ? null
           : el(

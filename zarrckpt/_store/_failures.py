@@ -14,6 +14,9 @@ _BEGIN, _END = 300, 700
 # obstore appends the same facts once more, as a Rust structure over many lines.
 _DETAILS = "\n\nDebug source"
 
+NO_BUCKET = "has no such bucket"
+"""In the message of an error: the bucket is missing."""
+
 _SERVER = re.compile(r"https?://[^/\s\"]+")
 _FAULTS = [
     (re.compile(words), sentence)
@@ -32,16 +35,28 @@ _FAULTS = [
             "server and the network",
         ),
         (
+            r"kind: Timeout,\s+source: reqwest::Error \{\s+kind: Request,\s+source: TimedOut",
+            "{} accepts connections and does not answer in time. Check the endpoint's host and port, and the server; "
+            "to wait longer, pass read_timeout",
+        ),
+        (
+            r"kind: Timeout,(?s:.){,200}Connect",
+            "{} takes no connection in time. Check the endpoint's host and port, and the network",
+        ),
+        (
             r"<Code>NoSuchBucket</Code>|\(NoSuchBucket\)",
-            "{} has no such bucket (NoSuchBucket). Check that the bucket exists, and that the endpoint and the region "
+            f"{{}} {NO_BUCKET} (NoSuchBucket). Check that the bucket exists, and that the endpoint and the region "
             "are its own",
         ),
     )
 ]
 """What obstore and s3fs write, in details that nobody reads, of what is wrong with an address -> what to say."""
 
-_NO_ANSWER = re.compile(r"kind: (Connect|Interrupted)\b|IncompleteMessage|\bParse\(|^\w+: ")
+_NO_ANSWER = re.compile(r"kind: (Connect|Interrupted|Timeout)\b|IncompleteMessage|\bParse\(|^\w+: ")
 """In what obstore writes, and at the beginning of what our own requests do: no server has answered."""
+
+_PAGE = re.compile(r"<(!doctype html|html)\b.*?(</html>|$)", re.DOTALL | re.IGNORECASE)
+_TITLE = re.compile(r"<title>\s*(.*?)\s*</title>", re.DOTALL | re.IGNORECASE)
 
 _ERROR_DOCUMENT = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?</Error>", re.DOTALL)
 
@@ -100,7 +115,7 @@ def reason(error: BaseException, known: Sequence[str]) -> str:
     if error.__cause__ is not None and str(error.__cause__) not in text:
         # s3fs puts the server's error code into the cause only.
         text = f"{text} ({error.__cause__})"
-    text = " ".join(_ERROR_DOCUMENT.sub(_said, scrub(text, known)).split())
+    text = " ".join(_PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_said, scrub(text, known))).split())
     if len(text) > _BEGIN + _END:
         # A url comes first, however long, and what the server said last.
         text = f"{text[:_BEGIN]} ... {text[-_END:]}"
@@ -111,6 +126,12 @@ def _said(document: re.Match[str]) -> str:
     """What a server's XML document says of an error: its code, and its message where there is one."""
     found = (re.search(rf"<{name}>(.*?)</{name}>", document[0], re.DOTALL) for name in ("Code", "Message"))
     return ": ".join(html.unescape(part[1]) for part in found if part is not None) or document[0]
+
+
+def _titled(page: re.Match[str]) -> str:
+    """What is left of a web page, which no object store sends: its title."""
+    title = _TITLE.search(page[0])
+    return f"(a web page{f': {html.unescape(title[1])[:80]}' if title else ''})"
 
 
 def clean_cause(error: BaseException, known: Sequence[str]) -> BaseException:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_EXTRAS = {"s3fs": "'zarrckpt[s3fs]'"}
+"""Packages that come with an extra of this one."""
+
 _DELETES_AT_ONCE = 8
 _READS = 5
 
@@ -268,7 +271,10 @@ def _is_refusal(error: BaseException, condition: Mapping[str, Any]) -> bool:
 
 def _hint(error: BaseException) -> str:
     if isinstance(error, ImportError):
-        return "Install what this protocol needs, for example: pip install 'zarrckpt[s3fs]'"
+        package = (getattr(error.__cause__, "name", None) or error.name or "").partition(".")[0]
+        return f"Install what this protocol needs: pip install {_EXTRAS.get(package, package) or 'PACKAGE'}"
+    if isinstance(error, ValueError) and "Protocol not known" in str(error):
+        return "Known are s3, gs, az and file, and those of fsspec, such as memory, sftp, ftp, smb, hdfs, http"
     if isinstance(error, PermissionError):
         return "Check the credentials, and what they allow"
     if isinstance(error, FileNotFoundError):

@@ -3,8 +3,9 @@
 A put is one request, and of a large object a multipart upload of several parts at once; neither copies its buffers.
 Puts and reads may be repeated at no risk: they wait at a :class:`~zarrckpt._store._gate.Gate`, which learns from
 their failures, and are repeated by :class:`~zarrckpt._store._retries.Retries`. Conditional puts, listings and deletes
-are repeated by obstore alone. Until a server has answered once, all are repeated for a second at most: its address may
-be wrong. Where a server has no conditional puts, :mod:`zarrckpt._store._guard` takes over.
+are repeated by obstore alone. Until a server has answered once, all are repeated for a second at most, and all but puts
+wait ten seconds for an answer: its address may be wrong. Where a server has no conditional puts,
+:mod:`zarrckpt._store._guard` takes over.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ _DOUBT = 3
 
 _FIRST_PAUSES = (0.05, 0.1, 0.2, 0.4)
 """Seconds between the attempts to reach a server that has not answered this process yet."""
+
+_FIRST_SECONDS = 6.0
+"""No attempt begins later than this: of those that get no connection, two then take ten seconds altogether."""
 
 _BUCKET_HINT = "Check that the bucket (or container) exists and that the endpoint and the region are its own"
 _ACCESS_HINT = "Check the credentials, and what they allow"
@@ -305,7 +309,7 @@ class ObstoreStore(Store):
     # -- calls, with our own errors
 
     def _put(self, store: Any, key: str, data: Any, **options: Any) -> None:
-        obstore.put(store, self._name(key), data, **self._client.put_options, **options)
+        obstore.put(self._bucket.for_put(store), self._name(key), data, **self._client.put_options, **options)
 
     def _put_mode(self, key: str, data: bytes, mode: Any) -> bool:
         try:
@@ -379,8 +383,8 @@ class ObstoreStore(Store):
         raise failure
 
     def _first(self, call: Callable[[], T]) -> T:
-        """A call to a server that has not answered yet: a wrong address is told within a second or so."""
-        deadline = time.monotonic() + sum(_FIRST_PAUSES)
+        """A call to a server that has not answered yet: a wrong address is told in a second or so, silence in ten."""
+        deadline = time.monotonic() + _FIRST_SECONDS
         for pause in (*_FIRST_PAUSES, None):
             try:
                 result = call()

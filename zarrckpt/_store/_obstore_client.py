@@ -18,7 +18,7 @@ from zarrckpt._store._aws_credentials import StaticCredentials
 from zarrckpt._store._direct import DirectReads, direct_reads
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._guard import Honoured, honoured_by
-from zarrckpt._store._options import RETRY, Translated
+from zarrckpt._store._options import RETRY, TIMEOUT, Translated
 from zarrckpt._store._retries import Retries
 from zarrckpt._store._s3_uploads import S3Uploads, s3_uploads
 from zarrckpt._store._secrets import redact_url, secret_values
@@ -34,6 +34,9 @@ _NO_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")
 _answered: set[str] = set()
 """The servers and buckets that have answered this process."""
 
+_FIRST_ANSWER = timedelta(seconds=10)
+"""So long a server that has not answered this process yet may be silent."""
+
 _SHARED = 8
 """The clients of so many buckets, or settings, are kept for the next store."""
 
@@ -43,10 +46,13 @@ _NOBODY = {"access_key_id": "nobody", "secret_access_key": "nobody", "token": No
 class Bucket:
     """obstore's clients of a whole bucket, which differ in how they repeat failed requests, and their connections."""
 
-    def __init__(self, make: Callable[..., Any], retry: Mapping[str, Any], server: str) -> None:
+    def __init__(
+        self, make: Callable[..., Any], client: Mapping[str, Any], retry: Mapping[str, Any], server: str
+    ) -> None:
         self.make = make
         """Makes another one from ``retry_config``, below ``prefix``."""
         self._persistent = make(retry_config=retry)
+        self._client_options = client
         self._server = server
         # Who says how often to repeat means the first request, too.
         self._repeats_first = retry != RETRY
@@ -62,7 +68,7 @@ class Bucket:
     @property
     def store(self) -> Any:
         """Repeats failed requests as ``retry_config`` says, once the server has :attr:`answered`."""
-        return self._persistent if self.answered else self.once
+        return self._persistent if self.answered else self.first
 
     @property
     def retry_config(self) -> Any:
@@ -79,7 +85,7 @@ class Bucket:
 
         A single attempt where the server has not :attr:`answered` yet.
         """
-        yield self.once
+        yield self.once if self.answered else self.first
         if self.answered:
             for _ in range(self.retries.quick - 1):
                 yield self.once
@@ -90,6 +96,20 @@ class Bucket:
     def once(self) -> Any:
         """Fails at once."""
         return self.make(retry_config={**self.retry_config, "max_retries": 0})
+
+    @cached_property
+    def first(self) -> Any:
+        """Fails at once, and where the server is silent for :data:`_FIRST_ANSWER`, unless the caller's options say how
+        long a request may take.
+        """
+        client = dict(self._client_options)
+        if client["timeout"] == TIMEOUT:
+            client.setdefault("read_timeout", _FIRST_ANSWER)
+        return self.make(client_options=client, retry_config={**self.retry_config, "max_retries": 0})
+
+    def for_put(self, store: Any) -> Any:
+        """The client for a put: a server answers when it has received all, however long that takes."""
+        return self.once if store is self.__dict__.get("first") else store
 
     @cached_property
     def _last(self) -> Any:
@@ -176,7 +196,8 @@ _OPENERS: dict[str, Callable[[Place, Mapping[str, Any], Any, Sequence[str]], Cli
 
 def _new_bucket(kind: Callable[..., Any], bucket: str, out: Translated) -> Bucket:
     fixed = {"config": out.config, "client_options": out.client, "credential_provider": out.credential_provider}
-    return Bucket(partial(kind, bucket, **fixed), out.retry, f"{kind.__name__} {out.config.get('endpoint')} {bucket}")
+    server = f"{kind.__name__} {out.config.get('endpoint')} {bucket}"
+    return Bucket(partial(kind, bucket, **fixed), out.client, out.retry, server)
 
 
 def _s3_bucket(bucket: str, out: Translated) -> Bucket:

@@ -111,8 +111,8 @@ class Translator:
             getattr(self, f"set_{target}")(value)
 
     def _client_value(self, name: str, value: Any) -> Any:
-        if name in _SECONDS and isinstance(value, int | float) and not isinstance(value, bool):
-            return timedelta(seconds=value)
+        if name in _SECONDS:
+            return duration(name, value)
         if name in ("root_certificate", "proxy_ca_certificate"):
             return pem(value)
         return value
@@ -123,11 +123,14 @@ class Translator:
         self.read(value, {name: f"client:{name}" for name in _CLIENT.split()}, "client_options")
 
     def set_retry_config(self, value: Mapping[str, Any]) -> None:
+        if not isinstance(value, Mapping):
+            raise _unlike("retry_config", value, 'a mapping such as {"max_retries": 3, "retry_timeout": 60}')
         for name, item in value.items():
             if name not in RETRY:
                 raise StorageError(f"retry_config[{name!r}] is not known: expected {', '.join(RETRY)}")
-            seconds = name == "retry_timeout" and isinstance(item, int | float)
-            self.out.retry[name] = timedelta(seconds=item) if seconds else item
+            if name == "max_retries" and type(item) is not int:
+                raise _unlike("retry_config['max_retries']", item, "a number such as 3")
+            self.out.retry[name] = duration("retry_config['retry_timeout']", item) if name == "retry_timeout" else item
 
     def set_tags(self, value: Mapping[str, str]) -> None:
         self.out.tags.update({str(name): str(item) for name, item in value.items()})
@@ -141,6 +144,19 @@ class Translator:
 
     def set_ignored(self, value: Any) -> None:
         """Accepted for the sake of options that serve other libraries as well; without meaning here."""
+
+
+def duration(name: str, value: Any) -> Any:
+    """An option's seconds, or its text with units, as obstore takes them."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return timedelta(seconds=value)
+    if isinstance(value, timedelta) or (isinstance(value, str) and re.fullmatch(r" *(\d+ *[a-zA-Z]+ *)+", value)):
+        return value
+    raise _unlike(name, value, "seconds, such as 30, or a text with a unit, such as '30s'")
+
+
+def _unlike(name: str, value: Any, expected: str) -> StorageError:
+    return StorageError(f"the option {name} is {value!r:.80}: expected {expected}")
 
 
 def pem(value: Any) -> str:

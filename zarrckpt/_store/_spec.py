@@ -173,7 +173,9 @@ class StoreSpec:
         if self._ready is not None and not self._ready.url:
             return self._from_object(self._ready)
         if not self._address:
-            raise StorageError("no url is given: pass one, or store=")
+            raise StorageError(
+                "no url is given: pass one, or store=; latest() returns None where no checkpoint is committed"
+            )
         return self._from_url()
 
     def _from_object(self, ready: Described) -> Store:

@@ -93,7 +93,23 @@ def opened(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterab
 
 def opened_beside(url: str, target_options: Mapping[str, Any] | None, first: Mapping[str, Any] | None) -> Checkpoint:
     """The checkpoint at a second url; without options of its own, and no local path, with those of the first."""
-    return opened(url, first if target_options is None and "://" in url else target_options)
+    if target_options is None and "://" in url:
+        return opened(url, first)
+    with of_target_options():
+        return opened(url, target_options)
+
+
+@contextmanager
+def of_target_options() -> Iterator[None]:
+    """An error about an option says that it was ``--target-option``."""
+    from zarrckpt._errors import StorageError
+
+    try:
+        yield
+    except StorageError as err:
+        if "storage_options" not in str(err):
+            raise
+        raise type(err)(str(err).replace("storage_options", "--target-option")) from err
 
 
 @contextmanager

@@ -25,6 +25,7 @@ def in_options(message: str, command: click.Command | None) -> str:
         return " ".join(f"--storage-option {name}={value}" for name, value in pairs)
 
     text = re.sub(r"storage_options\['(\w+)'\]", r"--storage-option \1", _OPTIONS.sub(options, message))
-    return _FLAGS.sub(flag, text.replace("storage_options", "--storage-option")).replace(
-        "zarrckpt.remove", "zarrckpt rm"
-    )
+    text = text.replace("storage_options", "--storage-option").replace("zarrckpt.remove", "zarrckpt rm")
+    if "which takes no --storage-option" in text and "target_options" in names:
+        text += "; -o is for the first place, -t for the second"
+    return _FLAGS.sub(flag, text)

@@ -95,7 +95,8 @@ def diff(
     """Compare two checkpoints: keys, shapes, dtypes, values, and how far tensors are apart.
 
     Exits with 1 where they differ. Chunks may differ: numbers are compared. So may floating dtypes: then "beyond
-    rounding" counts the elements that are more than rounded, and a difference in dtype alone counts as one.
+    rounding" counts the elements that are more than rounded, and a difference in dtype alone counts as one. "nan or
+    inf" counts the unequal elements that are so in A or B, which the differences beside it leave out.
 
     \b
     Examples:
@@ -121,8 +122,8 @@ def _print_difference(found: Difference, everything: bool) -> None:
     for name, (here, there) in found.changed.items():
         say(f"! {name}: {here} -> {there}")
     rows = [(name, *_cells(item)) for name, item in found.tensors.items() if everything or not item.equal]
-    columns = ("name", "unequal", "max abs", "max rel", "cosine", "dtype", "beyond rounding")
-    print_table(columns, rows, right=[*columns[1:5], columns[6]])
+    columns = ("name", "unequal", "nan or inf", "max abs", "max rel", "cosine", "dtype", "beyond rounding")
+    print_table(columns, rows, right=[*columns[1:6], columns[7]])
     unequal = [item for item in found.tensors.values() if not item.equal]
     same = f"{count_text(len(found.tensors) - len(unequal), 'tensor')} equal, {len(unequal):,} not"
     rounded = sum(not item.beyond_rounding for item in unequal)
@@ -136,4 +137,5 @@ def _cells(item: TensorDifference) -> tuple[str, ...]:
     cosine = "-" if math.isnan(item.cosine) else f"{item.cosine:.9f}"
     here, there = item.dtypes
     dtypes = (here, "-") if here == there else (f"{here} -> {there}", f"{item.beyond_rounding:,}")
-    return _share(item.unequal, item.count), shown(item.max_abs), shown(item.max_rel), cosine, *dtypes
+    counts = _share(item.unequal, item.count), f"{item.not_finite:,}"
+    return *counts, shown(item.max_abs), shown(item.max_rel), cosine, *dtypes

@@ -10,7 +10,15 @@ import click
 
 from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt.cli._by_pattern import by_pattern, dtype, shape
-from zarrckpt.cli._common import json_option, opened, print_json, progress_bar, store_options, target_options
+from zarrckpt.cli._common import (
+    json_option,
+    of_target_options,
+    opened,
+    print_json,
+    progress_bar,
+    store_options,
+    target_options,
+)
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
@@ -90,12 +98,21 @@ def cp(
 
 def _copied(ckpt: Checkpoint, target: str, options: dict[str, Any]) -> CopyReport:
     """Copy; warnings become lines, and who is broken off learns how to go on."""
+    copied = 0
     try:
-        with warnings.catch_warnings(record=True) as caught, progress_bar("copying") as progress:
+        with warnings.catch_warnings(record=True) as caught, progress_bar("copying") as bar, of_target_options():
             warnings.simplefilter("always")
-            report = ckpt.copy_to(target, progress=progress, **options)
+
+            def note(done: int, total: int) -> None:
+                nonlocal copied
+                copied = done
+                if bar is not None:
+                    bar(done, total)
+
+            report = ckpt.copy_to(target, progress=note, **options)
     except (StorageError, KeyboardInterrupt):
-        click.echo("What was copied is kept: the same command with --resume goes on.", err=True)
+        if copied:
+            click.echo("What was copied is kept: the same command with --resume goes on.", err=True)
         raise
     except CheckpointError:
         raise
