@@ -248,7 +248,8 @@ def _checkpoint_above(store: Store) -> str:
         except CheckpointError:
             return None
 
-    looks = (partial(root, levels) for levels in range(1, min(_INSIDE, len(names))))
+    # Not in the root of a filesystem.
+    looks = (partial(root, levels) for levels in range(1, min(_INSIDE, len(names) - 1)))
     for levels, found in enumerate(run(looks, _INSIDE), 1):
         if found is not None:
             outer, inner = "/".join(names[:-levels]), [name for name in names[-levels:] if not is_tree(name)]
