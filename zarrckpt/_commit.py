@@ -389,13 +389,17 @@ def _attempts(store: Store) -> list[str]:
     return [name for name in names if name != REMOVED or is_stored(store, REMOVAL_KEY)]
 
 
+def get_if_stored(store: Store, key: str) -> bytes | None:
+    """A small object; None where it is not there. One request."""
+    try:
+        return store.get(key)
+    except ObjectNotFoundError:
+        return None
+
+
 def is_stored(store: Store, key: str) -> bool:
     """Whether a small object is there. One request."""
-    try:
-        store.get(key)
-    except ObjectNotFoundError:
-        return False
-    return True
+    return get_if_stored(store, key) is not None
 
 
 def _current_root(store: Store) -> Versioned | None:
@@ -642,16 +646,9 @@ def leftovers(store: Store, *, damaged: bool = False, folder: bool = False) -> L
         root_bytes = None if seen.base is None else seen.base.data
         # Only beside one root do markers tell who could still commit: of a save that began beside a newer one, and of
         # that one itself, they would tell the wrong thing.
-        if root_bytes == _root_bytes(store):
+        if root_bytes == get_if_stored(store, NODE):
             return Leftovers(root_bytes, root, seen.claimed, markers, probes, seen.removal)
     raise StorageError(f"other saves to {store.url} commit all the time: try again when they have ended")
-
-
-def _root_bytes(store: Store) -> bytes | None:
-    try:
-        return store.get(NODE)
-    except ObjectNotFoundError:
-        return None
 
 
 def record_removal(store: Store, record: bytes) -> bool:
@@ -673,10 +670,7 @@ def record_removal(store: Store, record: bytes) -> bool:
 
 def removal_record(store: Store) -> bytes | None:
     """The record of a removal that has not ended; None for none. One request."""
-    try:
-        return store.get(REMOVAL_KEY)
-    except ObjectNotFoundError:
-        return None
+    return get_if_stored(store, REMOVAL_KEY)
 
 
 class RemovalEndedError(Exception):
@@ -692,7 +686,7 @@ def check_removal(store: Store, removal: bytes | None) -> None:
 def delete_root(store: Store, root_bytes: bytes | None, removal: bytes | None) -> None:
     """Delete the root document, if it still is what was found, in a removal with some record."""
     check_removal(store, removal)
-    if root_bytes is not None and _root_bytes(store) == root_bytes:
+    if root_bytes is not None and get_if_stored(store, NODE) == root_bytes:
         store.delete([NODE])
 
 
