@@ -1,9 +1,10 @@
-"""What rules for subchunks cost: bytes read after a change of mesh, and zarr-python's time for a whole array.
+"""What the size of subchunks costs: bytes read after a change of mesh, and zarr-python's time for a whole array.
 
     python -m benchmarks.subchunk_rules          the weights of a Llama 3 8B layer, geometry only
     python -m benchmarks.subchunk_rules --zarr   zarr-python reads one array, stored with subchunks of several sizes
 
-The first prints, for each rule, bytes read over bytes needed when a checkpoint of the one mesh is loaded on the other.
+The first prints what a load on another mesh fetches, over the bytes that it fills: each rank by itself; and ranks that
+read together, where what is fetched is fetched once, with the bytes that go between them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 from zarrckpt import _chunking
+from zarrckpt._chunk_layout import CRC_BYTES, subchunk_bytes
 from zarrckpt._chunking import choose_grid, default_min_piece_bytes
-from zarrckpt._grid import Box, Grid, Ints
-from zarrckpt._transfer import places_in
+from zarrckpt._documents import ArrayNode
+from zarrckpt._dtypes import by_name
+from zarrckpt._grid import Box, Ints
+from zarrckpt._sharing import handed_bytes, plan_shares, wanted_boxes
+from zarrckpt._transfer import subchunks_in
 
-Rule = Callable[[Ints, Ints, int], Ints | None]
 Cuts = Callable[[int], dict[int, int]]
 
 LAYER: dict[str, tuple[Ints, int]] = {
@@ -58,37 +62,7 @@ CHANGES: dict[str, tuple[Cuts, Cuts]] = {
     "TP 8 to FSDP 64": (tensor_parallel(8), rows(64)),
 }
 
-
-_CHOSEN = _chunking.subchunk_shape
-
-
-def none(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
-    return None
-
-
-def whole_rows(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
-    """The library's rule for ``subchunks="rows"``."""
-    return _CHOSEN(shape, chunk, itemsize, "rows")
-
-
-def with_least(nbytes: int) -> Rule:
-    """The library's rule with another least size."""
-
-    def rule(shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
-        with patch.object(_chunking, "MIN_SUBCHUNK_BYTES", nbytes):
-            return _CHOSEN(shape, chunk, itemsize)
-
-    return rule
-
-
-RULES: dict[str, Rule] = {
-    "none": none,
-    "whole rows": whole_rows,
-    "least 1 MiB": with_least(1 << 20),
-    "least 512 KiB": with_least(512 << 10),
-    "least 256 KiB": with_least(256 << 10),
-    "the library's (128 KiB)": _CHOSEN,
-}
+SIZES = {"1 MiB": 1 << 20, "2 MiB": 2 << 20, "4 MiB": 4 << 20}
 
 
 def cut(shape: Ints, cuts: dict[int, int]) -> list[Box]:
@@ -100,29 +74,71 @@ def cut(shape: Ints, cuts: dict[int, int]) -> list[Box]:
     return [Box(*zip(*place, strict=True)) for place in itertools.product(*parts)]
 
 
-def ratio(saved: Cuts, loaded: Cuts, itemsize: int) -> tuple[float, float]:
-    """Bytes read over bytes needed, and subchunks a gigabyte."""
-    needed = read = cells = 0
-    for shape, parallel in LAYER.values():
+def layer(saved: Cuts, itemsize: int) -> dict[str, ArrayNode]:
+    """The arrays of a layer that was saved with these cuts."""
+    dtype = by_name({4: "float32", 2: "bfloat16"}[itemsize])
+    nodes = {}
+    for name, (shape, parallel) in LAYER.items():
         boxes = cut(shape, saved(parallel))
-        grid: Grid = choose_grid(shape, boxes, itemsize, min_piece_bytes=default_min_piece_bytes(len(boxes)))
-        cells += grid.num_subchunks
+        grid = choose_grid(shape, boxes, itemsize, min_piece_bytes=default_min_piece_bytes(len(boxes)))
+        nodes[name] = ArrayNode(name, grid, dtype)
+    return nodes
+
+
+def alone(saved: Cuts, loaded: Cuts, itemsize: int) -> float:
+    """What ranks fetch that read by themselves, over the bytes that they fill."""
+    needed = read = 0
+    for name, node in layer(saved, itemsize).items():
+        shape, parallel = LAYER[name]
         for box in cut(shape, loaded(parallel)):
-            places = sum(len(places_in(grid, chunk, box)) for chunk in grid.chunks_of(box))
-            needed += box.size
-            read += places * math.prod(grid.subchunk_shape or grid.chunk_shape)
-    return read / needed, cells / (sum(math.prod(shape) for shape, _ in LAYER.values()) * itemsize / 1e9)
+            numbers = sum(len(subchunks_in(node.grid, chunk, box)) for chunk in node.grid.chunks_of(box))
+            needed += box.size * itemsize
+            read += numbers * (subchunk_bytes(node) + CRC_BYTES)
+    return read / needed
+
+
+def together(saved: Cuts, loaded: Cuts, itemsize: int) -> tuple[float, float]:
+    """What ranks fetch that read together, and what they hand on, over the bytes that they fill."""
+    nodes = layer(saved, itemsize)
+    pieces = {name: cut(LAYER[name][0], loaded(LAYER[name][1])) for name in nodes}
+    ranks = max(map(len, pieces.values()))
+    targets = [[(name, boxes[rank]) for name, boxes in pieces.items() if rank < len(boxes)] for rank in range(ranks)]
+    shares = plan_shares(nodes, wanted_boxes(targets), ranks, 128 << 20)
+    fetched = handed = 0
+    shared: dict[tuple[str, Ints], set[int]] = {}
+    for step in (step for own in shares for step in own.values()):
+        for run in step.reads:
+            fetched += len(run.numbers) * (subchunk_bytes(nodes[run.fqn]) + CRC_BYTES)
+            shared.setdefault((run.fqn, run.chunk), set()).update(run.numbers)
+        for message in step.sends:
+            sizes = (handed_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for run, box in message.parts)
+            handed += len(message.ranks) * sum(sizes)
+    # What one rank alone needs it fetches by itself.
+    for name, box in (target for own in targets for target in own):
+        node = nodes[name]
+        for chunk in node.grid.chunks_of(box):
+            own_numbers = {*subchunks_in(node.grid, chunk, box)} - shared.get((name, chunk), set())
+            fetched += len(own_numbers) * (subchunk_bytes(node) + CRC_BYTES)
+    needed = sum(math.prod(node.grid.shape) for node in nodes.values()) * itemsize
+    return fetched / needed, handed / needed
 
 
 def geometry() -> None:
     for itemsize in (4, 2):
-        print(f"\n| {8 * itemsize} bits: rule | " + " | ".join(CHANGES) + " | subchunks a GB |")
+        print(f"\n| {8 * itemsize} bits | " + " | ".join(CHANGES) + " | subchunks a GB |")
         print("|---" * (len(CHANGES) + 2) + "|")
-        for name, rule in RULES.items():
-            # Grids are asked for as by a save that says nothing of subchunks.
-            with patch.object(_chunking, "subchunk_shape", lambda *asked, rule=rule: rule(*asked[:3])):
-                found = [ratio(*change, itemsize) for change in CHANGES.values()]
-            print(f"| {name} | " + " | ".join(f"{value:.2f}" for value, _ in found) + f" | {found[0][1]:.0f} |")
+        for name, nbytes in SIZES.items():
+            _chunking._subchunks.cache_clear()
+            with patch.object(_chunking, "SUBCHUNK_BYTES", nbytes):
+                by_itself = [alone(*change, itemsize) for change in CHANGES.values()]
+                shared = [together(*change, itemsize) for change in CHANGES.values()]
+                nodes = layer(rows(8), itemsize)
+            count = sum(node.grid.num_subchunks for node in nodes.values())
+            count_a_gb = count / sum(node.nbytes for node in nodes.values()) * 1e9
+            print(f"| {name}: alone | " + " | ".join(f"{value:.2f}" for value in by_itself) + f" | {count_a_gb:.0f} |")
+            print(f"| {name}: together | " + " | ".join(f"{value:.2f}" for value, _ in shared) + " | |")
+            print(f"| {name}: handed on | " + " | ".join(f"{value:.2f}" for _, value in shared) + " | |")
+        _chunking._subchunks.cache_clear()
 
 
 def zarr_reads(rounds: int) -> None:
@@ -131,7 +147,7 @@ def zarr_reads(rounds: int) -> None:
     from zarr.codecs import BytesCodec, Crc32cCodec
 
     shape, chunk = (14336, 4096), (1792, 4096)
-    subs: list[Ints | None] = [None, (448, 4096), (1792, 512), (448, 512), (224, 512)]
+    subs: list[Ints | None] = [None, (896, 4096), (448, 4096), (256, 4096), (128, 4096), (64, 4096), (32, 4096)]
     with tempfile.TemporaryDirectory() as folder:
         arrays = []
         for number, sub in enumerate(subs):
@@ -153,12 +169,12 @@ def zarr_reads(rounds: int) -> None:
                 began = time.perf_counter()
                 array[...]
                 own.append(time.perf_counter() - began)
-    print("| subchunks | KiB | GB/s | time, over that without |\n|---|---|---|---|")
+    print("| subchunks | MiB | GB/s | time, over that without |\n|---|---|---|---|")
     base = statistics.median(times[0])
     for sub, own in zip(subs, times, strict=True):
-        size = math.prod(sub) * 4 // 1024 if sub else 0
+        size = math.prod(sub) * 4 / (1 << 20) if sub else 0
         median = statistics.median(own)
-        print(f"| {sub or 'none'} | {size} | {math.prod(shape) * 4e-9 / median:.2f} | {median / base:.2f} |")
+        print(f"| {sub or 'none'} | {size:g} | {math.prod(shape) * 4e-9 / median:.2f} | {median / base:.2f} |")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from one_at_a_time import Shelf, running
 
 import zarrckpt
 from zarrckpt._store import Store, open_store
-from zarrckpt.testing import FaultyStore, Rule, Stopped
+from zarrckpt.testing import FAIL, FaultyStore, Rule, Stopped
 
 SAVING: dict[str, Any] = {"max_chunk_bytes": 48, "concurrency": 1}
 """Options of saves here: two chunks of "w", and one thread, so that operations come in one order."""
@@ -90,6 +90,11 @@ class Place:
 def in_memory() -> Place:
     """A fresh place in this process's memory."""
     return Place(store=Shelf({}).store)
+
+
+def undeletable(url: str | Path) -> FaultyStore:
+    """A place from which nothing is deleted: what a save there replaces stays, with a warning."""
+    return FaultyStore(url, lambda call: FAIL if call.verb == "delete" else None)
 
 
 def held(place: Place) -> int | None:

@@ -78,7 +78,10 @@ class Array:
             assert self.subchunk_bytes <= 2**31 - 17
         assert len(self.shape) == len(self.chunk) and all(c >= 1 for c in self.chunk)
         assert math.prod(self.shape) <= 2**62 and math.prod(self.chunk) <= 2**62
-        assert self.sub is None or not any(c % s for c, s in zip(self.chunk, self.sub, strict=True))
+        if self.sub is not None:
+            assert not any(c % s for c, s in zip(self.chunk, self.sub, strict=True))
+            cut = next((d for d, s in enumerate(self.sub) if s > 1), len(self.sub))
+            assert self.sub[cut + 1 :] == self.chunk[cut + 1 :], "subchunks are runs of elements"
 
     def _form(self, stored: str) -> dict[str, Any]:
         to_bytes: dict[str, Any] = {"name": "bytes"}
@@ -195,34 +198,22 @@ class Reader:
 
     def _subchunks(self, array: Array, stored: bytes, table: np.ndarray, sizes: np.ndarray | None) -> list[bytes]:
         """The data of a chunk's subchunks in C order."""
-        counts = array.sub_counts
-        total = math.prod(counts)
-        places = [self._place(cell, counts) for cell in itertools.product(*map(range, counts))]
-        by_place = [array.subchunk_bytes + 4] * total
-        if sizes is not None:
-            for cell, place in enumerate(places):
-                by_place[place] = int(sizes[cell])
-        begin = [0, *itertools.accumulate(by_place)]
+        total = math.prod(array.sub_counts)
+        stored_bytes = [array.subchunk_bytes + 4] * total if sizes is None else sizes.tolist()
+        begin = [0, *itertools.accumulate(stored_bytes)]
         if array.sub is None:
             assert len(stored) == begin[-1]
         else:
             assert len(stored) == begin[-1] + total * 16 + 4
             index = stored[begin[-1] : -4]
-            assert index == b"".join(struct.pack("<QQ", begin[place], by_place[place]) for place in places)
+            assert index == b"".join(struct.pack("<QQ", *pair) for pair in zip(begin, stored_bytes, strict=False))
             assert stored[-4:] == struct.pack("<I", crc32c(index))
         out = []
-        for cell, place in enumerate(places):
-            part = stored[begin[place] : begin[place + 1]]
-            assert crc32c(part[:-4]) == struct.unpack("<I", part[-4:])[0] == table[cell], "damaged"
+        for number in range(total):
+            part = stored[begin[number] : begin[number + 1]]
+            assert crc32c(part[:-4]) == struct.unpack("<I", part[-4:])[0] == table[number], "damaged"
             out.append(decompress(array, part[:-4]))
         return out
-
-    @staticmethod
-    def _place(cell: tuple[int, ...], counts: list[int]) -> int:
-        place = 0
-        for i, count in reversed(list(zip(cell, counts, strict=True))):
-            place = i + count * place
-        return place
 
     def tensor(self, fqn: str) -> tuple[str, list[int], bytes]:
         """A tensor as the name of its type, its shape, and its elements in C order."""

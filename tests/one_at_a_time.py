@@ -246,7 +246,6 @@ class Save:
     """
 
     number: int
-    keep_replaced: bool = False
     layout: Any = None
     results: Any = None
     puts: Content = field(default_factory=dict)
@@ -260,7 +259,7 @@ class Save:
         self.puts = {key: data for key, data in shelf.content.items() if not key.startswith(outside)}
 
     def __call__(self, store: Store) -> str:
-        writer = ZarrStorageWriter(store=store, overwrite=True, keep_replaced=self.keep_replaced)
+        writer = ZarrStorageWriter(store=store, overwrite=True)
         writer._layout = self.layout
         running.number = self.number
         try:

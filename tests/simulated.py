@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -216,22 +216,24 @@ class Mesh:
     def __init__(self, mesh: MeshId) -> None:
         assert _here.world is not None and mesh.members == _here.world.numbers
         self.mesh = mesh
-        self._me = _here.rank
+        self.rank = _here.rank
 
-    def swap(self, sends: Mapping[int, Any], receives: Mapping[int, int], tag: int) -> dict[int, Any]:
+    def swap(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, int]], tag: int) -> list[Any]:
         world = self._world()
-        for to, data in sends.items():
-            assert to != self._me and data.dtype == np.uint8 and data.ndim == 1
-            world.send(self._address(self._me, to), (tag, data.copy()))
-        sizes = [*(data.nbytes for data in sends.values()), *receives.values()]
-        world.traffic.moved += sum(receives.values())
-        world.traffic.most = max(world.traffic.most, sum(sizes))
-        return {source: self._received(world, source, nbytes, tag) for source, nbytes in receives.items()}
+        for to, data in sends:
+            assert to != self.rank and data.dtype == np.uint8 and data.ndim == 1
+            world.send(self._address(self.rank, to), (tag, data.copy()))
+        # Without the checksums at their ends. What goes to several ranks is in memory once.
+        sent = {id(data): data.nbytes - 4 for _, data in sends}
+        received = [nbytes - 4 for _, nbytes in receives]
+        world.traffic.moved += sum(received)
+        world.traffic.most = max(world.traffic.most, sum(sent.values()) + sum(received))
+        return [self._received(world, source, nbytes, tag) for source, nbytes in receives]
 
     def _received(self, world: World, source: int, nbytes: int, tag: int) -> Any:
-        message = world.receive(self._me, self._address(source, self._me))
+        message = world.receive(self.rank, self._address(source, self.rank))
         if message is _CLOSED:
-            world.send(self._address(source, self._me), _CLOSED)
+            world.send(self._address(source, self.rank), _CLOSED)
             raise PeerLost(f"rank {source} is gone")
         assert message[0] == tag and len(message[1]) == nbytes, (message[0], tag, len(message[1]), nbytes)
         return message[1]
@@ -242,11 +244,11 @@ class Mesh:
     def close(self) -> None:
         world = self._world()
         for rank in range(world.size):
-            world.send(self._address(self._me, rank), _CLOSED)
+            world.send(self._address(self.rank, rank), _CLOSED)
 
     def _world(self) -> World:
         """A mesh outlives the simulation that it was made in."""
-        assert _here.world is not None and _here.rank == self._me
+        assert _here.world is not None and _here.rank == self.rank
         return _here.world
 
     def _address(self, source: int, to: int) -> tuple[Any, ...]:

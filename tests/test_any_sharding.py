@@ -300,7 +300,6 @@ def cases(draw: st.DrawFn, save_world: int | None = None) -> Case:
         "max_chunk_bytes": draw(st.sampled_from([2**27, 16, 100, 1000])),
         "min_piece_bytes": draw(st.sampled_from([0, None, 40, None])),
         "fill_bytes": draw(st.sampled_from([2**25, 300, 50])),
-        "subchunks": draw(st.sampled_from(_chunking.SUBCHUNKS)),
         "max_inflight_bytes": draw(st.sampled_from([2**29, 1, 100, 1000])),
     }
     load_options = {
@@ -341,16 +340,19 @@ class Memory:
 def small_sizes(small: bool) -> Iterator[None]:
     """Subchunks in chunks of more than a hundred bytes, and requests of a few of them."""
     sizes = {
-        _chunking: {"SUBCHUNK_ABOVE": 100, "MAX_SUBCHUNK_BYTES": 40, "MIN_SUBCHUNK_BYTES": 4},
+        _chunking: {"SUBCHUNK_ABOVE": 60, "SUBCHUNK_BYTES": 30, "USUAL_SUBCHUNK": (20, 80), "ANY_SUBCHUNK": (4, 160)},
         _transfer: {"READ_BYTES": 100},
         _sharing: {"_RUN_BYTES": 60, "_LEAST_RUN_BYTES": 20},
     }
-    sizes[_chunking] |= {"_MERGED_SUBCHUNKS_ABOVE": 60, "_MIN_MERGED_SUBCHUNK": 10, "_ODD_GRID_MIN_CHUNK": 20}
+    sizes[_chunking] |= {"_ODD_GRID_MIN_CHUNK": 20, "_PADDING": 4}
     with contextlib.ExitStack() as stack:
         for module, values in sizes.items():
             for name, value in values.items():
                 stack.enter_context(patch.object(module, name, value if small else getattr(module, name)))
+        # Made for other sizes.
+        _chunking._subchunks.cache_clear()
         yield
+    _chunking._subchunks.cache_clear()
 
 
 def saved_state(case: Case, full: Mapping[str, torch.Tensor], rank: int) -> dict[str, Any]:

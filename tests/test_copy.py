@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,22 +86,109 @@ def test_damage_is_not_copied(tmp_path: Path) -> None:
         zarrckpt.open(tmp_path / "two")
 
 
-def test_a_copy_that_dies_anywhere_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+def _one_at_a_time(store: testing.FaultyStore) -> testing.FaultyStore:
+    """Operations then come in one order, and are always as many."""
+    store.max_concurrency = 1
+    return store
+
+
+def _files(place: Path) -> set[str]:
+    return {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> zarrckpt.Checkpoint:
+    """A checkpoint of some tensors in several chunks, and a blob."""
+    torch.manual_seed(0)
+    state = {"m": {"w": torch.randn(60, 100), "i": torch.arange(3000)}, "b": b"x" * 100_000, "step": 3}
+    zarrckpt.save(state, tmp_path / "one", max_chunk_bytes=1000)
+    return zarrckpt.open(tmp_path / "one")
+
+
+MADE_ANEW: dict[str, Any] = {"dtype": "bfloat16", "compression": "zstd"}
+
+
+@pytest.mark.parametrize("changes", [{}, MADE_ANEW], ids=["as it is", "made anew"])
+def test_a_copy_that_dies_anywhere_leaves_the_old_or_the_new_one(tmp_path: Path, changes: dict[str, Any]) -> None:
     small = {"w": torch.ones(3), "b": {"c": torch.zeros(2)}}
     zarrckpt.save(small, tmp_path / "one")
     one = zarrckpt.open(tmp_path / "one")
-    counted = testing.FaultyStore(tmp_path / "count")
-    one.copy_to(store=counted)
+    counted = _one_at_a_time(testing.FaultyStore(tmp_path / "count"))
+    one.copy_to(store=counted, **changes)
     (commit,) = (call.number for call in counted.calls if (call.verb, call.key) == ("create", "zarr.json"))
     for number in range(len(counted.calls)):
-        place = tmp_path / str(number)
+        place, fault = tmp_path / str(number), (testing.STOP, testing.STOP_AFTER)[number % 2]
         with pytest.raises(testing.Stopped):
-            one.copy_to(store=testing.FaultyStore(place, testing.at(number, testing.STOP)))
-        if number <= commit:
+            one.copy_to(store=_one_at_a_time(testing.FaultyStore(place, testing.at(number, fault))), **changes)
+        if number < commit or (number == commit and fault == testing.STOP):
             with pytest.raises(zarrckpt.CheckpointNotFoundError):
                 zarrckpt.open(place)
-            one.copy_to(place)
-        assert one.diff(zarrckpt.open(place)) and zarrckpt.open(place).verify()
+            one.copy_to(place, **changes)
+        two = zarrckpt.open(place)
+        assert zarrckpt.open(tmp_path / "count").diff(two) and two.verify()
+        assert zarrckpt.recover(place, stopped=True).objects == 0
+
+
+@pytest.mark.parametrize("over", ["nothing", "a checkpoint"])
+@pytest.mark.parametrize("changes", [{}, MADE_ANEW], ids=["as it is", "made anew"])
+def test_a_copy_that_fails_removes_what_it_wrote(
+    tmp_path: Path, one: zarrckpt.Checkpoint, over: str, changes: dict[str, Any]
+) -> None:
+    place = tmp_path / "two"
+    if over != "nothing":
+        zarrckpt.save({"w": torch.ones(3)}, place)
+    before, writes = _files(place), 0
+    for number in (8, 20, 30):
+        store = testing.FaultyStore(place, testing.writes(number, testing.FAIL))
+        with pytest.raises(zarrckpt.StorageError):
+            one.copy_to(store=store, overwrite=True, **changes)
+        writes += sum(call.verb == "put" and "/c" in call.key for call in store.calls)
+        left = _files(place) - before - {"@zarrckpt/zarr.json"}
+        assert all(key.startswith("@zarrckpt/") and key.count("/") == 2 for key in left), left  # markers
+    assert writes > 3
+    one.copy_to(place, overwrite=True, **changes)
+    assert zarrckpt.open(place).verify() and "w/c.0" not in _files(place)
+
+
+def test_a_save_that_commits_while_a_copy_runs_wins(tmp_path: Path, one: zarrckpt.Checkpoint) -> None:
+    begun: list[testing.Call] = []
+
+    def rule(call: testing.Call) -> None:
+        if call.verb == "put" and call.key.startswith("m/w/c") and not begun:
+            begun.append(call)
+            zarrckpt.save({"w": torch.ones(3)}, tmp_path / "two")
+
+    with pytest.raises(zarrckpt.CheckpointExistsError):
+        one.copy_to(store=testing.FaultyStore(tmp_path / "two", rule))
+    assert begun and zarrckpt.open(tmp_path / "two").verify() and list(zarrckpt.open(tmp_path / "two")) == ["w"]
+    # What it wrote after the winner's clean-up is gone as well.
+    assert not list((tmp_path / "two").glob("m/**/c*"))
+
+
+SLOW = """
+import sys, time
+import zarrckpt
+from zarrckpt import testing
+
+slow = testing.FaultyStore(sys.argv[2], lambda call: time.sleep(0.02))
+zarrckpt.open(sys.argv[1]).copy_to(store=slow)
+"""
+
+
+def test_a_copy_that_is_killed_is_made_again(tmp_path: Path, one: zarrckpt.Checkpoint) -> None:
+    place = tmp_path / "two"
+    process = subprocess.Popen([sys.executable, "-c", SLOW, one.url, str(place)])
+    while len(list(place.glob("m/w/c*"))) < 4 and process.poll() is None:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    with pytest.raises(zarrckpt.CheckpointNotFoundError):
+        zarrckpt.open(place)
+    helper = place / "m" / "w" / f".zarrckpt-{'0' * 16}.part"
+    helper.write_bytes(b"half a chunk")
+    assert CliRunner().invoke(main, ["cp", one.url, str(place)]).exit_code == 0
+    assert zarrckpt.open(place).verify() and one.diff(zarrckpt.open(place))
+    assert not (place / "m").exists() and zarrckpt.recover(place, stopped=True).objects == 0
 
 
 def test_from_the_terminal(tmp_path: Path) -> None:

@@ -128,16 +128,17 @@ def subject(kind: str, url: str, storage_options: dict[str, Any] | None = None) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         old = zarrckpt.save(made.state(1), first, durable=False, **options)
-        report = zarrckpt.save(made.state(2), url, overwrite=True, keep_replaced=True, durable=False, **options)
-    store, earlier = (open_store(place, storage_options=storage_options, durable=False) for place in (url, first))
+        store, other = (open_store(place, storage_options=storage_options, durable=False) for place in (url, first))
+        earlier = {info.key: other.get(info.key) for info in other.list()}
+        report = zarrckpt.save(made.state(2), url, overwrite=True, durable=False, **options)
     prefixes = (report.save_id, f"@{report.save_id}/") if made.overwritten else (report.save_id, "")
     objects = {info.key: store.get(info.key) for info in store.list() if _belongs(info.key, *prefixes)}
     older = {}
-    for info in earlier.list():
-        key = info.key.replace(old.save_id, report.save_id)
+    for name, data in earlier.items():
+        key = name.replace(old.save_id, report.save_id)
         key = f"{prefixes[1]}{key}" if not key.startswith("@") and key != ROOT else key
         if key in objects and key not in (ROOT, CLAIM):
-            older[key] = earlier.get(info.key)
+            older[key] = data
     assert len(older) > 3 and any("/c" in key for key in older)
     return Subject(kind, url, storage_options, store, flat(made.state(2)), objects, older)
 

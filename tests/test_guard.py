@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
+from crashes import undeletable
 from ranks import RankError, all_ranks_raise, run_ranks
 from store_servers import S3Place
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
@@ -22,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import zarrckpt
 from zarrckpt import ZarrStorageReader, ZarrStorageWriter, _commit
 from zarrckpt._store import Store, StoreSpec
+from zarrckpt.testing import FaultyStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -100,12 +102,13 @@ def test_overwriting_switches_at_once(tmp_path: Path) -> None:
     assert _holds(url, 3)
 
 
-def test_keep_replaced_keeps_it_for_readers_that_hold_it(tmp_path: Path) -> None:
+def test_who_holds_a_replaced_checkpoint_reads_it_whole_until_it_is_deleted(tmp_path: Path) -> None:
     url = tmp_path / "one"
     zarrckpt.save(_state(1), url)
     old = zarrckpt.open(url)
-    zarrckpt.save(_state(2), url, overwrite=True, keep_replaced=True)
-    assert (old["w"][:] == 1).all() and old["blob"] == b"1" and _holds(url, 2)
+    with pytest.warns(UserWarning, match="could not be removed"):
+        zarrckpt.save(_state(2), store=undeletable(url), overwrite=True)
+    assert (old["w"][:] == 1).all() and old["blob"] == b"1" and old.writers("w").size and _holds(url, 2)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -130,12 +133,12 @@ def test_foreign_objects_are_refused(what: str, overwrite: bool, tmp_path: Path)
 class OverwritingPlanner(DefaultLoadPlanner):
     """Another save replaces the checkpoint after this load has read its metadata."""
 
-    def __init__(self, url: Path, **options: Any) -> None:
+    def __init__(self, place: Any) -> None:
         super().__init__()
-        self._url, self._options = url, options
+        self._place = {"store": place} if isinstance(place, FaultyStore) else {"url": place}
 
     def finish_plan(self, new_plan: Any) -> Any:
-        zarrckpt.save(_state(2), self._url, overwrite=True, **self._options)
+        zarrckpt.save(_state(2), overwrite=True, **self._place)
         return super().finish_plan(new_plan)
 
 
@@ -154,7 +157,8 @@ def test_a_reader_of_a_replaced_checkpoint_is_told(tmp_path: Path) -> None:
             read()
     assert _holds(url, 2)
     again = _state(0)
-    dcp.load(again, storage_reader=ZarrStorageReader(url), planner=OverwritingPlanner(url, keep_replaced=True))
+    with pytest.warns(UserWarning, match="could not be removed"):
+        dcp.load(again, storage_reader=ZarrStorageReader(url), planner=OverwritingPlanner(undeletable(url)))
     assert again["w"].eq(2).all() and again["blob"] == b"2"
 
 

@@ -71,11 +71,6 @@ def test_readers_of_what_is_being_replaced() -> None:
     assert found.complete and ends == {"read 0", "read 1", "read 2", "replaced"}
 
 
-def test_readers_of_what_is_kept() -> None:
-    found = explore([Save(1, keep_replaced=True)], committed_first(), readers=2, quiet=nothing_quiet, sampled=0)
-    assert found.complete and {end for ends in found.outcomes for end in ends[1:]} == {"read 0", "read 1"}
-
-
 def test_whole_saves_by_chance() -> None:
     played = play_many(range(200))
     assert played.schedules == 200 and played.operations > 10_000

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from crashes import undeletable
 from layouts import Place, family, gathered, net
 from models import same, snapshot
 from ranks import all_ranks_raise, run_ranks
@@ -573,7 +574,7 @@ class _LateReader(zarrckpt.ZarrStorageReader):
         found = super().read_metadata()
         dist.barrier()
         if dist.get_rank() == 0:
-            writer = zarrckpt.ZarrStorageWriter(self._where, overwrite=True, keep_replaced=True)
+            writer = zarrckpt.ZarrStorageWriter(store=undeletable(self._where), overwrite=True)
             dcp.save({"w": torch.full((8,), 2.0)}, storage_writer=writer, no_dist=True)
         dist.barrier()
         return super().read_metadata() if dist.get_rank() == 1 else found

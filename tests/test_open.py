@@ -414,7 +414,7 @@ def test_a_part_without_the_damage_reads(large: str) -> None:
     """Only what is read is checked."""
     whole = zarrckpt.open(large)["w"][...]
     flip(Path(large, "w/c.0.0"), 5)
-    assert np.array_equal(zarrckpt.open(large)["w"][:, 600:], whole[:, 600:])
+    assert np.array_equal(zarrckpt.open(large)["w"][600:], whole[600:])
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read(url: str, state: dict[str, Any]) -> None:
@@ -481,13 +481,6 @@ def test_damage_on_s3(moto_bucket: S3Place, fsspec: bool) -> None:
                 with pytest.raises(CorruptCheckpointError) as error:
                     opened[key[0]][part]
                 assert key in str(error.value)
-
-
-def test_a_kept_checkpoint_reads_whole(url: str, state: dict[str, Any]) -> None:
-    opened = zarrckpt.open(url)
-    zarrckpt.save({"model": {"w.x": torch.zeros(6, 4)}}, url, overwrite=True, keep_replaced=True)
-    assert np.array_equal(opened["model.w.x"][...], state["model"]["w.x"])
-    assert np.array_equal(opened["rng"], state["rng"]) and opened.writers("model.b").shape == (1,)
 
 
 # -- the package itself

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from zarrckpt._catalog import Catalog
+from zarrckpt._chunk_layout import raw_dtype
 from zarrckpt._crew import run
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._grid import Box
 from zarrckpt._memory import BytesBudget
-from zarrckpt._transfer import Job, Progress, Tally, chunk_jobs, new_array, raw_dtype
+from zarrckpt._transfer import Job, Progress, Tally, chunk_jobs, new_array
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -33,7 +34,7 @@ def read_arrays(
     nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
     if out is not None:
         arrays = _given(nodes, out)
-        raw = {fqn: array.view(raw_dtype(nodes[fqn])) for fqn, array in arrays.items()}
+        raw = {fqn: array.view(raw_dtype(nodes[fqn].dtype.itemsize)) for fqn, array in arrays.items()}
     else:
         with catalog.guard():
             raw = {fqn: _new_array(catalog, node) for fqn, node in nodes.items()}

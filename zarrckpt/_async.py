@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _world
 
 from zarrckpt import _state
 from zarrckpt._api import save_with
-from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
+from zarrckpt._chunking import MAX_CHUNK_BYTES
 from zarrckpt._compression import CompressionOption
 from zarrckpt._crew import beside
 from zarrckpt._distributed import Ranks, from_coordinator
@@ -203,13 +203,11 @@ def async_save(
     store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
     credential_provider: Callable[..., Any] | None = None,
-    keep_replaced: bool = False,
     portable_dtypes: bool = False,
     compression: CompressionOption = None,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     min_piece_bytes: int | None = None,
     fill_bytes: int | None = None,
-    subchunks: Subchunks = "blocks",
     concurrency: int | None = None,
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
     durable: bool = True,
@@ -238,7 +236,6 @@ def async_save(
         storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
             (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
         credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
-        keep_replaced: with ``overwrite``, leave the replaced checkpoint's objects for readers that still hold it.
             Default: they are deleted after the commit, and such readers get CheckpointReplacedError.
         portable_dtypes: keep bfloat16 and float8 as unsigned integers, for readers that know neither (default False).
         compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec
@@ -249,8 +246,6 @@ def async_save(
             into chunks of about ``fill_bytes``. Default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
             merging, except where pieces fit no regular grid.
         fill_bytes: the size of merged chunks (default: a quarter of a rank's mean part, 4 to 32 MiB).
-        subchunks: what chunks above 1 MiB are divided into: ``"blocks"`` of some rows and columns (default), or
-            ``"rows"``: faster, but whoever needs some columns reads all (``docs/how-to/speed.md``).
         concurrency: exactly so many chunks and documents in transfer at once, a rank. Default: the store's own choice,
             which leaves one processor to training (``docs/how-to/speed.md``).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the copy (default 512 MiB, at least
@@ -276,7 +271,6 @@ def async_save(
     writer = ZarrStorageWriter(
         url,
         overwrite,
-        keep_replaced=keep_replaced,
         store=store,
         storage_options=storage_options,
         credential_provider=credential_provider,
@@ -285,7 +279,6 @@ def async_save(
         max_chunk_bytes=max_chunk_bytes,
         min_piece_bytes=min_piece_bytes,
         fill_bytes=fill_bytes,
-        subchunks=subchunks,
         concurrency=concurrency,
         max_inflight_bytes=max_inflight_bytes,
         durable=durable,

@@ -10,8 +10,16 @@ from functools import partial
 
 import numpy as np
 
-from zarrckpt import _codec, _commit, _compression, _values
-from zarrckpt._chunk_table import ChunkTable, chunk_table
+from zarrckpt import _commit, _values
+from zarrckpt._chunk_layout import (
+    CRC_BYTES,
+    ChunkTable,
+    RawArray,
+    chunk_object_bytes,
+    most_subchunk_stored,
+    stored_crc,
+    subchunk_bytes,
+)
 from zarrckpt._crew import run
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import (
@@ -30,7 +38,7 @@ from zarrckpt._transfer import LARGE_BYTES, look_for_end, read_box
 _MANY = 1 << 16
 """Subchunks of one array: a list of so many is no burden."""
 
-_Parts = Mapping[str, _codec.RawArray]
+_Parts = Mapping[str, RawArray]
 """Node path -> the array's part of a table."""
 
 
@@ -52,18 +60,18 @@ class Catalog:
     def __reduce__(self) -> tuple[object, ...]:
         return (Catalog, (self._spec, self.root))
 
-    def checksums(self, node: ArrayNode) -> _codec.RawArray:
+    def checksums(self, node: ArrayNode) -> RawArray:
         """An array's part of the checksum table (uint32, chunks and their subchunks in C order)."""
         return self._read_tables()[0][node.path]
 
-    def sizes(self, node: ArrayNode) -> _codec.RawArray | None:
+    def sizes(self, node: ArrayNode) -> RawArray | None:
         """A compressed array's part of the table of stored sizes (uint32, in the order of the checksums), else None."""
         return self._read_tables()[1].get(node.path)
 
     def chunk_table(self, node: ArrayNode, chunk: Ints) -> ChunkTable:
         """One chunk's part of the tables."""
         checksums, sizes = self._read_tables()
-        return chunk_table(node.grid, node.dtype.itemsize, chunk, checksums[node.path], sizes.get(node.path))
+        return ChunkTable.of(node, chunk, checksums[node.path], sizes.get(node.path))
 
     def _read_tables(self) -> tuple[_Parts, _Parts]:
         """Each array's part of the checksums, and of the sizes; read once, both at the same time."""
@@ -78,34 +86,33 @@ class Catalog:
                     self._tables = (_parts(tables[0], arrays), self._checked_sizes(tables[1], arrays))
         return self._tables
 
-    def _checked_sizes(self, table: _codec.RawArray, arrays: Sequence[ArrayNode]) -> _Parts:
+    def _checked_sizes(self, table: RawArray, arrays: Sequence[ArrayNode]) -> _Parts:
         compressed = [node for node in arrays if node.compression is not None]
         parts = _parts(table, compressed)
         for node in compressed:
             self._check_sizes(node, parts[node.path])
         return parts
 
-    def _check_sizes(self, node: ArrayNode, sizes: _codec.RawArray) -> None:
+    def _check_sizes(self, node: ArrayNode, sizes: RawArray) -> None:
         """Refuse sizes that no compressed subchunk has: what they say is allocated."""
-        data = _codec.subchunk_bytes(node.grid, node.dtype.itemsize) - _codec.CRC_BYTES
-        most = _compression.most_stored(data) + _codec.CRC_BYTES
-        odd = sizes[(sizes <= _codec.CRC_BYTES) | (sizes > most)]
+        most = most_subchunk_stored(node)
+        odd = sizes[(sizes <= CRC_BYTES) | (sizes > most)]
         if len(odd):
             raise CorruptCheckpointError(
                 f"the {SIZES} table in {self.store.url} says that a subchunk of array {node.path!r} is stored in "
-                f"{odd[0]} bytes, expected {_codec.CRC_BYTES + 1} to {most}"
+                f"{odd[0]} bytes, expected {CRC_BYTES + 1} to {most}"
             )
 
     def stored_nbytes(self, node: ArrayNode) -> int:
         """Bytes of an array's chunks as they are stored. No request, but for the tables where it is compressed."""
-        grid, itemsize = node.grid, node.dtype.itemsize
-        nbytes = grid.num_chunks * _codec.chunk_object_size(grid, itemsize)
+        nbytes = node.grid.num_chunks * chunk_object_bytes(node)
         with self.guard():
             sizes = self.sizes(node) if node.compression is not None else None
         if sizes is None:
             return nbytes
         # The index of each chunk, where there is one, stays as long as it is.
-        return nbytes - grid.num_subchunks * _codec.subchunk_bytes(grid, itemsize) + int(sizes.sum(dtype=np.uint64))
+        plain = node.grid.num_subchunks * (subchunk_bytes(node) + CRC_BYTES)
+        return nbytes - plain + int(sizes.sum(dtype=np.uint64))
 
     def refuse_uncounted(self, node: ArrayNode) -> None:
         """Raise CorruptCheckpointError where an array claims more chunks than there are checksums.
@@ -133,7 +140,7 @@ class Catalog:
                 stored = node.under(self.root.tree)
                 look_for_end(self.store, stored, self.checksums(node), self.sizes(node))
 
-    def writers(self) -> dict[str, _codec.RawArray]:
+    def writers(self) -> dict[str, RawArray]:
         """Which rank wrote each chunk: node path -> uint32 array in the shape of the chunk grid. One request."""
         table = self.read_table(WRITERS, self.root.writers)
         out, first = {}, 0
@@ -143,7 +150,7 @@ class Catalog:
             first += count
         return out
 
-    def read_table(self, name: str, table: Table) -> _codec.RawArray:
+    def read_table(self, name: str, table: Table) -> RawArray:
         """A table, checked against the root. Raises CorruptCheckpointError."""
         if table.length == 0:
             return np.zeros(0, "<u4")
@@ -154,10 +161,10 @@ class Catalog:
             except ObjectNotFoundError as err:
                 raise CorruptCheckpointError(f"the {name} table {key!r} is missing in {self.store.url}") from err
             stored = np.frombuffer(data, np.uint8)
-            whole = len(stored) == 4 * table.length + _codec.CRC_BYTES
-            if not whole or _codec.checked(stored) != table.crc32c:
+            whole = len(stored) == 4 * table.length + CRC_BYTES
+            if not whole or stored_crc(stored) != table.crc32c:
                 raise CorruptCheckpointError(f"the {name} table {key!r} in {self.store.url} is not what was saved")
-        return stored[: -_codec.CRC_BYTES].view("<u4")
+        return stored[:-CRC_BYTES].view("<u4")
 
     def read_object(self, fqn: str, *, allow_pickle: bool = False) -> object:
         """A non-tensor entry as the Python object that was saved.
@@ -210,7 +217,7 @@ class Catalog:
         return None
 
 
-def _parts(table: _codec.RawArray, nodes: Sequence[ArrayNode]) -> _Parts:
+def _parts(table: RawArray, nodes: Sequence[ArrayNode]) -> _Parts:
     """A table with an element for each subchunk, cut into the parts of its arrays."""
     parts, first = {}, 0
     for node in nodes:

@@ -265,7 +265,6 @@ class Checkpoint(Mapping[str, Any]):
         url: str | os.PathLike[str] | None = None,
         *,
         overwrite: bool = False,
-        resume: bool = False,
         chunks: ChunksOption = None,
         max_chunk_bytes: int | None = None,
         dtype: DTypeOption = None,
@@ -284,10 +283,6 @@ class Checkpoint(Mapping[str, Any]):
         Args:
             url: where to, as in :func:`save`; so are store, storage_options and credential_provider.
             overwrite: replace what is there.
-            resume: go on with a copy of the same entries of the same save, with the same options, that was broken off:
-                what it has stored is checked and counts. Where there is none, begin one; where it is committed already,
-                do nothing. Not by default, since nobody can tell a copy that was broken off from one that still runs;
-                should one run, both work on the same copy, which is committed once.
             chunks: a shape for the chunks of all tensors with as many dimensions, or a mapping pattern -> shape (the
                 first that means a tensor counts); -1 stands for a whole dimension.
             max_chunk_bytes: give all other tensors the chunks that a :func:`save` by one process gives them, of at most
@@ -312,8 +307,7 @@ class Checkpoint(Mapping[str, Any]):
         changes = parse_changes(tensors, self.url, chunks=chunks, **options)
         target = StoreSpec(url, store, storage_options, credential_provider).open()
         limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
-        names = list(self._names)
-        report = copy_checkpoint(self._catalog, names, target, changes, overwrite=overwrite, resume=resume, **limits)
+        report = copy_checkpoint(self._catalog, list(self._names), target, changes, overwrite=overwrite, **limits)
         for fqn, count in report.overflowed.items():
             warnings.warn(f"{fqn!r}: {count:,} finite values are beyond the range of the dtype now", stacklevel=2)
         return report

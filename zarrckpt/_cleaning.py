@@ -190,7 +190,7 @@ def examine(
     others = [marker for marker in found.markers if marker not in dead]
     left = {marker.attempt: _commit.stored_keys(place, marker, others) for marker in dead}
     for marker in found.others:
-        what = f"{'copy' if marker.copy else 'save'} {marker.attempt}, begun {time_text(marker.started)}"
+        what = f"save {marker.attempt}, begun {time_text(marker.started)}"
         ended = "failed" if marker.failed else "can commit no more, or was replaced"
         if marker.attempt not in left:
             findings.append(f"{what}, could still commit, if it runs")
@@ -203,8 +203,6 @@ def examine(
         findings.append(f"{count_text(len(uploads), 'multipart upload')} not ended: of a save that runs, or was killed")
     if found.probes:
         findings.append(f"{count_text(len(found.probes), 'object')} left of a try of the store's conditional puts")
-    if any(marker.copy for marker in found.others if marker not in dead):
-        advice.append(f"zarrckpt cp ... {place.url} --resume    (the same command goes on with the copy)")
     if any(left.values()):
         advice.append(f"zarrckpt recover {place.url}")
     if len(dead) < len(found.others) or notes or found.probes or uploads:

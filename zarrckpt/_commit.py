@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zarrckpt._codec import RawArray, encode_chunk
+from zarrckpt._chunk_codec import encode_chunk
+from zarrckpt._chunk_layout import RawArray
 from zarrckpt._crc32c import crc32c
 from zarrckpt._crew import run
 from zarrckpt._documents import NODE, dumps, group_document, join
@@ -547,8 +548,8 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
         if winner is not None and winner.save_id != attempt.base_id:
             abandon(store, attempt, lost=True)
             raise _lost(store, attempt.save_id, winner) from err
-        # A full disk has refused it for good. What a copy has stored it can go on with.
-        if not attempt.marker.copy and is_full(err):
+        # A full disk has refused it for good.
+        if is_full(err):
             abandon(store, attempt)
         raise
 
@@ -562,7 +563,7 @@ def tables_of(save_id: str, numbers: Mapping[str, RawArray]) -> tuple[dict[str, 
         node = table_node(save_id, name, len(table))
         puts[join(node.path, NODE)] = [dumps(node.document())]
         if len(table):
-            puts[node.chunk_key((0,))] = encode_chunk(node.grid, table)[0]
+            puts[node.chunk_key((0,))] = encode_chunk(node, table)[0]
     return tables, puts
 
 
@@ -722,12 +723,11 @@ def clean(
     return deleted
 
 
-def clean_after(store: Store, attempt: Attempt, *, keep_replaced: bool = False) -> None:
+def clean_after(store: Store, attempt: Attempt) -> None:
     """Delete what an attempt that has committed replaced, and what others left. Warns where that fails."""
     replaced = attempt.base_id
-    stale = [m for m in attempt.older if not (keep_replaced and m.attempt == replaced)]
     try:
-        clean(store, stale, finished=[replaced] if replaced else [], spared=[attempt.marker])
+        clean(store, attempt.older, finished=[replaced] if replaced else [], spared=[attempt.marker])
     except CheckpointError as err:
         # It is committed: that must not look like a failure.
         warnings.warn(

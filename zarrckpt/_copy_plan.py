@@ -1,22 +1,19 @@
-"""What a copy is to be: its arrays, and the digest by which one that was broken off is known again. No I/O."""
+"""What a copy is to be: the arrays of its tensors. No I/O."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 
 from zarrckpt._chunking import choose_grid, subchunk_shape
 from zarrckpt._compression import Compression, CompressionOption, parse_option
-from zarrckpt._documents import ArrayNode, compressible, dumps
+from zarrckpt._documents import ArrayNode, compressible
 from zarrckpt._dtypes import DType, by_torch_name
 from zarrckpt._grid import Box, Grid, Ints
 from zarrckpt._matching import matches, select
-from zarrckpt._root import BlobEntry, Root, Table, ValueEntry
+from zarrckpt._root import BlobEntry, Root, ValueEntry
 from zarrckpt._transfer import check_limits
-from zarrckpt._version import __version__
 
 KEEP = "keep"
 """The ``compression`` of a copy that leaves it as it is."""
@@ -52,7 +49,7 @@ class Changes:
         shape = old.shape
         if fqn in self.chunks:
             chunk = tuple(max(1, n if c == -1 else min(c, n)) for c, n in zip(self.chunks[fqn], shape, strict=True))
-            return Grid(shape, chunk, subchunk_shape(shape, chunk, itemsize))
+            return Grid(shape, chunk, subchunk_shape(chunk, itemsize))
         if self.max_chunk_bytes is None:
             return old
         whole = Box((0,) * len(shape), shape)
@@ -147,24 +144,3 @@ def changed(root: Root, changes: Changes) -> Root:
     entries: dict[str, ArrayNode | ValueEntry | BlobEntry] = dict(root.entries)
     entries |= {fqn: changes.node(fqn, node) for fqn, node in root.tensors.items()}
     return dataclasses.replace(root, entries=entries)
-
-
-def digest(source: Root, copy: Root) -> str:
-    """What a copy is of, and how it is made: two copies with one digest put the same bytes under the same keys.
-
-    Where chunks are made anew, what makes them is part of it: another version may round or compress in another way.
-    """
-    none = Table(0, 0)
-    sizes = none if copy.sizes is not None else None
-    plain = dataclasses.replace(
-        copy, save_id="", tree="", history=(), created="", checksums=none, writers=none, sizes=sizes
-    )
-    old = {node.path: node for node in source.arrays(copy.entries)}
-    new = [node for node in copy.arrays() if node != old[node.path]]
-    makers = {"zarrckpt": __version__} if new else {}
-    if any(node.dtype != old[node.path].dtype for node in new):
-        makers |= {name: version(name) for name in ("numpy", "ml_dtypes")}
-    if any(node.compression is not None for node in new):
-        makers |= {"numcodecs": version("numcodecs")}
-    bound = [source.save_id, source.checksums.crc32c, source.writers.crc32c, makers, plain.document()]
-    return hashlib.sha256(dumps({"copy": bound})).hexdigest()

@@ -9,29 +9,21 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
 
-from zarrckpt import _codec, _commit
+from zarrckpt import _commit
 from zarrckpt._catalog import Catalog
-from zarrckpt._commit import Attempt
-from zarrckpt._copy_plan import Changes, changed, digest
+from zarrckpt._chunk_layout import RawArray
+from zarrckpt._copy_plan import Changes, changed
 from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
-from zarrckpt._errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CorruptCheckpointError,
-    ObjectNotFoundError,
-    StorageError,
-)
+from zarrckpt._errors import CheckpointExistsError, CorruptCheckpointError
 from zarrckpt._grid import Ints
 from zarrckpt._memory import BytesBudget
 from zarrckpt._rechunking import MadeChunk, make_chunk, writers_of
 from zarrckpt._report import CopyReport
-from zarrckpt._resuming import Found, Record, find, is_listed, read_made
 from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, Root, now, parent_groups
 from zarrckpt._store import Buffer, Store
 from zarrckpt._transfer import Progress, Tally, check_limits
@@ -44,7 +36,6 @@ def copy_checkpoint(
     changes: Changes,
     *,
     overwrite: bool,
-    resume: bool,
     max_inflight_bytes: int,
     progress: Progress | None,
 ) -> CopyReport:
@@ -52,49 +43,20 @@ def copy_checkpoint(
     began = time.monotonic()
     check_limits(max_inflight_bytes=max_inflight_bytes)
     root = dataclasses.replace(changed(part_of(source.root, names), changes), save_id=_commit.new_id(), tree="")
-    bound = digest(source.root, root)
-    found = find(target, bound, overwrite=overwrite) if resume else Found()
-    if found.committed is not None:
-        return _committed(target, found, began)
-    marker = dataclasses.replace(root.marker(), started=now(), copy=bound)
-    attempt = found.attempt or _commit.begin(target, marker, overwrite=overwrite)
-    root = dataclasses.replace(root, save_id=attempt.save_id, tree=attempt.tree, history=attempt.history)
-    copy = _Copy(source, root, target, found, max_inflight_bytes, progress)
+    marker = dataclasses.replace(root.marker(), started=now())
+    attempt = _commit.begin(target, marker, overwrite=overwrite)
+    root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
+    copy = _Copy(source, root, target, max_inflight_bytes, progress)
     try:
         with _commit.losing_is_named(target, attempt.save_id, lambda: attempt.base_id):
             copy.run()
-            copy.commit(attempt)
-    except CheckpointExistsError:
-        # It can never be committed now: whoever else works on it loses as well.
-        _commit.abandon(target, attempt, lost=True)
+            root = copy.finish()
+    except BaseException as err:
+        _commit.abandon(target, attempt, lost=isinstance(err, CheckpointExistsError))
         raise
-    except StorageError:
-        _remove_unlisted(target, attempt)
-        raise
+    _commit.commit(target, attempt, root)
     _commit.clean_after(target, attempt)
-    _remove_unlisted(target, attempt)
     return copy.report(began)
-
-
-def _remove_unlisted(target: Store, attempt: Attempt) -> None:
-    """Remove what was written after somebody else who worked on the copy had committed it, and it was replaced.
-
-    It is nobody's then: the clean-up has taken the marker away. One request.
-    """
-    try:
-        listed = is_listed(target, attempt)
-    except StorageError:
-        return
-    if not listed:
-        _commit.abandon(target, attempt, lost=True)
-
-
-def _committed(target: Store, found: Found, began: float) -> CopyReport:
-    """The report of a copy that was committed before."""
-    assert found.committed is not None
-    sizes = [size for key, size in found.stored.items() if not key.endswith(f"/{NODE}")]
-    done, seconds = sum(sizes), time.monotonic() - began
-    return CopyReport(target.url, found.committed.save_id, done, len(sizes), (done,), seconds, len(sizes))
 
 
 def part_of(root: Root, names: Sequence[str]) -> Root:
@@ -110,11 +72,9 @@ def part_of(root: Root, names: Sequence[str]) -> Root:
 class _Remade:
     """What is known of an array whose chunks are made anew: its parts of the tables, filled chunk by chunk."""
 
-    def __init__(self, old: ArrayNode, node: ArrayNode, first: int) -> None:
+    def __init__(self, old: ArrayNode, node: ArrayNode) -> None:
         self.old = old
         self.node = node
-        self.first = first
-        """The number of its first chunk in the record."""
         self.checksums = np.zeros((node.grid.num_chunks, int(np.prod(node.grid.sub_counts))), "<u4")
         self.sizes = None if node.compression is None else np.zeros_like(self.checksums)
         self.overflowed = 0
@@ -127,35 +87,21 @@ class _Remade:
 
 
 class _Copy:
-    """One copy under way: chunks and documents, the tables, the commit."""
+    """One copy under way: chunks and documents, then the tables."""
 
     def __init__(
-        self,
-        source: Catalog,
-        root: Root,
-        target: Store,
-        found: Found,
-        max_inflight_bytes: int,
-        progress: Progress | None,
+        self, source: Catalog, root: Root, target: Store, max_inflight_bytes: int, progress: Progress | None
     ) -> None:
         self._source = source
         self._root = root
         self._target = target
-        self._stored = found.stored
         self._memory = BytesBudget(max_inflight_bytes)
         self._progress = progress
         self._lock = threading.Lock()
         self._keys: list[str] = []
-        self._nbytes = self._reused = 0
-        self._remade: dict[str, _Remade] = {}
-        old, chunks = {node.path: node for node in source.root.arrays()}, 0
-        for node in root.arrays():
-            if node != old[node.path]:
-                self._remade[node.path] = _Remade(old[node.path], node, chunks)
-                chunks += node.grid.num_chunks
-        self._record = Record(target, root.save_id, chunks) if chunks else None
-        if self._record is not None and found.attempt is not None:
-            self._record.read()
+        self._nbytes = 0
+        old = {node.path: node for node in source.root.arrays()}
+        self._remade = {node.path: _Remade(old[node.path], node) for node in root.arrays() if node != old[node.path]}
 
     def run(self) -> None:
         """Put all chunks and documents."""
@@ -164,24 +110,16 @@ class _Copy:
         with self._source.guard():
             self._tally = Tally(sum(self._expected(*item) for item in chunks), self._progress)
             jobs: list[Callable[[], None]] = [*self._documents(), *(partial(self._chunk, *item) for item in chunks)]
-            try:
-                run(jobs, min(self._source.store.max_concurrency, self._target.max_concurrency))
-            except (CheckpointError, KeyboardInterrupt):
-                self._leave_record()
-                raise
+            run(jobs, min(self._source.store.max_concurrency, self._target.max_concurrency))
         self._target.sync(self._keys)
 
-    def commit(self, attempt: Attempt) -> None:
-        """Put the tables, then the root document."""
-        tables, puts = _commit.tables_of(attempt.save_id, self._numbers())
+    def finish(self) -> Root:
+        """Put the tables; the root that is to be committed."""
+        tables, puts = _commit.tables_of(self._root.save_id, self._numbers())
         run((partial(self._target.put, key, buffers) for key, buffers in puts.items()), self._target.max_concurrency)
         self._target.sync(puts)
         checksums, writers, sizes = tables[CHECKSUMS], tables[WRITERS], tables.get(SIZES)
-        root = dataclasses.replace(self._root, created=now(), checksums=checksums, writers=writers, sizes=sizes)
-        _commit.commit(self._target, attempt, root)
-        if self._record is not None:
-            with suppress(StorageError):  # it is committed; the record goes with it when it is replaced
-                self._record.delete()
+        return dataclasses.replace(self._root, created=now(), checksums=checksums, writers=writers, sizes=sizes)
 
     def report(self, began: float) -> CopyReport:
         """What was done."""
@@ -189,7 +127,7 @@ class _Copy:
         lost = {names[path]: remade.overflowed for path, remade in self._remade.items() if remade.overflowed}
         objects = sum(node.grid.num_chunks for node in self._root.arrays())
         done, seconds = self._nbytes, time.monotonic() - began
-        return CopyReport(self._target.url, self._root.save_id, done, objects, (done,), seconds, self._reused, lost)
+        return CopyReport(self._target.url, self._root.save_id, done, objects, (done,), seconds, lost)
 
     def _expected(self, node: ArrayNode, chunk: Ints) -> int:
         """What a chunk counts for in the progress: its object's bytes, or where these are not known, its elements'."""
@@ -202,8 +140,6 @@ class _Copy:
             yield partial(self._put, join(path, NODE), [dumps(group_document())])
         for node in self._root.arrays():
             yield partial(self._put, join(self._root.tree, node.path, NODE), [dumps(node.document())])
-        if self._record is not None:
-            yield self._record.begin
 
     def _put(self, key: str, buffers: Sequence[Buffer]) -> None:
         self._target.put(key, buffers)
@@ -213,69 +149,37 @@ class _Copy:
     def _chunk(self, node: ArrayNode, chunk: Ints) -> None:
         key = join(self._root.tree, node.chunk_key(chunk))
         remade = self._remade.get(node.path)
-        nbytes, reused = self._copied(node, chunk, key) if remade is None else self._made(remade, chunk, key)
+        nbytes = self._copied(node, chunk, key) if remade is None else self._made(remade, chunk, key)
         with self._lock:
             self._keys.append(key)
             self._nbytes += nbytes
-            self._reused += reused
         self._tally.add(self._expected(node, chunk))
 
-    def _copied(self, node: ArrayNode, chunk: Ints, key: str) -> tuple[int, bool]:
-        """Read a chunk, compare it with the table, put it; its bytes, and whether it was there already."""
+    def _copied(self, node: ArrayNode, chunk: Ints, key: str) -> int:
+        """Read a chunk, compare it with the table, put it; its bytes."""
         table = self._source.chunk_table(node, chunk)
         size = table.object_size
         with self._memory.take(size) as memory:
-            if self._stored.get(key) == size and self._read(key, memory) and table.check(0, memory, node.compression):
-                return size, True
             stored = join(self._source.root.tree, node.chunk_key(chunk))
             self._source.store.read_into(stored, 0, memory.data)
-            if not table.check(0, memory, node.compression):
+            if not table.check(0, memory):
                 raise CorruptCheckpointError(
                     f"chunk {stored!r} of array {node.path!r} in {self._source.store.url} is not what was saved; the "
                     "copy was not committed"
                 )
             self._target.put(key, [memory.data])
-        return size, False
+        return size
 
-    def _read(self, key: str, memory: _codec.RawArray) -> bool:
-        """Fill memory with a stored object, if it is there and as long."""
-        try:
-            self._target.read_into(key, 0, memory.data)
-        except (CorruptCheckpointError, ObjectNotFoundError):
-            return False
-        return True
-
-    def _made(self, remade: _Remade, chunk: Ints, key: str) -> tuple[int, bool]:
+    def _made(self, remade: _Remade, chunk: Ints, key: str) -> int:
         """Make a chunk and put it, as :meth:`_copied`."""
-        number = remade.node.grid.chunk_number(chunk)
-        made = self._made_before(remade.node, remade.first + number, key)
-        reused = made is not None
-        if made is None:
-            made = make_chunk(self._source, remade.old, remade.node, chunk, self._target, key, self._memory)
-            assert self._record is not None
-            self._record.add(remade.first + number, made)
+        made = make_chunk(self._source, remade.old, remade.node, chunk, self._target, key, self._memory)
         with self._lock:
-            remade.add(number, made)
-        return made.nbytes, reused
+            remade.add(remade.node.grid.chunk_number(chunk), made)
+        return made.nbytes
 
-    def _made_before(self, node: ArrayNode, number: int, key: str) -> MadeChunk | None:
-        """A chunk that is there already, and is what the record says."""
-        assert self._record is not None
-        size = self._stored.get(key, 0)
-        if not size or not self._record.knows(number):
-            return None
-        made = read_made(self._target, key, size, node, self._memory)
-        return None if made is None else self._record.check(number, made)
-
-    def _leave_record(self) -> None:
-        """Record what was made before something failed."""
-        if self._record is not None:
-            with suppress(StorageError):
-                self._record.put()
-
-    def _numbers(self) -> dict[str, _codec.RawArray]:
+    def _numbers(self) -> dict[str, RawArray]:
         """The tables' elements: the source's own for arrays that stay as they are."""
-        parts: dict[str, list[_codec.RawArray]] = {CHECKSUMS: [], WRITERS: []}
+        parts: dict[str, list[RawArray]] = {CHECKSUMS: [], WRITERS: []}
         writers = self._source.writers()
         for node in self._root.arrays():
             remade = self._remade.get(node.path)

@@ -13,7 +13,7 @@ from zarrckpt import _compression, _dtypes
 from zarrckpt._compression import Compression
 from zarrckpt._dtypes import DType
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
-from zarrckpt._grid import Grid, Ints
+from zarrckpt._grid import Grid, Ints, is_run
 
 Json = dict[str, Any]
 
@@ -118,7 +118,7 @@ class ArrayNode:
 
 def compressible(grid: Grid, dtype: DType) -> bool:
     """Whether an array's subchunks are short enough to be compressed."""
-    return math.prod(grid.subchunk_shape or grid.chunk_shape) * dtype.itemsize <= _compression.MAX_BYTES
+    return grid.subchunk_size * dtype.itemsize <= _compression.MAX_BYTES
 
 
 def _codecs(grid: Grid, dtype: DType, compression: Compression | None) -> list[Json]:
@@ -155,6 +155,11 @@ def parse_array(path: str, document: Any) -> ArrayNode:
         raise CorruptCheckpointError(f"shape and chunk shapes in {where} differ in their number of dimensions")
     if sub is not None and any(c % s for c, s in zip(chunk, sub, strict=True)):
         raise CorruptCheckpointError(f"subchunks {sub} do not divide the chunks {chunk} in {where}")
+    if sub is not None and not is_run(chunk, sub):
+        raise UnsupportedFormatError(
+            f"{where} has subchunks {sub} of chunks {chunk}: this version of zarrckpt knows only runs of a chunk's "
+            "elements; upgrade zarrckpt, or read it with zarr-python"
+        )
     dtype, portable = _parse_dtype(document, where)
     # An empty array's other extents count: numpy multiplies them.
     most = max(math.prod(max(n, 1) for n in shape), math.prod(chunk))

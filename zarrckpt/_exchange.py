@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from zarrckpt._codec import RawArray
+from zarrckpt._chunk_layout import RawArray
 from zarrckpt._distributed import global_rank
 
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -61,13 +61,14 @@ class Channel:
         self.mesh = mesh
         self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else None
         self._pid = os.getpid()
-        self._me = mesh.members.index(global_rank())
+        self.rank = mesh.members.index(global_rank())
+        """This process's position in the mesh."""
         # A clone: a blocked request must not hold the connection that training uses.
         store: Any = dist.distributed_c10d._get_default_store()
         prefixed = torch._C._distributed_c10d.PrefixStore(f"zarrckpt/{mesh.name}", store.clone())
         try:
             # torch's type stubs lack most of this class.
-            self._group: Any = dist.ProcessGroupGloo(prefixed, self._me, len(mesh.members), JOIN_TIMEOUT)
+            self._group: Any = dist.ProcessGroupGloo(prefixed, self.rank, len(mesh.members), JOIN_TIMEOUT)
             # Nobody hangs up before all have joined: whoever still connects to others would fail, and they would wait
             # for it until the timeout.
             if prefixed.add("zarrckpt-joined", 1) == len(mesh.members):
@@ -81,18 +82,20 @@ class Channel:
         """Whether it was made by this process within the process group that is in use now."""
         return self._pid == os.getpid() and self._world is not None and self._world() is dist.group.WORLD
 
-    def swap(self, sends: Mapping[int, RawArray], receives: Mapping[int, int], tag: int) -> dict[int, RawArray]:
-        """Send one message (bytes) to each rank in ``sends``, receive one of a known length from each in ``receives``.
+    def swap(
+        self, sends: Sequence[tuple[int, RawArray]], receives: Sequence[tuple[int, int]], tag: int
+    ) -> list[RawArray]:
+        """Send messages (bytes), given as (rank, message), and receive some of known lengths, given as (rank, length).
 
-        Ranks are positions in the mesh. Everything is posted before anything is waited for, so no order of messages
-        can block. Raises PeerLost.
+        Ranks are positions in the mesh; messages between two of them keep their order. Everything is posted before
+        anything is waited for, so no order of messages can block. Raises PeerLost.
         """
-        received = {source: np.empty(nbytes, np.uint8) for source, nbytes in receives.items()}
+        received = [np.empty(nbytes, np.uint8) for _, nbytes in receives]
         works: list[Any] = []
         try:
-            for source, data in received.items():
+            for (source, _), data in zip(receives, received, strict=True):
                 works.append(self._group.recv([torch.from_numpy(data)], source, tag))
-            for to, data in sends.items():
+            for to, data in sends:
                 works.append(self._group.send([torch.from_numpy(data)], to, tag))
             while works:
                 works.pop().wait(SWAP_TIMEOUT)
@@ -120,7 +123,7 @@ class Channel:
         # gloo has no call for it, but a receive that times out closes all pairs of its group. One from a peer that has
         # left already fails before that, and leaves the other pairs open.
         for peer in range(len(self.mesh.members)):
-            if peer != self._me:
+            if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
                     self._group.recv([torch.zeros(1)], peer, 2**30).wait(timedelta(milliseconds=1))
 

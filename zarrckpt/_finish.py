@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +11,8 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from zarrckpt import _codec, _names, _values
+from zarrckpt import _names, _values
+from zarrckpt._chunk_layout import RawArray
 from zarrckpt._commit import Attempt, tables_of
 from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
@@ -130,17 +130,15 @@ def _check_entries(layout: Layout, metadata: Metadata, written: set[str]) -> Non
             raise IncompleteSaveError(f"{fqn!r} changed its shape since it was planned; save again")
 
 
-def _tables(
-    nodes: dict[str, ArrayNode], written: dict[str, list[tuple[int, ArrayResult]]]
-) -> dict[str, _codec.RawArray]:
+def _tables(nodes: dict[str, ArrayNode], written: dict[str, list[tuple[int, ArrayResult]]]) -> dict[str, RawArray]:
     """The checksum of every subchunk, the rank that wrote every chunk, and stored sizes; arrays sorted by path.
 
     The sizes are those of compressed arrays' subchunks, and absent where no array is compressed. Raises
     IncompleteSaveError for a chunk that no rank, or more than one, has written.
     """
-    parts: dict[str, list[_codec.RawArray]] = {CHECKSUMS: [], WRITERS: []}
+    parts: dict[str, list[RawArray]] = {CHECKSUMS: [], WRITERS: []}
     for fqn, node in sorted(nodes.items(), key=lambda item: item[1].path):
-        chunks, per_chunk = node.grid.num_chunks, math.prod(node.grid.sub_counts)
+        chunks, per_chunk = node.grid.num_chunks, node.grid.subchunks_per_chunk
         crcs = np.zeros((chunks, per_chunk), "<u4")
         ranks = np.zeros(chunks, "<u4")
         times = np.zeros(chunks, np.int64)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Ints = tuple[int, ...]
 
@@ -30,6 +29,10 @@ class Box(NamedTuple):
         """Index of this region in an array that begins at ``origin`` (default: at zero)."""
         start = origin if origin is not None else (0,) * len(self.offset)
         return tuple(slice(o - b, o - b + n) for o, n, b in zip(self.offset, self.shape, start, strict=True))
+
+    def region(self, origin: Sequence[int] | None = None) -> tuple[Any, ...]:
+        """As :meth:`slices`, and an ellipsis: so that what it takes of an array without dimensions is a view, too."""
+        return (*self.slices(origin), ...)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -63,9 +66,19 @@ class Grid(NamedTuple):
         return tuple(c // s for c, s in zip(self.chunk_shape, sub, strict=True))
 
     @property
+    def subchunks_per_chunk(self) -> int:
+        """The number of subchunks of one chunk; 1 where there are none."""
+        return math.prod(self.sub_counts)
+
+    @property
     def num_subchunks(self) -> int:
         """Subchunks of the whole array: the number of checksums that it has in the checksum table."""
-        return self.num_chunks * math.prod(self.sub_counts)
+        return self.num_chunks * self.subchunks_per_chunk
+
+    @property
+    def subchunk_size(self) -> int:
+        """The number of elements of one subchunk; of the whole chunk where there are none."""
+        return math.prod(self.subchunk_shape or self.chunk_shape)
 
     def chunk_box(self, index: Ints) -> Box:
         """The part of the array that a chunk holds: clipped at the array's end."""
@@ -79,15 +92,20 @@ class Grid(NamedTuple):
         """Indices of the chunks that overlap a box, in C order."""
         yield from _cells_of(box, self.chunk_shape)
 
-    def subchunk_places(self, box: Box) -> list[int]:
-        """Which of one chunk's subchunks overlap a box given relative to the chunk: their numbers in Fortran order."""
-        if box.size == 0:
-            return []
-        steps = itertools.accumulate(self.sub_counts[:-1], mul, initial=1)
-        ranges = _ranges_of(box, self.subchunk_shape or self.chunk_shape)
-        parts = [[i * step for i in cells] for cells, step in zip(ranges, steps, strict=False)]
-        # The last dimension is the slowest, so that the numbers rise.
-        return list(map(sum, itertools.product(*reversed(parts))))
+    def subchunk_box(self, number: int) -> Box:
+        """The subchunk with a number in C order; the offset counts from the chunk's begin."""
+        return _cell_box(unravel(number, self.sub_counts), self.subchunk_shape or self.chunk_shape, self.chunk_shape)
+
+    def subchunks_of(self, box: Box) -> list[int]:
+        """Which of one chunk's subchunks overlap a box given relative to the chunk: their numbers, ascending."""
+        counts = self.sub_counts
+        return [ravel(cell, counts) for cell in _cells_of(box, self.subchunk_shape or self.chunk_shape)]
+
+
+def is_run(chunk: Ints, sub: Ints) -> bool:
+    """Whether subchunks of a shape, which divides the chunk's, are runs of its elements in C order."""
+    cut = next((dim for dim, n in enumerate(sub) if n > 1), len(sub))
+    return sub[cut + 1 :] == chunk[cut + 1 :]
 
 
 def ravel(index: Sequence[int], counts: Sequence[int]) -> int:
@@ -98,23 +116,13 @@ def ravel(index: Sequence[int], counts: Sequence[int]) -> int:
     return number
 
 
-def ravel_f(index: Sequence[int], counts: Sequence[int]) -> int:
-    """The number of a cell in Fortran order (first dimension fastest)."""
-    return ravel(tuple(reversed(index)), tuple(reversed(counts)))
-
-
 def unravel(number: int, counts: Sequence[int]) -> Ints:
     """The cell with a number in C order."""
-    return unravel_f(number, tuple(reversed(counts)))[::-1]
-
-
-def unravel_f(number: int, counts: Sequence[int]) -> Ints:
-    """The cell with a number in Fortran order."""
     index = []
-    for n in counts:
+    for n in reversed(counts):
         number, i = divmod(number, n)
         index.append(i)
-    return tuple(index)
+    return tuple(reversed(index))
 
 
 def _cell_box(index: Ints, cell: Ints, limit: Ints) -> Box:

@@ -1,26 +1,42 @@
-"""Messages that are made of parts: sender and receiver have the same list of them, from the plan."""
+"""Messages between ranks: made of parts, with a checksum at the end that the receiver checks.
+
+Sender and receiver have the same list of parts, from the plan. Without the checksum, a network card or a driver that is
+at fault would alter what is saved, or loaded, unnoticed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator
 
-from zarrckpt._codec import RawArray
+import numpy as np
 
-Part = tuple[int, int]
-"""(the rank that it comes from, its bytes)."""
-
-
-def lengths(parts: Iterable[Part]) -> dict[int, int]:
-    """The bytes of each sender's message."""
-    total: dict[int, int] = {}
-    for source, nbytes in parts:
-        total[source] = total.get(source, 0) + nbytes
-    return total
+from zarrckpt._chunk_layout import CRC_BYTES, RawArray, crc_bytes, stored_crc
+from zarrckpt._crc32c import crc32c
 
 
-def cut(messages: Mapping[int, RawArray], parts: Iterable[Part]) -> Iterator[RawArray]:
-    """The parts of messages, in the order of their list: views."""
-    at = dict.fromkeys(messages, 0)
-    for source, nbytes in parts:
-        begin, at[source] = at[source], at[source] + nbytes
-        yield messages[source][begin : at[source]]
+def new_message(nbytes: int) -> RawArray:
+    """Memory for so many bytes and their checksum."""
+    return np.empty(nbytes + CRC_BYTES, np.uint8)
+
+
+def seal(message: RawArray) -> RawArray:
+    """Put the checksum of what was written into a message at its end; return the message."""
+    message[-CRC_BYTES:] = np.frombuffer(crc_bytes(crc32c(message[:-CRC_BYTES])), np.uint8)
+    return message
+
+
+def is_intact(message: RawArray) -> bool:
+    """Whether a message has arrived as it was sealed."""
+    return stored_crc(message) is not None
+
+
+def message_bytes(parts: Iterable[int]) -> int:
+    """The size of a message with parts of so many bytes."""
+    return sum(parts) + CRC_BYTES
+
+
+def cut(message: RawArray, parts: Iterable[int]) -> Iterator[RawArray]:
+    """The parts of a message, by their numbers of bytes: views."""
+    for begin, end in itertools.pairwise(itertools.accumulate(parts, initial=0)):
+        yield message[begin:end]

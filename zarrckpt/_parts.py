@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-
 from zarrckpt._catalog import Catalog
-from zarrckpt._codec import RawArray
+from zarrckpt._chunk_layout import RawArray
 from zarrckpt._crew import run
 from zarrckpt._documents import ArrayNode
 from zarrckpt._grid import Box, Ints
 from zarrckpt._memory import BytesBudget
-from zarrckpt._transfer import Job, chunk_jobs, raw_dtype
+from zarrckpt._transfer import Job, chunk_jobs, new_memory
 
 T = TypeVar("T")
 
@@ -69,7 +67,7 @@ def nbytes_of(catalog: Catalog, part: Part) -> int:
 def read_parts(catalog: Catalog, parts: Sequence[Part], max_inflight_bytes: int) -> list[RawArray]:
     """Read parts of tensors as raw elements, all their chunks side by side. Errors as in ``Checkpoint.read``."""
     nodes = [catalog.root.tensors[part.fqn] for part in parts]
-    arrays = [np.empty(part.box.shape, raw_dtype(node)) for part, node in zip(parts, nodes, strict=True)]
+    arrays = [new_memory(node, part.box) for part, node in zip(parts, nodes, strict=True)]
     memory = BytesBudget(max_inflight_bytes)
 
     def jobs() -> Iterator[Job]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from zarrckpt._codec import RawArray
+from zarrckpt._chunk_layout import RawArray
 from zarrckpt._errors import CheckpointError
 from zarrckpt._grid import Box
 from zarrckpt._holdings import item_box
@@ -60,9 +59,7 @@ class Pieces:
         if place is None or place not in self._in_memory:
             return None
         if (raw := self._raw.get(place)) is not None:
-            # The ellipsis, so that a scalar stays a view.
-            region: tuple[Any, ...] = (*box.slices(item_box(self._items[place]).offset), ...)
-            part: RawArray = raw[region]
+            part: RawArray = raw[box.region(item_box(self._items[place]).offset)]
             return part
         return raw_tensor(self._items[place].index.fqn, self._part(place, box))
 

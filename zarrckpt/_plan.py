@@ -24,8 +24,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 from zarrckpt import _names
 from zarrckpt._chunking import (
     MAX_CHUNK_BYTES,
-    SUBCHUNKS,
-    Subchunks,
     choose_grid,
     default_fill_bytes,
     default_min_piece_bytes,
@@ -72,34 +70,25 @@ LEAST_FITTING = 16 << 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of bytes that steer a plan, see :class:`ZarrStorageWriter`. None: chosen from ranks and state.
-
-    ``subchunks`` is the shape of what chunks are divided into.
-    """
+    """The numbers of bytes that steer a plan, see :class:`ZarrStorageWriter`. None: chosen from ranks and state."""
 
     max_chunk: int = MAX_CHUNK_BYTES
     min_piece: int | None = None
     fill: int | None = None
     per_round: int = DEFAULT_MAX_INFLIGHT_BYTES // 4
     """What a rank may hold for one round of the exchange."""
-    subchunks: Subchunks = "blocks"
 
     @classmethod
-    def checked(
-        cls, max_chunk: int, min_piece: int | None, fill: int | None, max_inflight: int, subchunks: Subchunks
-    ) -> Sizes:
+    def checked(cls, max_chunk: int, min_piece: int | None, fill: int | None, max_inflight: int) -> Sizes:
         """From the arguments of a save. Raises TypeError and ValueError naming the argument."""
-        if subchunks not in SUBCHUNKS:
-            raise ValueError(f"subchunks must be {' or '.join(map(repr, SUBCHUNKS))}, got {subchunks!r}")
         check_limits(max_chunk_bytes=max_chunk, max_inflight_bytes=max_inflight)
         if fill is not None:
             check_limits(fill_bytes=fill)
         if min_piece is not None:
             check_limits(0, min_piece_bytes=min_piece)
-        # A chunk whose columns are gathered is in memory as a whole, but in local files; an eighth is for its checksums
-        # and for sizes that are rounded up.
+        # A chunk that is copied is in memory as a whole, but for local files; an eighth is for what is rounded up.
         fits = max(max_inflight - max_inflight // 8, LEAST_FITTING)
-        return cls(min(max_chunk, fits), min_piece, fill, max(1, max_inflight // 4), subchunks)
+        return cls(min(max_chunk, fits), min_piece, fill, max(1, max_inflight // 4))
 
 
 @dataclass(frozen=True)
@@ -184,7 +173,7 @@ class _Grids:
 
     def __init__(self, sizes: Sizes, held: Holdings) -> None:
         total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in held.tensors.values())
-        self._max_chunk, self._subchunks = sizes.max_chunk, sizes.subchunks
+        self._max_chunk = sizes.max_chunk
         self._min_piece = default_min_piece_bytes(held.ranks) if sizes.min_piece is None else sizes.min_piece
         self._fill = default_fill_bytes(total, held.ranks) if sizes.fill is None else sizes.fill
         self._known: dict[tuple[Ints, int, tuple[Box, ...]], Grid] = {}
@@ -209,7 +198,6 @@ class _Grids:
                 max_chunk_bytes=self._max_chunk,
                 min_piece_bytes=self._min_piece,
                 fill_bytes=self._fill,
-                subchunks=self._subchunks,
             )
         return grid
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from zarrckpt import _mail
-from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
+from zarrckpt._chunking import MAX_CHUNK_BYTES
 from zarrckpt._distributed import Ranks, own_errors
 from zarrckpt._gathered import all_items, state_paths
 from zarrckpt._holdings import with_facts
@@ -37,7 +37,6 @@ def plan_report(
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     min_piece_bytes: int | None = None,
     fill_bytes: int | None = None,
-    subchunks: Subchunks = "blocks",
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
 ) -> PlanReport:
     """What :func:`save` would do with a state: objects, bytes by rank, bytes between ranks, cost of the puts.
@@ -45,7 +44,7 @@ def plan_report(
     Every rank of the process group calls it. Plans as a save does and stops there: no request, no data moves. The
     arguments are those of :func:`save`; raises what it raises for them, and for a state that cannot be saved.
     """
-    sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes, subchunks)
+    sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
     ranks = Ranks(process_group, no_dist)
     if no_dist:
         refuse_fsdp1(state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -18,19 +17,20 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from zarrckpt import _codec, _values
+from zarrckpt import _values
+from zarrckpt._chunk_codec import ArrayElements, ChunkEncoder, Elements
+from zarrckpt._chunk_layout import RawArray, raw_dtype
 from zarrckpt._chunking import MAX_CHUNK_BYTES
-from zarrckpt._codec import RawArray
-from zarrckpt._compressed import CompressedEncoder, Encoder, encoder_of, encoding_memory
 from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, Json, dumps, join
 from zarrckpt._dtypes import by_name
 from zarrckpt._errors import CheckpointError
 from zarrckpt._exchange import Channel, Joining, PeerLost, entered
-from zarrckpt._grid import Box, Grid, Ints
+from zarrckpt._grid import Box, Grid, Ints, intersect
 from zarrckpt._pieces import Pieces
 from zarrckpt._plan import ChunkPlan, RankPlan
 from zarrckpt._planner import resolves_as_dcp
+from zarrckpt._rank_plan import Part
 from zarrckpt._root import BlobEntry, ValueEntry
 from zarrckpt._store import Store
 from zarrckpt._swap import Received, Swap
@@ -39,9 +39,6 @@ from zarrckpt._transfer import Progress
 
 Group = Sequence[memoryview | bytes]
 """Buffers of a chunk that go to the store together."""
-
-_ALIGNED = 64
-"""Where scratch memory begins, behind a chunk's elements."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +84,56 @@ class _Written:
     sizes: list[int] = field(default_factory=list)
     nbytes: int = 0
 
-    def add(self, number: int, encoder: Encoder) -> None:
-        self.chunks.append(number)
+    def add(self, node: ArrayNode, cell: Ints, encoder: ChunkEncoder) -> None:
+        self.chunks.append(node.grid.chunk_number(cell))
         self.checksums.extend(encoder.checksums)
-        if isinstance(encoder, CompressedEncoder):
+        if node.compression is not None:
             self.sizes.extend(encoder.sizes)
         self.nbytes += encoder.nbytes
 
     def result(self) -> ArrayResult:
         checksums, sizes = np.array(self.checksums, "<u4"), np.array(self.sizes, "<u4")
         return ArrayResult(np.array(self.chunks, "<i8"), checksums, sizes, self.nbytes)
+
+
+class PartElements:
+    """The elements of a chunk that lie in several places: in this rank's own items, and in what others sent."""
+
+    def __init__(self, chunk: Box, parts: Sequence[Part], pieces: Pieces, received: Received) -> None:
+        self.shape = chunk.shape
+        self._origin = chunk.offset
+        self._parts = parts
+        self._pieces = pieces
+        self._received = received
+
+    def view(self, box: Box) -> RawArray | None:
+        wanted = self._in_array(box)
+        place = next(place for place, part in enumerate(self._parts) if intersect(part.box, wanted) is not None)
+        return self._view(place, wanted) if intersect(self._parts[place].box, wanted) == wanted else None
+
+    def copy(self, box: Box, out: RawArray) -> None:
+        wanted = self._in_array(box)
+        for place, part in enumerate(self._parts):
+            shared = intersect(part.box, wanted)
+            if shared is None:
+                continue
+            region = out[shared.region(wanted.offset)]
+            if part.item is not None:
+                self._pieces.copy(part.item, shared, region)
+            else:
+                region[...] = self._view(place, shared)
+
+    def _in_array(self, box: Box) -> Box:
+        return Box(tuple(map(sum, zip(self._origin, box.offset, strict=True))), box.shape)
+
+    def _view(self, place: int, box: Box) -> RawArray | None:
+        part = self._parts[place]
+        if part.item is not None:
+            return self._pieces.view(part.item, box)
+        data = self._received[place]
+        cells = data.view(raw_dtype(len(data) // part.box.size)).reshape(part.box.shape)
+        view: RawArray = cells[box.region(part.box.offset)]
+        return view
 
 
 class RankWork:
@@ -204,39 +241,17 @@ class RankWork:
 
     def _put_chunk(self, chunk: ChunkPlan, received: Received) -> None:
         node = self._plan.arrays[chunk.fqn]
-        view = self._view(chunk)
-        encoder = self._put_array_chunk(node, chunk.cell, view, partial(self._assemble, chunk, received))
+        elements = PartElements(node.grid.chunk_box(chunk.cell), chunk.parts, self._pieces, received)
+        encoder = self._put_elements(node, chunk.cell, elements)
         with self._lock:
-            self._written[chunk.fqn].add(node.grid.chunk_number(chunk.cell), encoder)
+            self._written[chunk.fqn].add(node, chunk.cell, encoder)
             self._done += self._chunk_bytes(chunk)
             if self._progress is not None:
                 self._progress(self._done, self._total)
 
-    def _view(self, chunk: ChunkPlan) -> RawArray | None:
-        """The elements of a chunk as a view of this rank's own memory, where all are in one item there."""
-        first, *others = chunk.parts
-        return None if others else self._pieces.view(first.item, first.box)
-
-    def _assemble(self, chunk: ChunkPlan, received: Received, out: RawArray) -> None:
-        """Put a chunk's elements together."""
-        origin = self._plan.arrays[chunk.fqn].grid.chunk_box(chunk.cell).offset
-        for place, part in enumerate(chunk.parts):
-            region: tuple[Any, ...] = (*part.box.slices(origin), ...)
-            if part.item is not None:
-                self._pieces.copy(part.item, part.box, out[region])
-            else:
-                out[region] = received[place].view(out.dtype).reshape(part.box.shape)
-
-    def _put_array_chunk(
-        self, node: ArrayNode, cell: Ints, view: RawArray | None, fill: Callable[[RawArray], None] | None = None
-    ) -> Encoder:
-        """Put a chunk whose elements are a view, or what ``fill`` writes into memory."""
-        grid, itemsize, shape = node.grid, node.dtype.itemsize, node.grid.chunk_box(cell).shape
-        whole = shape == grid.chunk_shape if view is None else _codec.is_whole(grid, view)
-        elements = math.prod(shape) * itemsize if view is None else 0
-        begin = -(-elements // _ALIGNED) * _ALIGNED
-        scratch, beside = encoding_memory(node, whole, in_parts=self._store.is_local)
-        encoder: Encoder | None = None
+    def _put_elements(self, node: ArrayNode, cell: Ints, elements: Elements) -> ChunkEncoder:
+        """Put a chunk."""
+        encoder: ChunkEncoder | None = None
 
         def key() -> str:
             return self._noted(join(self._tree(), node.chunk_key(cell)))
@@ -247,14 +262,9 @@ class RankWork:
                 nonlocal encoder
                 # Taken when the store asks for the bytes: by then it has freed the memory of chunks before.
                 held.close()
-                memory = held.enter_context(self._memory.take(begin + scratch, beside))
-                cells = view
-                if cells is None:
-                    assert fill is not None
-                    cells = memory[:elements].view(_codec.raw_dtype(itemsize)).reshape(shape)
-                    fill(cells)
-                encoder = encoder_of(node, cells)
-                return encoder.groups(memory[begin:])
+                encoder = ChunkEncoder(node, elements)
+                scratch = held.enter_context(self._memory.take(*encoder.memory(in_parts=self._store.is_local)))
+                return encoder.groups(scratch)
 
             self._store.put_parts(key, groups)
         assert encoder is not None
@@ -281,8 +291,9 @@ class RankWork:
         node = ArrayNode(path, blob_grid(len(payload)), by_name("uint8"))
         written = _Written()
         for chunk in node.grid.chunks_of(Box((0,), node.grid.shape)):
-            encoder = self._put_array_chunk(node, chunk, payload[node.grid.chunk_box(chunk).slices()])
-            written.add(node.grid.chunk_number(chunk), encoder)
+            elements = ArrayElements(payload[node.grid.chunk_box(chunk).slices()])
+            encoder = self._put_elements(node, chunk, elements)
+            written.add(node, chunk, encoder)
         self._put_document(path, node.document())
         return ObjectResult(blob=BlobEntry(node, blob.encoding, blob.kind), array=written.result())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,25 +12,26 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from zarrckpt import _codec
 from zarrckpt._catalog import Catalog
+from zarrckpt._chunk_codec import Target, copy_shared, elements_of
+from zarrckpt._chunk_layout import RawArray, raw_dtype
 from zarrckpt._crew import run
-from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError
+from zarrckpt._errors import KeyMismatchError, UnsupportedLayoutError, warn
 from zarrckpt._exchange import Channel, Joining, PeerLost, entered
 from zarrckpt._grid import Box, Ints, intersect
 from zarrckpt._memory import BytesBudget
-from zarrckpt._messages import cut, lengths
-from zarrckpt._sharing import Run, ShareRound, Shares
+from zarrckpt._messages import cut, is_intact, message_bytes, new_message, seal
+from zarrckpt._sharing import Message, Run, ShareRound, Shares, handed_bytes
 from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype, transfer_memory
 from zarrckpt._transfer import (
-    ChunkRead,
+    ChunkPart,
     Job,
     Progress,
     chunk_jobs,
-    deliver,
     fetch,
-    places_in,
-    requests,
+    runs_of,
+    subchunks_in,
+    unpacked,
     unpacking_bytes,
 )
 
@@ -67,19 +67,17 @@ class _Target:
     def nbytes(self) -> int:
         return self.box.size * self._node.dtype.itemsize
 
-    def read(self, wanted: Run) -> ChunkRead | None:
-        """A run as a request of this target; None where the target needs nothing of its chunk."""
-        if intersect(self._node.grid.chunk_box(wanted.chunk), self.box) is None:
-            return None
-        table = self._catalog.chunk_table(self._node, wanted.chunk)
-        return ChunkRead(self._stored, wanted.chunk, wanted.first, wanted.cells, self.box, self._memory, table)
+    @property
+    def memory(self) -> Target:
+        """What takes the elements of the box."""
+        return self._memory
 
     def jobs(self, chunk: Ints, memory: BytesBudget) -> list[Job]:
         """What fills this target's part of a chunk that no other target here needs."""
         table = self._catalog.chunk_table(self._node, chunk)
         return chunk_jobs(self._catalog.store, self._stored, chunk, self.box, self._memory, table, memory)
 
-    def _raw_memory(self) -> _codec.Target:
+    def _raw_memory(self) -> Target:
         dtype = torch_dtype(self._node)
         tensor = self._tensor.detach()
         return raw_view(tensor) if can_view(tensor, dtype) else CopiedTensor(tensor, dtype)
@@ -110,8 +108,8 @@ class TensorReads:
         self._targets: dict[str, list[_Target]] = {}
         for item in items:
             self._targets.setdefault(item.storage_index.fqn, []).append(_Target(catalog, item, planner))
-        self._delivered: dict[tuple[str, Ints], set[int]] = {}
-        """By fqn and chunk, the places of subchunks that came with what ranks share."""
+        self._delivered: dict[tuple[str, Ints, Box], set[int]] = {}
+        """By fqn, chunk and box of a target, the numbers of the subchunks that came with what ranks share."""
         self._lock = threading.Lock()
         self._total = sum(target.nbytes for target in self._all())
         self._done = 0
@@ -141,41 +139,43 @@ class TensorReads:
                 for chunk in node.grid.chunks_of(target.box):
                     wanting.setdefault(chunk, []).append(target)
             for chunk, those in wanting.items():
-                delivered = self._delivered.get((fqn, chunk))
-                if len(those) == 1 and not delivered:
+                if len(those) == 1 and (fqn, chunk, those[0].box) not in self._delivered:
                     for job in those[0].jobs(chunk, self._memory):
                         yield partial(self._counted, job)
                     continue
-                places = {place for target in those for place in places_in(node.grid, chunk, target.box)}
-                for first, cells in requests(node, sorted(places - (delivered or set())), self._memory):
-                    yield partial(self._read_run, Run(fqn, chunk, first, cells))
+                needing: dict[int, list[_Target]] = {}
+                for target in those:
+                    delivered = self._delivered.get((fqn, chunk, target.box), set())
+                    for number in {*subchunks_in(node.grid, chunk, target.box)} - delivered:
+                        needing.setdefault(number, []).append(target)
+                for numbers in runs_of(node, sorted(needing), self._memory):
+                    yield partial(self._read_run, Run(fqn, chunk, numbers), needing)
 
     def _counted(self, job: Job) -> None:
         self._count(*job())
 
-    def _read_run(self, wanted: Run) -> None:
-        nbytes = self.nbytes(wanted)
-        with self._memory.take(nbytes + self._unpacking_bytes(wanted)) as memory:
-            self.fetch_run(wanted, memory[:nbytes])
-            self._deliver_run(wanted, memory[:nbytes], memory[nbytes:])
+    def _read_run(self, wanted: Run, needing: dict[int, list[_Target]]) -> None:
+        """Fetch neighbouring subchunks, and deliver each to the targets that need it."""
+        part = self._part(wanted)
+        with self._memory.take(part.nbytes + unpacking_bytes(part.node)) as memory:
+            stored, scratch = memory[: part.nbytes], memory[part.nbytes :]
+            self._fetch(part, stored)
+            for number, one in part.each(stored):
+                elements = unpacked(self._catalog.store, part, number, one, scratch)
+                for target in needing[number]:
+                    self._copy(part, number, elements, target)
 
-    def _reads_of(self, wanted: Run) -> list[ChunkRead]:
-        """A run as a request of each target here that needs something of its chunk."""
-        reads = (target.read(wanted) for target in self._targets.get(wanted.fqn, ()))
-        return [read for read in reads if read is not None]
+    def _part(self, wanted: Run) -> ChunkPart:
+        node = self._catalog.root.tensors[wanted.fqn]
+        table = self._catalog.chunk_table(node, wanted.chunk)
+        return ChunkPart(node.under(self._catalog.root.tree), wanted.chunk, wanted.numbers, table)
 
-    def fetch_run(self, wanted: Run, stored: _codec.RawArray) -> None:
-        """Fetch a run, unchecked. Raises PeerLost where this rank does not need it, as it was planned to."""
-        reads = self._reads_of(wanted)
-        if not reads:
-            raise PeerLost("this rank's planner has changed the plan that its part was made for")
-        fetch(self._catalog.store, reads[0], stored)
+    def _fetch(self, part: ChunkPart, stored: RawArray) -> None:
+        fetch(self._catalog.store, part, stored)
         self._count(len(stored), 0)
 
-    def _deliver_run(self, wanted: Run, stored: _codec.RawArray, scratch: _codec.RawArray) -> None:
-        """Check a run and copy it into all targets here that need it."""
-        for read in self._reads_of(wanted):
-            self._count(0, deliver(self._catalog.store, read, stored, scratch))
+    def _copy(self, part: ChunkPart, number: int, elements: RawArray, target: _Target) -> None:
+        self._count(0, copy_shared(part.node, part.chunk, number, elements, target.box, target.memory))
 
     def _count(self, fetched: int, filled: int) -> None:
         with self._lock:
@@ -202,69 +202,98 @@ class TensorReads:
             pool.shutdown(cancel_futures=True)
 
     def _rounds(self, pool: ThreadPoolExecutor, shares: Shares, channel: Channel) -> None:
-        """One round after the other; while its messages are on their way, the next round's are fetched."""
-        steps = list(shares.items())
-        ahead = _Fetched(self, pool, steps[0][1]) if steps else None
-        for place, (number, step) in enumerate(steps):
-            assert ahead is not None
-            fetched = ahead
-            fetched.wait()
-            ahead = _Fetched(self, pool, steps[place + 1][1]) if place + 1 < len(steps) else None
-            parts = [(source, self.nbytes(wanted)) for wanted, source in step.receives]
-            received = cut(channel.swap(fetched.messages(), lengths(parts), number), parts)
-            stored = [*fetched.parts(), *zip((wanted for wanted, _ in step.receives), received, strict=True)]
-            for job in [pool.submit(self._take_shared, wanted, data) for wanted, data in stored]:
-                job.result()
+        """One round after the other; while its messages are on their way, the next round's runs are fetched."""
+        steps = [*shares.values()]
+        ahead = self._fetching(pool, steps[0]) if steps else {}
+        for place, (number, step) in enumerate(shares.items()):
+            fetched = {wanted: fetching.result() for wanted, fetching in ahead.items()}
+            ahead = self._fetching(pool, steps[place + 1]) if place + 1 < len(steps) else {}
+            messages = [new_message(sum(self._sizes(message))) for message in step.sends]
+            packs = self._packs(step, messages)
+            _all(pool, [partial(self._unpack, *row, packs.get(row[0], ())) for row in fetched.items()])
+            sends = [(rank, seal(data)) for data, to in zip(messages, step.sends, strict=True) for rank in to.ranks]
+            sources = [(message.ranks[0], message_bytes(self._sizes(message))) for message in step.receives]
+            received = channel.swap(sends, sources, number)
+            _all(pool, [partial(self._take, *row) for row in zip(step.receives, received, strict=True)])
 
-    def _take_shared(self, wanted: Run, stored: _codec.RawArray) -> None:
-        """Deliver a run, whoever fetched it, and note that this rank need not."""
-        with self._memory.take(self._unpacking_bytes(wanted)) as scratch:
-            self._deliver_run(wanted, stored, scratch)
+    def _fetching(self, pool: ThreadPoolExecutor, step: ShareRound) -> dict[Run, Future[RawArray]]:
+        """A round's runs, which are being fetched."""
+
+        def fetched(wanted: Run) -> RawArray:
+            part = self._part(wanted)
+            stored = np.empty(part.nbytes, np.uint8)
+            self._fetch(part, stored)
+            return stored
+
+        return {wanted: pool.submit(fetched, wanted) for wanted in step.reads}
+
+    def _sizes(self, message: Message) -> list[int]:
+        """The bytes of each part of a message."""
+        nodes = self._catalog.root.tensors
+        return [handed_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for run, box in message.parts]
+
+    def _packs(self, step: ShareRound, messages: Sequence[RawArray]) -> dict[Run, list[_Pack]]:
+        """Where what others need of each run goes."""
+        packs: dict[Run, list[_Pack]] = {}
+        for message, data in zip(step.sends, messages, strict=True):
+            for (wanted, box), out in zip(message.parts, cut(data, self._sizes(message)), strict=True):
+                packs.setdefault(wanted, []).append((box, out))
+        return packs
+
+    def _unpack(self, wanted: Run, stored: RawArray, packs: Sequence[_Pack]) -> None:
+        """Check a run that was fetched here, deliver what this rank needs of it, pack what others do."""
+        part, targets = self._part(wanted), self._targets.get(wanted.fqn, [])
+        begins = [0] * len(packs)
+        with self._memory.take(unpacking_bytes(part.node)) as scratch:
+            for number, one in part.each(stored):
+                elements = unpacked(self._catalog.store, part, number, one, scratch)
+                for target in targets:
+                    self._copy(part, number, elements, target)
+                for place, (box, out) in enumerate(packs):
+                    shared = intersect(elements_of(part.node, part.chunk, number), box)
+                    if shared is not None:
+                        begin = begins[place]
+                        begins[place] += shared.size * part.node.dtype.itemsize
+                        cells = _as_elements(part, out[begin : begins[place]], shared)
+                        copy_shared(part.node, part.chunk, number, elements, shared, cells)
+        for target in targets:
+            self._note(wanted, target.box)
+
+    def _take(self, message: Message, data: RawArray) -> None:
+        """Deliver what another rank has handed on. Raises PeerLost where it has not arrived as it was sent."""
+        if not is_intact(data):
+            source = message.ranks[0]
+            warn(f"what rank {source} of the load handed on has arrived altered, and is read from the store instead")
+            raise PeerLost(f"an altered message from rank {source}")
+        for (wanted, box), packed in zip(message.parts, cut(data, self._sizes(message)), strict=True):
+            part, begin = self._part(wanted), 0
+            targets = [target for target in self._targets.get(wanted.fqn, ()) if target.box == box]
+            for number in wanted.numbers:
+                shared = intersect(elements_of(part.node, part.chunk, number), box)
+                if shared is None:
+                    continue
+                end = begin + shared.size * part.node.dtype.itemsize
+                for target in targets:
+                    target.memory[shared.region(box.offset)] = _as_elements(part, packed[begin:end], shared)
+                    self._count(0, end - begin)
+                begin = end
+            self._note(wanted, box)
+
+    def _note(self, wanted: Run, box: Box) -> None:
+        """Note that a box has what it needs of a run."""
         with self._lock:
-            places = self._delivered.setdefault((wanted.fqn, wanted.chunk), set())
-            places.update(range(wanted.first, wanted.first + wanted.cells))
-
-    def nbytes(self, wanted: Run) -> int:
-        """The stored size of a run."""
-        node = self._catalog.root.tensors[wanted.fqn]
-        if node.compression is None:
-            return wanted.nbytes(node)
-        table = self._catalog.chunk_table(node, wanted.chunk)
-        return table.begin(wanted.first + wanted.cells) - table.begin(wanted.first)
-
-    def _unpacking_bytes(self, wanted: Run) -> int:
-        return unpacking_bytes(self._catalog.root.tensors[wanted.fqn])
+            self._delivered.setdefault((wanted.fqn, wanted.chunk, box), set()).update(wanted.numbers)
 
 
-class _Fetched:
-    """What one rank fetches for a round: one buffer, so that receivers of the same runs get the same message."""
+_Pack = tuple[Box, RawArray]
+"""A box that another rank fills, and the memory in its message for what it needs of a run."""
 
-    def __init__(self, reads: TensorReads, pool: ThreadPoolExecutor, step: ShareRound) -> None:
-        self._step = step
-        ends = np.cumsum([0, *(reads.nbytes(wanted) for wanted, _ in step.reads)]).tolist()
-        self._buffer: _codec.RawArray = np.empty(ends[-1], np.uint8)
-        self._spans = list(itertools.pairwise(ends))
-        self._jobs: list[Future[None]] = [pool.submit(reads.fetch_run, wanted, part) for wanted, part in self.parts()]
 
-    def wait(self) -> None:
-        """Until all is here. Raises what a request raised."""
-        for job in self._jobs:
-            job.result()
+def _as_elements(part: ChunkPart, data: RawArray, box: Box) -> RawArray:
+    return data.view(raw_dtype(part.node.dtype.itemsize)).reshape(box.shape)
 
-    def parts(self) -> Iterator[tuple[Run, _codec.RawArray]]:
-        """The runs and their bytes."""
-        for (wanted, _), (begin, end) in zip(self._step.reads, self._spans, strict=True):
-            yield wanted, self._buffer[begin:end]
 
-    def messages(self) -> dict[int, _codec.RawArray]:
-        """The bytes for each other rank: a part of the buffer itself where that is one."""
-        spans: dict[int, list[tuple[int, int]]] = {}
-        for (_, others), (begin, end) in zip(self._step.reads, self._spans, strict=True):
-            for rank in others:
-                mine = spans.setdefault(rank, [])
-                if mine and mine[-1][1] == begin:
-                    mine[-1] = (mine[-1][0], end)
-                else:
-                    mine.append((begin, end))
-        parts = {rank: [self._buffer[begin:end] for begin, end in mine] for rank, mine in spans.items()}
-        return {rank: own[0] if len(own) == 1 else np.concatenate(own) for rank, own in parts.items()}
+def _all(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], None]]) -> None:
+    """Run jobs in a pool. Raises what one of them raised."""
+    for job in [pool.submit(job) for job in jobs]:
+        job.result()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,18 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from zarrckpt import _codec
 from zarrckpt._catalog import Catalog
-from zarrckpt._codec import RawArray
-from zarrckpt._compressed import CompressedEncoder, Encoder, encoder_of, encoding_memory
-from zarrckpt._compression import most_stored
+from zarrckpt._chunk_codec import ArrayElements, ChunkEncoder, encoding_memory
+from zarrckpt._chunk_layout import RawArray, most_subchunk_stored, raw_dtype
 from zarrckpt._crew import run
 from zarrckpt._documents import ArrayNode
 from zarrckpt._dtypes import DType
 from zarrckpt._grid import Box, Ints, intersect
 from zarrckpt._memory import BytesBudget
 from zarrckpt._store import Store
-from zarrckpt._transfer import READ_BYTES, chunk_jobs, raw_dtype, unpacking_bytes
+from zarrckpt._transfer import READ_BYTES, chunk_jobs, unpacking_bytes
 
 _READS_AT_ONCE = 8
 """Of one chunk, from a distant store: few large chunks fit into the memory bound."""
@@ -43,7 +40,7 @@ class CastTarget:
     """Takes the elements of a box, and passes them on cast to another floating type, rounded to nearest even."""
 
     def __init__(self, old: DType, new: DType, out: RawArray) -> None:
-        self.dtype = _codec.raw_dtype(old.itemsize)
+        self.dtype = raw_dtype(old.itemsize)
         self.overflowed = 0
         """How many finite values became infinite, or NaN where the type has no infinity."""
         self._old, self._new, self._out = old.numpy, new.numpy, out
@@ -72,23 +69,20 @@ def make_chunk(
     reading = at_once * _reading_bytes(source.store, old)
     elements = box.size * new.dtype.itemsize
     begin = -(-elements // _ALIGNED) * _ALIGNED
-    whole = box.shape == new.grid.chunk_shape
-    scratch, beside = encoding_memory(new, whole, in_parts=target.is_local)
+    scratch, beside = encoding_memory(new, box.shape, in_parts=target.is_local)
     with memory.take(begin + scratch, beside + reading) as taken:
-        cells = taken[:elements].view(raw_dtype(new)).reshape(box.shape)
+        cells = taken[:elements].view(raw_dtype(new.dtype.itemsize)).reshape(box.shape)
         overflowed = _fill(source, old, new, box, cells, BytesBudget(reading), at_once)
         encoder = _put(target, key, new, cells, taken[begin:])
-    sizes = encoder.sizes if isinstance(encoder, CompressedEncoder) else ()
-    return MadeChunk(encoder.checksums, sizes, encoder.nbytes, overflowed)
+    return MadeChunk(encoder.checksums, encoder.sizes, encoder.nbytes, overflowed)
 
 
 def _reading_bytes(store: Store, node: ArrayNode) -> int:
-    """The memory of one read at most: neighbouring subchunks, or for local files a row of them."""
-    size = _codec.subchunk_bytes(node.grid, node.dtype.itemsize)
-    one = size if node.compression is None else most_stored(size)
-    row = math.prod(node.grid.sub_counts[1:]) * one if store.is_local else 0
-    every = math.prod(node.grid.sub_counts) * one
-    return min(every, max(one, READ_BYTES, row)) + unpacking_bytes(node)
+    """The memory of one read at most: neighbouring subchunks, of local files one."""
+    one = most_subchunk_stored(node)
+    if store.is_local and node.compression is None:
+        return one
+    return min(node.grid.subchunks_per_chunk * one, max(one, READ_BYTES)) + unpacking_bytes(node)
 
 
 def _fill(
@@ -110,13 +104,13 @@ def _fill(
     return target.overflowed if isinstance(target, CastTarget) else 0
 
 
-def _put(store: Store, key: str, node: ArrayNode, cells: RawArray, scratch: RawArray) -> Encoder:
-    encoder: Encoder | None = None
+def _put(store: Store, key: str, node: ArrayNode, cells: RawArray, scratch: RawArray) -> ChunkEncoder:
+    encoder: ChunkEncoder | None = None
 
     def groups() -> Iterable[Sequence[memoryview | bytes]]:
         # Once for each try of the store's.
         nonlocal encoder
-        encoder = encoder_of(node, cells)
+        encoder = ChunkEncoder(node, ArrayElements(cells))
         return encoder.groups(scratch)
 
     store.put_parts(lambda: key, groups)

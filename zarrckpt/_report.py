@@ -26,11 +26,10 @@ class SaveReport:
 class CopyReport(SaveReport):
     """One committed copy, see ``Checkpoint.copy_to``.
 
-    ``reused`` of its ``objects`` were there already, from a copy that was broken off. ``overflowed`` has the tensors of
-    which finite values are beyond the range of the dtype that they were cast to, and how many.
+    ``overflowed`` has the tensors of which finite values are beyond the range of the dtype that they were cast to, and
+    how many.
     """
 
-    reused: int = 0
     overflowed: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -26,8 +26,6 @@ HOUSE = "@zarrckpt"
 """The group that holds the claim, and a group for each attempt: its marker and its tables."""
 
 CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
-DONE = "done"
-"""The table of a copy under way: which chunks it has made. Deleted when the copy has been committed."""
 REMOVED = "removed"
 """The group beside those of the attempts whose document records that everything at the url is being removed."""
 MAX_POSITION = 1 << 20
@@ -484,8 +482,6 @@ class Marker:
     started: str
     base: str = ""
     """The save that it is to replace, or "" where none was committed. It can commit while that is still so."""
-    copy: str = ""
-    """Of a copy: the digest of what is copied, and how. Only a copy of the same may continue this one."""
     failed: bool = False
     """Whether it has ended without a commit, and will never make one."""
 
@@ -501,7 +497,6 @@ class Marker:
             "arrays": list(self.arrays),
             "groups": list(self.groups),
         }
-        own |= {"copy": self.copy} if self.copy else {}
         own |= {"failed": True} if self.failed else {}
         return _sealed(group_document({ATTRIBUTE: own}))
 
@@ -515,7 +510,7 @@ class Marker:
         """The folders that this attempt may have made, below the checkpoint's url."""
         nodes = {join(self.tree, path) for path in (*self.arrays, *self.groups)}
         own = f"{HOUSE}/{self.attempt}"
-        tables = {own, *(f"{own}/{name}" for name in (CHECKSUMS, WRITERS, SIZES, DONE))}
+        tables = {own, *(f"{own}/{name}" for name in (CHECKSUMS, WRITERS, SIZES))}
         return nodes | tables | ({self.tree} if self.tree else set())
 
     def names_key(self, key: str) -> bool:
@@ -540,7 +535,7 @@ class Marker:
 _CHUNK_KEY = re.compile(r"c(\.\d+)*")
 
 
-_TABLE_KEY = re.compile(rf"{HOUSE}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES}|{DONE})/({re.escape(NODE)}|c\.0)")
+_TABLE_KEY = re.compile(rf"{HOUSE}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES})/({re.escape(NODE)}|c\.0)")
 
 
 def is_tree(name: str) -> bool:
@@ -567,9 +562,8 @@ def parse_marker(data: bytes, where: str) -> Marker:
             raise check.fail("a path", path, "a string")
         _check_path(path, where)
     arrays, groups = tuple(paths["arrays"]), tuple(paths["groups"])
-    copy = check.text("copy") if "copy" in check.own else ""
     failed = check.own.get("failed") is True
-    return Marker(attempt, tree, arrays, groups, check.text("started"), base and check.save_id(base), copy, failed)
+    return Marker(attempt, tree, arrays, groups, check.text("started"), base and check.save_id(base), failed)
 
 
 def claim_bytes(save_id: str) -> bytes:

@@ -1,49 +1,63 @@
-"""Which stored subchunks several ranks need, which of them fetches each, and in which round it hands them on."""
+"""Which subchunks several ranks need, which of them fetches each, and when it hands on what the others need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from zarrckpt import _codec
+from zarrckpt._chunk_codec import elements_of
+from zarrckpt._chunk_layout import most_subchunk_stored, subchunk_bytes
 from zarrckpt._documents import ArrayNode
-from zarrckpt._grid import Box, Ints
+from zarrckpt._grid import Box, Ints, intersect
 from zarrckpt._owners import Held, Numbers, Ranks, schedule
-from zarrckpt._transfer import places_in
+from zarrckpt._transfer import neighbours, subchunks_in
 
 _RUN_BYTES = 8 << 20
-"""Neighbouring subchunks are fetched and handed on together up to this many bytes."""
+"""Neighbouring subchunks are fetched together up to this many bytes."""
 
 _LEAST_RUN_BYTES = 1 << 20
 """Where many ranks need the same, runs are shorter, so that all of them fetch in every round; but not below this."""
 
 
 class Run(NamedTuple):
-    """Neighbouring subchunks of one chunk: the first one's place in the object, and how many."""
+    """Neighbouring subchunks of one chunk, by their numbers in it."""
 
     fqn: str
     chunk: Ints
-    first: int
-    cells: int
+    numbers: range
 
-    def nbytes(self, node: ArrayNode) -> int:
-        """The stored size, of the array that the run is of."""
-        return self.cells * _codec.subchunk_bytes(node.grid, node.dtype.itemsize)
+
+class Message(NamedTuple):
+    """What goes from one rank to others in one round: of each run what a box has of it, one after the other."""
+
+    ranks: Ranks
+    """Those that receive it; for a receiver, the one that sends it. Messages between two ranks keep their order."""
+    parts: list[tuple[Run, Box]]
 
 
 @dataclass
 class ShareRound:
-    """What one rank does in one round: runs that it fetches and sends to others, and runs that it receives."""
+    """What one rank does in one round: what it fetches, what it sends to others of that, and what it receives."""
 
-    reads: list[tuple[Run, Ranks]] = field(default_factory=list)
-    receives: list[tuple[Run, int]] = field(default_factory=list)
+    reads: list[Run] = field(default_factory=list)
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
 
 
 Shares = Mapping[int, ShareRound]
 """One rank's rounds, by number."""
+
+
+class _Wanted(NamedTuple):
+    """A run of one geometry, which several ranks need: the boxes that they fill with it, and the bytes of each box."""
+
+    chunk: Ints
+    numbers: range
+    held: tuple[Held, ...]
+    nbytes: tuple[int, ...]
 
 
 def plan_shares(
@@ -51,68 +65,89 @@ def plan_shares(
 ) -> list[Shares]:
     """Deal what several ranks want over them; return each rank's part. Called by the coordinator; no I/O.
 
-    ``wanted`` has the boxes that ranks are to fill, by fqn. In one round no rank holds more than ``limit`` bytes.
+    ``wanted`` has the boxes that ranks are to fill, by fqn. In one round no rank holds more than ``limit`` bytes, or it
+    holds one run.
     """
-    # Runs for the same ranks lie side by side, so that a message to several of them is one buffer.
-    runs = sorted(_shared_runs(nodes, wanted, limit), key=lambda row: row[1])
+    # What the same ranks need lies side by side, so that these take part in the same rounds.
+    rows = sorted(_shared_runs(nodes, wanted, limit), key=lambda row: row[2])
     loads = np.zeros(world_size, np.int64)
-    columns: dict[Ranks, Numbers] = {}
-    readers, needs = [], []
-    for run, ranks in runs:
-        nbytes = run.nbytes(nodes[run.fqn])
-        column = columns.get(ranks)
-        if column is None:
-            column = columns[ranks] = np.array(ranks, np.int64)
-        reader = ranks[int(loads[column].argmin())]
-        loads[reader] += nbytes
-        readers.append(reader)
-        needs.append((column, nbytes))
+    needs: list[tuple[Numbers, Numbers]] = []
+    readers = []
+    for fqn, want, ranks in rows:
+        stored = len(want.numbers) * most_subchunk_stored(nodes[fqn])
+        column = np.array(ranks, np.int64)
+        place = int(loads[column].argmin())
+        loads[ranks[place]] += stored
+        need = np.zeros(len(ranks), np.int64)
+        for held, nbytes in zip(want.held, want.nbytes, strict=True):
+            need[np.searchsorted(column, held.ranks)] += nbytes
+        sent = (n for held, n in zip(want.held, want.nbytes, strict=True) if held.ranks != (ranks[place],))
+        need[place] = stored + sum(sent)
+        needs.append((column, need))
+        readers.append(ranks[place])
     shares: list[dict[int, ShareRound]] = [{} for _ in range(world_size)]
-    for (run, ranks), reader, number in zip(runs, readers, schedule(needs, world_size, limit), strict=True):
-        others = tuple(rank for rank in ranks if rank != reader)
-        shares[reader].setdefault(number, ShareRound()).reads.append((run, others))
-        for rank in others:
-            shares[rank].setdefault(number, ShareRound()).receives.append((run, reader))
-    return [dict(sorted(own.items())) for own in shares]
+    messages: dict[tuple[int, int, Ranks], Message] = {}
+    for (fqn, want, _), reader, number in zip(rows, readers, schedule(needs, world_size, limit), strict=True):
+        run = Run(fqn, want.chunk, want.numbers)
+        shares[reader].setdefault(number, ShareRound()).reads.append(run)
+        for box, ranks in want.held:
+            receivers = tuple(rank for rank in ranks if rank != reader)
+            if not receivers:
+                continue
+            message = messages.get((number, reader, receivers))
+            if message is None:
+                message = messages[number, reader, receivers] = Message(receivers, [])
+                shares[reader][number].sends.append(message)
+                for rank in receivers:
+                    received = Message((reader,), message.parts)
+                    shares[rank].setdefault(number, ShareRound()).receives.append(received)
+            message.parts.append((run, box))
+    return [dict(sorted(rounds.items())) for rounds in shares]
 
 
 def _shared_runs(
     nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[Held]], limit: int
-) -> Iterable[tuple[Run, Ranks]]:
-    """Runs that more than one rank needs, and these ranks."""
+) -> Iterator[tuple[str, _Wanted, Ranks]]:
+    """Runs that more than one rank needs, and these ranks, ascending."""
     # Layers are alike, and an optimizer's moments: what holds for one tensor holds for all with its grid and boxes.
-    known: dict[object, list[tuple[Ints, int, int, Ranks]]] = {}
+    known: dict[object, list[tuple[_Wanted, Ranks]]] = {}
     for fqn, held in wanted.items():
         node = nodes[fqn]
-        key = (node.grid, node.dtype.itemsize, tuple(held))
+        key = (node.grid, node.dtype.itemsize, node.compression, tuple(held))
         if key not in known:
             known[key] = list(_runs_of(node, held, limit))
-        for chunk, first, count, ranks in known[key]:
-            yield Run(fqn, chunk, first, count), ranks
+        for want, ranks in known[key]:
+            yield fqn, want, ranks
 
 
-def _runs_of(node: ArrayNode, held: Sequence[Held], limit: int) -> Iterable[tuple[Ints, int, int, Ranks]]:
-    grid = node.grid
-    cell_bytes = _codec.subchunk_bytes(grid, node.dtype.itemsize)
+def _runs_of(node: ArrayNode, held: Sequence[Held], limit: int) -> Iterator[tuple[_Wanted, Ranks]]:
     in_chunk: dict[Ints, list[Held]] = {}
     for want in held:
-        for chunk in grid.chunks_of(want.box):
+        for chunk in node.grid.chunks_of(want.box):
             in_chunk.setdefault(chunk, []).append(want)
     for chunk, wants in in_chunk.items():
-        if len(wants) == 1 and len(wants[0].ranks) == 1:
-            continue
-        needed_by: dict[int, set[int]] = {}
-        for box, ranks in wants:
-            for place in places_in(grid, chunk, box):
-                needed_by.setdefault(place, set()).update(ranks)
-        by_ranks: dict[Ranks, list[int]] = {}
-        for place, ranks_of_place in sorted(needed_by.items()):
-            if len(ranks_of_place) > 1:
-                by_ranks.setdefault(tuple(sorted(ranks_of_place)), []).append(place)
-        for ranks, places in by_ranks.items():
+        needing: dict[int, list[int]] = {}
+        for place, want in enumerate(wants):
+            for number in subchunks_in(node.grid, chunk, want.box):
+                needing.setdefault(number, []).append(place)
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for number in sorted(needing):
+            alike.setdefault(tuple(needing[number]), []).append(number)
+        for places, numbers in alike.items():
+            theirs = tuple(wants[place] for place in places)
+            ranks = tuple(sorted({rank for want in theirs for rank in want.ranks}))
+            if len(ranks) == 1:
+                continue
             longest = min(_RUN_BYTES, limit, max(_LEAST_RUN_BYTES, limit // len(ranks)))
-            for first, count in _codec.runs(places, max(1, longest // cell_bytes)):
-                yield chunk, first, count, ranks
+            for run in neighbours(numbers, max(1, longest // subchunk_bytes(node))):
+                nbytes = tuple(handed_bytes(node, chunk, run, want.box) for want in theirs)
+                yield _Wanted(chunk, run, theirs, nbytes), ranks
+
+
+def handed_bytes(node: ArrayNode, chunk: Ints, numbers: Iterable[int], box: Box) -> int:
+    """The bytes that a box has of some subchunks."""
+    shared = (intersect(elements_of(node, chunk, number), box) for number in numbers)
+    return sum(0 if part is None else part.size for part in shared) * node.dtype.itemsize
 
 
 def wanted_boxes(targets: Sequence[Iterable[tuple[str, Box]]]) -> dict[str, list[Held]]:

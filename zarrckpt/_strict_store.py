@@ -172,7 +172,7 @@ class StrictStore(ReadOnlyStore):
             table = self._catalog.chunk_table(node, chunk)
             start, stop = _extent(byte_range, table.object_size)
             stored = np.asarray(value.as_numpy_array()).view(np.uint8)
-            if len(stored) != stop - start or not table.check(start, stored, node.compression):
+            if len(stored) != stop - start or not table.check(start, stored):
                 raise CorruptCheckpointError(f"{where} is not what was saved: its size or a checksum differs")
             begin, end = table.whole(start, stop)
         if (begin, end) == (start, stop):

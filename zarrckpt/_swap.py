@@ -6,11 +6,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from zarrckpt._codec import RawArray, raw_dtype
+from zarrckpt._chunk_layout import RawArray, raw_dtype
+from zarrckpt._errors import CheckpointError
 from zarrckpt._grid import Box
-from zarrckpt._messages import Part, cut, lengths
+from zarrckpt._messages import cut, is_intact, message_bytes, new_message, seal
 
 if TYPE_CHECKING:
     from zarrckpt._exchange import Channel
@@ -46,8 +45,12 @@ class Swap:
                 # Now, and not after all rounds: the others need not go on.
                 raise self._failure
             self._left[number] = len(step.chunks)
-            parts = self._parts(step)
-            received = cut(self._channel.swap(self._messages(step), lengths(parts), number), parts)
+            sizes = self._receives(step)
+            sources = [(rank, message_bytes(parts)) for rank, parts in sizes.items()]
+            messages = self._channel.swap(self._messages(step), sources, number)
+            received = {
+                rank: self._opened(rank, data, sizes[rank]) for (rank, _), data in zip(sources, messages, strict=True)
+            }
             yield number, [(chunk, _taken(chunk, received)) for chunk in step.chunks]
             before.append(number)
 
@@ -71,32 +74,40 @@ class Swap:
         with self._changed:
             self._changed.wait_for(lambda: self._left[number] == 0)
 
-    def _messages(self, step: Round) -> dict[int, RawArray]:
+    def _messages(self, step: Round) -> list[tuple[int, RawArray]]:
         """One message to each receiver, the parts in the order of the plan."""
         parts: dict[int, list[tuple[int, Box]]] = {}
         for sending in step.sends:
             parts.setdefault(sending.to, []).append((sending.item, sending.box))
-        return {to: self._packed(rows) for to, rows in parts.items()}
+        return [(to, self._packed(rows)) for to, rows in parts.items()]
 
     def _packed(self, parts: list[tuple[int, Box]]) -> RawArray:
         sizes = [self._pieces.nbytes(*part) for part in parts]
-        out = np.empty(sum(sizes), np.uint8)
-        at = 0
-        for (item, box), nbytes in zip(parts, sizes, strict=True):
-            raw = raw_dtype(nbytes // box.size)
-            self._pieces.copy(item, box, out[at : at + nbytes].view(raw).reshape(box.shape))
-            at += nbytes
-        return out
+        message = new_message(sum(sizes))
+        for (item, box), out in zip(parts, cut(message, sizes), strict=True):
+            self._pieces.copy(item, box, out.view(raw_dtype(len(out) // box.size)).reshape(box.shape))
+        return seal(message)
 
-    def _parts(self, step: Round) -> list[Part]:
-        """What this rank receives in a round, in the order of its chunks."""
-        return [
-            (part.source, part.box.size * self._plan.arrays[chunk.fqn].dtype.itemsize)
-            for chunk in step.chunks
-            for part in chunk.parts
-            if part.source is not None
-        ]
+    def _receives(self, step: Round) -> dict[int, list[int]]:
+        """The bytes of the parts that each rank sends in a round, in the order of this rank's chunks."""
+        sizes: dict[int, list[int]] = {}
+        for chunk in step.chunks:
+            itemsize = self._plan.arrays[chunk.fqn].dtype.itemsize
+            for part in chunk.parts:
+                if part.source is not None:
+                    sizes.setdefault(part.source, []).append(part.box.size * itemsize)
+        return sizes
+
+    def _opened(self, rank: int, message: RawArray, sizes: list[int]) -> Iterator[RawArray]:
+        """The parts of a message. Raises CheckpointError where it has not arrived as it was sent."""
+        if not is_intact(message):
+            members = self._channel.mesh.members
+            raise CheckpointError(
+                f"what rank {members[rank]} sent to rank {members[self._channel.rank]} has arrived altered: its "
+                "checksum differs. Nothing is committed; look at the network between them, and save again"
+            )
+        return cut(message, sizes)
 
 
-def _taken(chunk: ChunkPlan, received: Iterator[RawArray]) -> Received:
-    return {place: next(received) for place, part in enumerate(chunk.parts) if part.source is not None}
+def _taken(chunk: ChunkPlan, received: Mapping[int, Iterator[RawArray]]) -> Received:
+    return {place: next(received[part.source]) for place, part in enumerate(chunk.parts) if part.source is not None}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zarrckpt._codec import RawArray, raw_dtype
+from zarrckpt._chunk_layout import RawArray, raw_dtype
 from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._memory import Bytes, BytesBudget

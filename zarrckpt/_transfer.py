@@ -7,23 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zarrckpt import _codec
-from zarrckpt._cells import CellBlock, block_at, blocks_of
-from zarrckpt._chunk_table import ChunkTable, chunk_table
+from zarrckpt._chunk_codec import BLOCK_BYTES, Target, copy_shared, straight_bytes
+from zarrckpt._chunk_layout import CRC_BYTES, ChunkTable, RawArray, raw_dtype, subchunk_bytes
 from zarrckpt._compression import DecodeError
+from zarrckpt._crc32c import crc32c
+from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._grid import Box, Grid, Ints, intersect
 from zarrckpt._memory import BytesBudget
-from zarrckpt._streaming import ChunkStream, bands_of, parts_of, scratch_bytes
 
 if TYPE_CHECKING:
-    from zarrckpt._codec import RawArray, Target
-    from zarrckpt._documents import ArrayNode
-    from zarrckpt._store import Store
+    from zarrckpt._store import Reader, Store
 
 Job = Callable[[], tuple[int, int]]
 """Returns the bytes that it has fetched, and those that it has filled."""
@@ -35,7 +33,7 @@ DEFAULT_MAX_INFLIGHT_BYTES = 512 << 20
 LARGE_BYTES = 64 << 20
 """A whole array of more bytes is not allocated before the store has shown that it holds one like it."""
 
-STREAM_BYTES = 32 << 20
+FILE_BYTES = 32 << 20
 """Of a chunk in a local file, about so much is one thread's."""
 
 READ_BYTES = 8 << 20
@@ -71,25 +69,30 @@ def check_limits(least: int = 1, /, **limits: int) -> None:
 
 
 @dataclass(frozen=True)
-class ChunkRead:
-    """Subchunks of one chunk that a target needs: neighbours in storage, fetched with one request."""
+class ChunkPart:
+    """Some subchunks of one chunk, which are read together."""
 
     node: ArrayNode
+    """Its path begins at the checkpoint's url."""
     chunk: Ints
-    first: int
-    count: int
-    box: Box
-    target: Target
+    numbers: Sequence[int]
+    """Ascending; without gaps, where they are read with one request."""
     table: ChunkTable
 
     @property
-    def nbytes(self) -> int:
-        return self.table.begin(self.first + self.count) - self.byte_offset
+    def key(self) -> str:
+        return self.node.chunk_key(self.chunk)
 
     @property
-    def byte_offset(self) -> int:
-        """Where in the chunk's object they begin."""
-        return self.table.begin(self.first)
+    def nbytes(self) -> int:
+        """The stored size of neighbours."""
+        return self.table.begin(self.numbers[-1] + 1) - self.table.begin(self.numbers[0])
+
+    def each(self, stored: RawArray) -> Iterator[tuple[int, RawArray]]:
+        """The number and the stored bytes of each of some neighbours; ``stored`` has those of all."""
+        first = self.table.begin(self.numbers[0])
+        for number in self.numbers:
+            yield number, stored[self.table.begin(number) - first : self.table.begin(number + 1) - first]
 
 
 def chunk_jobs(
@@ -99,139 +102,137 @@ def chunk_jobs(
 
     Nothing is fetched but what shares a subchunk with the box. Called for each of the box's chunks.
     """
-    streamed = stream_jobs(store, node, chunk, box, target, table, memory)
-    if streamed is not None:
-        return streamed
-    runs = requests(node, places_in(node.grid, chunk, box), memory)
-    return [partial(read_chunk, store, ChunkRead(node, chunk, *part, box, target, table), memory) for part in runs]
+    numbers = subchunks_in(node.grid, chunk, box)
+    parts: Sequence[Sequence[int]] = runs_of(node, numbers, memory)
+    read = read_run
+    if store.is_local and node.compression is None:
+        step = max(1, FILE_BYTES // subchunk_bytes(node))
+        parts = [numbers[begin : begin + step] for begin in range(0, len(numbers), step)]
+        read = read_file
+    return [partial(read, store, ChunkPart(node, chunk, part, table), box, target, memory) for part in parts]
 
 
-def requests(node: ArrayNode, places: Sequence[int], memory: BytesBudget) -> list[tuple[int, int]]:
-    """Sorted places of a chunk's subchunks as (first, count), each for one request."""
-    most = min(2 * READ_BYTES, max(READ_BYTES, memory.limit // _REQUESTS))
-    return _codec.runs(places, max(1, most // _codec.subchunk_bytes(node.grid, node.dtype.itemsize)))
-
-
-def places_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
-    """The places, counted from a chunk object's begin, of its subchunks that share elements with a box, sorted."""
+def subchunks_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
+    """The numbers of a chunk's subchunks that share elements with a box, ascending."""
     origin = tuple(c * n for c, n in zip(chunk, grid.chunk_shape, strict=True))
     shared = intersect(Box(origin, grid.chunk_shape), box)
     if shared is None:
         return []
-    inside = Box(tuple(s - o for s, o in zip(shared.offset, origin, strict=True)), shared.shape)
-    return grid.subchunk_places(inside)
+    return grid.subchunks_of(Box(tuple(s - o for s, o in zip(shared.offset, origin, strict=True)), shared.shape))
 
 
-def unpacking_bytes(node: ArrayNode) -> int:
-    """The scratch memory that :func:`deliver` needs: for a subchunk's elements, where the array is compressed."""
-    if node.compression is None:
-        return 0
-    return _codec.subchunk_bytes(node.grid, node.dtype.itemsize) - _codec.CRC_BYTES
+def runs_of(node: ArrayNode, numbers: Sequence[int], memory: BytesBudget) -> list[range]:
+    """Ascending numbers of subchunks in runs of neighbours, each for one request."""
+    most = min(2 * READ_BYTES, max(READ_BYTES, memory.limit // _REQUESTS))
+    return neighbours(numbers, max(1, most // subchunk_bytes(node)))
 
 
-def read_chunk(store: Store, read: ChunkRead, memory: BytesBudget) -> tuple[int, int]:
-    """Fetch, check and copy one :class:`ChunkRead`; return the bytes fetched and the bytes filled. One request.
+def neighbours(numbers: Sequence[int], longest: int) -> list[range]:
+    """Ascending numbers in runs without gaps, none longer than ``longest``."""
+    out: list[range] = []
+    for number in numbers:
+        if out and out[-1].stop == number and len(out[-1]) < longest:
+            out[-1] = range(out[-1].start, number + 1)
+        else:
+            out.append(range(number, number + 1))
+    return out
+
+
+def read_file(store: Store, part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
+    """Fill a target from a local file, straight where that may be; return the bytes read and the bytes filled.
 
     Raises CorruptCheckpointError naming the array and the object for an absent, short or altered object.
     """
-    nbytes = read.nbytes
-    with memory.take(nbytes + unpacking_bytes(read.node)) as both:
-        fetch(store, read, both[:nbytes])
-        return nbytes, deliver(store, read, both[:nbytes], both[nbytes:])
-
-
-def fetch(store: Store, read: ChunkRead, stored: RawArray) -> None:
-    """Fill bytes with stored subchunks, unchecked. One request. Raises CorruptCheckpointError for an absent object."""
-    with _missing_is_damage(store, read.node, read.chunk):
-        store.read_into(_key(read), read.byte_offset, stored.data)
-
-
-def stream_jobs(
-    store: Store, node: ArrayNode, chunk: Ints, box: Box, target: Target, table: ChunkTable, memory: BytesBudget
-) -> list[Job] | None:
-    """Jobs that fill what a box needs of a chunk, straight from a local file; each returns as :func:`read_chunk`.
-
-    None where that can't be: another store, compression, a target that is no memory, parts of cells.
-    """
-    if not store.is_local or node.compression is not None or not isinstance(target, np.ndarray):
-        return None
-    bands = bands_of(node.grid, chunk, box)
-    if bands is None:
-        return None
-    whole = ChunkRead(node, chunk, 0, 0, box, target, table)
-
-    def altered(place: int) -> NoReturn:
-        raise _altered(store, whole, place)
-
-    stream = ChunkStream(node.grid, bands, target, table.checksums, altered)
-    need = scratch_bytes(bands, node.grid, target.dtype.itemsize)
-
-    def job(rows: range) -> tuple[int, int]:
-        with _missing_is_damage(store, node, chunk), store.reader(_key(whole)) as file, memory.take(need) as scratch:
-            filled = stream.fill(file, rows, scratch)
-        return len(rows) * need, filled
-
-    parts = parts_of(bands, node.grid, target.dtype.itemsize, STREAM_BYTES)
-    return [partial(job, rows) for rows in parts]
-
-
-def deliver(store: Store, read: ChunkRead, stored: RawArray, scratch: RawArray | None = None) -> int:
-    """Check stored subchunks and copy them into the target; return the bytes filled. No requests.
-
-    ``scratch`` has :func:`unpacking_bytes`. Raises CorruptCheckpointError naming the array and the object where the
-    subchunks are not what was saved.
-    """
-    if read.node.compression is not None:
-        assert scratch is not None
-        return sum(_decompress(store, read, read.first + i, stored, scratch) for i in range(read.count))
-    grid = read.node.grid
-    size = _codec.subchunk_bytes(grid, read.node.dtype.itemsize)
+    node, size = part.node, subchunk_bytes(part.node)
+    straight = [straight_bytes(node, part.chunk, number, box, target) for number in part.numbers]
+    need = size if any(memory is None for memory in straight) else 0
     filled = 0
-    # As many as may be with one call: to take turns with the interpreter costs more here than to leave the cache.
-    sub = grid.subchunk_shape or grid.chunk_shape
-    for block in blocks_of(grid.sub_counts, sub, read.first, read.count, read.count):
-        begin = (block.place - read.first) * size
-        filled += _unpack(store, read, block, stored[begin : begin + block.size * size].reshape(-1, size))
+    with missing_is_damage(store, node, part.chunk), store.reader(part.key) as file, memory.take(need) as scratch:
+        for number, data in zip(part.numbers, straight, strict=True):
+            read = scratch if data is None else data
+            if _read_checked(file, part.table.begin(number), read) != part.table.checksums[number]:
+                raise altered(store, part, number)
+            filled += size if data is not None else copy_shared(node, part.chunk, number, read, box, target)
+    return len(part.numbers) * (size + CRC_BYTES), filled
+
+
+def _read_checked(file: Reader, byte_offset: int, data: RawArray) -> int | None:
+    """Fill memory with a subchunk; its checksum, None where that is not the one that is stored behind it.
+
+    Block by block, each while it is in the processor's cache.
+    """
+    stored, crc = np.empty(CRC_BYTES, np.uint8), 0
+    for begin in range(0, len(data), BLOCK_BYTES):
+        block = data[begin : begin + BLOCK_BYTES]
+        tail = [stored.data] if begin + len(block) == len(data) else []
+        file(byte_offset + begin, [block.data, *tail])
+        crc = crc32c(block, crc)
+    return crc if crc == int.from_bytes(stored.tobytes(), "little") else None
+
+
+def read_run(store: Store, part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
+    """Fetch, check and copy neighbouring subchunks; return the bytes fetched and the bytes filled. One request.
+
+    Raises CorruptCheckpointError naming the array and the object for an absent, short or altered object.
+    """
+    nbytes = part.nbytes
+    with memory.take(nbytes + unpacking_bytes(part.node)) as both:
+        fetch(store, part, both[:nbytes])
+        return nbytes, deliver(store, part, both[:nbytes], box, target, both[nbytes:])
+
+
+def unpacking_bytes(node: ArrayNode) -> int:
+    """The scratch memory that :func:`unpacked` needs: for a subchunk's elements, where the array is compressed."""
+    return 0 if node.compression is None else subchunk_bytes(node)
+
+
+def fetch(store: Store, part: ChunkPart, stored: RawArray) -> None:
+    """Fill bytes with neighbouring subchunks as they are stored, unchecked. One request.
+
+    Raises CorruptCheckpointError for an absent object.
+    """
+    with missing_is_damage(store, part.node, part.chunk):
+        store.read_into(part.key, part.table.begin(part.numbers[0]), stored.data)
+
+
+def deliver(store: Store, part: ChunkPart, stored: RawArray, box: Box, target: Target, scratch: RawArray) -> int:
+    """Check neighbouring subchunks as they are stored, and copy them into a target; the bytes filled. No requests.
+
+    ``scratch`` has :func:`unpacking_bytes`. Errors as in :func:`unpacked`.
+    """
+    filled = 0
+    for number, data in part.each(stored):
+        straight = straight_bytes(part.node, part.chunk, number, box, target)
+        if straight is not None and part.node.compression is not None:
+            filled += len(unpacked(store, part, number, data, straight))
+        else:
+            elements = unpacked(store, part, number, data, scratch)
+            filled += copy_shared(part.node, part.chunk, number, elements, box, target)
     return filled
 
 
-def _unpack(store: Store, read: ChunkRead, block: CellBlock, stored: RawArray) -> int:
-    grid, table = read.node.grid, read.table.checksums
-    filled, bad = _codec.unpack(grid, read.chunk, block, stored, table, read.box, read.target)
-    if bad >= 0:
-        raise _altered(store, read, bad)
-    return filled
+def unpacked(store: Store, part: ChunkPart, number: int, stored: RawArray, out: RawArray) -> RawArray:
+    """A stored subchunk, checked: its elements' bytes, in their place or, where they are compressed, in ``out``.
 
-
-def _decompress(store: Store, read: ChunkRead, place: int, stored: RawArray, scratch: RawArray) -> int:
-    """Check one of the compressed subchunks of a request and decompress it, straight into the target if that may be."""
-    begin, end = read.table.begin(place), read.table.begin(place + 1)
-    part = stored[begin - read.byte_offset : end - read.byte_offset]
-    if _codec.checked(part) != read.table.checksum(place):
-        raise _altered(store, read, place)
-    grid, compression = read.node.grid, read.node.compression
-    straight = _codec.place_of(grid, read.chunk, place, read.box, read.target)
-    assert compression is not None
+    Raises CorruptCheckpointError naming the array and the object where it is not what was saved.
+    """
+    if not part.table.holds(number, stored):
+        raise altered(store, part, number)
+    if part.node.compression is None:
+        return stored[:-CRC_BYTES]
     try:
-        compression.decode(part[: -_codec.CRC_BYTES], scratch if straight is None else straight)
+        part.node.compression.decode(stored[:-CRC_BYTES], out)
     except DecodeError as err:
         raise CorruptCheckpointError(
-            f"chunk {_key(read)!r} of array {read.node.path!r} in {store.url} is not what was saved: "
-            f"bytes {begin}-{end} do not decompress: {err}"
+            f"chunk {part.key!r} of array {part.node.path!r} in {store.url} is not what was saved: bytes "
+            f"{part.table.begin(number)}-{part.table.begin(number + 1)} do not decompress: {err}"
         ) from err
-    if straight is not None:
-        return len(straight)
-    sub = grid.subchunk_shape or grid.chunk_shape
-    cells = scratch.view(read.target.dtype).reshape(1, *sub)
-    return _codec.copy_cells(grid, read.chunk, block_at(grid.sub_counts, sub, place), cells, read.box, read.target)
-
-
-def _key(read: ChunkRead) -> str:
-    return read.node.chunk_key(read.chunk)
+    return out
 
 
 @contextmanager
-def _missing_is_damage(store: Store, node: ArrayNode, chunk: Ints) -> Iterator[None]:
+def missing_is_damage(store: Store, node: ArrayNode, chunk: Ints) -> Iterator[None]:
+    """Raise CorruptCheckpointError in place of ObjectNotFoundError."""
     try:
         yield
     except ObjectNotFoundError as err:
@@ -240,16 +241,12 @@ def _missing_is_damage(store: Store, node: ArrayNode, chunk: Ints) -> Iterator[N
         ) from err
 
 
-def _altered(store: Store, read: ChunkRead, place: int) -> CorruptCheckpointError:
+def altered(store: Store, part: ChunkPart, number: int) -> CorruptCheckpointError:
+    """The error for a subchunk that is not what was saved."""
     return CorruptCheckpointError(
-        f"chunk {_key(read)!r} of array {read.node.path!r} in {store.url} is not what was saved: the checksum of bytes "
-        f"{read.table.begin(place)}-{read.table.begin(place + 1)} differs"
+        f"chunk {part.key!r} of array {part.node.path!r} in {store.url} is not what was saved: the checksum of bytes "
+        f"{part.table.begin(number)}-{part.table.begin(number + 1)} differs"
     )
-
-
-def raw_dtype(node: ArrayNode) -> np.dtype[Any]:
-    """The numpy type of an array's raw elements."""
-    return _codec.raw_dtype(node.dtype.itemsize)
 
 
 def new_array(store: Store, node: ArrayNode, checksums: RawArray, sizes: RawArray | None = None) -> RawArray:
@@ -261,7 +258,7 @@ def new_array(store: Store, node: ArrayNode, checksums: RawArray, sizes: RawArra
     if node.nbytes > LARGE_BYTES:
         look_for_end(store, node, checksums, sizes)
     try:
-        return np.empty(node.grid.shape, raw_dtype(node))
+        return new_memory(node, Box((0,) * len(node.grid.shape), node.grid.shape))
     except (MemoryError, ValueError) as err:
         raise CheckpointError(
             f"array {node.path!r} in {store.url} has {node.nbytes:,} bytes, more than can be allocated here: read it "
@@ -269,12 +266,17 @@ def new_array(store: Store, node: ArrayNode, checksums: RawArray, sizes: RawArra
         ) from err
 
 
+def new_memory(node: ArrayNode, box: Box) -> RawArray:
+    """Memory for a box of a stored array, raw elements."""
+    return np.empty(box.shape, raw_dtype(node.dtype.itemsize))
+
+
 def look_for_end(store: Store, node: ArrayNode, checksums: RawArray, sizes: RawArray | None) -> None:
     """One request for the end of an array's first chunk. Raises CorruptCheckpointError where that is not stored."""
     first = (0,) * len(node.grid.shape)
-    end = chunk_table(node.grid, node.dtype.itemsize, first, checksums, sizes).object_size
-    with _missing_is_damage(store, node, first):
-        store.read(node.chunk_key(first), end - _codec.CRC_BYTES, _codec.CRC_BYTES)
+    end = ChunkTable.of(node, first, checksums, sizes).object_size
+    with missing_is_damage(store, node, first):
+        store.read(node.chunk_key(first), end - CRC_BYTES, CRC_BYTES)
 
 
 def read_box(
@@ -282,10 +284,10 @@ def read_box(
 ) -> RawArray:
     """A box of a stored array (default: all of it) as raw elements, read in the calling thread."""
     whole = box if box is not None else Box((0,) * len(node.grid.shape), node.grid.shape)
-    target = new_array(store, node, checksums, sizes) if box is None else np.empty(box.shape, raw_dtype(node))
+    target = new_array(store, node, checksums, sizes) if box is None else new_memory(node, box)
     memory = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
     for chunk in node.grid.chunks_of(whole):
-        table = chunk_table(node.grid, node.dtype.itemsize, chunk, checksums, sizes)
+        table = ChunkTable.of(node, chunk, checksums, sizes)
         for job in chunk_jobs(store, node, chunk, whole, target, table, memory):
             job()
     return target

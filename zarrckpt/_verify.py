@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +10,19 @@ from functools import partial
 
 import numpy as np
 
-from zarrckpt import _codec, _commit
+from zarrckpt import _commit
 from zarrckpt._catalog import Catalog
-from zarrckpt._chunk_table import ChunkTable
+from zarrckpt._chunk_layout import (
+    CRC_BYTES,
+    INDEX_BYTES,
+    ChunkTable,
+    RawArray,
+    chunk_object_bytes,
+    index_bytes,
+    says_its_size,
+    stored_crc,
+)
 from zarrckpt._commit import CLAIM_KEY, marker_key
-from zarrckpt._compression import DecodeError
 from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
 from zarrckpt._errors import (
@@ -27,7 +34,7 @@ from zarrckpt._errors import (
 from zarrckpt._grid import Ints
 from zarrckpt._memory import BytesBudget
 from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, parse_claim, parse_marker, table_node
-from zarrckpt._transfer import Progress, Tally, requests
+from zarrckpt._transfer import Progress, Tally, runs_of
 
 _UNSTORED = 1 << 16
 """A document can claim any number of chunks: at most so many are looked for that no table is stored for."""
@@ -209,7 +216,7 @@ class _Verification:
             node = table_node(root.save_id, name, table.length)
             yield self._exactly(join(node.path, NODE), "", dumps(node.document()))
             if table.length:
-                size = 4 * table.length + _codec.CRC_BYTES
+                size = 4 * table.length + CRC_BYTES
                 check = partial(self._fault_of, partial(self._catalog.read_table, name, table))
                 yield _Expected(node.chunk_key((0,)), "", size, check)
 
@@ -223,7 +230,7 @@ class _Verification:
 
     def _size(self, node: ArrayNode, chunk: Ints, tables: bool) -> int | None:
         if node.compression is None:
-            return _codec.chunk_object_size(node.grid, node.dtype.itemsize)
+            return chunk_object_bytes(node)
         return self._catalog.chunk_table(node, chunk).object_size if tables else None
 
     # -- how it is checked
@@ -262,36 +269,32 @@ class _Verification:
         for begin, end in _parts(node, table, self._memory):
             with self._memory.hold(end - begin):
                 stored = np.frombuffer(self._store.read(key, begin, end - begin), np.uint8)
-                if not table.check(begin, stored, node.compression):
+                if not table.check(begin, stored):
                     return f"bytes {begin}-{end} are not what was saved"
         return None
 
     def _check_alone(self, node: ArrayNode, chunk: Ints) -> Fault:
         """Without tables: whether a chunk's parts have the checksums that are stored behind them."""
         key = node.under(self._catalog.root.tree).chunk_key(chunk)
-        size = _codec.subchunk_bytes(node.grid, node.dtype.itemsize) - _codec.CRC_BYTES
-        with self._memory.hold(_codec.chunk_object_size(node.grid, node.dtype.itemsize)):
+        with self._memory.hold(chunk_object_bytes(node)):
             stored = np.frombuffer(self._store.get(key), np.uint8)
-            for begin, nbytes in spans(node, stored) or [(0, 0)]:
+            for begin, nbytes in _spans(node, stored) or [(0, 0)]:
                 part = stored[begin : begin + nbytes]
-                if not _codec.CRC_BYTES < nbytes == len(part) or _codec.checked(part) is None:
+                if not CRC_BYTES < nbytes == len(part) or stored_crc(part) is None:
                     return f"bytes {begin}-{begin + nbytes} do not have the checksum that is stored behind them"
-                try:
-                    if node.compression is not None:
-                        node.compression.expect(part[: -_codec.CRC_BYTES], size)
-                except DecodeError as err:
-                    return f"bytes {begin}-{begin + nbytes} are not compressed elements: {err}"
+                if not says_its_size(node, part):
+                    return f"bytes {begin}-{begin + nbytes} are not the compressed elements of a subchunk"
         return None
 
 
-def spans(node: ArrayNode, stored: _codec.RawArray) -> list[tuple[int, int]] | None:
+def _spans(node: ArrayNode, stored: RawArray) -> list[tuple[int, int]] | None:
     """Where a chunk's subchunks are, (begin, bytes), by its own index; None where that is altered."""
     if node.grid.subchunk_shape is None:
         return [(0, len(stored))]
-    index = stored[-16 * math.prod(node.grid.sub_counts) - _codec.CRC_BYTES :]
-    if len(index) % 16 != _codec.CRC_BYTES or _codec.checked(index) is None:
+    index = stored[-index_bytes(node) :]
+    if len(index) % INDEX_BYTES != CRC_BYTES or stored_crc(index) is None:
         return None
-    numbers: list[int] = index[: -_codec.CRC_BYTES].view("<u8").tolist()
+    numbers: list[int] = index[:-CRC_BYTES].view("<u8").tolist()
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
@@ -302,7 +305,7 @@ def _all_chunks(node: ArrayNode) -> Iterator[Ints]:
 def _parts(node: ArrayNode, table: ChunkTable, memory: BytesBudget) -> Iterator[tuple[int, int]]:
     """The bytes of a chunk's object, from and to, at bounds of subchunks; its index at the end."""
     count = len(table.checksums)
-    for first, cells in requests(node, range(count), memory):
-        yield table.begin(first), table.begin(first + cells)
+    for numbers in runs_of(node, range(count), memory):
+        yield table.begin(numbers.start), table.begin(numbers.stop)
     if table.object_size > table.begin(count):
         yield table.begin(count), table.object_size

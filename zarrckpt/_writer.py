@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zarrckpt import _commit, _mail, _plan
-from zarrckpt._chunking import MAX_CHUNK_BYTES, Subchunks
+from zarrckpt._chunking import MAX_CHUNK_BYTES
 from zarrckpt._compression import CompressionOption, parse_option
 from zarrckpt._crew import beside
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError, warn
@@ -50,7 +50,6 @@ class ZarrStorageWriter(StorageWriter):
         url: where the checkpoint goes: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
             committed.
-        keep_replaced: with ``overwrite``, leave the replaced checkpoint's objects for readers that still hold it.
         store: a ready ``zarr.abc.store.Store`` instead of a url.
         storage_options: options of the store, under the names of fsspec or obstore (``docs/how-to/stores.md``).
         credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
@@ -63,9 +62,6 @@ class ZarrStorageWriter(StorageWriter):
             into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
             merging, except where pieces fit no regular grid).
         fill_bytes: see there (default: a quarter of a rank's mean part, 4 to 32 MiB).
-        subchunks: what chunks above 1 MiB are divided into: "blocks" of some rows and columns, which serve loads on any
-            mesh, or "rows": faster to save and to load, but whoever needs some columns reads all
-            (``docs/how-to/speed.md``).
         concurrency: exactly so many chunks and documents in transfer at once, a rank (default: the store's own choice,
             which in object stores follows what the server bears: ``docs/how-to/speed.md``).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB, at
@@ -79,7 +75,6 @@ class ZarrStorageWriter(StorageWriter):
         url: str | os.PathLike[str] | None = None,
         overwrite: bool = False,
         *,
-        keep_replaced: bool = False,
         store: object | None = None,
         storage_options: Mapping[str, Any] | None = None,
         credential_provider: Callable[..., Any] | None = None,
@@ -88,7 +83,6 @@ class ZarrStorageWriter(StorageWriter):
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         min_piece_bytes: int | None = None,
         fill_bytes: int | None = None,
-        subchunks: Subchunks = "blocks",
         concurrency: int | None = None,
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         durable: bool = True,
@@ -96,10 +90,9 @@ class ZarrStorageWriter(StorageWriter):
     ) -> None:
         if concurrency is not None:
             check_limits(concurrency=concurrency)
-        self._sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes, subchunks)
+        self._sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
         self._spec = StoreSpec(url, store, storage_options, credential_provider, durable, concurrency)
         self._overwrite = overwrite
-        self._keep_replaced = keep_replaced
         self._portable_dtypes = portable_dtypes
         self._compression = parse_option(compression)
         self._max_inflight_bytes = max_inflight_bytes
@@ -306,7 +299,7 @@ class ZarrStorageWriter(StorageWriter):
             _commit.abandon(store, attempt, lost=isinstance(err, CheckpointExistsError))
             raise
         _commit.commit(store, attempt, root)
-        _commit.clean_after(store, attempt, keep_replaced=self._keep_replaced)
+        _commit.clean_after(store, attempt)
         metadata.storage_data = dataclasses.replace(report, seconds=time.monotonic() - self._started)
         if not root.entries:
             warn(f"the checkpoint saved to {store.url} has no entry: the state was empty")

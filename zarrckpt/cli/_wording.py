@@ -6,7 +6,7 @@ import re
 
 import click
 
-_FLAGS = re.compile(r"\b(allow_pickle|overwrite|resume|stopped)=True\b")
+_FLAGS = re.compile(r"\b(allow_pickle|overwrite|stopped)=True\b")
 _OPTIONS = re.compile(r"storage_options=\{([^{}]*)\}")
 _PAIRS = re.compile(r"'(\w+)': *'?([^,']+)'?")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt._errors import CheckpointError, StorageError
+from zarrckpt._errors import CheckpointError
 from zarrckpt.cli._by_pattern import by_pattern, dtype, shape
 from zarrckpt.cli._common import (
     json_option,
@@ -54,7 +54,6 @@ _COMPRESSIONS = {None: "keep", "none": None}
     help="Cast floating tensors, e.g. bfloat16, or 'model=bfloat16' (repeatable).",
 )
 @click.option("--compression", type=click.Choice(["zstd", "blosc", "none"]), help="Of all tensors; default: as it is.")
-@click.option("--resume", is_flag=True, help="Go on with the same copy that was broken off; begin where there is none.")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
 @target_options
 @json_option
@@ -77,7 +76,7 @@ def cp(
 
     \b
     Examples:
-      zarrckpt cp s3://bucket/run/step-100 /data/step-100 --resume
+      zarrckpt cp s3://bucket/run/step-100 /data/step-100
       zarrckpt cp run/step-100 gs://bucket/weights --include model --exclude '*.bias'
       zarrckpt cp run/step-100 weights --include model --dtype bfloat16 --max-chunk-mb 64
       zarrckpt cp run/step-100 small --compression blosc
@@ -92,28 +91,15 @@ def cp(
     if as_json:
         print_json(dataclasses.asdict(report))
         return
-    reused = f", {report.reused:,} of which were there already" if report.reused else ""
-    click.echo(f"{report.objects:,} chunks, {size_text(report.nbytes)}, copied to {report.url}{reused}")
+    click.echo(f"{report.objects:,} chunks, {size_text(report.nbytes)}, copied to {report.url}")
 
 
 def _copied(ckpt: Checkpoint, target: str, options: dict[str, Any]) -> CopyReport:
-    """Copy; warnings become lines, and who is broken off learns how to go on."""
-    copied = 0
+    """Copy; warnings become lines, and wrong options errors of usage."""
     try:
         with warnings.catch_warnings(record=True) as caught, progress_bar("copying") as bar, of_target_options():
             warnings.simplefilter("always")
-
-            def note(done: int, total: int) -> None:
-                nonlocal copied
-                copied = done
-                if bar is not None:
-                    bar(done, total)
-
-            report = ckpt.copy_to(target, progress=note, **options)
-    except (StorageError, KeyboardInterrupt):
-        if copied:
-            click.echo("What was copied is kept: the same command with --resume goes on.", err=True)
-        raise
+            report = ckpt.copy_to(target, progress=bar, **options)
     except CheckpointError:
         raise
     except ValueError as err:
