@@ -23,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that run_ranks starts
 
+from portable import save_portable
 from ranks import run_ranks, stop_ranks
 
 import zarrckpt
@@ -112,7 +113,7 @@ def _save_plain(folder: Path) -> None:
 
 
 def _save_portable(folder: Path) -> None:
-    zarrckpt.save({"tensors": tensors(), "step": 1}, folder, portable_dtypes=True)
+    save_portable({"tensors": tensors(), "step": 1}, folder)
 
 
 def _save_subchunks(folder: Path) -> None:

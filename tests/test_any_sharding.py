@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -261,6 +262,8 @@ class Case:
     inline: bool
     """Whether transfers run without threads."""
     seed: int
+    portable: bool = False
+    """Whether what is loaded is a portable copy of what was saved."""
 
     def full(self) -> dict[str, torch.Tensor]:
         torch.manual_seed(self.seed)
@@ -296,7 +299,6 @@ def cases(draw: st.DrawFn, save_world: int | None = None) -> Case:
     save_world, load_world = save_world or draw(WORLDS), draw(WORLDS)
     drawn = [draw(entries(save_world, load_world)) for _ in range(draw(st.integers(1, 6)))]
     save_options = {
-        "portable_dtypes": draw(st.booleans()),
         "max_chunk_bytes": draw(st.sampled_from([2**27, 16, 100, 1000])),
         "min_piece_bytes": draw(st.sampled_from([0, None, 40, None])),
         "fill_bytes": draw(st.sampled_from([2**25, 300, 50])),
@@ -315,6 +317,7 @@ def cases(draw: st.DrawFn, save_world: int | None = None) -> Case:
         small=draw(st.booleans()),
         inline=draw(st.integers(0, 15)) < 15,
         seed=draw(st.integers(0, 999)),
+        portable=draw(st.booleans()),
     )
 
 
@@ -413,9 +416,11 @@ def load(case: Case, full: Mapping[str, torch.Tensor]) -> None:
 
 def check_store(case: Case, full: Mapping[str, torch.Tensor], store: MemoryStore) -> None:
     """Every object has one writer, and plain zarr-python reads what was saved."""
-    twice = [key for key, times in store.writes.items() if times > 1]
-    assert not twice, f"written more than once: {twice}"
     checkpoint = zarrckpt.open("/checkpoint")
+    # A save that failed puts its marker again, which then says so.
+    twice = {key for key, times in store.writes.items() if times > 1}
+    twice = {key for key in twice if not re.fullmatch(r"@zarrckpt/\w+/zarr\.json", key) or checkpoint.save_id in key}
+    assert not twice, f"written more than once: {twice}"
     group = zarr.open_group(store.zarr_store(), mode="r")
     for name, tensor in full.items():
         path = checkpoint.node_path(f"model.{name}")
@@ -460,6 +465,8 @@ def test_every_sharding_loads_into_every_other(case: Case) -> None:
         largest = max(chunk_sizes(store), default=0)
         assert traffic.most <= max(case.save_options["max_inflight_bytes"], largest)
         check_store(case, full, store)
+        if case.portable:
+            zarrckpt.open("/checkpoint").copy_to("/checkpoint", overwrite=True, portable_dtypes=True)
         store.reads.clear()
         load(case, full)
         if case.load_options["share_reads"] and case.inline:
@@ -603,7 +610,8 @@ class FailingStore(MemoryStore):
     def _count(self) -> None:
         self._calls += 1
         if self._calls == self.fault.place:
-            self.fault.happens(current_rank())
+            # A process alone begins its save in another thread, which has no rank.
+            self.fault.happens(max(current_rank(), 0))
 
 
 def failures(function: Callable[[], object]) -> set[int]:

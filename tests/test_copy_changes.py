@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_peaks import peak_of
+from portable import save_portable
+from random_tensors import random_tensor
 from store_servers import S3Place
 
 import zarrckpt
+from zarrckpt._dtypes import DTYPES
 from zarrckpt.cli import main
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -52,13 +56,13 @@ def _tables(ckpt: zarrckpt.Checkpoint) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    "saved", [{}, {"compression": "blosc"}, {"portable_dtypes": True}], ids=["", "blosc", "portable"]
+    "save", [zarrckpt.save, partial(zarrckpt.save, compression="blosc"), save_portable], ids=["", "blosc", "portable"]
 )
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_the_same_values_in_other_chunks(tmp_path: Path, saved: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_the_same_values_in_other_chunks(tmp_path: Path, save: Callable[..., Any], changes: dict[str, Any]) -> None:
     if "chunks" in changes and isinstance(changes["chunks"], dict):
         changes = {**changes, "chunks": {"model.w": (100, 70), "model.b": (-1,)}}
-    zarrckpt.save(_state(), tmp_path / "one", **saved)
+    save(_state(), tmp_path / "one")
     one = zarrckpt.open(tmp_path / "one")
     seen: list[tuple[int, int]] = []
     report = one.copy_to(tmp_path / "two", progress=lambda *done: seen.append(done), **changes)
@@ -129,6 +133,26 @@ def test_casts_are_those_of_torch(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(found[key], value) and found[key].dtype == value.dtype for key, value in rest.items())
     assert torch.isnan(found["nan"].float())[0] and found["nan"].float()[3:].signbit().tolist() == [True, False]
     assert report.overflowed == {} and found["nan"].dtype == dtype
+
+
+def test_portable_copies_have_the_same_bytes(tmp_path: Path) -> None:
+    state = {name: random_tensor(name, (9, 4)) for name in DTYPES}
+    zarrckpt.save(state, tmp_path / "one")
+    one = zarrckpt.open(tmp_path / "one")
+    arguments = ["cp", str(tmp_path / "one"), str(tmp_path / "two"), "--portable"]
+    assert CliRunner().invoke(main, arguments, catch_exceptions=False).exit_code == 0
+    two = zarrckpt.open(tmp_path / "two")
+    assert two.verify() and one.diff(two) and _tables(one) == _tables(two)
+    for name, tensor in state.items():
+        assert two[name].dtype.name == DTYPES[name].portable_name
+        chunks = [(tmp_path / place / name / "c.0.0").read_bytes() for place in ("one", "two")]
+        assert chunks[0] == chunks[1] and torch.equal(_bits(two.load(name)[name]), _bits(tensor))
+    # A copy of them is portable as well, unless its types are cast.
+    two.copy_to(tmp_path / "three", chunks=(3, 4), dtype={"float8_e5m2": "float16", "float32": "bfloat16"})
+    three = zarrckpt.open(tmp_path / "three")
+    names = ("bfloat16", "float8_e5m2", "float8_e4m3fn", "float32")
+    assert [three[name].dtype.name for name in names] == ["uint16", "float16", "uint8", "bfloat16"]
+    assert three.verify() and torch.equal(_bits(three.load("bfloat16")["bfloat16"]), _bits(state["bfloat16"]))
 
 
 def test_values_beyond_the_range_are_counted(tmp_path: Path) -> None:

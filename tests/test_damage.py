@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from portable import save_portable
 
 import zarrckpt
 from benchmarks.s3_server import served
@@ -84,6 +85,7 @@ class Kind:
     state: Callable[[int], dict[str, Any]]
     options: dict[str, Any]
     overwritten: bool = False
+    portable: bool = False
 
 
 KINDS = {
@@ -91,7 +93,7 @@ KINDS = {
     "subchunks": Kind(large, {}),
     "zstd": Kind(compressible, {"compression": "zstd"}),
     "blosc": Kind(compressible, {"compression": "blosc", "max_chunk_bytes": 300_000}),
-    "portable": Kind(narrow, {"portable_dtypes": True}),
+    "portable": Kind(narrow, {}, portable=True),
     "tree": Kind(small, {"max_chunk_bytes": 256}, overwritten=True),
 }
 
@@ -127,10 +129,11 @@ def subject(kind: str, url: str, storage_options: dict[str, Any] | None = None) 
     first = url if made.overwritten else f"{url}-older"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        old = zarrckpt.save(made.state(1), first, durable=False, **options)
+        save: Callable[..., zarrckpt.SaveReport] = save_portable if made.portable else zarrckpt.save
+        old = save(made.state(1), first, durable=False, **options)
         store, other = (open_store(place, storage_options=storage_options, durable=False) for place in (url, first))
         earlier = {info.key: other.get(info.key) for info in other.list()}
-        report = zarrckpt.save(made.state(2), url, overwrite=True, durable=False, **options)
+        report = save(made.state(2), url, durable=False, **options, **({"overwrite": True} if made.overwritten else {}))
     prefixes = (report.save_id, f"@{report.save_id}/") if made.overwritten else (report.save_id, "")
     objects = {info.key: store.get(info.key) for info in store.list() if _belongs(info.key, *prefixes)}
     older = {}

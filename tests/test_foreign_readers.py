@@ -12,6 +12,7 @@ import pytest
 import tensorstore
 import torch
 import zarr
+from portable import save_portable
 from random_tensors import random_tensor
 from store_servers import REGION, S3Place
 
@@ -129,7 +130,7 @@ def test_xarray_opens_a_group(saved: Saved, found: dict[str, Any]) -> None:
 
 def test_portable_dtypes_need_no_package(tmp_path: Path) -> None:
     url, state = str(tmp_path / "ck"), {name: random_tensor(name, (3, 4)) for name in DTYPES}
-    zarrckpt.save(state, url, portable_dtypes=True)
+    save_portable(state, url)
     (found,) = plain_readers.call(tmp_path, ("zarr_without_the_package", {"url": url}))
     for name, tensor in state.items():
         _, shape, data = bits(tensor)

@@ -23,7 +23,7 @@ LAZY_TORCH = {"_values"}
 """Modules that use torch where it has been imported already, from inside functions."""
 
 CLIENTS = {
-    "zarr": {"_strict_store", "_zarr_codecs", "_zarr_dtypes", "_store._zarr", "_store._zarr_readers"},
+    "zarr": {"_strict_store", "_zarr_dtypes", "_store._zarr", "_store._zarr_readers"},
     "obstore": {"_store._obstore", "_store._obstore_client"},
     "fsspec": {"_store._fsspec_filesystem"},
 }

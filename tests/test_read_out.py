@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from memory_peaks import peak_of
+from portable import save_portable
 from store_servers import S3Place
 
 import zarrckpt
@@ -31,10 +32,13 @@ def _state() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=[{}, {"compression": "zstd"}, {"max_chunk_bytes": 70_000}, {"portable_dtypes": True}])
+@pytest.fixture(params=[{}, {"compression": "zstd"}, {"max_chunk_bytes": 70_000}, None])
 def ckpt(tmp_path: Path, request: pytest.FixtureRequest) -> zarrckpt.Checkpoint:
-    """A checkpoint whose chunks are stored in several ways."""
-    zarrckpt.save(_state(), tmp_path / "ckpt", **request.param)
+    """A checkpoint whose chunks are stored in several ways; None: of portable arrays."""
+    if request.param is None:
+        save_portable(_state(), tmp_path / "ckpt")
+    else:
+        zarrckpt.save(_state(), tmp_path / "ckpt", **request.param)
     return zarrckpt.open(tmp_path / "ckpt")
 
 

@@ -40,7 +40,6 @@ def save(
     store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
     credential_provider: Callable[..., Any] | None = None,
-    portable_dtypes: bool = False,
     compression: CompressionOption = None,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     min_piece_bytes: int | None = None,
@@ -76,7 +75,6 @@ def save(
             (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
         credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
             Default: they are deleted after the commit, and such readers get CheckpointReplacedError.
-        portable_dtypes: keep bfloat16 and float8 as unsigned integers, for readers that know neither (default False).
         compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
             ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``); tensors are compressed, values are not.
         max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
@@ -111,7 +109,6 @@ def save(
         store=store,
         storage_options=storage_options,
         credential_provider=credential_provider,
-        portable_dtypes=portable_dtypes,
         compression=compression,
         max_chunk_bytes=max_chunk_bytes,
         min_piece_bytes=min_piece_bytes,

@@ -258,7 +258,9 @@ class Checkpoint(Mapping[str, Any]):
 
         patterns = () if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
         names = select(self._names, patterns, self.url) if patterns else list(self._names)
-        return load_state(self._catalog, names, device, allow_pickle=self._allow_pickle, progress=progress)
+        paths = {fqn: self._catalog.root.state_path(fqn) for fqn in names}
+        limits: dict[str, Any] = {"max_inflight_bytes": DEFAULT_MAX_INFLIGHT_BYTES, "progress": progress}
+        return load_state(self._catalog, paths, device, allow_pickle=self._allow_pickle, **limits)
 
     def copy_to(
         self,
@@ -269,6 +271,7 @@ class Checkpoint(Mapping[str, Any]):
         max_chunk_bytes: int | None = None,
         dtype: DTypeOption = None,
         compression: CompressionOption = "keep",
+        portable_dtypes: bool = False,
         store: object | None = None,
         storage_options: Mapping[str, Any] | None = None,
         credential_provider: Callable[..., Any] | None = None,
@@ -291,6 +294,8 @@ class Checkpoint(Mapping[str, Any]):
                 nearest even; one beyond the dtype's range becomes infinite (NaN where the dtype has no infinity), which
                 is counted in the report, with a UserWarning. Left alone: float8_e8m0fnu, and what is not floating.
             compression: of all tensors, as in :func:`save`: None takes it away; ``"keep"`` leaves it.
+            portable_dtypes: keep bfloat16 and float8 as unsigned integers of their size, bit for bit, for Zarr readers
+                that know neither. Loads give tensors of the real dtype all the same.
             max_inflight_bytes: bound on the memory (default 512 MiB, at least one chunk and what it is made from).
             progress: called as ``progress(bytes_done, bytes_total)``.
 
@@ -303,8 +308,15 @@ class Checkpoint(Mapping[str, Any]):
         from zarrckpt._copying import copy_checkpoint
 
         tensors = {fqn: node for fqn, node in self._catalog.root.tensors.items() if fqn in self._names}
-        options: dict[str, Any] = {"max_chunk_bytes": max_chunk_bytes, "dtype": dtype, "compression": compression}
-        changes = parse_changes(tensors, self.url, chunks=chunks, **options)
+        changes = parse_changes(
+            tensors,
+            self.url,
+            chunks=chunks,
+            max_chunk_bytes=max_chunk_bytes,
+            dtype=dtype,
+            compression=compression,
+            portable_dtypes=portable_dtypes,
+        )
         target = StoreSpec(url, store, storage_options, credential_provider).open()
         limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
         report = copy_checkpoint(self._catalog, list(self._names), target, changes, overwrite=overwrite, **limits)
@@ -360,11 +372,13 @@ class Checkpoint(Mapping[str, Any]):
         """Write the nested state dict, or the part of it that patterns mean, as a file of ``torch.save``.
 
         ``torch.load`` reads it with its defaults, ``mmap=True`` too; values of kinds that ``weights_only=True`` refuses
-        (numpy's, for one) need ``weights_only=False``. The file appears under its name when it is whole. Needs torch.
+        (numpy's, for one) need ``weights_only=False``. The file appears under its name when it is whole. Needs torch,
+        and memory for all that is written: :meth:`to_safetensors` and :meth:`to_dcp` need less.
 
         Args:
             path: a local file.
             overwrite: replace a file that is there.
+            max_inflight_bytes: bound on the memory beyond what is written (default 128 MiB).
 
         The other arguments are those of :meth:`to_safetensors`; entries that are no tensors are written, too.
 
@@ -375,8 +389,8 @@ class Checkpoint(Mapping[str, Any]):
         from zarrckpt._torch_file import export
 
         limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
-        part = self.select(*patterns)
-        return export(*part._exported(strip), local_path(path), overwrite=overwrite, **limits)
+        limits |= {"overwrite": overwrite, "allow_pickle": self._allow_pickle}
+        return export(self._catalog, self.select(*patterns)._stripped(strip), local_path(path), **limits)
 
     def to_dcp(
         self,
@@ -404,11 +418,8 @@ class Checkpoint(Mapping[str, Any]):
 
         limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
         part = self.select(*patterns)
-        return export(*part._exported(strip), local_path(folder), overwrite=overwrite, **limits)
-
-    def _exported(self, strip: str) -> tuple[Catalog, dict[str, StatePath], dict[str, Any]]:
-        """What an export of all entries takes: where they are, where each goes, the values."""
-        return self._catalog, self._stripped(strip), dict(self.non_tensors)
+        values = dict(part.non_tensors)
+        return export(self._catalog, part._stripped(strip), values, local_path(folder), overwrite=overwrite, **limits)
 
     def _stripped(self, prefix: str) -> dict[str, StatePath]:
         """Where the entries go without a beginning of their names."""
@@ -580,12 +591,7 @@ class Checkpoint(Mapping[str, Any]):
         node = root.tensors[fqn].under(root.tree)
         # Built from the root's consolidated metadata: no request.
         document: Any = node.document()
-        array: Any = AsyncArray(document, StorePath(self._zarr_store, node.path))
-        if node.compression is not None:
-            from zarrckpt._zarr_codecs import check_decoding
-
-            check_decoding(array, f"array {node.path!r} in {self.url}")
-        return zarr.Array(array)
+        return zarr.Array(AsyncArray(document, StorePath(self._zarr_store, node.path)))
 
 
 def open(

@@ -35,6 +35,8 @@ class Changes:
     compress: bool = False
     compression: Compression | None = None
     """Of all tensors, where ``compress``."""
+    portable: bool = False
+    """Whether types that few readers know become unsigned integers of their size."""
 
     def node(self, fqn: str, old: ArrayNode) -> ArrayNode:
         """A tensor's array in the copy."""
@@ -43,7 +45,8 @@ class Changes:
         compression = self.compression if self.compress else old.compression
         if not compressible(grid, dtype):
             compression = None
-        return ArrayNode(old.path, grid, dtype, old.portable and dtype.portable is not dtype, compression)
+        portable = (self.portable or old.portable) and dtype.portable is not dtype
+        return ArrayNode(old.path, grid, dtype, portable, compression)
 
     def _grid(self, fqn: str, old: Grid, itemsize: int) -> Grid:
         shape = old.shape
@@ -64,6 +67,7 @@ def parse_changes(
     max_chunk_bytes: int | None,
     dtype: DTypeOption,
     compression: CompressionOption,
+    portable_dtypes: bool,
 ) -> Changes:
     """The options of ``Checkpoint.copy_to``, for these tensors; ``where`` says in errors whose they are.
 
@@ -78,6 +82,7 @@ def parse_changes(
         max_chunk_bytes,
         compress,
         parse_option(compression) if compress else None,
+        portable_dtypes,
     )
 
 

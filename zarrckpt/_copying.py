@@ -101,7 +101,12 @@ class _Copy:
         self._keys: list[str] = []
         self._nbytes = 0
         old = {node.path: node for node in source.root.arrays()}
-        self._remade = {node.path: _Remade(old[node.path], node) for node in root.arrays() if node != old[node.path]}
+        # A portable array has the same bytes under another type's name.
+        self._remade = {
+            node.path: _Remade(old[node.path], node)
+            for node in root.arrays()
+            if dataclasses.replace(node, portable=old[node.path].portable) != old[node.path]
+        }
 
     def run(self) -> None:
         """Put all chunks and documents."""

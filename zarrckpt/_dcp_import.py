@@ -34,7 +34,6 @@ from zarrckpt._errors import (
     UnsupportedFormatError,
 )
 from zarrckpt._held import HeldPieces
-from zarrckpt._mapped import MappedFiles
 from zarrckpt._state_path import StatePath
 
 METADATA = ".metadata"
@@ -64,9 +63,8 @@ _CLASSES = {
 class DcpFolder:
     """The entries of a folder; tensors are views of its files."""
 
-    def __init__(self, path: Path, mapped: MappedFiles, *, allow_pickle: bool) -> None:
+    def __init__(self, path: Path, *, allow_pickle: bool) -> None:
         self._path = path
-        self._mapped = mapped
         self._allow_pickle = allow_pickle
         self._metadata = _read_metadata(path, allow_pickle)
         self._files: dict[str, torch.UntypedStorage] = {}
@@ -165,7 +163,6 @@ class DcpFolder:
                 raise CorruptCheckpointError(f"{self._path / METADATA} names {name!r}, which is no file of the folder")
             storage: Any = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
             self._files[name] = storage
-            self._mapped.add([torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)])
         return self._files[name]
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from zarrckpt._distributed import Ranks
 from zarrckpt._documents import NODE
 from zarrckpt._errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeValueError, UnsupportedValueError
 from zarrckpt._flatten import flatten
-from zarrckpt._mapped import MappedFiles
 from zarrckpt._matching import select
 from zarrckpt._planner import ZarrSavePlanner
 from zarrckpt._report import SaveReport
@@ -42,7 +40,8 @@ def import_checkpoint(
 ) -> SaveReport:
     """Save what another library's files hold as a checkpoint. Runs in one process.
 
-    Files are mapped into memory, and what is saved is read as it is written: memory does not grow with the model.
+    Files are mapped into memory, and what is saved is read as it is written: what the process allocates does not grow
+    with the model. The system takes the pages of such files back when memory is short.
 
     Args:
         source: a ``.safetensors`` file; a folder of them, with or without Hugging Face's index; a folder of
@@ -61,15 +60,13 @@ def import_checkpoint(
     """
     path = Path(source)
     ranks = Ranks(options.pop("process_group", None), options.pop("no_dist", False))
-    with ExitStack() as files:
-        mapped = MappedFiles()
-        paths, leaf = _source(path, files, mapped, allow_pickle)
-        wanted = select(paths, keys, str(path)) if keys else [*paths]
-        above = prefix.split(".") if prefix else []
-        entries = {fqn: leaf(fqn) for fqn in wanted}
-        named = {fqn: _below(above, paths[fqn]) for fqn in wanted}
-        planner = _FlatPlanner({named[fqn].fqn: entries[fqn] for fqn in wanted}, named.values())
-        return save_with(planner, {}, ZarrStorageWriter(url, progress=mapped.follow(progress), **options), ranks)
+    paths, leaf = _source(path, allow_pickle)
+    wanted = select(paths, keys, str(path)) if keys else [*paths]
+    above = prefix.split(".") if prefix else []
+    entries = {fqn: leaf(fqn) for fqn in wanted}
+    named = {fqn: _below(above, paths[fqn]) for fqn in wanted}
+    planner = _FlatPlanner({named[fqn].fqn: entries[fqn] for fqn in wanted}, named.values())
+    return save_with(planner, {}, ZarrStorageWriter(url, progress=progress, **options), ranks)
 
 
 class _FlatPlanner(ZarrSavePlanner):
@@ -95,38 +92,35 @@ _Source = tuple[Mapping[str, StatePath], Callable[[str], Any]]
 """Where each entry is to be, by flat name; and what gives an entry."""
 
 
-def _source(path: Path, files: ExitStack, mapped: MappedFiles, allow_pickle: bool) -> _Source:
+def _source(path: Path, allow_pickle: bool) -> _Source:
     if path.is_dir() and (path / METADATA).is_file():
-        folder = DcpFolder(path, mapped, allow_pickle=allow_pickle)
+        folder = DcpFolder(path, allow_pickle=allow_pickle)
         return folder.paths, folder.leaf
     if path.is_dir():
-        found = _merged(path, files, mapped)
+        found = _merged(path)
     elif not path.is_file():
         raise CheckpointNotFoundError(f"there is no file {path}")
     elif path.suffix == SUFFIX:
-        found = _safetensors(path, files, mapped)
+        found = _safetensors(path)
     else:
         leaves, paths = flatten(for_save(_torch_file(path, allow_pickle)).state)
-        mapped.add(leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
         return paths, leaves.__getitem__
     return {name: StatePath((name,), (DICT,)) for name in found}, found.__getitem__
 
 
-def _safetensors(path: Path, files: ExitStack, mapped: MappedFiles) -> dict[str, torch.Tensor]:
+def _safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as err:
         raise ModuleNotFoundError("reading safetensors files needs safetensors: pip install safetensors") from err
     try:
-        file = files.enter_context(safe_open(path, framework="pt"))
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except SafetensorError as err:
         raise CorruptCheckpointError(f"{path} is no whole safetensors file: {err}") from err
-    mapped.add(found.values())
-    return found
 
 
-def _merged(folder: Path, files: ExitStack, mapped: MappedFiles) -> dict[str, torch.Tensor]:
+def _merged(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder. Raises CorruptCheckpointError where its index says otherwise."""
     index = folder / INDEX
     wanted: dict[str, str] | None = None
@@ -143,7 +137,7 @@ def _merged(folder: Path, files: ExitStack, mapped: MappedFiles) -> dict[str, to
         path = folder / name
         if Path(name).name != name or not path.is_file():
             raise CorruptCheckpointError(f"{index} names {name!r}, which is no file of {folder}")
-        for key, tensor in _safetensors(path, files, mapped).items():
+        for key, tensor in _safetensors(path).items():
             if wanted is None or wanted.get(key) == name:
                 if key in found:
                     raise CorruptCheckpointError(f"two files in {folder} have a tensor {key!r}")

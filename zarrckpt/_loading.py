@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,21 +11,28 @@ import torch
 from zarrckpt._arrays import read_arrays
 from zarrckpt._catalog import Catalog
 from zarrckpt._flatten import build
+from zarrckpt._state_path import StatePath
 from zarrckpt._tensors import torch_dtype
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
+from zarrckpt._transfer import Progress
 
 
 def load_state(
-    catalog: Catalog, fqns: Sequence[str], device: Any, *, allow_pickle: bool, progress: Progress | None
+    catalog: Catalog,
+    paths: Mapping[str, StatePath],
+    device: Any,
+    *,
+    allow_pickle: bool,
+    max_inflight_bytes: int,
+    progress: Progress | None,
 ) -> dict[str, Any]:
-    """Read entries, see :meth:`Checkpoint.load`. Tensors arrive in CPU memory first."""
+    """Read entries, fqn -> where they go, see :meth:`Checkpoint.load`. Tensors arrive in CPU memory first."""
     root, device = catalog.root, torch.device(device)  # a device that is none fails before anything is read
-    values = {fqn: catalog.read_object(fqn, allow_pickle=allow_pickle) for fqn in fqns if fqn in root.objects}
-    arrays = read_arrays(catalog, [fqn for fqn in fqns if fqn in root.tensors], DEFAULT_MAX_INFLIGHT_BYTES, progress)
+    values = {fqn: catalog.read_object(fqn, allow_pickle=allow_pickle) for fqn in paths if fqn in root.objects}
+    arrays = read_arrays(catalog, [fqn for fqn in paths if fqn in root.tensors], max_inflight_bytes, progress)
     for fqn in list(arrays):
         # One after the other: what is on the device already is needed no more here.
         array = arrays.pop(fqn)
         raw = torch.from_numpy(array.reshape(-1).view(np.uint8))
         values[fqn] = raw.view(torch_dtype(root.tensors[fqn])).reshape(array.shape).to(device)
-    state: dict[str, Any] = build((root.state_path(fqn), values[fqn]) for fqn in fqns) if fqns else {}
+    state: dict[str, Any] = build((path, values[fqn]) for fqn, path in paths.items()) if paths else {}
     return state

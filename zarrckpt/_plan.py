@@ -112,7 +112,6 @@ def plan_save(
     ranks: Sequence[RankItems],
     paths: Mapping[str, StatePath],
     *,
-    portable_dtypes: bool = False,
     compression: Compression | None = None,
     sizes: Sizes | None = None,
 ) -> SavePlans:
@@ -122,7 +121,7 @@ def plan_save(
     UnsupportedLayoutError naming the fqn where the ranks' boxes overlap, or do not cover the tensor.
     """
     with _no_collection():
-        return _plan_save(ranks, paths, portable_dtypes, compression, sizes or Sizes())
+        return _plan_save(ranks, paths, compression, sizes or Sizes())
 
 
 @contextmanager
@@ -140,7 +139,6 @@ def _no_collection() -> Iterator[None]:
 def _plan_save(
     ranks: Sequence[RankItems],
     paths: Mapping[str, StatePath],
-    portable_dtypes: bool,
     compression: Compression | None,
     sizes: Sizes,
 ) -> SavePlans:
@@ -156,9 +154,8 @@ def _plan_save(
     spreads = []
     for fqn, tensor in held.tensors.items():
         grid = grids.of(tensor)
-        portable = portable_dtypes and tensor.dtype.portable is not tensor.dtype
         chosen = compression if compressible(grid, tensor.dtype) else None
-        tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen)
+        tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, compression=chosen)
         spreads.append(Spread(fqn, grid, tensor.dtype.itemsize, tensor.held, tensor.whole))
     layout = Layout(entries, node_paths, tensors, frozenset(held.objects), len(ranks), held.hollow)
     dealt = deal(spreads, len(ranks))

@@ -53,7 +53,6 @@ class ZarrStorageWriter(StorageWriter):
         store: a ready ``zarr.abc.store.Store`` instead of a url.
         storage_options: options of the store, under the names of fsspec or obstore (``docs/how-to/stores.md``).
         credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
-        portable_dtypes: keep bfloat16 and float8 as unsigned integers, for readers that know neither.
         compression: None, ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
             ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``); tensors are compressed, values are not.
         max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
@@ -78,7 +77,6 @@ class ZarrStorageWriter(StorageWriter):
         store: object | None = None,
         storage_options: Mapping[str, Any] | None = None,
         credential_provider: Callable[..., Any] | None = None,
-        portable_dtypes: bool = False,
         compression: CompressionOption = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         min_piece_bytes: int | None = None,
@@ -93,7 +91,6 @@ class ZarrStorageWriter(StorageWriter):
         self._sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
         self._spec = StoreSpec(url, store, storage_options, credential_provider, durable, concurrency)
         self._overwrite = overwrite
-        self._portable_dtypes = portable_dtypes
         self._compression = parse_option(compression)
         self._max_inflight_bytes = max_inflight_bytes
         self._progress = progress
@@ -166,7 +163,7 @@ class ZarrStorageWriter(StorageWriter):
         hold differently under one name.
         """
         told = _mail.all_facts(plans)
-        options = (self._portable_dtypes, self._compression, self._sizes)
+        options = (self._compression, self._sizes)
         again = self._reuse.again(plans, told, options) if self._reuse is not None else None
         if again is not None:
             self._layout = again.layout
@@ -174,13 +171,7 @@ class ZarrStorageWriter(StorageWriter):
             return [dataclasses.replace(plan, items=[], storage_data=(None, ticket, again.key)) for plan in plans]
         plans = whole_plans(plans if self._reuse is None else self._reuse.restored(plans))
         held = all_items(plans, told)
-        planned = _plan.plan_save(
-            held,
-            state_paths(plans),
-            portable_dtypes=self._portable_dtypes,
-            compression=self._compression,
-            sizes=self._sizes,
-        )
+        planned = _plan.plan_save(held, state_paths(plans), compression=self._compression, sizes=self._sizes)
         _warn_of(planned.differing)
         self._layout = planned.layout
         ticket = self._ticket(told, planned.moves)

@@ -54,6 +54,12 @@ _COMPRESSIONS = {None: "keep", "none": None}
     help="Cast floating tensors, e.g. bfloat16, or 'model=bfloat16' (repeatable).",
 )
 @click.option("--compression", type=click.Choice(["zstd", "blosc", "none"]), help="Of all tensors; default: as it is.")
+@click.option(
+    "--portable",
+    "portable_dtypes",
+    is_flag=True,
+    help="Keep bfloat16 and float8 as unsigned integers, for readers that know neither.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
 @target_options
 @json_option
