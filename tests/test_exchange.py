@@ -10,7 +10,8 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -46,7 +47,7 @@ from uneven_states import (
 )
 
 import zarrckpt
-from zarrckpt import ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter, _exchange
+from zarrckpt import CheckpointError, ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter, _exchange
 from zarrckpt._exchange import Channel, MeshId, PeerLost
 from zarrckpt._store._local import LocalStore
 
@@ -86,6 +87,23 @@ class Swaps:
         if self.count == self._number:
             self._act()
         return self._swap(*args)
+
+
+@contextlib.contextmanager
+def altered_message(rank: int) -> Iterator[None]:
+    """On one rank, a bit of the first message that it receives has changed on its way."""
+    swap, left = Channel.swap, [1]
+
+    def altered(*args: Any) -> Any:
+        received = swap(*args)
+        if dist.get_rank() == rank and received and left[0]:
+            left[0] = 0
+            received[0][len(received[0]) // 2] ^= 4
+        return received
+
+    with patch.object(Channel, "swap", altered):
+        yield
+    assert left[0] == (dist.get_rank() != rank)
 
 
 # -- one mesh for all saves, none where nothing moves
@@ -632,3 +650,29 @@ def _one_after_the_other(folder: str, seed: int) -> list[str]:
 
 def test_random_layouts_one_after_the_other(tmp_path: Path) -> None:
     assert run_ranks(_one_after_the_other, str(tmp_path), 1, timeout=400) == [[]] * 4
+
+
+# -- what is altered on its way
+
+
+def _altered_on_its_way(url: str) -> list[str]:
+    state = uneven_state(1)
+    with altered_message(2), pytest.raises(CheckpointError, match=r"rank \d.* rank 2") as caught:
+        zarrckpt.save(state, url)
+    assert not opens(url) and "failed on rank 2" in str(caught.value.__notes__)
+    zarrckpt.save(state, url)
+    wrong = _wrong(url, 1)
+    target = uneven_state(-1)
+    clear(target)
+    with altered_message(2), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        zarrckpt.load(target, url, share_reads=True)
+    # It has read from the store what did not arrive.
+    assert held_of(target) == held_of(state)
+    assert any("altered" in str(one.message) for one in told) == (dist.get_rank() == 2)
+    zarrckpt.load(target, url, share_reads=True)
+    return wrong
+
+
+def test_what_is_altered_between_ranks_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    assert not any(run_ranks(_altered_on_its_way, str(tmp_path / "run")))

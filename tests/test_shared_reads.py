@@ -524,7 +524,7 @@ class UnwellReader(ZarrStorageReader):
 @contextmanager
 def failing(where: str, rank: int, error: Exception, after: int) -> Iterator[None]:
     """On one rank, a function fails after so many calls."""
-    place, name = {"swap": (_exchange.Channel, "swap"), "fetch": (_reading, "fetch"), "deliver": (_reading, "deliver")}[
+    place, name = {"swap": (_exchange.Channel, "swap"), "fetch": (_reading, "fetch"), "check": (_reading, "unpacked")}[
         where
     ]
     function = getattr(place, name)
@@ -560,7 +560,7 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
     def load() -> None:
         dcp.load(target, storage_reader=reader, planner=planner)
 
-    if where in ("swap", "fetch", "deliver"):
+    if where in ("swap", "fetch", "check"):
         with failing(where, rank, error, after=1 if where == "swap" else 9):
             failed = _failures(load)
     else:
@@ -576,7 +576,7 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
 
 @pytest.mark.parametrize(
     ("how", "rank"),
-    [("resolve", 2), ("read_data", 1), ("read_data", 0), ("swap", 3), ("fetch", 1), ("deliver", 0), ("lost", 2)],
+    [("resolve", 2), ("read_data", 1), ("read_data", 0), ("swap", 3), ("fetch", 1), ("check", 0), ("lost", 2)],
 )
 def test_who_fails_is_named_alone_and_the_others_read_for_themselves(how: str, rank: int, tmp_path: Path) -> None:
     """Before it reads, between two rounds, while it fetches or copies; or where it only loses its peers ("lost")."""
