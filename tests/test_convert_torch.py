@@ -119,6 +119,9 @@ def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
     for target in ("s3://bucket/x.pt", "/proc/none/x.pt", tmp_path / "x.pt" / "y.pt"):
         with pytest.raises(zarrckpt.StorageError):
             one.to_torch_save(target)
+    (tmp_path / "full.pt.part").symlink_to("/dev/full")
+    with pytest.raises(zarrckpt.StorageError):
+        one.to_torch_save(tmp_path / "full.pt")
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "three", "x.pt"}
 
 

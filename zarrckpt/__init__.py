@@ -12,6 +12,7 @@ from zarrckpt._errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointPinnedError,
     CheckpointRemovedError,
     CheckpointReplacedError,
     CorruptCheckpointError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from zarrckpt._cleaning import RecoverReport, recover, remove
     from zarrckpt._importing import import_checkpoint
     from zarrckpt._per_rank import PerRank
+    from zarrckpt._pins import pin, unpin
     from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner
     from zarrckpt._planning import plan_report
     from zarrckpt._reader import ZarrStorageReader
@@ -50,6 +52,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointPinnedError",
     "CheckpointRemovedError",
     "CheckpointReplacedError",
     "CorruptCheckpointError",
@@ -80,10 +83,12 @@ __all__ = [
     "latest",
     "load",
     "open",
+    "pin",
     "plan_report",
     "recover",
     "remove",
     "save",
+    "unpin",
 ]
 
 _LAZY = {
@@ -104,10 +109,12 @@ _LAZY = {
     "latest": "_checkpoint",
     "load": "_api",
     "open": "_checkpoint",
+    "pin": "_pins",
     "plan_report": "_planning",
     "recover": "_cleaning",
     "remove": "_cleaning",
     "save": "_api",
+    "unpin": "_pins",
 }
 _NEED_TORCH = {"_importing", "_per_rank", "_planner", "_planning", "_reader", "_writer", "_async", "_api"}
 

@@ -35,6 +35,7 @@ def save(
     url: str | os.PathLike[str] | None = None,
     *,
     overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     store: object | None = None,
@@ -65,6 +66,9 @@ def save(
         url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
             committed. False, the default: raise CheckpointExistsError.
+        metadata: what to keep with the checkpoint, for people and programs that choose among several: a dict of JSON
+            types such as ``{"step": 7, "val_loss": 2.1}``, at most 64 KiB. Tensors and numpy values of one element are
+            taken as numbers. ``Checkpoint.metadata``, ``zarrckpt info`` and ``ls`` show it. The coordinator's counts.
         process_group: the ranks that save together (default: all); each of them calls, the others do not.
         no_dist: this process saves alone, whatever process group there is: nothing waits for other ranks, which need
             not call it. For calls on one rank, as Lightning makes them, and for a checkpoint of each rank, each at a
@@ -106,6 +110,7 @@ def save(
     writer = ZarrStorageWriter(
         url,
         overwrite,
+        metadata=metadata,
         store=store,
         storage_options=storage_options,
         credential_provider=credential_provider,

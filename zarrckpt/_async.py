@@ -198,6 +198,7 @@ def async_save(
     url: str | os.PathLike[str] | None = None,
     *,
     overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     store: object | None = None,
@@ -229,13 +230,15 @@ def async_save(
         url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
             committed. False, the default: CheckpointExistsError.
+        metadata: what to keep with the checkpoint, for people and programs that choose among several: a dict of JSON
+            types such as ``{"step": 7, "val_loss": 2.1}``, at most 64 KiB. Tensors and numpy values of one element are
+            taken as numbers. ``Checkpoint.metadata``, ``zarrckpt info`` and ``ls`` show it. The coordinator's counts.
         process_group: the ranks that save together (default: all); each of them calls, the others do not.
         no_dist: this process saves alone, as in :func:`zarrckpt.save`.
         store: a ready ``zarr.abc.store.Store`` instead of a url.
         storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
             (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
         credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
-            Default: they are deleted after the commit, and such readers get CheckpointReplacedError.
         compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec
             (``docs/how-to/compression.md``); tensors are compressed, values are not.
         max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
@@ -269,6 +272,7 @@ def async_save(
     writer = ZarrStorageWriter(
         url,
         overwrite,
+        metadata=metadata,
         store=store,
         storage_options=storage_options,
         credential_provider=credential_provider,

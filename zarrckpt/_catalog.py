@@ -142,7 +142,7 @@ class Catalog:
 
     def writers(self) -> dict[str, RawArray]:
         """Which rank wrote each chunk: node path -> uint32 array in the shape of the chunk grid. One request."""
-        table = self.read_table(WRITERS, self.root.writers)
+        table = self.read_writers()
         out, first = {}, 0
         for node in self.root.arrays():
             count = math.prod(node.grid.counts)
@@ -150,19 +150,26 @@ class Catalog:
             first += count
         return out
 
+    def read_writers(self) -> RawArray:
+        """The table of writers, which the root does not bind: it is for people. Raises CorruptCheckpointError."""
+        return self._read_table(WRITERS, sum(node.grid.num_chunks for node in self.root.arrays()), None)
+
     def read_table(self, name: str, table: Table) -> RawArray:
         """A table, checked against the root. Raises CorruptCheckpointError."""
-        if table.length == 0:
+        return self._read_table(name, table.length, table.crc32c)
+
+    def _read_table(self, name: str, length: int, crc: int | None) -> RawArray:
+        if length == 0:
             return np.zeros(0, "<u4")
-        key = table_node(self.root.save_id, name, table.length).chunk_key((0,))
+        key = table_node(self.root.save_id, name, length).chunk_key((0,))
         with self.guard():
             try:
                 data = self.store.get(key)
             except ObjectNotFoundError as err:
                 raise CorruptCheckpointError(f"the {name} table {key!r} is missing in {self.store.url}") from err
             stored = np.frombuffer(data, np.uint8)
-            whole = len(stored) == 4 * table.length + CRC_BYTES
-            if not whole or stored_crc(stored) != table.crc32c:
+            found = stored_crc(stored) if len(stored) == 4 * length + CRC_BYTES else None
+            if found is None or found != (found if crc is None else crc):
                 raise CorruptCheckpointError(f"the {name} table {key!r} in {self.store.url} is not what was saved")
         return stored[:-CRC_BYTES].view("<u4")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -144,6 +145,11 @@ class Checkpoint(Mapping[str, Any]):
         except CheckpointError:
             stored = None
         return info_of(self.url, self._catalog.root, self._names, stored)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What was given to the save as ``metadata``: a dict of JSON types, a new one each time."""
+        return copy.deepcopy(dict(self._catalog.root.metadata))
 
     def __getitem__(self, fqn: str) -> Any:
         root = self._catalog.root

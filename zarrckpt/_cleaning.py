@@ -11,11 +11,11 @@ from typing import Any
 
 from zarrckpt import _commit
 from zarrckpt._catalog import Catalog
-from zarrckpt._commit import CLAIM_KEY, REMOVAL_KEY, Leftovers
+from zarrckpt._commit import Leftovers
 from zarrckpt._crew import run
 from zarrckpt._errors import CheckpointError, CheckpointNotFoundError, StorageError
 from zarrckpt._info import count_text, time_text
-from zarrckpt._root import removal_bytes
+from zarrckpt._markers import CLAIM_KEY, REMOVAL_KEY, removal_bytes
 from zarrckpt._store import Store, StoreSpec, Upload
 from zarrckpt._verify import verify
 
@@ -52,7 +52,8 @@ def recover(
 ) -> RecoverReport:
     """Delete what saves that never committed, or were replaced, left at a url. What is committed stays.
 
-    One exception: a removal that was begun and has not ended is finished, and the checkpoint goes.
+    One exception: a removal that was begun and has not ended is finished, and the checkpoint goes. Where it is pinned,
+    CheckpointPinnedError is raised; with ``stopped``, the removal is given up instead.
 
     The next save to the url does the same by itself; call this where there will be none. Only keys that a save's own
     marker names are deleted. A save that could still commit is left alone: one that was begun when nothing, or the
@@ -101,6 +102,10 @@ def _recovered_if_any(spec: StoreSpec, stopped: bool) -> RecoverReport:
 def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
     place = spec.open()
     found = _commit.leftovers(place, folder=stopped)
+    if found.removal and stopped and found.root is not None and _commit.pins(place):
+        # It was broken off before it could see the pin, and nothing has been deleted.
+        place.delete([REMOVAL_KEY])
+        found = _commit.leftovers(place, folder=True)
     if found.removal:
         objects, uploads = _remove(place, found)
         return RecoverReport(place.url, objects, tuple(marker.attempt for marker in found.markers), (), uploads)
@@ -201,6 +206,7 @@ def examine(
     uploads, unknown = _unfinished(place)
     if uploads:
         findings.append(f"{count_text(len(uploads), 'multipart upload')} not ended: of a save that runs, or was killed")
+    notes += [f"pinned: {one.note or 'without a note'} (pin {one.pin_id})" for one in _commit.pins(place)]
     if found.probes:
         findings.append(f"{count_text(len(found.probes), 'object')} left of a try of the store's conditional puts")
     if any(left.values()):
@@ -229,7 +235,8 @@ def remove(
     what was deleted. One that begins when the removal is recorded is refused. The arguments are those of :func:`open`.
 
     Raises CheckpointNotFoundError where no save ever began, ForeignObjectsError where the url holds anything else,
-    StorageError where the root document cannot be deleted: nothing is deleted then.
+    CheckpointPinnedError where the checkpoint is pinned, StorageError where the root document cannot be deleted:
+    nothing is deleted then.
     """
     place = StoreSpec(url, store, storage_options, credential_provider).open()
     found = _commit.leftovers(place, damaged=True)
@@ -269,7 +276,7 @@ def _remove(place: Store, found: Leftovers) -> tuple[int, int | None]:
         finished = [marker.attempt for marker in found.markers]
         objects += _commit.clean(place, found.markers, finished=finished, removal=record)
         _commit.check_removal(place, record)
-        place.delete([*found.probes, CLAIM_KEY])
+        place.delete([*found.probes, *_commit.pin_keys(place), CLAIM_KEY])
         _commit.sweep(place)
         _commit.check_removal(place, record)
         # Last: as long as anything is left, it says so.

@@ -26,6 +26,7 @@ from zarrckpt._errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointPinnedError,
     CheckpointRemovedError,
     CorruptCheckpointError,
     ForeignObjectsError,
@@ -33,31 +34,30 @@ from zarrckpt._errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from zarrckpt._root import (
-    HISTORY,
-    HOUSE,
+from zarrckpt._markers import (
+    CLAIM_KEY,
+    PINS,
     PROBE,
+    REMOVAL_KEY,
     REMOVED,
     Marker,
-    Root,
-    Table,
+    Pin,
     claim_bytes,
     is_table_key,
-    is_tree,
+    marker_key,
+    marker_of,
     parse_claim,
     parse_marker,
-    parse_root,
-    table_node,
+    parse_pin,
+    pin_key,
 )
+from zarrckpt._root import HISTORY, HOUSE, Root, Table, parse_root, table_node
+from zarrckpt._sealed import is_save_id, is_tree
 from zarrckpt._store._failures import NO_BUCKET, is_full
 
 if TYPE_CHECKING:
     from zarrckpt._store import Buffer, Store
     from zarrckpt._store._base import Versioned
-
-CLAIM_KEY = f"{HOUSE}/{NODE}"
-
-REMOVAL_KEY = f"{HOUSE}/{REMOVED}/{NODE}"
 
 _LEVELS = 3
 """So many folders above a url are asked for a claim before a save: each costs a request, beside others."""
@@ -76,11 +76,6 @@ _DELETED_AT_ONCE = 1000
 
 _LISTINGS = 3
 """How often a clean-up lists again until nothing is left, before it leaves the rest to the next one."""
-
-
-def marker_key(attempt: str) -> str:
-    """Where an attempt puts its marker."""
-    return f"{HOUSE}/{attempt}/{NODE}"
 
 
 def new_id() -> str:
@@ -275,9 +270,10 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     """Claim the right to write, and leave the marker. Called by the coordinator, before any chunk is written.
 
     ``marker`` lists the nodes to come; its tree is chosen here. Costs 9 requests, one more for each earlier attempt,
-    and two to overwrite; of a distant store, 3 to 6 round trips. Raises CheckpointExistsError where a checkpoint is
-    committed and ``overwrite`` is false, ForeignObjectsError where anything but checkpoints of this package is stored
-    below the url, and where it lies inside a checkpoint, CheckpointRemovedError where a removal has not ended.
+    and three to overwrite; of a distant store, 3 to 7 round trips. Raises CheckpointExistsError where a checkpoint is
+    committed and ``overwrite`` is false, CheckpointPinnedError where it is pinned, ForeignObjectsError where anything
+    but checkpoints of this package is stored below the url, and where it lies inside a checkpoint,
+    CheckpointRemovedError where a removal has not ended.
     """
     seen = _look(store, above=_LEVELS)
     if seen.inside is not None:
@@ -305,6 +301,9 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
             store.put(keys[-1], [dumps(group_document())])
         # Chunks that outlive a power cut must not outlive their list: nobody could tell then whose they are.
         store.sync(keys)
+        if root is not None:
+            # After the marker, which whoever pins looks for after the pin: one of the two sees the other.
+            refuse_pinned(store)
     except BaseException:
         abandon(store, attempt)
         raise
@@ -387,7 +386,8 @@ def _attempts(store: Store) -> list[str]:
     """The ids of all attempts that have left something; :data:`REMOVED` is among them where a removal is recorded."""
     names = store.list_dir(HOUSE)[1]
     # A folder may be there without its document.
-    return [name for name in names if name != REMOVED or is_stored(store, REMOVAL_KEY)]
+    recorded = REMOVED in names and is_stored(store, REMOVAL_KEY)
+    return [*filter(is_save_id, names), *([REMOVED] if recorded else [])]
 
 
 def get_if_stored(store: Store, key: str) -> bytes | None:
@@ -470,7 +470,7 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
     reads = (partial(_marker, store, attempt) for attempt in seen.attempts if attempt != REMOVED)
     markers = [marker for marker in run(reads, store.max_concurrency) if marker is not None]
     if root is not None and root.save_id not in {marker.attempt for marker in markers}:
-        markers.append(root.marker())
+        markers.append(marker_of(root))
     # A tree without a marker is a cleaned one's, to which the network brought a put twice.
     known = {HOUSE, NODE, *filter(is_tree, seen.names)}
     for marker in markers:
@@ -652,6 +652,38 @@ def leftovers(store: Store, *, damaged: bool = False, folder: bool = False) -> L
     raise StorageError(f"other saves to {store.url} commit all the time: try again when they have ended")
 
 
+def pins(store: Store) -> list[Pin]:
+    """What pins the checkpoint at a url, the oldest first. A listing, and a request for each pin."""
+
+    def read(pin_id: str) -> Pin | None:
+        key = pin_key(pin_id)
+        try:
+            return parse_pin(store.get(key), f"the pin {join(store.url, key)}")
+        except ObjectNotFoundError:
+            return None
+        except (CorruptCheckpointError, ForeignObjectsError):
+            # Somebody needed the checkpoint, and it is not known who.
+            return Pin(pin_id, "a damaged pin", "")
+
+    found = run((partial(read, pin_id) for pin_id in store.list_dir(f"{HOUSE}/{PINS}")[1]), store.max_concurrency)
+    return sorted((one for one in found if one is not None), key=lambda one: one.created)
+
+
+def pin_keys(store: Store) -> list[str]:
+    """The keys of all pins at a url, and of their group. One listing."""
+    return [info.key for info in store.list(f"{HOUSE}/{PINS}")]
+
+
+def refuse_pinned(store: Store) -> None:
+    """Raise CheckpointPinnedError where the checkpoint at a url is pinned."""
+    if found := pins(store):
+        shown = "; ".join(f"{one.note or 'without a note'} (pin {one.pin_id}, {one.created})" for one in found[:3])
+        raise CheckpointPinnedError(
+            f"the checkpoint at {store.url} is pinned, and is neither removed nor replaced: {shown}; if it is not "
+            f"needed any more: zarrckpt.unpin({store.url!r}, {found[0].pin_id!r})"
+        )
+
+
 def record_removal(store: Store, record: bytes) -> bool:
     """Record, before anything is deleted, that all of a url is to be: no save begins there from now on.
 
@@ -685,8 +717,13 @@ def check_removal(store: Store, removal: bytes | None) -> None:
 
 
 def delete_root(store: Store, root_bytes: bytes | None, removal: bytes | None) -> None:
-    """Delete the root document, if it still is what was found, in a removal with some record."""
+    """Delete the root document, if it still is what was found, in a removal with some record.
+
+    Raises CheckpointPinnedError where it is pinned.
+    """
     check_removal(store, removal)
+    if root_bytes is not None:
+        refuse_pinned(store)
     if root_bytes is not None and get_if_stored(store, NODE) == root_bytes:
         store.delete([NODE])
 

@@ -64,7 +64,7 @@ class Zstd:
 
     def expect(self, stored: Bytes, nbytes: int) -> None:
         """Raise DecodeError where the stored bytes do not say of themselves that they are so many when decompressed."""
-        size = _zstd_content_size(bytes(stored[:18]))
+        size = _zstd_content_size(stored)
         if size != nbytes:
             raise DecodeError(f"they are a zstd frame of {size} bytes, expected {nbytes}")
 
@@ -189,13 +189,26 @@ def _check_choice(codec: str, name: str, value: Any, choices: tuple[str, ...]) -
         raise ValueError(f"compression {codec!r}: {name} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def _zstd_content_size(head: bytes) -> int:
-    """The content size that the header of a Zstandard frame names (RFC 8878, 3.1.1.1). Raises DecodeError."""
+def _zstd_content_size(stored: Bytes) -> int:
+    """The content size that the header of a Zstandard frame names (RFC 8878, 3.1.1). Raises DecodeError.
+
+    The library would also take what follows the frame: other frames, and bytes that it skips.
+    """
+    head = stored[:18].tobytes()
     if len(head) < 6 or head[:4] != _ZSTD_MAGIC:
         raise DecodeError("they are no zstd frame")
     has_window = not head[4] & 0x20
     width = (0 if has_window else 1, 2, 4, 8)[head[4] >> 6]
-    at = 5 + has_window + (0, 1, 2, 4)[head[4] & 3]
-    if not width or len(head) < at + width:
+    begin = 5 + has_window + (0, 1, 2, 4)[head[4] & 3]
+    if not width or len(head) < begin + width:
         raise DecodeError("they are a zstd frame that names no content size")
-    return int.from_bytes(head[at : at + width], "little") + (256 if width == 2 else 0)
+    end, last = begin + width, False
+    while not last:
+        block = int.from_bytes(stored[end : end + 3].tobytes(), "little")
+        last = bool(block & 1) or end >= len(stored)
+        # A block of type 1 is one byte, to be repeated.
+        end += 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
+    end += 4 if head[4] & 4 else 0
+    if end != len(stored):
+        raise DecodeError(f"they are {len(stored)} bytes, and the zstd frame in them has {end}")
+    return int.from_bytes(head[begin : begin + width], "little") + (256 if width == 2 else 0)

@@ -21,10 +21,12 @@ from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
 from zarrckpt._errors import CheckpointExistsError, CorruptCheckpointError
 from zarrckpt._grid import Ints
+from zarrckpt._markers import marker_of
 from zarrckpt._memory import BytesBudget
 from zarrckpt._rechunking import MadeChunk, make_chunk, writers_of
 from zarrckpt._report import CopyReport
-from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, Root, now, parent_groups
+from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, Root, parent_groups
+from zarrckpt._sealed import now
 from zarrckpt._store import Buffer, Store
 from zarrckpt._transfer import Progress, Tally, check_limits
 
@@ -43,7 +45,7 @@ def copy_checkpoint(
     began = time.monotonic()
     check_limits(max_inflight_bytes=max_inflight_bytes)
     root = dataclasses.replace(changed(part_of(source.root, names), changes), save_id=_commit.new_id(), tree="")
-    marker = dataclasses.replace(root.marker(), started=now())
+    marker = dataclasses.replace(marker_of(root), started=now())
     attempt = _commit.begin(target, marker, overwrite=overwrite)
     root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
     copy = _Copy(source, root, target, max_inflight_bytes, progress)
@@ -62,8 +64,9 @@ def copy_checkpoint(
 def part_of(root: Root, names: Sequence[str]) -> Root:
     """The root of some entries: with the containers that still hold any."""
     entries = {fqn: root.entries[fqn] for fqn in names}
-    kept = {fqn: keys for fqn, keys in root.keys.items() if fqn in entries}
-    part = dataclasses.replace(root, entries=entries, keys=kept)
+    keys = {fqn: root.keys[fqn] for fqn in entries if fqn in root.keys}
+    ranks = {fqn: root.ranks[fqn] for fqn in entries if fqn in root.ranks}
+    part = dataclasses.replace(root, entries=entries, keys=keys, ranks=ranks)
     paths = [part.node_path(fqn) for fqn in entries]
     above = parent_groups(paths) | {""}
     return dataclasses.replace(part, containers={path: kind for path, kind in root.containers.items() if path in above})
@@ -123,8 +126,7 @@ class _Copy:
         tables, puts = _commit.tables_of(self._root.save_id, self._numbers())
         run((partial(self._target.put, key, buffers) for key, buffers in puts.items()), self._target.max_concurrency)
         self._target.sync(puts)
-        checksums, writers, sizes = tables[CHECKSUMS], tables[WRITERS], tables.get(SIZES)
-        return dataclasses.replace(self._root, created=now(), checksums=checksums, writers=writers, sizes=sizes)
+        return dataclasses.replace(self._root, created=now(), checksums=tables[CHECKSUMS], sizes=tables.get(SIZES))
 
     def report(self, began: float) -> CopyReport:
         """What was done."""

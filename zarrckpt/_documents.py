@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -59,6 +58,17 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+def same_json(one: Any, other: Any) -> bool:
+    """Whether two JSON values are the same: to Python 1, 1.0 and true are equal."""
+    if type(one) is not type(other):
+        return False
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(same_json(value, other[name]) for name, value in one.items())
+    if type(one) is list:
+        return len(one) == len(other) and all(map(same_json, one, other))
+    return bool(one == other)
+
+
 def join(*parts: str) -> str:
     """Join node paths; empty ones vanish."""
     return "/".join(part for part in parts if part)
@@ -92,9 +102,13 @@ class ArrayNode:
         """The key of a chunk: Zarr's default encoding with separator ".", so no folder for each dimension."""
         return f"{self.path}/{'.'.join(['c', *map(str, index)])}"
 
+    def at(self, path: str) -> ArrayNode:
+        """The same array under another path."""
+        return ArrayNode(path, self.grid, self.dtype, self.portable, self.compression)
+
     def under(self, tree: str) -> ArrayNode:
         """The same array with a path that begins at the checkpoint's url."""
-        return dataclasses.replace(self, path=join(tree, self.path))
+        return self.at(join(tree, self.path))
 
     def document(self) -> Json:
         """The array's ``zarr.json``."""
@@ -168,9 +182,13 @@ def parse_array(path: str, document: Any) -> ArrayNode:
     node = ArrayNode(path, Grid(shape, chunk, sub), dtype, portable, _parse_compression(codecs, where))
     if node.compression is not None and not compressible(node.grid, dtype):
         raise CorruptCheckpointError(f"subchunks too long to be compressed in {where}")
-    if node.document() != document:
-        expected = node.document()
-        differing = sorted(k for k in {*document, *expected} if document.get(k) != expected.get(k))
+    expected = node.document()
+    if not same_json(expected, document):
+        differing = sorted(
+            name
+            for name in {*document, *expected}
+            if name not in document or name not in expected or not same_json(document[name], expected[name])
+        )
         raise UnsupportedFormatError(
             f"{where} uses what this version of zarrckpt does not know, in {', '.join(map(repr, differing))}; "
             "upgrade zarrckpt, or read it with zarr-python"

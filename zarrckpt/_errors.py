@@ -25,6 +25,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """Nothing committed at the path: the message says whether nothing at all, or an unfinished save."""
 
 
+class CheckpointPinnedError(CheckpointError):
+    """The checkpoint is pinned: it is neither removed nor replaced before all its pins are gone."""
+
+
 class CheckpointReplacedError(CheckpointError):
     """The checkpoint being read was replaced meanwhile. Open the path again."""
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from zarrckpt import _names, _values
+from zarrckpt import _names
 from zarrckpt._chunk_layout import RawArray
 from zarrckpt._commit import Attempt, tables_of
 from zarrckpt._crew import run
@@ -20,16 +21,8 @@ from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
 from zarrckpt._plan import Layout
 from zarrckpt._rank_work import ArrayResult, LostPeer, ObjectResult
 from zarrckpt._report import SaveReport
-from zarrckpt._root import (
-    CHECKSUMS,
-    SIZES,
-    WRITERS,
-    BlobEntry,
-    Root,
-    ValueEntry,
-    now,
-    parent_groups,
-)
+from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, BlobEntry, Root, ValueEntry, parent_groups
+from zarrckpt._sealed import now
 from zarrckpt._state_path import DICT, LIST, StatePath
 from zarrckpt._store import Store
 from zarrckpt._version import __version__
@@ -41,8 +34,9 @@ def finish_save(
     layout: Layout,
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
+    kept: Mapping[str, Any],
 ) -> tuple[Root, SaveReport]:
-    """Everything of a save but its commit: check, tables, the documents of blobs' groups.
+    """Everything of a save but its commit: check, tables, the documents of blobs' groups. ``kept`` is the user's.
 
     Raises IncompleteSaveError naming an entry that is missing from what the ranks wrote.
     """
@@ -63,7 +57,6 @@ def finish_save(
         tree=attempt.tree,
         entries={fqn: entries[fqn] for fqn in layout.paths},
         checksums=tables[CHECKSUMS],
-        writers=tables[WRITERS],
         sizes=tables.get(SIZES),
         history=attempt.history,
         created=now(),
@@ -71,6 +64,7 @@ def finish_save(
         world_size=layout.world_size,
         keys={fqn: path.keys for fqn, path in layout.paths.items() if not _spelled(path)},
         containers=_containers(layout),
+        metadata=kept,
     )
     rank_bytes = tuple(sum(result.size_in_bytes for result in rank) for rank in results)
     report = SaveReport(store.url, attempt.save_id, sum(rank_bytes), len(numbers[WRITERS]), rank_bytes)
@@ -163,15 +157,11 @@ def _tables(nodes: dict[str, ArrayNode], written: dict[str, list[tuple[int, Arra
 
 
 def _spelled(path: StatePath) -> bool:
-    """Whether a reader finds the keys by unescaping the node path: strings, and positions in lists."""
-    for key, container in zip(path.keys, path.containers, strict=True):
-        if container == LIST:
-            continue
-        if not isinstance(key, str) or _names.is_shortened(_names.escape(key)):
-            return False
-        if _values.encode_json(key) != key:
-            return False
-    return True
+    """Whether the keys are the components of the node path: strings that nothing escapes, and positions in lists."""
+    return all(
+        container == LIST or (type(key) is str and _names.escape(key) == key)
+        for key, container in zip(path.keys, path.containers, strict=True)
+    )
 
 
 def _containers(layout: Layout) -> dict[str, str]:

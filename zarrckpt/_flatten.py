@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from zarrckpt import _values
 from zarrckpt._errors import UnsupportedValueError
-from zarrckpt._state_path import DICT, LIST, ORDERED_DICT, StatePath
+from zarrckpt._state_path import DICT, LIST, ORDERED_DICT, StatePath, one_nan
 
 
 def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePath]]:
@@ -28,7 +27,7 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
         if isinstance(value, torch.Tensor):  # most are; asking for a Mapping costs more
             leaf(value, keys, containers)
         elif isinstance(value, Mapping) and (value or not keys):
-            if len({*map(_one_nan, value)}) < len(value):
+            if len({*map(one_nan, value)}) < len(value):
                 raise UnsupportedValueError(f"{'.'.join(map(str, keys))!r} has NaN as a key more than once; rename one")
             inner = (*containers, ORDERED_DICT if type(value) is OrderedDict else DICT)
             for key, item in value.items():
@@ -85,21 +84,9 @@ def build(entries: Iterable[tuple[StatePath, Any]], depth: int = 0) -> Any:
         return rows[0][1]
     groups: dict[Any, list[tuple[StatePath, Any]]] = {}
     for path, value in rows:
-        groups.setdefault(_one_nan(path.keys[depth]), []).append((path, value))
+        groups.setdefault(one_nan(path.keys[depth]), []).append((path, value))
     children = {key: build(group, depth + 1) for key, group in groups.items()}
     kind = rows[0][0].containers[depth]
     if kind == LIST:
         return [children[position] for position in sorted(children)]
     return OrderedDict(children) if kind == ORDERED_DICT else children
-
-
-_NANS: dict[bytes, Any] = {}
-
-
-def _one_nan(key: Any) -> Any:
-    """A key in which each NaN is one object: a dict finds a NaN by its identity, since it equals nothing."""
-    if type(key) in (tuple, frozenset):
-        return type(key)(map(_one_nan, key))
-    if type(key) in (float, complex) and key != key:
-        return _NANS.setdefault(struct.pack(">2d", key.real, key.imag), key)
-    return key

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from zarrckpt._documents import ArrayNode
-from zarrckpt._root import FORMAT, BlobEntry, Root
+from zarrckpt._root import BlobEntry, Root
+from zarrckpt._sealed import FORMAT
 
-_STEPS = ("step", "global_step", "iteration")
+STEPS = ("step", "global_step", "iteration")
+"""What a training loop calls how far it has come."""
+
 _LARGEST = 10
 
 
@@ -38,7 +41,10 @@ class CheckpointInfo:
     replaced: tuple[str, ...]
     """The saves that this one, and those before it, replaced; newest first."""
     step: int | None
-    """The value of an entry called step, global_step or iteration, at any depth, where there is one."""
+    """That of the metadata, else the value of an entry of that name, at any depth, where there is one: called step,
+    global_step or iteration."""
+    metadata: Mapping[str, object]
+    """What the user keeps with the checkpoint."""
     tensors: int
     values: int
     blobs: int
@@ -77,6 +83,7 @@ def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | Non
         world_size=root.world_size,
         replaced=root.history,
         step=_step(root, entries),
+        metadata=dict(root.metadata),
         tensors=len(tensors),
         values=len(entries) - len(tensors) - len(blobs),
         blobs=len(blobs),
@@ -94,10 +101,13 @@ def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | Non
 
 
 def _step(root: Root, entries: Iterable[str]) -> int | None:
+    for name in STEPS:
+        if type(root.metadata.get(name)) is int:
+            return int(root.metadata[name])
     found = []
     for fqn in entries:
         value = getattr(root.entries[fqn], "json", None)
-        if fqn.rpartition(".")[2] in _STEPS and type(value) is int:
+        if fqn.rpartition(".")[2] in STEPS and type(value) is int:
             found.append((fqn.count("."), value))
     return min(found)[1] if found else None
 

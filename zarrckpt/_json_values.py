@@ -37,7 +37,7 @@ import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from zarrckpt._errors import CorruptCheckpointError
 
@@ -202,7 +202,7 @@ class Decoder:
         if tag == "$str":
             return _decode_str(content)
         if tag == "$int":
-            return int(_matching(content, _INT, "hexadecimal digits after '0x'"), 16)
+            return _decode_int(content)
         if tag == "$float":
             return _decode_float(content)
         if tag == "$complex":
@@ -231,8 +231,9 @@ class Decoder:
             unique = kind(items)
         except TypeError as err:
             raise CorruptCheckpointError(f"malformed JSON value: {tag}: {err}") from err
-        if len(unique) != len(items):
-            raise malformed(f"items of {tag} to differ", content)
+        texts = list(map(dumps, cast("list[object]", content)))
+        if len(unique) != len(items) or texts != sorted(texts):
+            raise malformed(f"items of {tag} to differ, and in the order of their JSON texts", content)
         return unique
 
     def _pairs(self, kind: Callable[[Iterable[Any]], Any], content: object, depth: int, tag: str) -> Any:
@@ -246,15 +247,27 @@ class Decoder:
             raise CorruptCheckpointError(f"malformed JSON value: {tag}: {err}") from err
         if len(mapping) != len(pairs):
             raise malformed(f"keys of {tag} to differ", content)
+        if kind is dict and all(map(_is_plain_key, mapping)):
+            raise malformed("an object for a dict with plain keys", tag)
         return mapping
 
 
 def _decode_str(content: object) -> str:
-    text = _matching(content, _HEX, "pairs of hexadecimal digits")
+    digits = _matching(content, _HEX, "pairs of hexadecimal digits")
     try:
-        return bytes.fromhex(text).decode("utf-8", "surrogatepass")
+        text = bytes.fromhex(digits).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as err:
         raise CorruptCheckpointError(f"malformed JSON value: $str: {err}") from err
+    if _is_unicode(text):
+        raise malformed("a string for a text without lone surrogates", content)
+    return text
+
+
+def _decode_int(content: object) -> int:
+    number = int(_matching(content, _INT, "hexadecimal digits after '0x'"), 16)
+    if -_MAX_INT <= number <= _MAX_INT or hex(number) != content:
+        raise malformed("an integer beyond 2**53 - 1, without leading zeros", content)
+    return number
 
 
 def _decode_float(content: object) -> float:
@@ -262,8 +275,8 @@ def _decode_float(content: object) -> float:
         return float(str(content))
     bits = bytes.fromhex(_matching(content, _NAN_BITS, "'nan', 'inf', '-inf' or the bits of a nan")[2:])
     number: float = struct.unpack(">d", bits)[0]
-    if not math.isnan(number):
-        raise malformed("the bits of a nan", content)
+    if not math.isnan(number) or struct.pack(">d", number) == _NAN:
+        raise malformed("the bits of a nan other than the usual one", content)
     return number
 
 
@@ -307,10 +320,17 @@ def dumps(obj: object) -> bytes:
 def loads(data: bytes | bytearray | memoryview) -> object:
     """Parse strict JSON. Raises CorruptCheckpointError for anything else."""
     try:
-        return json.loads(str(data, "utf-8"), parse_constant=_no_constant)
+        return json.loads(str(data, "utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as err:
         raise CorruptCheckpointError(f"not valid JSON: {type(err).__name__}: {err}") from err
 
 
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a member name occurs twice")
+    return found

@@ -27,7 +27,8 @@ the ``.`` of ``.zarray``, ``.zgroup``,   documents of Zarr version 2, which read
 ``%7E`` is never the code of a character, since ``~`` stays. Alone it is the empty name. Followed by 32
 hexadecimal digits at the end it marks a shortened name: components have at most 255 bytes, the limit of
 most filesystems; a longer one keeps its beginning and gets the first 128 bits of the SHA-256 of the
-original's UTF-8 form. That can't be undone, and need not be: the root document has the original.
+original's UTF-8 form. Nothing here is ever undone: of every name that was changed the root document has the
+original.
 
 Names such as ``c`` or ``c.0.1`` stay. They look like chunks of an array, but the children of a group are
 other objects (``c.0.1/zarr.json``), a group has no chunks and an array no children. Names that differ
@@ -46,7 +47,6 @@ from zarrckpt._errors import CorruptCheckpointError, UnsupportedValueError
 MAX_COMPONENT_BYTES = 255
 
 _EMPTY = "%7E"
-_SHORTENED = re.compile(r"%7E[0-9a-f]{32}\Z")
 _KEPT_BYTES = MAX_COMPONENT_BYTES - len(_EMPTY) - 32
 
 _NOWHERE = r'/\\:*?"<>|\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff'
@@ -56,14 +56,12 @@ _ENCODED = re.compile(
     r"|\A_(?=_)|\A[@\s]|[.\s]\Z|\#(?=[0-9]+\Z)"
     r"|(?<=\Azarr)\.(?=json\Z)|\A\.(?=z(?:array|group|attrs|metadata)\Z)"
 )
-_CODES = re.compile(r"(?:%[0-9A-F]{2})+")
 
 
 def escape(component: str) -> str:
     """The node name for one level of a state dict; the table above says how.
 
-    Different names have different results (shortened ones: as far as SHA-256 tells them apart), and all
-    but shortened ones are undone by :func:`unescape`.
+    Different names have different results; shortened ones, as far as SHA-256 tells them apart.
     """
     if not component:
         return _EMPTY
@@ -75,32 +73,6 @@ def escape(component: str) -> str:
     kept = encoded[:_KEPT_BYTES].decode("utf-8", "ignore")  # no half characters,
     kept = re.sub(r"%[0-9A-F]?\Z", "", kept)  # and no half codes
     return f"{kept}{_EMPTY}{digest}"
-
-
-def unescape(component: str) -> str:
-    """The level of a state dict that a node name stands for.
-
-    Raises CorruptCheckpointError for anything that :func:`escape` does not make, and for shortened
-    names, whose original only the root document has (ask :func:`is_shortened` first).
-    """
-    if component == _EMPTY:
-        return ""
-    if is_shortened(component):
-        raise CorruptCheckpointError(
-            f"the node name {component!r} was shortened; its original must be taken from the root document"
-        )
-    try:
-        name = _CODES.sub(_character, component)
-    except UnicodeDecodeError as err:
-        raise CorruptCheckpointError(f"{component!r:.300} is not a node name: {err}") from err
-    if escape(name) != component:
-        raise CorruptCheckpointError(f"{component!r:.300} is not a node name: expected {escape(name)!r:.300}")
-    return name
-
-
-def is_shortened(component: str) -> bool:
-    """Whether a node name stands for a name that was too long, and so does not spell it."""
-    return _SHORTENED.search(component) is not None
 
 
 def node_path(components: Sequence[str | int]) -> str:
@@ -148,29 +120,33 @@ def unique_paths(entries: Iterable[Sequence[str | int]]) -> dict[tuple[str | int
     return {components: path for path, components in owners.items()}
 
 
-def validate_path(path: str) -> None:
-    """Check the path of a node from a stored document before it becomes part of a key.
+def check_paths(paths: Iterable[object], where: str) -> tuple[str, ...]:
+    """The paths of nodes from a stored document, before they become parts of keys.
 
     Accepts relative paths of one or more components that no store or filesystem takes for anything but names.
-    Raises CorruptCheckpointError otherwise.
+    Raises CorruptCheckpointError otherwise; ``where`` names the document.
     """
-    for component in path.split("/"):
-        if component in ("", ".", ".."):
-            raise CorruptCheckpointError(
-                f"{path!r:.300} is not a node path: found {component!r}, expected names joined by '/'"
-            )
-        if component[0] == "@":
-            # This package's own groups: a marker that names them would have clean-ups delete other saves' objects.
-            raise CorruptCheckpointError(f"{path!r:.300} is not a node path: a name in it begins with '@'")
-        found = _REFUSED.search(component)
-        if found:
-            raise CorruptCheckpointError(
-                f"{path!r:.300} is not a node path: expected {found[0]!r} as {_percent(found[0])!r}"
-            )
-        if len(component.encode()) > MAX_COMPONENT_BYTES:
-            raise CorruptCheckpointError(
-                f"{path!r:.300} is not a node path: a name in it is longer than {MAX_COMPONENT_BYTES} bytes"
-            )
+    checked = []
+    for path in paths:
+        if not isinstance(path, str):
+            raise CorruptCheckpointError(f"{where}: {path!r:.80} is no node path, expected a string")
+        if fault := next(filter(None, map(_fault_of, path.split("/"))), None):
+            raise CorruptCheckpointError(f"{where}: {path!r:.300} is no node path: {fault}")
+        checked.append(path)
+    return tuple(checked)
+
+
+def _fault_of(component: str) -> str | None:
+    if component in ("", ".", "..", "zarr.json"):
+        return f"found {component!r}, expected names joined by '/'"
+    if component[0] == "@":
+        # This package's own groups: a marker that names them would have clean-ups delete other saves' objects.
+        return "a name in it begins with '@'"
+    if found := _REFUSED.search(component):
+        return f"expected {found[0]!r} as {_percent(found[0])!r}"
+    if len(component.encode()) > MAX_COMPONENT_BYTES:
+        return f"a name in it is longer than {MAX_COMPONENT_BYTES} bytes"
+    return None
 
 
 def _clash(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> UnsupportedValueError:
@@ -182,7 +158,3 @@ def _clash(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> Unsuppor
 
 def _percent(text: str) -> str:
     return "".join(f"%{byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))
-
-
-def _character(codes: re.Match[str]) -> str:
-    return bytes.fromhex(codes[0].replace("%", "")).decode("utf-8", "surrogatepass")

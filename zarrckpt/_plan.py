@@ -33,13 +33,14 @@ from zarrckpt._documents import ArrayNode, compressible
 from zarrckpt._errors import CheckpointError
 from zarrckpt._grid import Box, Grid, Ints
 from zarrckpt._holdings import Holdings, TensorHolders, hold, item_box
+from zarrckpt._markers import Marker
 from zarrckpt._owners import Dealt, Numbers, Pieces, Spread, by_appearance, deal, schedule_chunks
 from zarrckpt._plan_items import ChosenItems, RankItems
 from zarrckpt._rank_plan import Arrays, Columns
 from zarrckpt._rank_plan import ChunkPlan as ChunkPlan
 from zarrckpt._rank_plan import RankPlan as RankPlan
 from zarrckpt._rank_plan import Round as Round
-from zarrckpt._root import Marker, parent_groups
+from zarrckpt._root import parent_groups
 from zarrckpt._state_path import StatePath
 from zarrckpt._tensors import torch_dtype
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, check_limits

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from typing import Any
 
 DICT, LIST, ORDERED_DICT = "dict", "list", "OrderedDict"
 CONTAINERS = (DICT, LIST, ORDERED_DICT)
+
+
+_NANS: dict[bytes, Any] = {}
+
+
+def one_nan(key: Any) -> Any:
+    """A key in which each NaN is one object: a dict finds a NaN by its identity, since it equals nothing."""
+    if type(key) in (tuple, frozenset):
+        return type(key)(map(one_nan, key))
+    if type(key) in (float, complex) and key != key:
+        return _NANS.setdefault(struct.pack(">2d", key.real, key.imag), key)
+    return key
 
 
 class StatePath(tuple[str | int, ...]):
@@ -13,23 +27,25 @@ class StatePath(tuple[str | int, ...]):
     remembers the original keys and the containers, which DCP's form loses.
 
     ``keys`` are the original keys, one a level; ``containers`` names what holds each of them, one of CONTAINERS.
-    Being a tuple, it passes through DCP's planners and its metadata as the path it is.
+    ``ranks`` are those whose tensors the entry stacks along its first axis; none for most entries. Being a tuple, it
+    passes through DCP's planners and its metadata as the path it is.
     """
 
     keys: tuple[object, ...]
     containers: tuple[str, ...]
+    ranks: tuple[int, ...]
 
-    def __new__(cls, keys: Sequence[object], containers: Sequence[str]) -> StatePath:
+    def __new__(cls, keys: Sequence[object], containers: Sequence[str], ranks: Sequence[int] = ()) -> StatePath:
         parts = (
             key if container == LIST and isinstance(key, int) else str(key)
             for key, container in zip(keys, containers, strict=True)
         )
         path = super().__new__(cls, parts)
-        path.keys, path.containers = tuple(keys), tuple(containers)
+        path.keys, path.containers, path.ranks = tuple(keys), tuple(containers), tuple(ranks)
         return path
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (StatePath, (self.keys, self.containers))
+        return (StatePath, (self.keys, self.containers, self.ranks))
 
     @property
     def fqn(self) -> str:

@@ -129,7 +129,7 @@ class StrictStore(ReadOnlyStore):
     def _documents(self) -> dict[str, bytes]:
         """Key -> document of each node, as the root has them: those that are stored may be another save's by now."""
         root = self._catalog.root
-        nodes = root.document()["consolidated_metadata"]["metadata"]
+        nodes = root.documents()
         return {NODE: root.to_bytes()} | {f"{path}/{NODE}": dumps(document) for path, document in nodes.items()}
 
     async def _get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:

@@ -8,11 +8,10 @@ these encodings that takes it:
     back with its position at 0).
 ``npy``
     A NumPy array, or a scalar as an array without dimensions, as NPY 1.0, NumPy's own file format. ``kind``
-    is ``ndarray`` or ``scalar``.
-``json``
-    The JSON form as UTF-8 text.
+    is ``ndarray`` or ``scalar``. NPY knows no bfloat16 and no float8: they are kept as unsigned integers of the
+    same bits, and the kind names the type (``ndarray:bfloat16``).
 ``tree``
-    A value that would have a JSON form but for ``raw`` and ``npy`` items inside (a NumPy RNG state): 8 bytes,
+    A value that has a JSON form, but for ``raw`` and ``npy`` items that may be inside (a NumPy RNG state): 8 bytes,
     the length n of the JSON as an unsigned little-endian integer; n bytes, the JSON as UTF-8 text; then the
     bytes of the items, one after the other. In the JSON each item is ``{"$blob": {"encoding": ..., "kind":
     ..., "byte_offset": ..., "byte_size": ...}}``, with byte_offset counted from the end of the JSON. Items
@@ -34,6 +33,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, Final
 
+from zarrckpt._dtypes import DTYPES
 from zarrckpt._errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -115,8 +115,6 @@ def decode_blob(fqn: str, encoding: str, kind: str | None, payload: Buffer, *, a
     try:
         if encoding in ("raw", "npy"):
             return _decode_item(encoding, kind, view)
-        if encoding == "json":
-            return decode_json(loads(view))
         if encoding == "tree":
             return _decode_tree(view)
     except CorruptCheckpointError as err:
@@ -176,15 +174,20 @@ def _encode_item(value: object) -> Blob | None:
     if np is None:
         return None
     if type(value) is np.ndarray:
-        payload = _npy(np, value)
-        return None if payload is None else Blob("npy", payload, "ndarray")
-    if isinstance(value, np.generic) and type(value) is value.dtype.type:
-        array = np.array(value)
-        payload = _npy(np, array)
+        array: Any = value
+        kind = "ndarray"
+    elif isinstance(value, np.generic) and type(value) is value.dtype.type:
+        array, kind = np.array(value), "scalar"
         # Strings that end in nulls lose them in arrays.
-        if payload is not None and (array.dtype.kind not in "SU" or array[()] == value):
-            return Blob("npy", payload, "scalar")
-    return None
+        if array.dtype.kind in "SU" and array[()] != value:
+            return None
+    else:
+        return None
+    known = DTYPES.get(array.dtype.name)
+    if known is not None and not known.core and array.dtype == known.numpy:
+        array, kind = array.view(known.portable.numpy), f"{kind}:{known.name}"
+    payload = _npy(np, array)
+    return None if payload is None else Blob("npy", payload, kind)
 
 
 def _npy(np: Any, array: Any) -> bytes | None:
@@ -240,10 +243,16 @@ def _decode_item(encoding: object, kind: object, payload: memoryview) -> Any:
         return bytearray(payload)
     if encoding == "raw" and kind == "BytesIO":
         return io.BytesIO(payload)
-    if encoding != "npy" or kind not in ("ndarray", "scalar"):
+    form, _, name = str(kind).partition(":")
+    known = DTYPES.get(name)
+    if encoding != "npy" or form not in ("ndarray", "scalar") or (name and (known is None or known.core)):
         raise CorruptCheckpointError(f"the unknown kind {kind!r:.40} of the encoding {encoding!r:.40}")
     array = _read_npy(payload)
-    if kind == "ndarray":
+    if known is not None:
+        if array.dtype != known.portable.numpy:
+            raise CorruptCheckpointError(f"an array of {array.dtype} for the bits of {name}")
+        array = array.view(known.numpy)
+    if form == "ndarray":
         return array
     if array.shape != ():
         raise CorruptCheckpointError(f"an array with the shape {array.shape} for a scalar")
@@ -257,7 +266,7 @@ def _scalar(array: Any) -> Any:
         raise CorruptCheckpointError(f"a scalar of {array.dtype}: {err}") from err
 
 
-# json and tree ----------------------------------------------------------------------------------------------
+# tree ----------------------------------------------------------------------------------------------------
 
 
 def _encode_tree(value: object) -> Blob | None:
@@ -278,8 +287,6 @@ def _encode_tree(value: object) -> Blob | None:
         skeleton = dumps(Encoder(attach).encode(value, 0))
     except NotJson:
         return None
-    if not payloads:
-        return Blob("json", skeleton)
     return Blob("tree", b"".join([len(skeleton).to_bytes(8, "little"), skeleton, *payloads]))
 
 

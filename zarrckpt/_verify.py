@@ -22,7 +22,6 @@ from zarrckpt._chunk_layout import (
     says_its_size,
     stored_crc,
 )
-from zarrckpt._commit import CLAIM_KEY, marker_key
 from zarrckpt._crew import run
 from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
 from zarrckpt._errors import (
@@ -32,8 +31,9 @@ from zarrckpt._errors import (
     UnsupportedFormatError,
 )
 from zarrckpt._grid import Ints
+from zarrckpt._markers import CLAIM_KEY, marker_key, parse_claim, parse_marker
 from zarrckpt._memory import BytesBudget
-from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, parse_claim, parse_marker, table_node
+from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, table_node
 from zarrckpt._transfer import Progress, Tally, runs_of
 
 _UNSTORED = 1 << 16
@@ -160,10 +160,11 @@ class _Verification:
         self.damages += [Damage(key, "", fault) for key, fault in keys.items() if fault and key not in noted]
 
     def _can_be_as_many(self, listed: dict[str, int]) -> bool:
-        """Whether the chunks that the root claims are worth looking for. If not, the table of writers is damaged."""
+        """Whether the chunks that the root claims are worth looking for. If not, the table of checksums is damaged."""
         root = self._catalog.root
-        key = table_node(root.save_id, WRITERS, root.writers.length).chunk_key((0,))
-        return listed.get(key, 0) >= 4 * root.writers.length or root.writers.length <= len(listed) + _UNSTORED
+        length = root.checksums.length
+        stored = listed.get(table_node(root.save_id, CHECKSUMS, length).chunk_key((0,)), 0)
+        return stored >= 4 * length or length <= len(listed) + _UNSTORED
 
     def _is_there(self, item: _Expected, listed: dict[str, int]) -> bool:
         """Whether an object is listed with its size. Notes where it is not."""
@@ -209,16 +210,19 @@ class _Verification:
                 yield fqn, node
 
     def _tables(self) -> Iterator[_Expected]:
-        root = self._catalog.root
-        for name, table in ((CHECKSUMS, root.checksums), (WRITERS, root.writers), (SIZES, root.sizes)):
-            if table is None:
-                continue
-            node = table_node(root.save_id, name, table.length)
+        root, read = self._catalog.root, self._catalog.read_table
+        chunks = sum(node.grid.num_chunks for node in root.arrays())
+        tables: list[tuple[str, int, Callable[[], object]]] = [
+            (CHECKSUMS, root.checksums.length, partial(read, CHECKSUMS, root.checksums)),
+            (WRITERS, chunks, self._catalog.read_writers),
+        ]
+        if root.sizes is not None:
+            tables.append((SIZES, root.sizes.length, partial(read, SIZES, root.sizes)))
+        for name, length, check in tables:
+            node = table_node(root.save_id, name, length)
             yield self._exactly(join(node.path, NODE), "", dumps(node.document()))
-            if table.length:
-                size = 4 * table.length + CRC_BYTES
-                check = partial(self._fault_of, partial(self._catalog.read_table, name, table))
-                yield _Expected(node.chunk_key((0,)), "", size, check)
+            if length:
+                yield _Expected(node.chunk_key((0,)), "", 4 * length + CRC_BYTES, partial(self._fault_of, check))
 
     def _chunks(self, tables: bool) -> Iterator[_Expected]:
         tree = self._catalog.root.tree

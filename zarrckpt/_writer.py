@@ -27,10 +27,11 @@ from zarrckpt._gathered import all_items, sent_paths, state_paths, whole_plans
 from zarrckpt._holdings import with_facts
 from zarrckpt._kept_plans import PlanReuse
 from zarrckpt._mail import Facts, Ticket
+from zarrckpt._metadata import checked_metadata
 from zarrckpt._plan import Layout, Sizes
 from zarrckpt._rank_plan import RankPlan
 from zarrckpt._rank_work import RankWork
-from zarrckpt._root import now
+from zarrckpt._sealed import now
 from zarrckpt._store import StoreSpec
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
 
@@ -50,6 +51,7 @@ class ZarrStorageWriter(StorageWriter):
         url: where the checkpoint goes: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
             committed.
+        metadata: a dict of JSON types to keep with the checkpoint, as for :func:`zarrckpt.save`.
         store: a ready ``zarr.abc.store.Store`` instead of a url.
         storage_options: options of the store, under the names of fsspec or obstore (``docs/how-to/stores.md``).
         credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
@@ -74,6 +76,7 @@ class ZarrStorageWriter(StorageWriter):
         url: str | os.PathLike[str] | None = None,
         overwrite: bool = False,
         *,
+        metadata: Mapping[str, Any] | None = None,
         store: object | None = None,
         storage_options: Mapping[str, Any] | None = None,
         credential_provider: Callable[..., Any] | None = None,
@@ -91,6 +94,7 @@ class ZarrStorageWriter(StorageWriter):
         self._sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
         self._spec = StoreSpec(url, store, storage_options, credential_provider, durable, concurrency)
         self._overwrite = overwrite
+        self._metadata = checked_metadata(metadata)
         self._compression = parse_option(compression)
         self._max_inflight_bytes = max_inflight_bytes
         self._progress = progress
@@ -285,7 +289,7 @@ class ZarrStorageWriter(StorageWriter):
             with _commit.losing_is_named(store, attempt.save_id, lambda: attempt.base_id):
                 if not metadata.state_dict_metadata:
                     _plan.describe(metadata, layout)
-                root, report = finish_save(store, attempt, layout, metadata, results)
+                root, report = finish_save(store, attempt, layout, metadata, results, self._metadata)
         except BaseException as err:
             _commit.abandon(store, attempt, lost=isinstance(err, CheckpointExistsError))
             raise

@@ -107,7 +107,8 @@ def page_data(
 
 def _side(side: Side, layouts: Layouts) -> Json:
     root = side.catalog.root
-    info = dataclasses.asdict(dataclasses.replace(side.info, largest=(), groups={}))
+    info = dataclasses.asdict(dataclasses.replace(side.info, largest=(), groups={}, metadata={}))
+    info["metadata"] = {name: value_text(value) for name, value in side.info.metadata.items()}
     return {
         "info": info,
         "layouts": layouts.found,

@@ -166,10 +166,17 @@ function storedText(info) {
   return info.compression.length ? `${size}, compressed by ${info.compression.join(', ')}` : `${size}, not compressed`;
 }
 
+function metadataText(info) {
+  return Object.entries(info.metadata)
+    .map(([name, text]) => `${name} ${text}`)
+    .join(', ');
+}
+
 /** [name, text] of what is worth knowing of a checkpoint. */
 function facts(info) {
   return [
     ['saved', `${timeText(info.created)} by ${plural(info.world_size, 'rank')}`],
+    ...(metadataText(info) ? [['metadata', metadataText(info)]] : []),
     ['software', softwareText(info.software)],
     ['chunks', `${plural(info.chunks, 'object')}, ${plural(info.subchunks, 'subchunk')}`],
     ['stored', storedText(info)],
@@ -205,7 +212,8 @@ function bothFacts(infos) {
         .map(([name, part]) => `${name} ${bytesText(part.nbytes)}`)
         .join(', ') || '\u2013',
     ],
-    ...facts(info).filter(([name]) => name !== 'replaced'),
+    ['metadata', metadataText(info) || '\u2013'],
+    ...facts(info).filter(([name]) => name !== 'replaced' && name !== 'metadata'),
   ];
   const [one, other] = infos.map(more);
   return el(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 def ls(url: str, patterns: tuple[str, ...], as_json: bool, storage_options: Any) -> None:
     """List the entries: name, dtype, shape or value, size.
 
-    Of a folder of checkpoints, list these, in the order in which they were saved: name, step, age, size.
+    Of a folder of checkpoints, list these, in the order in which they were saved: name, step, age, size, metadata.
 
     PATTERN is a name, its beginning up to a dot, or a glob: 'model.layers.0', '*.bias'.
 
@@ -82,24 +83,46 @@ def _checkpoints(url: str, storage_options: Any) -> list[dict[str, Any]]:
         if item.root is not None:
             found = info_of(place["url"], item.root, item.root.entries, None)
             place |= {"created": found.created, "step": found.step, "nbytes": found.nbytes + found.blob_nbytes}
+            place["metadata"] = found.metadata
         listed.append(place)
     return sorted(listed, key=lambda place: ("created" not in place, place.get("created", "")))
 
 
 def _print_checkpoints(listed: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    from zarrckpt._info import age_text, size_text
+    from zarrckpt._info import STEPS, age_text, size_text
 
     if as_json:
         print_json(listed)
         return
+    # Of the metadata what most have, and what fits into a cell; the step has a column of its own.
+    counts = Counter(
+        name
+        for place in listed
+        for name, value in place.get("metadata", {}).items()
+        if name not in STEPS and not isinstance(value, dict | list)
+    )
+    names = [name for name, _ in counts.most_common(_COLUMNS)]
     rows = []
     for place in listed:
         if place["state"] == "committed":
             step = "" if place["step"] is None else str(place["step"])
-            rows.append((place["name"], step, age_text(place["created"]), size_text(place["nbytes"])))
+            cells = [_cell(place["metadata"].get(name)) for name in names]
+            rows.append((place["name"], step, age_text(place["created"]), size_text(place["nbytes"]), *cells))
         else:
-            rows.append((place["name"], "", "", place["state"]))
-    print_table(("checkpoint", "step", "age", "size"), rows, right=["step", "age", "size"])
+            rows.append((place["name"], "", "", place["state"], *[""] * len(names)))
+    columns = ("checkpoint", "step", "age", "size", *names)
+    print_table(columns, rows, right=columns[1:])
+
+
+_COLUMNS = 4
+"""So many names of the metadata are shown."""
+
+
+def _cell(value: object) -> str:
+    """A value of the metadata in a table: numbers as short as they can be told."""
+    if value is None or isinstance(value, dict | list):
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)[:40]
 
 
 def _described(ckpt: Checkpoint) -> dict[str, dict[str, Any]]:
@@ -236,7 +259,7 @@ def info(url: str, as_json: bool, storage_options: Any) -> None:
 
 
 def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
-    from zarrckpt._info import count_text, size_text, software_text, time_text
+    from zarrckpt._info import count_text, size_text, software_text, time_text, value_text
 
     blobs = f", and {found.blobs:,} kept as bytes, {size_text(found.blob_nbytes)}" if found.blobs else ""
     chunks = f"{count_text(found.chunks, 'chunk')}, {count_text(found.subchunks, 'subchunk')}"
@@ -248,6 +271,7 @@ def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
         ("with", software_text(found.software)),
         ("save id", found.save_id + before),
         ("step", "-" if found.step is None else f"{found.step:,}"),
+        *_headed("metadata", [(name, value_text(value)) for name, value in found.metadata.items()]),
         ("tensors", f"{found.tensors:,} with {count_text(found.elements, 'element')}, {size_text(found.nbytes)}"),
         ("stored", _stored(found)),
         ("layout", chunks + place),
