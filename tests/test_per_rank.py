@@ -221,7 +221,7 @@ def test_without_a_process_group_a_process_is_rank_0(tmp_path: Path) -> None:
     assert [name for name in zarrckpt.open(tmp_path / "one") if name.startswith("loader.")] == [
         "loader.0.rank",
         "loader.0.position",
-        "loader.0.ahead",
+        "loader.ranks.ahead",
     ]
     assert [found for found, _ in run_ranks(_load, str(tmp_path / "one"), "wrap", world_size=2)] == [saved, saved]
 
@@ -260,6 +260,82 @@ def test_all_ranks_state_can_be_read(tmp_path: Path) -> None:
     by_hand = {"mine": PerRank()}
     zarrckpt.load(by_hand, tmp_path / "hand")
     assert by_hand["mine"].value.tolist() == [1, 1]
+
+
+def _own_tensors(number: int) -> dict[str, Any]:
+    """Of each rank: of one form on all ranks, on three of four, on none other; under keys that look like others'."""
+    rank = _rank()
+    return {
+        "rng": PerRank(torch.full((5000,), number + rank, dtype=torch.uint8)),
+        "most": PerRank(torch.full((3 + (rank == 2),), float(number + rank))),
+        "all differ": PerRank([torch.full((rank + 1,), float(number))]),
+        "deep": PerRank({"ranks": torch.tensor(number + rank), "0": torch.ones(2) * rank, "epoch": rank}),
+        "ranks": PerRank({"none": torch.zeros(0, 3), "turned": torch.arange(6).reshape(2, 3).T + rank}),
+    }
+
+
+def _values(state: dict[str, Any]) -> Any:
+    return {name: one.value for name, one in state.items()}
+
+
+def _save_own_tensors(url: str, group_ranks: list[int]) -> None:
+    group = dist.new_group(group_ranks)
+    if _rank() in group_ranks:
+        zarrckpt.save(_own_tensors(10), url, process_group=group)
+
+
+def _load_own_tensors(url: str, share_reads: bool | None = None) -> list[str]:
+    """The names of what this rank has not got back."""
+    target, expected = _own_tensors(50), _values(_own_tensors(10))
+    tensors = [target["rng"].value, target["deep"].value["ranks"]]
+    zarrckpt.load(target, url, strict=False, share_reads=share_reads)
+    assert tensors[0] is target["rng"].value and tensors[1] is target["deep"].value["ranks"]
+    return [name for name, value in _values(target).items() if str(value) != str(expected[name])]
+
+
+@pytest.mark.parametrize("members", [[0, 1, 2, 3], [1, 3]])
+def test_tensors_of_one_form_are_one_array(members: list[int], tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    run_ranks(_save_own_tensors, url, members)
+    opened = zarrckpt.open(url)
+    stacked = {name for name in opened if opened.ranks(name)}
+    assert stacked == {
+        "rng.ranks",
+        "most.ranks",
+        "deep.ranks.ranks",
+        "deep.ranks.0",
+        "ranks.ranks.none",
+        "ranks.ranks.turned",
+    }
+    array = zarr.open_group(url, mode="r", zarr_format=3)["rng/ranks"]
+    assert array.shape == (len(members), 5000) and opened.ranks("rng.ranks") == tuple(members)
+    assert [int(row[0]) for row in array[:]] == [10 + rank for rank in members]
+    alike = [rank for rank in members if rank != 2]
+    assert opened.ranks("most.ranks") == tuple(alike) and ("most.2" in opened) == (2 in members)
+    assert [f"all differ.{rank}.0" in opened for rank in range(4)] == [rank in members for rank in range(4)]
+    assert opened.verify()
+    for share in (True, False):
+        for rank, wrong in enumerate(run_ranks(_load_own_tensors, url, share)):
+            # The others' values stay as they are.
+            assert bool(wrong) == (rank not in members)
+    target: dict[str, Any] = {"deep": None, "rng": None}
+    zarrckpt.load(target, url)
+    assert target["deep"]["ranks"]["ranks"].tolist() == [10 + rank for rank in members]
+    assert target["deep"][str(members[-1])]["epoch"] == members[-1]
+    # A copy of it is the same for who loads it.
+    opened.copy_to(tmp_path / "copy", chunks={"rng.ranks": (1, -1)})
+    assert zarrckpt.open(tmp_path / "copy").ranks("rng.ranks") == tuple(members)
+    wrong = run_ranks(_load_own_tensors, str(tmp_path / "copy"))
+    assert [not wrong[rank] for rank in range(4)] == [rank in members for rank in range(4)]
+
+
+def _save_many(url: str) -> int:
+    return zarrckpt.save({f"rng{n}": PerRank(torch.get_rng_state()) for n in range(4)}, url).objects
+
+
+def test_objects_do_not_grow_with_the_ranks(tmp_path: Path) -> None:
+    counts = [run_ranks(_save_many, str(tmp_path / str(n)), world_size=n)[0] for n in (1, 2, 4)]
+    assert counts == [4, 4, 4]
 
 
 def test_a_part_of_the_state(tmp_path: Path) -> None:

@@ -151,6 +151,17 @@ class Checkpoint(Mapping[str, Any]):
         """What was given to the save as ``metadata``: a dict of JSON types, a new one each time."""
         return copy.deepcopy(dict(self._catalog.root.metadata))
 
+    def ranks(self, fqn: str) -> tuple[int, ...]:
+        """The ranks that the first axis of a tensor stands for, where it holds what each rank keeps for itself.
+
+        Their numbers in the default process group, as :class:`PerRank` says; () for every other entry. Raises
+        KeyMismatchError for an unknown name. No request.
+        """
+        if fqn not in self._names:
+            raise self._no("entry", fqn, self)
+        stack = self._catalog.root.stacks.get(fqn)
+        return () if stack is None else stack.ranks
+
     def __getitem__(self, fqn: str) -> Any:
         root = self._catalog.root
         if fqn in self._names and fqn in root.tensors:

@@ -65,8 +65,8 @@ def part_of(root: Root, names: Sequence[str]) -> Root:
     """The root of some entries: with the containers that still hold any."""
     entries = {fqn: root.entries[fqn] for fqn in names}
     keys = {fqn: root.keys[fqn] for fqn in entries if fqn in root.keys}
-    ranks = {fqn: root.ranks[fqn] for fqn in entries if fqn in root.ranks}
-    part = dataclasses.replace(root, entries=entries, keys=keys, ranks=ranks)
+    stacks = {fqn: root.stacks[fqn] for fqn in entries if fqn in root.stacks}
+    part = dataclasses.replace(root, entries=entries, keys=keys, stacks=stacks)
     paths = [part.node_path(fqn) for fqn in entries]
     above = parent_groups(paths) | {""}
     return dataclasses.replace(part, containers={path: kind for path, kind in root.containers.items() if path in above})

@@ -21,7 +21,7 @@ from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
 from zarrckpt._plan import Layout
 from zarrckpt._rank_work import ArrayResult, LostPeer, ObjectResult
 from zarrckpt._report import SaveReport
-from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, BlobEntry, Root, ValueEntry, parent_groups
+from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, BlobEntry, Root, Stack, ValueEntry, parent_groups
 from zarrckpt._sealed import now
 from zarrckpt._state_path import DICT, LIST, StatePath
 from zarrckpt._store import Store
@@ -64,6 +64,11 @@ def finish_save(
         world_size=layout.world_size,
         keys={fqn: path.keys for fqn, path in layout.paths.items() if not _spelled(path)},
         containers=_containers(layout),
+        stacks={
+            fqn: Stack(path.ranks, path.rank_at)
+            for fqn, path in layout.paths.items()
+            if path.rank_at is not None and path.ranks
+        },
         metadata=kept,
     )
     rank_bytes = tuple(sum(result.size_in_bytes for result in rank) for rank in results)
@@ -107,7 +112,8 @@ def _collect(
 
 def _check_entries(layout: Layout, metadata: Metadata, written: set[str]) -> None:
     """What was planned now, what was laid out (perhaps in a cached plan) and what was written must be one set."""
-    planned = {fqn: entry for fqn, entry in metadata.state_dict_metadata.items() if fqn not in layout.hollow}
+    items = metadata.state_dict_metadata.items()
+    planned = {layout.stack_of.get(fqn, fqn): entry for fqn, entry in items if fqn not in layout.hollow}
     empty = {fqn for fqn, node in layout.tensors.items() if node.grid.num_chunks == 0}
     missing = sorted({*planned, *layout.paths} - written - empty)
     unknown = sorted(written - planned.keys())
@@ -116,11 +122,14 @@ def _check_entries(layout: Layout, metadata: Metadata, written: set[str]) -> Non
             f"nothing was committed: {len(missing)} entries were not written ({missing[:5]}) and {len(unknown)} were "
             f"not planned ({unknown[:5]}); save again, without plan caching if the state changed"
         )
+    stacks = {*layout.stack_of.values()}
     for fqn, entry in planned.items():
         node = layout.tensors.get(fqn)
         if isinstance(entry, BytesStorageMetadata) != (node is None):
             raise IncompleteSaveError(f"{fqn!r} changed between tensor and value since it was planned; save again")
-        if node is not None and tuple(entry.size) != node.grid.shape:  # type: ignore[union-attr]
+        size = () if node is None else node.grid.shape
+        # DCP's planners describe what one rank has of a stack.
+        if node is not None and tuple(entry.size) not in (size, size[1:] if fqn in stacks else size):  # type: ignore[union-attr]
             raise IncompleteSaveError(f"{fqn!r} changed its shape since it was planned; save again")
 
 
@@ -162,6 +171,15 @@ def _spelled(path: StatePath) -> bool:
         container == LIST or (type(key) is str and _names.escape(key) == key)
         for key, container in zip(path.keys, path.containers, strict=True)
     )
+
+
+def _stacks(layout: Layout) -> dict[str, Stack]:
+    stacks = {}
+    for fqn in {*layout.stack_of.values()}:
+        path = layout.paths[fqn]
+        assert path.rank_at is not None
+        stacks[fqn] = Stack(path.ranks, path.rank_at)
+    return stacks
 
 
 def _containers(layout: Layout) -> dict[str, str]:

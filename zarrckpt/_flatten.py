@@ -13,6 +13,10 @@ from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._state_path import DICT, LIST, ORDERED_DICT, StatePath, one_nan
 
 
+class OwnRank(dict[str, Any]):
+    """What one rank keeps for itself, by its number."""
+
+
 def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePath]]:
     """Flat name -> leaf, and flat name -> path, by DCP's rules for what is a leaf.
 
@@ -23,16 +27,22 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
     leaves: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}
 
+    rank_at: int | None = None
+
     def walk(value: Any, keys: tuple[object, ...], containers: tuple[str, ...]) -> None:
+        nonlocal rank_at
         if isinstance(value, torch.Tensor):  # most are; asking for a Mapping costs more
             leaf(value, keys, containers)
         elif isinstance(value, Mapping) and (value or not keys):
             if len({*map(one_nan, value)}) < len(value):
                 raise UnsupportedValueError(f"{'.'.join(map(str, keys))!r} has NaN as a key more than once; rename one")
             inner = (*containers, ORDERED_DICT if type(value) is OrderedDict else DICT)
+            outermost = rank_at is None and isinstance(value, OwnRank)
+            rank_at = len(keys) if outermost else rank_at
             for key, item in value.items():
                 _check_key(key, keys)
                 walk(item, (*keys, key), inner)
+            rank_at = None if outermost else rank_at
         elif isinstance(value, list) and entered(value):
             inner = (*containers, LIST)
             for position, item in enumerate(value):
@@ -41,7 +51,7 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
             leaf(value, keys, containers)
 
     def leaf(value: Any, keys: tuple[object, ...], containers: tuple[str, ...]) -> None:
-        path = StatePath(keys, containers)
+        path = StatePath(keys, containers, (), rank_at)
         fqn = path.fqn
         if fqn in leaves:
             raise UnsupportedValueError(

@@ -13,15 +13,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from zarrckpt import _state
 from zarrckpt._errors import KeyMismatchError, warn
 from zarrckpt._flatten import flatten
 from zarrckpt._matching import matches
 from zarrckpt._optimizers import SavedEntries
-from zarrckpt._per_rank import LoadedRanks
+from zarrckpt._per_rank import LoadedRanks, OwnPart
 from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner, listed, without_target
 from zarrckpt._state_path import StatePath
 
@@ -68,7 +75,9 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
     def __init__(self, keys: str | Iterable[str] | None, *, strict: bool, allow_cast: bool) -> None:
         super().__init__(strict=strict, allow_cast=allow_cast, select=self._is_asked_for, required=self._is_required)
         self.plain = _state.PlainState({})
-        self._ranks = LoadedRanks(())
+        self._ranks = LoadedRanks({})
+        self._saved: Mapping[str, Any] = {}
+        """The checkpoint's own entries: without the parts of stacks, which differ between ranks."""
         self._patterns = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
         self._differs = False
         self._group_names: set[str] = set()
@@ -77,8 +86,10 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
+        self._saved = metadata.state_dict_metadata
+        self._ranks = LoadedRanks(metadata.planner_data)
+        metadata = _with_parts(metadata, self._ranks.parts)
         names = set(metadata.state_dict_metadata)
-        self._ranks = LoadedRanks(names)
         self._refuse_idle_patterns(names)
         # Only by the names of its parameters does a group of the checkpoint tell whose options it has.
         if self._patterns is not None:
@@ -88,6 +99,9 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
             metadata, self._is_asked_for, everything=self._patterns is None, allow_cast=self.allow_cast
         )
         self.plain = _state.for_load(state_dict, saved, self._ranks.source, self.plain)
+        idle = {name for name in self._ranks.parts if not self._ranks.is_own(name)}
+        for name in idle:
+            del metadata.state_dict_metadata[name], self._ranks.parts[name]
         try:
             super().set_up_planner(self.plain.state, metadata, is_coordinator)
         except KeyMismatchError as err:
@@ -112,12 +126,20 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """This rank's plan, with its findings."""
         assert self.metadata is not None
-        entries = self.metadata.state_dict_metadata
         names = [*self.loaded, *self.missing]
         idle = [p for p in self._patterns or () if not any(matches(name, p) for name in names)]
-        owed = _mask(entries, {name for name in self.unexpected if self._is_of_an_object(name)})
-        findings = _Findings(idle, owed, _mask(entries, {*self.loaded}))
-        return dataclasses.replace(super().create_local_plan(), planner_data=findings)
+        owed = _mask(self._saved, {name for name in self.unexpected if self._is_of_an_object(name)})
+        findings = _Findings(idle, owed, _mask(self._saved, {*self.loaded}))
+        plan = super().create_local_plan()
+        for place, item in enumerate(plan.items):
+            if (part := self._ranks.parts.get(item.storage_index.fqn)) is not None:
+                plan.items[place] = _in_stack(item, part)
+        return dataclasses.replace(plan, planner_data=findings)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The memory of this rank's piece; where it is a part of a stack, with the stack's first axis."""
+        tensor = super().lookup_tensor(index)
+        return tensor[None] if index.fqn in self._ranks.parts else tensor
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Raises KeyMismatchError, if strict, for a pattern or a module's entry that has no target on any rank."""
@@ -140,7 +162,7 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
             )
         owed = np.bitwise_or.reduce([one.owed for one in found])
         left = owed & ~np.bitwise_or.reduce([one.targets for one in found])
-        names = [name for name, bit in zip(self.metadata.state_dict_metadata, np.unpackbits(left), strict=False) if bit]
+        names = [name for name, bit in zip(self._saved, np.unpackbits(left), strict=False) if bit]
         if names:
             shown = listed([without_target(name) for name in names])
             raise KeyMismatchError(
@@ -153,10 +175,11 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         """Modules and optimizers that get nothing are none of the checkpoint's, by their names."""
         assert self.metadata is not None
         taken = np.unpackbits(np.bitwise_or.reduce([one.targets for one in found]))
-        names = [name for name, bit in zip(self.metadata.state_dict_metadata, taken, strict=False) if bit]
+        names = [name for name, bit in zip(self._saved, taken, strict=False) if bit]
+        names += self._ranks.parts
         for prefix in self.plain.exact:
             if any(map(_below(prefix), self.missing)) and not any(map(_below(prefix), names)):
-                some = sorted({name.partition(".")[0] for name in self.metadata.state_dict_metadata})[:5]
+                some = sorted({name.partition(".")[0] for name in self._saved})[:5]
                 warn(f"{prefix[:-1]!r} got none of its entries from the checkpoint, which has, for example, {some}")
 
     def _close_names(self, names: list[str]) -> str:
@@ -186,7 +209,8 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
         return any(matches(fqn, pattern) for pattern in self._patterns)
 
     def _is_required(self, fqn: str) -> bool:
-        return self._differs and self._is_of_an_object(fqn)
+        # Of what it keeps for itself, no other rank can have the target.
+        return (self._differs or fqn in self._ranks.parts) and self._is_of_an_object(fqn)
 
     def _is_of_an_object(self, fqn: str) -> bool:
         return any(fqn.startswith(prefix) for prefix in self.plain.exact)
@@ -201,6 +225,30 @@ class ObjectLoadPlanner(ZarrLoadPlanner):
 
 def _below(prefix: str) -> Callable[[str], bool]:
     return lambda name: name.startswith(prefix)
+
+
+def _with_parts(metadata: Metadata, parts: Mapping[str, OwnPart]) -> Metadata:
+    """Metadata in which a rank's parts of stacks are entries of their own."""
+    entries, paths = dict(metadata.state_dict_metadata), dict(metadata.planner_data)
+    for name, part in parts.items():
+        stack = entries[part.stack]
+        assert isinstance(stack, TensorStorageMetadata)
+        size = torch.Size(stack.size[1:])
+        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        entries[name] = TensorStorageMetadata(stack.properties, size, [whole])
+        paths[name] = part.path
+    return dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=paths)
+
+
+def _in_stack(item: ReadItem, part: OwnPart) -> ReadItem:
+    """What reads a rank's own tensor, as what reads its part of a stack."""
+    return dataclasses.replace(
+        item,
+        dest_offsets=torch.Size([0, *item.dest_offsets]),
+        storage_index=MetadataIndex(part.stack),
+        storage_offsets=torch.Size([part.place, *item.storage_offsets]),
+        lengths=torch.Size([1, *item.lengths]),
+    )
 
 
 def _mask(entries: Collection[str], names: set[str]) -> np.ndarray[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zarrckpt._distributed import global_rank
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
+from zarrckpt._state_path import RANKS, StatePath
 
 NewRanks = Literal["error", "wrap", "keep"]
 
@@ -24,10 +25,13 @@ class PerRank:
     """A part of a state that each rank saves for itself: ``{"rng": PerRank(torch.get_rng_state())}``.
 
     Without it, what ranks hold under one name is saved once. :func:`zarrckpt.save`, ``async_save`` and ``load`` take it
-    at any depth of a state's dicts and lists, and in what a Stateful's ``state_dict`` returns. The state has one
-    subtree for each rank, named by its number in the default process group ("0" without a group), in sub-groups and
-    with ``no_dist`` too: ``rng.3`` in ``zarrckpt.open(url)``, ``rng/3`` for other Zarr readers; a load with the target
-    ``{"rng": None}`` gives the dict of all of them.
+    at any depth of a state's dicts and lists, and in what a Stateful's ``state_dict`` returns. Ranks are named by their
+    numbers in the default process group (0 without a group), in sub-groups and with ``no_dist`` too.
+
+    Tensors that have one shape and dtype on all ranks are one array, whose first axis is the rank: ``rng.ranks`` in
+    ``zarrckpt.open(url)``, ``rng/ranks`` for other Zarr readers; :meth:`Checkpoint.ranks` tells which rank each element
+    of that axis is. Tensors of other forms, and values, are entries of each rank: ``loader.3.epoch``. A load with the
+    target ``{"rng": None}`` gives the dict of all of them.
 
     A load puts what this rank saved into ``value``: tensors are filled in place and must have the shape that was saved,
     other values are replaced, objects take their state back; a target of None takes whatever there is.
@@ -37,7 +41,7 @@ class PerRank:
     such a rank is an error, as a missing key is (``strict=False`` leaves its values alone and reports them): two ranks
     that silently draw the same random numbers, or read the same data, do more harm than a load that stops.
 
-    Costs what separate entries cost: each rank's tensors are arrays of their own, two small objects each.
+    A stack costs what any tensor does. A value costs an entry in the root document for each rank.
 
     Args:
         value: a tensor or value, a dict or list of them at any depth, a Stateful object, a module or optimizer that is
@@ -70,16 +74,60 @@ class PerRank:
         )
 
 
-class LoadedRanks:
-    """Whose state each PerRank of one load takes, by the names in the checkpoint."""
+@dataclass(frozen=True)
+class OwnPart:
+    """What a stack has for one rank: an element of its first axis."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+    stack: str
+    """The flat name of the entry."""
+    place: int
+    path: StatePath
+    """Where the rank's own tensor sits, with its number in the place of RANKS."""
+
+
+class LoadedRanks:
+    """Whose state each PerRank of one load takes, by the paths of the checkpoint's entries."""
+
+    def __init__(self, paths: Mapping[str, StatePath]) -> None:
         self._rank = global_rank()
+        self._saved: dict[str, list[int]] = {}
+        """By flat-name prefix the ranks whose state is below."""
         self._advice: dict[str, str] = {}
         self._others: set[str] = set()
+        self._own: set[str] = set()
+        self._names = paths.keys()
         self.kept: set[str] = set()
         """Flat names of the PerRanks for which nothing is loaded."""
+        self.parts = self._own_parts(paths)
+        """What stacks have for the rank whose state this one takes, by the names of that rank's own tensors."""
+
+    def _own_parts(self, paths: Mapping[str, StatePath]) -> dict[str, OwnPart]:
+        stacks = {fqn: path for fqn, path in paths.items() if path.ranks}
+        for path in stacks.values():
+            prefix = _prefix(path)
+            self._saved[prefix] = sorted({*self._saved.get(prefix, ()), *path.ranks})
+        for prefix, ranks in self._saved.items():
+            self._saved[prefix] = sorted({*ranks, *_separate(self._names, prefix)})
+        parts = {}
+        for fqn, path in stacks.items():
+            source = self._source(_prefix(path))
+            if source in path.ranks:
+                own = path.with_rank(str(source))
+                parts[own.fqn] = OwnPart(fqn, path.ranks.index(source), own)
+        return parts
+
+    def _ranks_below(self, prefix: str) -> list[int]:
+        """The ranks that have entries below a flat-name prefix, or a part in a stack there, in ascending order."""
+        if prefix not in self._saved:
+            self._saved[prefix] = _separate(self._names, prefix)
+        return self._saved[prefix]
+
+    def _source(self, prefix: str) -> int | None:
+        """The rank whose state this one would take; None where no rank's is there."""
+        saved = self._ranks_below(prefix)
+        if self._rank in saved:
+            return self._rank
+        return saved[self._rank % len(saved)] if saved else None
 
     def source(self, prefix: str, entry: PerRank) -> int | None:
         """The rank whose subtree is loaded into an entry at a flat-name prefix; None where the entry is kept.
@@ -87,10 +135,9 @@ class LoadedRanks:
         An entry that is an error takes this rank's own subtree, which is missing.
         """
         name, rank = prefix[:-1], self._rank
-        saved = saved_ranks(self._names, prefix)
+        saved, wrapped = self._ranks_below(prefix), self._source(prefix)
         source: int | None = rank
         if rank not in saved:
-            wrapped = saved[rank % len(saved)] if saved else None
             if entry.new_ranks == "keep":
                 self.kept.add(name)
                 source = None
@@ -98,8 +145,14 @@ class LoadedRanks:
                 source = wrapped
             else:
                 self._advice[f"{name}.{rank}"] = _advice(name, rank, saved, wrapped)
-        self._others |= {f"{name}.{other}" for other in saved if other != source}
+        if source is not None:
+            self._own.add(f"{prefix}{source}")
+        self._others |= {f"{prefix}{other}" for other in (*saved, RANKS) if other != source}
         return source
+
+    def is_own(self, name: str) -> bool:
+        """Whether a name is of what some PerRank takes: of a part of a stack, or of an entry."""
+        return any(stem in self._own for stem in _stems(name))
 
     def explained(self, error: KeyMismatchError, missing: Iterable[str]) -> KeyMismatchError:
         """An error about missing names, with what can be done where they are those of a rank without saved state."""
@@ -128,8 +181,13 @@ def _stems(name: str) -> Iterable[str]:
     return (name[:place] for place, letter in enumerate(f"{name}.") if letter == ".")
 
 
-def saved_ranks(names: Iterable[str], prefix: str) -> list[int]:
-    """The ranks that have entries below a flat-name prefix, in ascending order."""
+def _prefix(path: StatePath) -> str:
+    """What the flat names of all ranks' entries begin with, of the one at a path."""
+    return "".join(f"{key}." for key in path[: path.rank_at])
+
+
+def _separate(names: Iterable[str], prefix: str) -> list[int]:
+    """The ranks that have entries of their own below a flat-name prefix, in ascending order."""
     parts = {name[len(prefix) :].partition(".")[0] for name in names if name.startswith(prefix)}
     return sorted(int(part) for part in parts if _RANK.fullmatch(part))
 

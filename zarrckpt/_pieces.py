@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from zarrckpt._chunk_layout import RawArray
 from zarrckpt._errors import CheckpointError
 from zarrckpt._grid import Box
-from zarrckpt._holdings import item_box
 from zarrckpt._plan import RankPlan, expect_piece
 from zarrckpt._planner import ZarrSavePlanner, resolves_as_dcp
 from zarrckpt._tensors import raw_tensor, refuse_meta, torch_dtype
@@ -42,24 +41,25 @@ class Pieces:
             if item.type != WriteItemType.BYTE_IO:
                 tensor = self._resolve(place)
                 refuse_meta(item.index.fqn, tensor)
-                expect_piece(item, tensor, torch_dtype(self._plan.arrays[item.index.fqn]))
+                expect_piece(item, tensor, torch_dtype(self._plan.item_node(place)))
                 devices.add(tensor.device)
                 if tensor.device.type == "cpu":
                     self._in_memory.add(place)
                     if plain and not (tensor.is_conj() or tensor.is_neg()):
-                        self._raw[place] = raw_tensor(item.index.fqn, tensor)
+                        raw = raw_tensor(item.index.fqn, tensor)
+                        self._raw[place] = raw[None] if self._is_stacked(place, tensor) else raw
         return devices
 
     def nbytes(self, place: int, box: Box) -> int:
         """The size of a part of an item."""
-        return box.size * self._plan.arrays[self._items[place].index.fqn].dtype.itemsize
+        return box.size * self._plan.item_node(place).dtype.itemsize
 
     def view(self, place: int | None, box: Box) -> RawArray | None:
         """A part of an item as raw elements: a view of its own memory, None where it is on another device."""
         if place is None or place not in self._in_memory:
             return None
         if (raw := self._raw.get(place)) is not None:
-            part: RawArray = raw[box.region(item_box(self._items[place]).offset)]
+            part: RawArray = raw[box.region(self._plan.item_box(place).offset)]
             return part
         return raw_tensor(self._items[place].index.fqn, self._part(place, box))
 
@@ -73,7 +73,13 @@ class Pieces:
             out[...] = raw_tensor(self._items[place].index.fqn, part)
 
     def _part(self, place: int, box: Box) -> torch.Tensor:
-        return self._resolve(place)[box.slices(item_box(self._items[place]).offset)]
+        tensor = self._resolve(place)
+        tensor = tensor[None] if self._is_stacked(place, tensor) else tensor
+        return tensor[box.slices(self._plan.item_box(place).offset)]
+
+    def _is_stacked(self, place: int, tensor: torch.Tensor) -> bool:
+        """Whether an item's tensor is one of several along the first axis of its array."""
+        return tensor.ndim < len(self._plan.item_box(place).shape)
 
     def _resolve(self, place: int) -> torch.Tensor:
         """An item's tensor. The last one is kept, since a planner may make it anew, for each of an item's chunks."""

@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ from zarrckpt._rank_plan import ChunkPlan as ChunkPlan
 from zarrckpt._rank_plan import RankPlan as RankPlan
 from zarrckpt._rank_plan import Round as Round
 from zarrckpt._root import parent_groups
+from zarrckpt._stacks import stacked
 from zarrckpt._state_path import StatePath
 from zarrckpt._tensors import torch_dtype
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, check_limits
@@ -58,6 +59,8 @@ class Layout:
     world_size: int
     hollow: frozenset[str] = frozenset()
     """fqns of planned items that are no entries, see ``_holdings.Holdings``."""
+    stack_of: Mapping[str, str] = field(default_factory=dict)
+    """fqns of planned items that are in an entry of another name, see ``_stacks.Stacks``."""
 
     def marker(self, attempt: str, started: str) -> Marker:
         """What an attempt with this layout may write."""
@@ -147,21 +150,23 @@ def _plan_save(
     fqns = {*held.tensors, *held.objects}
     # In the order of the state dict, which the plans themselves lose where replicas are dealt over ranks.
     ordered = [fqn for fqn in paths if fqn in fqns] + sorted(fqns - paths.keys())
-    entries = {fqn: paths.get(fqn) or StatePath.of((fqn,)) for fqn in ordered}
+    entries: Mapping[str, StatePath] = {fqn: paths.get(fqn) or StatePath.of((fqn,)) for fqn in ordered}
+    stacks = stacked(held.tensors, entries)
+    entries = stacks.paths
     by_path = _names.unique_paths([tuple(path) for path in entries.values()])
     node_paths = {fqn: by_path[tuple(path)] for fqn, path in entries.items()}
     grids = _Grids(sizes, held)
     tensors: dict[str, ArrayNode] = {}
     spreads = []
-    for fqn, tensor in held.tensors.items():
+    for fqn, tensor in stacks.tensors.items():
         grid = grids.of(tensor)
         chosen = compression if compressible(grid, tensor.dtype) else None
         tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, compression=chosen)
         spreads.append(Spread(fqn, grid, tensor.dtype.itemsize, tensor.held, tensor.whole))
-    layout = Layout(entries, node_paths, tensors, frozenset(held.objects), len(ranks), held.hollow)
+    layout = Layout(entries, node_paths, tensors, frozenset(held.objects), len(ranks), held.hollow, stacks.stack_of)
     dealt = deal(spreads, len(ranks))
     schedule_chunks(dealt, sizes.per_round)
-    planner = _RankPlanner(ranks, layout, held, dealt)
+    planner = _RankPlanner(ranks, layout, held.objects, stacks.tensors, dealt)
     parts = [planner.part(rank) for rank in range(len(ranks))]
     return SavePlans(layout, [plan for plan, _ in parts], [items for _, items in parts], dealt, held.differing)
 
@@ -215,15 +220,25 @@ class _Rows:
 class _RankPlanner:
     """Cuts a whole plan into the ranks' parts. A row a chunk or a piece, in the order of the tensors."""
 
-    def __init__(self, ranks: Sequence[RankItems], layout: Layout, held: Holdings, dealt: Dealt) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[RankItems],
+        layout: Layout,
+        objects: Mapping[str, tuple[int, int]],
+        tensors: Mapping[str, TensorHolders],
+        dealt: Dealt,
+    ) -> None:
         self._ranks = ranks
         self._layout = layout
         self._dealt = dealt
         self._arrays = Arrays(layout.tensors)
+        stacks = {*layout.stack_of.values()}
+        self._stacks = {number: t.held for number, t in enumerate(tensors.values()) if t.fqn in stacks}
+        """The arrays, by number, in which a rank's item has another box than the rank knows."""
         self._objects: list[list[tuple[str, int]]] = [[] for _ in ranks]
-        for fqn, (rank, place) in held.objects.items():
+        for fqn, (rank, place) in objects.items():
             self._objects[rank].append((fqn, place))
-        rows = [*enumerate(zip(held.tensors.values(), dealt.geometries, dealt.sources, strict=True))]
+        rows = [*enumerate(zip(tensors.values(), dealt.geometries, dealt.sources, strict=True))]
         self._piece_array = _joined(np.full(len(g.pieces.held), number) for number, (_, g, _) in rows)
         self._piece_chunk = _joined(dealt.first[number] + g.pieces.chunk for number, (_, g, _) in rows)
         self._piece_source = _joined(dealt.sources)
@@ -247,14 +262,19 @@ class _RankPlanner:
         places = np.append([place for _, place in objects], self._piece_place[held][appears]).astype(np.int64)
         arrays = np.append(np.full(len(objects), -1), self._piece_array[held][appears])
         columns = self._columns(rank, held, item)
+        boxes, numbers = list(table.boxes), table.box[places]
+        for place in np.flatnonzero(np.isin(arrays, [*self._stacks])).tolist():
+            holders = self._stacks[int(arrays[place])]
+            numbers[place] = len(boxes)
+            boxes.append(holders.boxes[int(np.flatnonzero(holders.ranks == rank)[0])])
         plan = RankPlan(
             (rank, len(self._ranks)),
             self._arrays,
             columns,
             {fqn: self._layout.node_paths[fqn] for fqn, _ in objects},
             _small(arrays),
-            table.boxes,
-            table.box[places],
+            boxes,
+            numbers,
         )
         return plan, ChosenItems(table, _small(places))
 

@@ -146,6 +146,16 @@ class RankPlan:
             self._all.names[number]: self._all.nodes[number] for number in self._item_arrays.tolist() if number >= 0
         }
 
+    def item_node(self, item: int) -> ArrayNode:
+        """The array that an item is a piece of."""
+        node: ArrayNode = self._all.nodes[self._item_arrays[item]]
+        return node
+
+    def item_box(self, item: int) -> Box:
+        """Which piece of its array an item is. One dimension more than its tensor has, where that is in a stack."""
+        box: Box = self._boxes[self._item_boxes[item]]
+        return box
+
     @cached_property
     def documents(self) -> dict[str, Json]:
         """The node documents that this rank writes, by path."""
@@ -176,7 +186,7 @@ class RankPlan:
             (chunks if when < 0 else rounds.setdefault(when, Round()).chunks).append(planned)
         sends = (columns.send_round, columns.send_to, columns.send_item, columns.send_cell)
         for when, to, item, number in zip(*(row.tolist() for row in sends), strict=True):
-            grid = self._all.nodes[self._item_arrays[item]].grid
+            grid = self.item_node(item).grid
             box = self._shared(item, grid.chunk_box(unravel(number, grid.counts)))
             rounds.setdefault(when, Round()).sends.append(Sending(to, item, box))
         return chunks, dict(sorted(rounds.items()))
@@ -195,7 +205,7 @@ class RankPlan:
 
     def _shared(self, item: int, chunk: Box) -> Box:
         """What an item has of a chunk."""
-        box = intersect(self._boxes[self._item_boxes[item]], chunk)
+        box = intersect(self.item_box(item), chunk)
         assert box is not None
         return box
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from zarrckpt import _dtypes, _names, _values
 from zarrckpt._documents import ATTRIBUTE, ArrayNode, Json, group_document, join, parse_array, same_json
@@ -58,6 +58,15 @@ class ValueEntry:
 Entry = ArrayNode | ValueEntry | BlobEntry
 
 
+class Stack(NamedTuple):
+    """What makes an entry one of several ranks' tensors."""
+
+    ranks: tuple[int, ...]
+    """Ascending; each has one element of the first axis."""
+    level: int
+    """Which of the entry's keys stands for the number of the rank."""
+
+
 @dataclass(frozen=True)
 class Table:
     """A uint32 array beside the tree: its number of elements and the crc32c of its bytes."""
@@ -85,8 +94,8 @@ class Root:
     """fqn -> the original keys, where they are not the strings that the path consists of."""
     containers: Mapping[str, str] = field(default_factory=dict)
     """node path -> the container there, where it is not a dict."""
-    ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """fqn -> the ranks whose tensors are stacked along its first axis, ascending; of such entries only."""
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
+    """fqn -> whose tensors are stacked along its first axis; of such entries only."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What the user keeps with the checkpoint."""
 
@@ -127,7 +136,7 @@ class Root:
         for depth, container in enumerate(containers):
             if container == LIST:
                 keys[depth] = _position(keys[depth], fqn)
-        return StatePath([*map(one_nan, keys)], containers, self.ranks.get(fqn, ()))
+        return StatePath([*map(one_nan, keys)], containers, *self.stacks.get(fqn, ()))
 
     def group_path(self, name: str) -> str:
         """The node path of the group with a flat name. Raises KeyMismatchError where no array is below such a group."""
@@ -179,9 +188,11 @@ class Root:
         if isinstance(entry, ValueEntry):
             return {"path": entry.path, "value": entry.json}
         if isinstance(entry, BlobEntry):
-            extra = {} if entry.kind is None else {"kind": entry.kind}
-            return {"path": entry.array.path, "encoding": entry.encoding, **extra}
-        return {"path": entry.path} | ({"ranks": spans(self.ranks[fqn])} if fqn in self.ranks else {})
+            kind = {} if entry.kind is None else {"kind": entry.kind}
+            return {"path": entry.array.path, "encoding": entry.encoding, **kind}
+        stack = self.stacks.get(fqn)
+        extra: Json = {} if stack is None else {"ranks": spans(stack.ranks), "level": stack.level}
+        return {"path": entry.path, **extra}
 
 
 def parent_groups(paths: Iterable[str]) -> set[str]:
@@ -240,7 +251,7 @@ def parse_root(data: bytes, where: str) -> Root:
         world_size=members.count("world_size", 1),
         keys={fqn: parsed.keys(fqn, keys) for fqn, keys in members.mapping("keys").items()},
         containers=_containers(members),
-        ranks=parsed.ranks,
+        stacks=parsed.stacks,
         metadata=parse_metadata(members.own.get("metadata", {}), where),
         **_tables(members, nodes.values()),
     )
@@ -314,7 +325,7 @@ class _Entries:
     def __init__(self, members: Members, nodes: Mapping[str, ArrayNode]) -> None:
         self._members = members
         self._nodes = nodes
-        self.ranks: dict[str, tuple[int, ...]] = {}
+        self.stacks: dict[str, Stack] = {}
 
     def entry(self, fqn: str, entry: Any) -> Entry:
         """One entry, whose members say what it is."""
@@ -330,8 +341,10 @@ class _Entries:
             raise self._fail(fqn, path, "the path of an array of the consolidated metadata")
         if "encoding" in names:
             return self._blob(fqn, entry)
-        if names == {"path", "ranks"}:
-            self.ranks[fqn] = self._stacked(fqn, entry["ranks"], self._nodes[path].grid.shape)
+        if names == {"path", "ranks", "level"}:
+            self.stacks[fqn] = Stack(self._ranks(fqn, entry["ranks"], self._nodes[path].grid.shape), entry["level"])
+            if type(entry["level"]) is not int or not 0 <= entry["level"] <= path.count("/"):
+                raise self._fail(fqn, entry["level"], "the number of one of its keys")
         elif names != {"path"}:
             raise self._fail(fqn, sorted(names), "the members of a tensor, a value or a blob")
         return self._nodes[path]
@@ -345,7 +358,7 @@ class _Entries:
             raise self._fail(fqn, node.dtype.name, "one dimension of uint8 for a blob")
         return BlobEntry(node, encoding, kind)
 
-    def _stacked(self, fqn: str, found: Any, shape: Ints) -> tuple[int, ...]:
+    def _ranks(self, fqn: str, found: Any, shape: Ints) -> tuple[int, ...]:
         """The ranks whose tensors are stacked in an entry's array."""
         count, end = 0, -1
         for span in found if isinstance(found, list) else [None]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zarrckpt._distributed import global_rank
 from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._flatten import OwnRank
 from zarrckpt._modules import ModuleState
 from zarrckpt._optimizers import OptimizerTarget, SavedEntries, saved_state
 from zarrckpt._per_rank import PerRank, refuse_sharded
@@ -93,7 +94,7 @@ def _convert(state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: Rank
         own = convert(entry.value, (*keys, str(rank)))
         within = around
         refuse_sharded(f"{_prefix(keys)}{rank}", own)
-        return {str(rank): own}
+        return OwnRank({str(rank): own})
 
     def convert(value: Any, keys: Keys) -> Any:
         if isinstance(value, PerRank):

@@ -10,6 +10,9 @@ DICT, LIST, ORDERED_DICT = "dict", "list", "OrderedDict"
 CONTAINERS = (DICT, LIST, ORDERED_DICT)
 
 
+RANKS = "ranks"
+"""The key that takes the place of a rank's number where the tensors of several ranks are stacked in one entry."""
+
 _NANS: dict[bytes, Any] = {}
 
 
@@ -26,31 +29,45 @@ class StatePath(tuple[str | int, ...]):
     """The path of one entry: DCP's own form (a tuple of strings, and integers for list positions) that also
     remembers the original keys and the containers, which DCP's form loses.
 
-    ``keys`` are the original keys, one a level; ``containers`` names what holds each of them, one of CONTAINERS.
-    ``ranks`` are those whose tensors the entry stacks along its first axis; none for most entries. Being a tuple, it
-    passes through DCP's planners and its metadata as the path it is.
+    ``keys`` are the original keys, one a level; ``containers`` names what holds each of them, one of CONTAINERS. Being
+    a tuple, it passes through DCP's planners and its metadata as the path it is.
     """
 
     keys: tuple[object, ...]
     containers: tuple[str, ...]
     ranks: tuple[int, ...]
+    """Those whose tensors the entry stacks along its first axis; none for most entries."""
+    rank_at: int | None
+    """The level of the key that is a rank's number: of what that rank keeps for itself, and of stacks of it."""
 
-    def __new__(cls, keys: Sequence[object], containers: Sequence[str], ranks: Sequence[int] = ()) -> StatePath:
+    def __new__(
+        cls,
+        keys: Sequence[object],
+        containers: Sequence[str],
+        ranks: Sequence[int] = (),
+        rank_at: int | None = None,
+    ) -> StatePath:
         parts = (
             key if container == LIST and isinstance(key, int) else str(key)
             for key, container in zip(keys, containers, strict=True)
         )
         path = super().__new__(cls, parts)
-        path.keys, path.containers, path.ranks = tuple(keys), tuple(containers), tuple(ranks)
+        path.keys, path.containers, path.ranks, path.rank_at = tuple(keys), tuple(containers), tuple(ranks), rank_at
         return path
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (StatePath, (self.keys, self.containers, self.ranks))
+        return (StatePath, (self.keys, self.containers, self.ranks, self.rank_at))
 
     @property
     def fqn(self) -> str:
         """The flat name that DCP gives this entry."""
         return ".".join(map(str, self))
+
+    def with_rank(self, rank: object) -> StatePath:
+        """The path with another key in the place of the rank's number."""
+        assert self.rank_at is not None
+        keys = (*self.keys[: self.rank_at], rank, *self.keys[self.rank_at + 1 :])
+        return StatePath(keys, self.containers, (), self.rank_at)
 
     @classmethod
     def of(cls, path: Sequence[str | int]) -> StatePath:
