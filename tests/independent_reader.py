@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import ml_dtypes
 import numcodecs.blosc
 import numcodecs.zstd
 import numpy as np
@@ -71,7 +72,7 @@ class Array:
         if document["attributes"]:
             self.dtype = document["attributes"]["zarrckpt"]["dtype"]
             assert PORTABLE[self.dtype] == stored
-        assert document == self._form(stored), document
+        assert same(document, self._form(stored)), document
         self.itemsize = ITEMSIZE[self.dtype]
         if self.compressor is not None:
             check_compressor(self.compressor, self.itemsize)
@@ -132,38 +133,106 @@ class Reader:
         root = strict_json(data)
         assert root["zarr_format"] == 3 and root["node_type"] == "group"
         self.own: dict[str, Any] = root["attributes"]["zarrckpt"]
-        assert self.own["format"] == 1 and self.own.get("features", []) == []
+        assert is_int(self.own["format"]) == 1 and self.own.get("features", []) == []
         self.save_id: str = self.own["save_id"]
-        assert re.fullmatch("[0-9a-f]{32}", self.save_id)
         self.tree: str = self.own["tree"]
         assert self.tree in ("", f"@{self.save_id}")
-        self.arrays = self._arrays(root["consolidated_metadata"]["metadata"])
+        assert len(self.own["history"]) <= 16
+        assert all(re.fullmatch("[0-9a-f]{32}", one) for one in [self.save_id, *self.own["history"]])
+        assert re.fullmatch(r"[0-9]{4}(-[0-9]{2}){2}T([0-9]{2}:){2}[0-9]{2}\.[0-9]{6}Z", self.own["created"])
+        assert all(isinstance(version, str) for version in self.own["software"].values())
+        assert is_int(self.own["world_size"]) >= 1
+        self.metadata: dict[str, Any] = self._metadata(self.own.get("metadata", {}))
+        consolidated = root["consolidated_metadata"]
+        assert set(consolidated) == {"kind", "must_understand", "metadata"}
+        assert consolidated["kind"] == "inline" and consolidated["must_understand"] is False
+        self.arrays = self._arrays(consolidated["metadata"])
         self.entries: dict[str, Any] = self.own["entries"]
-        used = sorted(entry["path"] for entry in self.entries.values() if "value" not in entry)
-        assert used == list(self.arrays)
-        self.checksums = self.table("checksums")
+        self._check_entries()
+        self._check_keys()
         compressed = {path: array for path, array in self.arrays.items() if array.compressor is not None}
-        assert ("sizes" in self.own["tables"]) == bool(compressed)
+        assert set(self.own["tables"]) == ({"checksums", "sizes"} if compressed else {"checksums"})
+        self.checksums = self.table("checksums")
         self.sizes = self.table("sizes") if compressed else {}
         for path, array in compressed.items():
             n = array.subchunk_bytes
             assert ((self.sizes[path] >= 5) & (self.sizes[path] <= n + n // 256 + 68)).all()
 
+    @staticmethod
+    def _metadata(metadata: Any) -> dict[str, Any]:
+        def plain(value: Any) -> bool:
+            if isinstance(value, dict):
+                return all(map(plain, value.values()))
+            return (
+                all(map(plain, value))
+                if isinstance(value, list)
+                else type(value) in (type(None), bool, int, float, str)
+            )
+
+        decoded = decode_json(metadata)
+        assert type(decoded) is dict and plain(decoded) and len(compact(metadata)) <= 64 * 1024
+        assert not any(name.startswith("zarrckpt.") for name in decoded)
+        return decoded
+
     def _arrays(self, nodes: dict[str, Any]) -> dict[str, Array]:
         prefix = f"{self.tree}/" if self.tree else ""
-        arrays = {}
+        arrays, groups = {}, set()
         for path, document in nodes.items():
             if document["node_type"] == "array":
                 assert path.startswith(prefix)
                 check_path(path.removeprefix(prefix))
                 arrays[path.removeprefix(prefix)] = Array(document)
             else:
-                assert document == {"zarr_format": 3, "node_type": "group", "attributes": {}}
+                assert same(document, {"zarr_format": 3, "node_type": "group", "attributes": {}})
+                groups.add(path)
+        above = {prefix + path[:end] for path in arrays for end in range(len(path)) if path[end] == "/"}
+        assert groups == above | ({self.tree} - {""})
         return dict(sorted(arrays.items()))
 
+    def _check_entries(self) -> None:
+        used = []
+        for entry in self.entries.values():
+            check_path(entry["path"])
+            if "value" in entry:
+                assert set(entry) == {"path", "value"}
+                continue
+            array = self.arrays[entry["path"]]
+            used.append(entry["path"])
+            if "encoding" in entry:
+                assert entry["encoding"] in ("raw", "npy", "tree", "torch", "pickle")
+                assert set(entry) == {"path", "encoding", *(["kind"] if entry["encoding"] != "tree" else [])}
+                assert array.dtype == "uint8" and len(array.shape) == 1 and isinstance(entry.get("kind", ""), str)
+            elif set(entry) != {"path"}:
+                assert set(entry) == {"path", "ranks", "level"}
+                bounds = [is_int(bound) for begin, end in entry["ranks"] for bound in (begin, end)]
+                assert bounds[0] >= 0 and all(a < b for a, b in itertools.pairwise(bounds))
+                assert sum(end - begin for begin, end in entry["ranks"]) == array.shape[0] <= 2**20
+                assert 0 <= is_int(entry["level"]) <= entry["path"].count("/")
+        assert sorted(used) == list(self.arrays)
+
+    def _check_keys(self) -> None:
+        assert set(self.own["keys"]) <= set(self.entries)
+        containers: dict[tuple[Any, ...], str] = {}
+        leaves = set()
+        for fqn in self.entries:
+            levels = self.keys(fqn)
+            keys = tuple(same_nan(key) for _, key in levels)
+            assert ".".join(str(key) for _, key in levels) == fqn
+            for depth, (container, _) in enumerate(levels):
+                assert containers.setdefault(keys[:depth], container) == container
+            assert keys not in leaves
+            leaves.add(keys)
+        assert not leaves & set(containers)
+        names = {
+            "/".join(e["path"].split("/")[:d]) for e in self.entries.values() for d in range(e["path"].count("/") + 1)
+        }
+        assert set(self.own["containers"]) <= names
+        assert set(self.own["containers"].values()) <= {"list", "OrderedDict"}
+
     def table(self, name: str) -> dict[str, np.ndarray]:
-        """Path -> its part of a table: (chunks, subchunks) of checksums or sizes, or (chunks,) of writers."""
-        length, crc = self.own["tables"][name]["length"], self.own["tables"][name]["crc32c"]
+        """Path -> its part of a table: (chunks, subchunks)."""
+        assert set(self.own["tables"][name]) == {"length", "crc32c"}
+        length, crc = is_int(self.own["tables"][name]["length"]), is_int(self.own["tables"][name]["crc32c"])
         data = b""
         if length:
             stored = (self.folder / f"@zarrckpt/{self.save_id}/{name}/c.0").read_bytes()
@@ -174,8 +243,7 @@ class Reader:
         for path, array in self.arrays.items():
             if name == "sizes" and array.compressor is None:
                 continue
-            chunks, subchunks = math.prod(array.counts), math.prod(array.sub_counts)
-            shape = (chunks,) if name == "writers" else (chunks, subchunks)
+            shape = math.prod(array.counts), math.prod(array.sub_counts)
             parts[path], numbers = numbers[: math.prod(shape)].reshape(shape), numbers[math.prod(shape) :]
         assert len(numbers) == 0
         return parts
@@ -218,7 +286,7 @@ class Reader:
     def tensor(self, fqn: str) -> tuple[str, list[int], bytes]:
         """A tensor as the name of its type, its shape, and its elements in C order."""
         entry = self.entries[fqn]
-        assert set(entry) == {"path"}
+        assert "encoding" not in entry
         array = self.arrays[entry["path"]]
         return array.dtype, array.shape, self.raw(entry["path"]).tobytes()
 
@@ -227,18 +295,23 @@ class Reader:
         entry = self.entries[fqn]
         if "value" in entry:
             return decode_json(entry["value"])
-        array = self.arrays[entry["path"]]
-        assert array.dtype == "uint8" and len(array.shape) == 1
-        return decode_blob(entry["encoding"], entry.get("kind"), self.raw(entry["path"]).tobytes())
+        return decode_blob(entry["encoding"], entry.get("kind"), self.blob(fqn))
+
+    def blob(self, fqn: str) -> bytes:
+        """The bytes of a blob."""
+        return self.raw(self.entries[fqn]["path"]).tobytes()
+
+    def ranks(self, fqn: str) -> list[int]:
+        """Whose tensors an entry stacks."""
+        return [rank for begin, end in self.entries[fqn].get("ranks", []) for rank in range(begin, end)]
 
     def keys(self, fqn: str) -> list[tuple[str, Any]]:
         """The (container, key) of each level that leads to an entry."""
         names = self.entries[fqn]["path"].split("/")
-        keys = [decode_json(key) for key in self.own["keys"][fqn]] if fqn in self.own["keys"] else None
-        keys = keys or [unescape(name) for name in names]
-        assert len(keys) == len(names)
+        keys = [decode_json(key) for key in self.own["keys"].get(fqn, names)]
+        assert len(keys) == len(names) and all(map(is_key, keys))
         containers = [self.own["containers"].get("/".join(names[:d]), "dict") for d in range(len(names))]
-        return [(kind, int(key) if kind == "list" else key) for kind, key in zip(containers, keys, strict=True)]
+        return [(kind, position(key) if kind == "list" else key) for kind, key in zip(containers, keys, strict=True)]
 
     def nested(self) -> Any:
         """The state dict as it was saved, with the fqn of each entry in the place of the entry."""
@@ -272,54 +345,129 @@ def _build(rows: list[tuple[list[tuple[str, Any]], str]]) -> Any:
     if not rows[0][0]:
         assert len(rows) == 1
         return rows[0][1]
-    children: dict[Any, Any] = {}
-    for keys, fqn in rows:
-        children.setdefault(keys[0][1], []).append((keys[1:], fqn))
-    built = {key: _build(below) for key, below in children.items()}
+    children: dict[Any, tuple[Any, list[Any]]] = {}
+    for ((_, key), *deeper), fqn in rows:
+        children.setdefault(same_nan(key), (key, []))[1].append((deeper, fqn))
+    built = [(key, _build(below)) for key, below in children.values()]
     kind = rows[0][0][0][0]
     if kind == "list":
-        return [built[position] for position in range(len(built))]
-    return OrderedDict(built) if kind == "OrderedDict" else built
+        return [value for _, value in sorted(built, key=lambda item: int(item[0]))]  # without gaps
+    return OrderedDict(built) if kind == "OrderedDict" else dict(built)
+
+
+def same_nan(key: Any) -> Any:
+    """A key that equals what holds the same: NaNs by their bits, all else as Python does."""
+    if isinstance(key, tuple | frozenset):
+        return type(key)(map(same_nan, key))
+    if isinstance(key, float | complex) and key != key:
+        return "nan", struct.pack(">2d", key.real, key.imag)
+    return key
+
+
+def is_key(key: Any) -> bool:
+    if isinstance(key, tuple | frozenset):
+        return all(map(is_key, key))
+    return key is None or type(key) in (bool, float, complex, str) or (type(key) is int and key.bit_length() <= 512)
+
+
+def position(key: Any) -> int:
+    """Of an entry in a list."""
+    assert type(key) is int or (type(key) is str and re.fullmatch("0|[1-9][0-9]*", key))
+    assert 0 <= int(key) < 2**20
+    return int(key)
+
+
+def is_int(number: Any) -> int:
+    assert type(number) is int
+    return number
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal JSON: 1, 1.0 and true are different."""
+    return bool(one == other and compact(one) == compact(other))
+
+
+def compact(obj: Any) -> str:
+    return json.dumps(obj, separators=(",", ":"), sort_keys=True)
 
 
 def check_path(path: str) -> None:
     for name in path.split("/"):
-        assert name not in ("", ".", "..") and len(name.encode()) <= 255
+        assert name not in ("", ".", "..", "zarr.json") and len(name.encode()) <= 255 and name[0] != "@"
         assert not re.search(r'[\\:*?"<>|\x00-\x1f\x7f-\x9f\ufffe\uffff\ud800-\udfff]', name)
 
 
-def unescape(name: str) -> str:
-    if name == "%7E":
-        return ""
-    return re.sub("(?:%[0-9A-F]{2})+", lambda m: bytes.fromhex(m[0].replace("%", "")).decode("utf-8"), name)
-
-
 def decode_json(obj: Any, items: bytes | None = None) -> Any:
+    """A value from its JSON form, which is the one that the page gives for it. ``items`` are those of a tree."""
+    used: list[tuple[int, int]] = []
+    value = _decode(obj, items, used, 0)
+    end = 0
+    for begin, size in sorted(used):  # they cover all bytes, and none twice
+        assert begin == end
+        end += size
+    assert end == len(items or b"")
+    return value
+
+
+def _decode(obj: Any, items: bytes | None, used: list[tuple[int, int]], depth: int) -> Any:
+    if isinstance(obj, int | float):
+        assert math.isfinite(obj) and (isinstance(obj, float) or abs(obj) <= 2**53 - 1)
     if isinstance(obj, list):
-        return [decode_json(item, items) for item in obj]
+        assert depth < 32
+        return [_decode(item, items, used, depth + 1) for item in obj]
     if not isinstance(obj, dict):
         return obj
-    if len(obj) != 1 or not next(iter(obj)).startswith("$"):
+    tag = next(iter(obj)) if len(obj) == 1 else ""
+    if not tag.startswith("$"):
+        assert depth < 32
         assert not any(key.startswith("$") for key in obj)
-        return {key: decode_json(item, items) for key, item in obj.items()}
-    ((tag, content),) = obj.items()
+        return {key: _decode(item, items, used, depth + 1) for key, item in obj.items()}
+    content = obj[tag]
     if tag == "$str":
-        return bytes.fromhex(content).decode("utf-8", "surrogatepass")
+        assert re.fullmatch("([0-9a-f]{2})+", content)
+        text = bytes.fromhex(content).decode("utf-8", "surrogatepass")
+        assert not is_unicode(text)
+        return text
     if tag == "$int":
+        assert hex(int(content, 16)) == content and abs(int(content, 16)) > 2**53 - 1
         return int(content, 16)
     if tag == "$float":
-        return struct.unpack(">d", bytes.fromhex(content[2:]))[0] if content.startswith("0x") else float(content)
+        if content in ("nan", "inf", "-inf"):
+            return float(content)
+        assert re.fullmatch("0x[0-9a-f]{16}", content) and content != "0x7ff8000000000000"
+        (number,) = struct.unpack(">d", bytes.fromhex(content[2:]))
+        assert number != number
+        return number
     if tag == "$complex":
-        return complex(*[decode_json(part) for part in content])
+        parts = [_decode(part, None, [], 0) for part in content]
+        assert [type(part) for part in parts] == [float, float]
+        return complex(*parts)
     if tag == "$blob":
         assert items is not None and content["encoding"] in ("raw", "npy")
-        start, size = content["byte_offset"], content["byte_size"]
-        return decode_blob(content["encoding"], content["kind"], items[start : start + size])
+        assert set(content) == {"encoding", "kind", "byte_offset", "byte_size"}
+        begin, size = is_int(content["byte_offset"]), is_int(content["byte_size"])
+        assert begin >= 0 and size >= 0
+        used.append((begin, size))
+        return decode_blob(content["encoding"], content["kind"], items[begin : begin + size])
+    assert depth < 32 and isinstance(content, list)
     if tag in ("$dict", "$ordereddict"):
-        pairs = [(decode_json(key, items), decode_json(item, items)) for key, item in content]
-        return dict(pairs) if tag == "$dict" else OrderedDict(pairs)
+        assert all(len(pair) == 2 for pair in content)
+        pairs = [tuple(_decode(part, items, used, depth + 1) for part in pair) for pair in content]
+        built = dict(pairs) if tag == "$dict" else OrderedDict(pairs)
+        assert len(built) == len(pairs)
+        # Others are plain objects.
+        assert tag != "$dict" or any(type(k) is not str or k[:1] == "$" or not is_unicode(k) for k in built)
+        return built
     kinds: dict[str, Any] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
-    return kinds[tag](decode_json(item, items) for item in content)
+    value = kinds[tag](_decode(item, items, used, depth + 1) for item in content)
+    if tag != "$tuple":
+        texts = [json.dumps(item, separators=(",", ":")) for item in content]
+        assert len(value) == len(content) and texts == sorted(texts)
+    return value
+
+
+def is_unicode(text: str) -> bool:
+    return not re.search("[\ud800-\udfff]", text)
 
 
 def decode_blob(encoding: str, kind: str | None, data: bytes) -> Any:
@@ -327,12 +475,23 @@ def decode_blob(encoding: str, kind: str | None, data: bytes) -> Any:
         assert kind is not None
         return {"bytes": bytes, "bytearray": bytearray, "BytesIO": io.BytesIO}[kind](data)
     if encoding == "npy":
-        array = np.load(io.BytesIO(data), allow_pickle=False)
-        return array[()] if kind == "scalar" else array
-    if encoding == "json":
-        return decode_json(strict_json(data))
+        assert kind is not None
+        return decode_npy(*kind.partition(":")[::2], data)
     if encoding == "tree":
         (n,) = struct.unpack("<Q", data[:8])
         return decode_json(strict_json(data[8 : 8 + n]), data[8 + n :])
     assert encoding in ("torch", "pickle")
     return encoding, kind, data
+
+
+def decode_npy(kind: str, dtype: str, data: bytes) -> Any:
+    stream = io.BytesIO(data)
+    assert np.lib.format.read_magic(stream) == (1, 0)
+    shape, _, stored = np.lib.format.read_array_header_1_0(stream)
+    assert stored.itemsize * math.prod(shape) == len(data) - stream.tell()
+    array = np.load(io.BytesIO(data), allow_pickle=False)
+    if dtype:
+        assert array.dtype == PORTABLE[dtype]
+        array = array.view(getattr(ml_dtypes, dtype))
+    assert kind == "ndarray" or (kind == "scalar" and array.shape == ())
+    return array[()] if kind == "scalar" else array

@@ -1,13 +1,17 @@
 """Golden checkpoints of format version 1: ``python tests/make_golden.py`` writes those that are missing.
 
 They were written once, by the version that made the format, and must open for ever: an existing one is never written
-again. What is in them is computed here, from numbers only, and compared by ``test_golden.py``.
+again. What is in them is computed here, from numbers only, and compared by ``test_golden.py``. Beside each is a JSON
+file that says the same in words for readers in other languages: of each entry its keys, and its dtype, shape and
+SHA-256, or its value, or its encoding and SHA-256.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import io
+import json
 import math
 import sys
 import tempfile
@@ -18,15 +22,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that run_ranks starts
 
+from independent_reader import Reader
 from portable import save_portable
 from ranks import run_ranks, stop_ranks
 
 import zarrckpt
+from zarrckpt._json_values import encode_json
+from zarrckpt._root import BlobEntry
 
 GOLDEN = Path(__file__).parent / "golden"
 WORLD_SIZE = 4
@@ -58,9 +66,13 @@ def tensors() -> dict[str, Any]:
     return {kind: {name: bits(name, shape) for name in DTYPES} for kind, shape in shapes.items()}
 
 
-def pattern(rows: int, columns: int) -> torch.Tensor:
-    """Numbers that a zip file compresses well, no two rows alike."""
-    return (torch.arange(rows).reshape(-1, 1) + torch.arange(columns) % 8).float()
+def pattern(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers that a zip file compresses well, and that differ between any two parts of a tensor."""
+    total = torch.zeros((1,) * len(shape), dtype=torch.int64)
+    for dim, n in enumerate(shape):
+        steps = torch.arange(n) if dim < len(shape) - 1 else torch.arange(n) // 64
+        total = total * 3 + steps.reshape([-1 if axis == dim else 1 for axis in range(len(shape))])
+    return (total % 16384).to(dtype)
 
 
 def values() -> dict[str, Any]:
@@ -76,7 +88,9 @@ def values() -> dict[str, Any]:
         "npy": np.arange(6, dtype="<i4").reshape(2, 3),
         "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
         "numpy_scalar": np.float16(1.5),
-        "json": "0123456789" * 7000,
+        "numpy_bfloat16": np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3),
+        "numpy_float8": ml_dtypes.float8_e4m3fn(1.5),
+        "long": "0123456789" * 7000,
         "tree": ("MT19937", np.arange(5, dtype="<u4"), 3, 0, 0.5),
         "torch": (torch.arange(3), torch.Size([2])),
     }
@@ -86,7 +100,7 @@ def nested() -> dict[Any, Any]:
     """Containers, keys that are no strings, names that need escapes."""
     one = torch.ones(1)
     return {
-        "z": {3: one, "a": {True: 1, None: one, (1, "x"): 2}},
+        "z": {3: one, "a": {True: 1, None: one, (1, "x"): 2}, math.nan: {"a": 1, "b": one}},
         "ordered": OrderedDict(b=one, a=OrderedDict(c=1)),
         "list": [one, {"k": [[one], 5]}, "text", OrderedDict(y=1)],
         **{"empty": {}, "nothing": OrderedDict(), "no_items": []},
@@ -108,30 +122,70 @@ ROWS, COLUMNS = (13, 6), (5, 8)
 """Shapes that four ranks cut unevenly."""
 
 
+def part() -> dict[Any, Any]:
+    """What the copy of a part holds: of a list the first entry and the last."""
+    state = nested()
+    return {"list": [state["list"][0], state["list"][3]], "z": {3: state["z"][3]}}
+
+
+METADATA = {"step": 7, "val_loss": 2.5, "nan": math.nan, "note": "ü", "nested": {"list": [1, None, True]}}
+
+
 def _save_plain(folder: Path) -> None:
-    zarrckpt.save({"tensors": tensors(), "values": values(), "nested": nested(), "pickle": pickled()}, folder)
+    state = {"tensors": tensors(), "values": values(), "nested": nested(), "pickle": pickled()}
+    zarrckpt.save(state, folder, metadata=METADATA)
+
+
+def _save_part(folder: Path) -> None:
+    zarrckpt.save(nested(), folder.with_name("whole"), metadata=METADATA)
+    zarrckpt.open(folder.with_name("whole")).select("list.0", "list.3", "z.3").copy_to(folder)
 
 
 def _save_portable(folder: Path) -> None:
     save_portable({"tensors": tensors(), "step": 1}, folder)
 
 
+def large() -> dict[str, Any]:
+    """Tensors of several chunks, most of them with several subchunks, whose extents the chunks do not divide."""
+    return {
+        "grid": pattern(1100, 1000),
+        "cube": pattern(3, 2000, 900),
+        "prime": pattern(1021, 521),
+        "vector": pattern(1, 700_001, dtype=torch.int32).reshape(-1),
+        "bytes": pattern(1, 3_000_017, dtype=torch.uint8).reshape(-1),
+        "small": bits("int16", (7, 3)),
+    }
+
+
+CHUNKS = {"grid": (600, 520), "cube": (2, 1400, 900), "vector": (300_000,), "small": (3, 2)}
+"""What some of them are cut into, by a copy."""
+
+
 def _save_subchunks(folder: Path) -> None:
-    zarrckpt.save({"w": pattern(600, 512), "small": bits("int16", (7, 3))}, folder)
+    zarrckpt.save(large(), folder.with_name("uncut"))
+    zarrckpt.open(folder.with_name("uncut")).copy_to(folder, chunks=CHUNKS)
 
 
 def _save_chunks(folder: Path) -> None:
     zarrckpt.save({"w": bits("float32", (9, 7)), "x": bits("uint8", (100,))}, folder, max_chunk_bytes=64)
 
 
+def compressible() -> dict[str, Any]:
+    """Tensors whose subchunks do not compress equally well."""
+    w = pattern(600, 512)
+    w[:100] = bits("float32", (100, 512)).nan_to_num()
+    return {"w": w, "grid": pattern(1100, 1000), "tensors": tensors(), "npy": values()["npy"], "step": 1}
+
+
 def _save_compressed(folder: Path, name: str) -> None:
-    state = {"w": pattern(600, 512), "tensors": tensors(), "npy": values()["npy"], "step": 1}
-    zarrckpt.save(state, folder, compression={"zstd": {"name": "zstd", "level": 3, "checksum": True}}.get(name, name))
+    option = {"zstd": {"name": "zstd", "level": 3, "checksum": True}}.get(name, name)
+    zarrckpt.save(compressible(), folder.with_name("uncut"), compression=option)
+    zarrckpt.open(folder.with_name("uncut")).copy_to(folder, chunks={"grid": (600, 520)})
 
 
 def _save_overwritten(folder: Path) -> None:
     for number in range(3):
-        zarrckpt.save(trained(number), folder, overwrite=True)
+        zarrckpt.save(trained(number), folder, overwrite=True, metadata={"step": number})
 
 
 def _save_on_ranks(folder: Path, **options: Any) -> None:
@@ -152,12 +206,14 @@ def save_sharded(folder: str, options: dict[str, Any]) -> None:
         "replica": distribute_tensor(bits("int64", (3,)), mesh, [Replicate()]),
         "step": 3,
         "rng": zarrckpt.PerRank({"seed": rank, "state": bits("uint8", (6,), rank)}),
+        "read": zarrckpt.PerRank(bits("int32", (rank + 1,))),
     }
     zarrckpt.save(state, folder, **options)
 
 
 CHECKPOINTS: dict[str, Callable[[Path], None]] = {
     "plain": _save_plain,
+    "part": _save_part,
     "portable": _save_portable,
     "subchunks": _save_subchunks,
     "chunks": _save_chunks,
@@ -182,9 +238,37 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 save(Path(folder, "ck"))
                 _zip(Path(folder, "ck"), archive)
+                described = json.dumps(description(Path(folder, "ck")), indent=1, ensure_ascii=True)
+            archive.with_suffix(".json").write_text(f"{described}\n")
             print(f"{archive.name}: {archive.stat().st_size} bytes")
     finally:
         stop_ranks()
+
+
+def description(folder: Path) -> dict[str, Any]:
+    """What a reader finds in a checkpoint, for its JSON file. ``test_golden.py`` compares all of it with the state."""
+    ckpt, entries = zarrckpt.open(folder, allow_pickle=True), {}
+    root = ckpt._catalog.root
+    arrays = ckpt.read()
+    for fqn in ckpt:
+        found: dict[str, Any] = {"keys": [encode_json(key) for key in ckpt.path(fqn)]}
+        entry = root.entries[fqn]
+        if fqn in arrays:
+            array = arrays[fqn]
+            found |= {"dtype": array.dtype.name, "shape": list(array.shape), "sha256": sha256(array.tobytes())}
+        elif isinstance(entry, BlobEntry):
+            blob = Reader(folder).blob(fqn)
+            found |= {"encoding": entry.encoding, "kind": entry.kind, "bytes": len(blob), "sha256": sha256(blob)}
+        else:
+            found["value"] = encode_json(ckpt[fqn])
+        if ckpt.ranks(fqn):
+            found["ranks"] = list(ckpt.ranks(fqn))
+        entries[fqn] = found
+    return {"tree": bool(ckpt.tree), "metadata": encode_json(ckpt.metadata), "entries": entries}
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _zip(folder: Path, archive: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import warnings
 import zipfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import jsonschema
 import make_golden as golden
 import numpy as np
 import pytest
@@ -26,28 +28,35 @@ from ranks import run_ranks
 import zarrckpt
 from zarrckpt import CheckpointError, UnsafeValueError, UnsupportedFormatError
 
-_COMPRESSED = {"w": golden.pattern(600, 512), "tensors": golden.tensors(), "npy": golden.values()["npy"], "step": 1}
 _RANKS = {
     "rows": golden.bits("float32", golden.ROWS),
     "columns": golden.bits("bfloat16", golden.COLUMNS),
     "replica": golden.bits("int64", (3,)),
     "step": 3,
-    "rng": {str(rank): {"seed": rank, "state": golden.bits("uint8", (6,), rank)} for rank in range(golden.WORLD_SIZE)},
+    "rng": {
+        "0": {"seed": 0},
+        "ranks": {"state": torch.stack([golden.bits("uint8", (6,), rank) for rank in range(golden.WORLD_SIZE)])},
+        **{str(rank): {"seed": rank} for rank in range(1, golden.WORLD_SIZE)},
+    },
+    "read": {str(rank): golden.bits("int32", (rank + 1,)) for rank in range(golden.WORLD_SIZE)},
 }
 EXPECTED: dict[str, dict[str, Any]] = {
     "plain": {
         **{"tensors": golden.tensors(), "values": golden.values(), "nested": golden.nested()},
         "pickle": golden.pickled(),
     },
+    "part": golden.part(),
     "portable": {"tensors": golden.tensors(), "step": 1},
-    "subchunks": {"w": golden.pattern(600, 512), "small": golden.bits("int16", (7, 3))},
+    "subchunks": golden.large(),
     "chunks": {"w": golden.bits("float32", (9, 7)), "x": golden.bits("uint8", (100,))},
-    "zstd": _COMPRESSED,
-    "blosc": _COMPRESSED,
+    "zstd": golden.compressible(),
+    "blosc": golden.compressible(),
     "overwritten": golden.trained(2),
     "ranks": _RANKS,
     "ranks_merged": _RANKS,
 }
+METADATA: dict[str, Any] = {"plain": golden.METADATA, "part": golden.METADATA, "overwritten": {"step": 2}}
+PAGE = Path(__file__).parent.parent / "docs/reference/format.md"
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -90,8 +99,45 @@ def unpacked(name: str, folder: Path) -> Path:
     return folder / name
 
 
+def flat(value: Any, keys: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """The leaves of a state by fqn; a list of nothing but values is one, as an empty dict is."""
+    nested = isinstance(value, Mapping) and value
+    if isinstance(value, list) and any(isinstance(item, torch.Tensor | Mapping | list) for item in value):
+        nested, value = True, dict(enumerate(value))
+    if not nested:
+        return {".".join(map(str, keys)): value}
+    return {fqn: leaf for key, below in value.items() for fqn, leaf in flat(below, (*keys, key)).items()}
+
+
+def description(name: str) -> dict[str, Any]:
+    """The JSON file beside a golden checkpoint."""
+    found: dict[str, Any] = json.loads((golden.GOLDEN / f"{name}.json").read_bytes())
+    return found
+
+
+class PageReader:
+    """The reader on the first screen of the format page, or one with a text of it replaced."""
+
+    def __init__(self, folder: Path, old: str = "", new: str = "") -> None:
+        code = re.search("```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+        assert code is not None and code[1].count("\n") <= 60 and old in code[1]
+        names: dict[str, Any] = {}
+        exec(code[1].replace(old, new) if old else code[1], names)
+        self._reader: Any = names["Reader"](folder)
+
+    def tensors(self) -> dict[str, tuple[str, list[int], str]]:
+        """The name of the dtype, the shape and the SHA-256 of each tensor."""
+        found = {}
+        for fqn, entry in self._reader.own["entries"].items():
+            if not {"value", "encoding"} & entry.keys():
+                array = self._reader.read(entry["path"])
+                found[fqn] = array.dtype.name, list(array.shape), golden.sha256(array.tobytes())
+        return found
+
+
 def test_there_is_one_of_each_kind() -> None:
     assert {file.stem for file in golden.GOLDEN.glob("*.zip")} == set(golden.CHECKPOINTS) == set(EXPECTED)
+    assert {file.stem for file in golden.GOLDEN.glob("*.json")} == set(EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -99,21 +145,88 @@ def test_it_opens_reads_loads_and_verifies(name: str, tmp_path: Path) -> None:
     folder, expected = unpacked(name, tmp_path), EXPECTED[name]
     ckpt = zarrckpt.open(folder, allow_pickle=True)
     assert (ckpt.verify(), ckpt.verify(quick=True)) and not ckpt.verify().damages
+    assert same(ckpt.metadata, METADATA.get(name, {}))
     # The whole state, made anew: names, keys, containers, order.
     target: dict[str, Any] = dict.fromkeys(expected)
     zarrckpt.load(target, folder, allow_pickle=True)
     assert same(target, expected)
-    # Into what is there, and each entry by itself.
+    # Into what is there, and each entry by itself. (A list that has closed its gaps has other positions.)
     target = {key: blank(value) for key, value in expected.items()}
-    zarrckpt.load(target, folder, allow_pickle=True)
-    assert same(target, expected)
+    if name != "part":
+        zarrckpt.load(target, folder, allow_pickle=True)
+        assert same(target, expected)
     arrays = ckpt.read()
     reader = Reader(folder)  # which knows the format page alone
-    assert arrays and list(reader.entries) == list(ckpt)
+    assert arrays and list(reader.entries) == list(ckpt) and same(reader.metadata, ckpt.metadata)
     for fqn, array in arrays.items():
         assert (array.dtype.name, list(array.shape), array.tobytes()) == reader.tensor(fqn), fqn
         lazy = np.asarray(ckpt[fqn][...])  # portable ones as the integers that hold them
         assert (lazy.shape, lazy.tobytes()) == (array.shape, array.tobytes()), fqn
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_json_beside_it_says_what_is_in_it(name: str, tmp_path: Path) -> None:
+    folder, described = unpacked(name, tmp_path), description(name)
+    assert golden.description(folder) == described  # that is what the library finds
+    tensors, reader = PageReader(folder).tensors(), Reader(folder)
+    # A part of a list closes its gaps; fqns keep the positions.
+    expected = flat(EXPECTED[name]) if name != "part" else {}
+    for fqn, said in described["entries"].items():
+        keys = tuple(key for _, key in reader.keys(fqn))
+        assert same(keys, zarrckpt.open(folder).path(fqn)) and ".".join(map(str, keys)) == fqn
+        if "dtype" in said:
+            assert (said["dtype"], said["shape"], said["sha256"]) == tensors[fqn]
+        if isinstance(value := expected.pop(fqn, None), torch.Tensor):
+            assert said["dtype"] == str(value.dtype).removeprefix("torch.")
+            assert (said["shape"], said["sha256"]) == (list(value.shape), golden.sha256(raw(value)))
+        elif value is not None and "sha256" not in said:
+            assert same(reader.value(fqn), value)
+    assert not expected
+
+
+WRONG_ORDERS = {
+    "chunks in Fortran order": (
+        "for cell in itertools.product(*map(range, counts)):",
+        "for cell in sorted(itertools.product(*map(range, counts)), key=lambda cell: cell[::-1]):",
+    ),
+    "subchunks from the last": ("data + decode(part)", "decode(part) + data"),
+    "elements in Fortran order": (".reshape(chunk)", '.reshape(chunk, order="F")'),
+    "arrays as the root has them": ("in sorted(self.arrays)", "in self.arrays"),
+    "arrays from the last": ("in sorted(self.arrays)", "in sorted(self.arrays, reverse=True)"),
+    "big-endian": ("np.frombuffer(data, out.dtype)", "np.frombuffer(data, out.dtype).byteswap()"),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG_ORDERS])
+def test_a_reader_with_another_order_fails(wrong: str | None, tmp_path: Path) -> None:
+    """Of each tensor: the right one reads what was saved, whatever the order of the root's own metadata."""
+    unequal = []
+    for name in EXPECTED:
+        folder = unpacked(name, tmp_path)
+        root = json.loads((folder / "zarr.json").read_bytes())
+        root["consolidated_metadata"]["metadata"] = dict(reversed(root["consolidated_metadata"]["metadata"].items()))
+        seal(folder, root)
+        said = description(name)["entries"].items()
+        saved = {fqn: (one["dtype"], one["shape"], one["sha256"]) for fqn, one in said if "dtype" in one}
+        try:
+            if PageReader(folder, *WRONG_ORDERS.get(wrong or "", ())).tensors() != saved:
+                unequal.append(name)
+        except (AssertionError, OSError):
+            unequal.append(name)
+    assert bool(unequal) == (wrong is not None)
+
+
+def test_roots_have_the_published_schema(tmp_path: Path) -> None:
+    schema = json.loads(PAGE.with_name("zarrckpt.schema.json").read_bytes())
+    validator: Any = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    for name in EXPECTED:
+        root = json.loads((unpacked(name, tmp_path) / "zarr.json").read_bytes())
+        validator.validate(root)
+        for member in ("save_id", "entries", "tables"):
+            less = json.loads(json.dumps(root))
+            del less["attributes"]["zarrckpt"][member]
+            assert not validator.is_valid(less)
 
 
 def test_pickles_load_only_on_request(tmp_path: Path) -> None:
@@ -133,23 +246,29 @@ def _load_on_two_ranks(folder: str) -> dict[str, Any]:
         name: distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [Shard(0)])
         for name, (shape, dtype) in shapes.items()
     }
-    state |= {"replica": torch.zeros(3, dtype=torch.int64), "rng": zarrckpt.PerRank(None), "step": 0}
+    state |= {"replica": torch.zeros(3, dtype=torch.int64), "step": 0}
+    state |= {"rng": zarrckpt.PerRank(None), "read": zarrckpt.PerRank(None)}
     zarrckpt.load(state, folder)
-    return {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()} | {
-        "rng": state["rng"].value
-    }
+    whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()}
+    return whole | {"rng": state["rng"].value, "read": state["read"].value}
 
 
 def test_what_four_ranks_saved_loads_on_two(tmp_path: Path) -> None:
     for name in ("ranks", "ranks_merged"):
         for rank, loaded in enumerate(run_ranks(_load_on_two_ranks, str(unpacked(name, tmp_path)), world_size=2)):
-            assert same(loaded, {**{k: _RANKS[k] for k in loaded}, "rng": _RANKS["rng"][str(rank)]})
+            rng = {"seed": rank, "state": golden.bits("uint8", (6,), rank)}
+            assert same(loaded, {**{k: _RANKS[k] for k in loaded}, "rng": rng, "read": _RANKS["read"][str(rank)]})
 
 
 def edited(folder: Path, change: dict[str, Any]) -> Path:
     """Another root document, with the right checksum."""
     document = json.loads((folder / "zarr.json").read_bytes())
-    document["attributes"]["zarrckpt"].update(change, crc32c="00000000")
+    document["attributes"]["zarrckpt"].update(change)
+    return seal(folder, document)
+
+
+def seal(folder: Path, document: dict[str, Any]) -> Path:
+    document["attributes"]["zarrckpt"]["crc32c"] = "00000000"
     data = json.dumps(document, separators=(",", ":")).encode()
     (folder / "zarr.json").write_bytes(data.replace(b"00000000", b"%08x" % google_crc32c.value(data), 1))
     return folder

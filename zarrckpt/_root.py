@@ -367,7 +367,7 @@ class _Entries:
                 raise self._fail(fqn, found, "spans of ranks [begin, end), ascending and apart")
             count, end = count + pair[1] - pair[0], pair[1]
         # Before a list of them is made: a document can claim any number.
-        if shape[:1] != (count,) or count > MAX_RANKS:
+        if not 0 < count <= MAX_RANKS or shape[:1] != (count,):
             raise self._fail(fqn, found, f"{shape[:1]} ranks, as the first axis has elements")
         return tuple(rank for begin, end in found for rank in range(begin, end))
 
