@@ -614,8 +614,7 @@ def shapes(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
             ]
         node["shape"], node["chunk_grid"]["configuration"]["chunk_shape"] = shape, chunk
         node["dimension_names"] = [f"dim{axis}_{n}" for axis, n in enumerate(shape)]
-        chunks, subchunks = _counts(forgery.nodes)
-        forgery.own["tables"]["checksums"]["length"], forgery.own["tables"]["writers"]["length"] = subchunks, chunks
+        forgery.own["tables"]["checksums"]["length"] = _subchunks(forgery.nodes)
         forgery.write()
         data = (folder / "zarr.json").read_bytes()
         faults: list[str] = []
@@ -630,20 +629,19 @@ def shapes(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
     return count, opened, found
 
 
-def _counts(nodes: dict[str, Any]) -> tuple[int, int]:
-    """Chunks and subchunks of all arrays, as the documents claim them."""
-    chunks = subchunks = 0
+def _subchunks(nodes: dict[str, Any]) -> int:
+    """How many subchunks all arrays have, as the documents claim."""
+    subchunks = 0
     for node in nodes.values():
         if node["node_type"] == "array":
             chunk, own = node["chunk_grid"]["configuration"]["chunk_shape"], 1
             for n, c in zip(node["shape"], chunk, strict=True):
                 own *= -(-n // c)
-            chunks += own
             if node["codecs"][0]["name"] == "sharding_indexed":
                 for c, s in zip(chunk, node["codecs"][0]["configuration"]["chunk_shape"], strict=True):
                     own *= c // s
             subchunks += own
-    return chunks, subchunks
+    return subchunks
 
 
 def chunks(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:

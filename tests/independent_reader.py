@@ -171,7 +171,6 @@ class Reader:
 
         decoded = decode_json(metadata)
         assert type(decoded) is dict and plain(decoded) and len(compact(metadata)) <= 64 * 1024
-        assert not any(name.startswith("zarrckpt.") for name in decoded)
         return decoded
 
     def _arrays(self, nodes: dict[str, Any]) -> dict[str, Array]:
@@ -476,7 +475,7 @@ def decode_blob(encoding: str, kind: str | None, data: bytes) -> Any:
         return {"bytes": bytes, "bytearray": bytearray, "BytesIO": io.BytesIO}[kind](data)
     if encoding == "npy":
         assert kind is not None
-        return decode_npy(*kind.partition(":")[::2], data)
+        return decode_npy(*kind.split(":"), data=data)
     if encoding == "tree":
         (n,) = struct.unpack("<Q", data[:8])
         return decode_json(strict_json(data[8 : 8 + n]), data[8 + n :])
@@ -484,13 +483,13 @@ def decode_blob(encoding: str, kind: str | None, data: bytes) -> Any:
     return encoding, kind, data
 
 
-def decode_npy(kind: str, dtype: str, data: bytes) -> Any:
+def decode_npy(kind: str, dtype: str | None = None, *, data: bytes) -> Any:
     stream = io.BytesIO(data)
     assert np.lib.format.read_magic(stream) == (1, 0)
     shape, _, stored = np.lib.format.read_array_header_1_0(stream)
     assert stored.itemsize * math.prod(shape) == len(data) - stream.tell()
     array = np.load(io.BytesIO(data), allow_pickle=False)
-    if dtype:
+    if dtype is not None:
         assert array.dtype == PORTABLE[dtype]
         array = array.view(getattr(ml_dtypes, dtype))
     assert kind == "ndarray" or (kind == "scalar" and array.shape == ())

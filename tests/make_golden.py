@@ -148,6 +148,7 @@ def _save_portable(folder: Path) -> None:
 def large() -> dict[str, Any]:
     """Tensors of several chunks, most of them with several subchunks, whose extents the chunks do not divide."""
     return {
+        "w": pattern(600, 512),
         "grid": pattern(1100, 1000),
         "cube": pattern(3, 2000, 900),
         "prime": pattern(1021, 521),

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 import zarrckpt
-from zarrckpt import ZarrStorageWriter, _commit, _crew, _finish, _root, _writer
+from zarrckpt import ZarrStorageWriter, _commit, _crew, _finish, _markers, _pins, _writer
 from zarrckpt._api import save_with
 from zarrckpt._distributed import Ranks
 from zarrckpt._errors import ObjectNotFoundError, StorageError
@@ -206,12 +206,10 @@ def one_thread() -> Iterator[None]:
         for module, (name, (original, other)) in itertools.product(modules, instead.items()):
             if getattr(module, name, None) is original:
                 patches.enter_context(mock.patch.object(module, name, other))
-        for module in (_writer, _finish):
-            patches.enter_context(mock.patch.object(module, "now", lambda: "2026-01-01T00:00:00.000000+00:00"))
+        for module in (_writer, _finish, _pins):
+            patches.enter_context(mock.patch.object(module, "now", lambda: "2026-01-01T00:00:00.000000Z"))
         # Of a removal's record, which is no other's.
-        patches.enter_context(
-            mock.patch.object(_root, "now", lambda: f"2026-01-01T00:00:0{running.number}.000000+00:00")
-        )
+        patches.enter_context(mock.patch.object(_markers, "now", lambda: f"2026-01-01T00:00:0{running.number}.000000Z"))
         patches.enter_context(mock.patch.object(_commit, "new_id", lambda: save_id(running.number)))
         patches.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

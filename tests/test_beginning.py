@@ -44,7 +44,7 @@ def test_nothing_is_put_before_the_marker(s3_stub: S3Stub) -> None:
 
 def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     place, made = s3_stub.bucket(), threading.Event()
-    begin, encoder_of = _commit.begin, _rank_work.encoder_of
+    begin, new_encoder = _commit.begin, _rank_work.ChunkEncoder
 
     def late(*args: Any, **kwargs: Any) -> _commit.Attempt:
         assert made.wait(60)
@@ -52,10 +52,10 @@ def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypat
 
     def making(*args: Any) -> Any:
         made.set()
-        return encoder_of(*args)
+        return new_encoder(*args)
 
     monkeypatch.setattr(_commit, "begin", late)
-    monkeypatch.setattr(_rank_work, "encoder_of", making)
+    monkeypatch.setattr(_rank_work, "ChunkEncoder", making)
     zarrckpt.save(STATE, place.url("run"), storage_options=place.storage_options)
     found = zarrckpt.open(place.url("run"), storage_options=place.storage_options)
     assert found["weights.w3"][:].tolist() == [number + 3.0 for number in range(1000)]

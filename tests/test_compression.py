@@ -392,10 +392,10 @@ def test_a_damaged_table_of_sizes_is_found(tmp_path: Path, kind: str) -> None:
 def test_fewer_sizes_than_compressed_subchunks(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", compression="zstd")
     edit_root(tmp_path / "ck", lambda root: root["attributes"]["zarrckpt"]["tables"]["sizes"].update(length=0))
-    with pytest.raises(CorruptCheckpointError, match="a table has 0 elements, expected 1"):
+    with pytest.raises(CorruptCheckpointError, match="'sizes' is 0, expected 1"):
         zarrckpt.open(tmp_path / "ck")
     edit_root(tmp_path / "ck", lambda root: root["attributes"]["zarrckpt"]["tables"].pop("sizes"))
-    with pytest.raises(CorruptCheckpointError, match="table 'sizes'"):
+    with pytest.raises(CorruptCheckpointError, match="sizes"):
         zarrckpt.open(tmp_path / "ck")
 
 

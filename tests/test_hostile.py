@@ -67,8 +67,7 @@ def shape(forgery: Forgery, path: str, *extents: int, chunks: int | None = None)
     node["shape"] = list(extents)
     node["chunk_grid"]["configuration"]["chunk_shape"] = [chunks or max(n, 1) for n in extents]
     node["dimension_names"] = [f"dim{axis}_{n}" for axis, n in enumerate(extents)]
-    count, subchunks = hostile._counts(forgery.nodes)
-    forgery.own["tables"]["checksums"]["length"], forgery.own["tables"]["writers"]["length"] = subchunks, count
+    forgery.own["tables"]["checksums"]["length"] = hostile._subchunks(forgery.nodes)
 
 
 def nest(depth: int) -> list[Any]:
@@ -251,7 +250,8 @@ def _read_bomb(folder: Path, allow: bool) -> None:
 
 def plant(folder: Path, where: str, **members: Any) -> None:
     """A marker, in order but for what it says."""
-    own = {"crc32c": "00000000", "format": 1, "attempt": where, "tree": "", "base": "0" * 32, "started": ""}
+    own = {"crc32c": "00000000", "format": 1, "attempt": where, "tree": "", "base": "0" * 32}
+    own["started"] = "2026-11-21T15:01:31.559302Z"
     attributes = {"zarrckpt": {**own, "arrays": [], "groups": [], **members}}
     document = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
     (folder / "@zarrckpt" / where).mkdir(exist_ok=True)

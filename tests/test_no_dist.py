@@ -75,7 +75,9 @@ def _one_rank_alone(folder: str, who: int) -> None:
         zarrckpt.async_save(state, f"{folder}/async", no_dist=True).result(timeout=60)
         for url in (f"{folder}/save", f"{folder}/async"):
             assert zarrckpt.open(url).world_size == 1
-            assert zarrckpt.open(url)[f"own.{who}"][0] == 7, "a PerRank keeps the rank's number"
+            ckpt = zarrckpt.open(url)
+            assert ckpt["own.ranks"][0, 0] == 7
+            assert ckpt.ranks("own.ranks") == (who,), "a PerRank keeps the rank's number"
         assert not zarrckpt.load(target, f"{folder}/save", no_dist=True).missing
         for name, parameter in fresh.state_dict().items():
             assert torch.equal(parameter, model.state_dict()[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pickle
 import random
 import subprocess
@@ -84,7 +85,10 @@ def test_what_ranks_are_told_fits_together(ranks: int, groups: int, least: int |
                 row = (plan.items[sending.item].index.fqn, sending.box)
                 assert intersect(sending.box, boxes[sending.item]) == sending.box
                 sent.setdefault((number, rank, sending.to), []).append(row)
-    assert sent == received and bool(sent) == (least is None)
+    assert sent == received and (sent or least == 0)
+    # Where no divisor of a piece's rows fits subchunks, a few of them move to the owner of the next chunk.
+    moved = sum(box.size for boxes in sent.values() for _, box in boxes)
+    assert least is None or moved < 0.005 * sum(math.prod(grid.shape) for grid in grids.values())
     assert set(written.values()) == {1}
     assert Counter(fqn for fqn, _ in written) == {fqn: grid.num_chunks for fqn, grid in grids.items()}
     assert len(grids) == 120 and set(documents.values()) == {1} and len(documents) > 120

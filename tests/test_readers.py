@@ -143,7 +143,7 @@ def test_another_save_s_documents_are_not_read(tmp_path: Path) -> None:
 
 # --- what is not what was saved ------------------------------------------------------------------------
 
-SUBCHUNKS = 8
+SUBCHUNKS = 2
 """In the one chunk of the array ``w`` of three of the checkpoints."""
 
 
@@ -235,7 +235,7 @@ def test_what_does_not_decompress_is_an_error(tmp_path: Path, pipeline: str) -> 
     folder = unpacked("zstd", tmp_path)
     _forged(folder)
     ckpt = opened(folder)
-    assert ckpt["w"][:, 64:].shape == (600, 448)
+    assert ckpt["w"][300:].shape == (300, 512)
     with pytest.raises(CorruptCheckpointError, match="decompress"):
         ckpt.read(["w"])
     for part in (np.s_[...], np.s_[:4, :4]):
@@ -322,7 +322,7 @@ def test_every_way_to_ask_is_checked(way: str, tmp_path: Path) -> None:
         SuffixByteRequest(len(data) - 1),
     ]
     if way != "_get_json":
-        for part in [*ranges, SuffixByteRequest(7), RangeByteRequest(size, 3 * size)]:
+        for part in [*ranges, SuffixByteRequest(7), RangeByteRequest(size, 2 * size)]:
             (plain,), (answer,) = (_bytes(ask(question(asked, key, part))) for asked in (LocalStore(folder), store))
             assert answer == plain, part
     for damage in DAMAGE.values():

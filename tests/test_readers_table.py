@@ -138,7 +138,7 @@ def _damaged(rows: Rows) -> None:
     (rows.folder / "damaged" / "lost" / "c.0.0").unlink()
     rows.add("a flipped bit", ckpt, {"w": state["w"], "large": state["large"]})
     rows.add("a flipped bit, a part of the chunk is read", ckpt, {"w": state["w"]}, [[3, 7], [0, 77]])
-    rows.add("a flipped bit, the subchunk is read", ckpt, {"large": state["large"]}, [[0, 8], [0, 150]])
+    rows.add("a flipped bit, the subchunk is read", ckpt, {"large": state["large"]}, [[0, 8], [0, 300]])
     rows.add("a chunk that is gone", ckpt, {"lost": state["lost"]})
 
 

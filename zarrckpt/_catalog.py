@@ -152,7 +152,12 @@ class Catalog:
 
     def read_writers(self) -> RawArray:
         """The table of writers, which the root does not bind: it is for people. Raises CorruptCheckpointError."""
-        return self._read_table(WRITERS, sum(node.grid.num_chunks for node in self.root.arrays()), None)
+        table = self._read_table(WRITERS, sum(node.grid.num_chunks for node in self.root.arrays()), None)
+        if len(table) and table.max() >= self.root.world_size:
+            raise CorruptCheckpointError(
+                f"the table of writers in {self.store.url} names rank {table.max()}, but {self.root.world_size} saved"
+            )
+        return table
 
     def read_table(self, name: str, table: Table) -> RawArray:
         """A table, checked against the root. Raises CorruptCheckpointError."""

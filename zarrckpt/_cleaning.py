@@ -275,8 +275,9 @@ def _remove(place: Store, found: Leftovers) -> tuple[int, int | None]:
             place.abort(uploads)
         finished = [marker.attempt for marker in found.markers]
         objects += _commit.clean(place, found.markers, finished=finished, removal=record)
+        pins = _commit.pin_keys(place)
         _commit.check_removal(place, record)
-        place.delete([*found.probes, *_commit.pin_keys(place), CLAIM_KEY])
+        place.delete([*found.probes, *pins, CLAIM_KEY])
         _commit.sweep(place)
         _commit.check_removal(place, record)
         # Last: as long as anything is left, it says so.

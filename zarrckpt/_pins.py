@@ -43,7 +43,6 @@ def pin(
     root = _commit.load_root(place)
     own = Pin(_commit.new_id(), note, now())
     key = pin_key(own.pin_id)
-    place.put(join(HOUSE, PINS, NODE), [dumps(group_document())])
     place.create(key, own.to_bytes())
     try:
         place.sync([key])
@@ -52,6 +51,8 @@ def pin(
     except BaseException:
         place.delete([key])
         raise
+    # Now that nobody removes the checkpoint any more: nothing is to be left behind a removal.
+    place.put(join(HOUSE, PINS, NODE), [dumps(group_document())])
     return own.pin_id
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zarrckpt._documents import MAX_DIMENSIONS
 from zarrckpt._grid import Box, Ints
-from zarrckpt._holdings import TensorHolders
 from zarrckpt._owners import Held, Holders
 from zarrckpt._state_path import RANKS, StatePath
+
+if TYPE_CHECKING:
+    from zarrckpt._holdings import TensorHolders
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ def stacked(tensors: Mapping[str, TensorHolders], paths: Mapping[str, StatePath]
         path = StatePath(path.keys, path.containers, [one.number for one in own], path.rank_at)
         made[path.fqn] = (path, _stack(path.fqn, [one.holders for one in own], known))
         stack_of |= {one.fqn: path.fqn for one in own}
-    new_paths, new_tensors = dict[str, StatePath](), dict[str, TensorHolders]()
+    new_paths: dict[str, StatePath] = {}
+    new_tensors: dict[str, TensorHolders] = {}
     for fqn, entry in paths.items():
         name = stack_of.get(fqn, fqn)
         new_paths.setdefault(name, made[name][0] if fqn in stack_of else entry)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from zarrckpt._flatten import entered
+from zarrckpt._flatten import OwnRank, entered
 from zarrckpt._held import HeldParts, HeldPieces, HeldTensor, says_its_boxes
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -106,7 +106,7 @@ class _Copies:
             return value
         if isinstance(value, Mapping) and (value or not name):
             copied = {key: self.of(item, f"{name}.{key}") for key, item in value.items()}
-            return OrderedDict(copied) if kind is OrderedDict else copied
+            return kind(copied) if kind in (OrderedDict, OwnRank) else copied
         if isinstance(value, list) and entered(value):
             return [self.of(item, f"{name}.{place}") for place, item in enumerate(value)]
         if isinstance(value, torch.Tensor):

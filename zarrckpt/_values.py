@@ -243,9 +243,9 @@ def _decode_item(encoding: object, kind: object, payload: memoryview) -> Any:
         return bytearray(payload)
     if encoding == "raw" and kind == "BytesIO":
         return io.BytesIO(payload)
-    form, _, name = str(kind).partition(":")
+    form, colon, name = str(kind).partition(":")
     known = DTYPES.get(name)
-    if encoding != "npy" or form not in ("ndarray", "scalar") or (name and (known is None or known.core)):
+    if encoding != "npy" or form not in ("ndarray", "scalar") or (colon and (known is None or known.core)):
         raise CorruptCheckpointError(f"the unknown kind {kind!r:.40} of the encoding {encoding!r:.40}")
     array = _read_npy(payload)
     if known is not None:
