@@ -25,7 +25,6 @@ from benchmarks.results import Results
 SETS = {
     "local": "local",
     "s3": "s3",
-    "gets": "gets",
     "reshard": "reshard",
     "planning": "planning",
     "async": "async_stall",

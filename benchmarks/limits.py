@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 from awscrt.checksums import crc32c
 
-from benchmarks.state import PIECE, like, local, memory, pieces
+from benchmarks.state import like, local, pieces
 
 Views = Sequence[memoryview]
 
@@ -57,79 +55,47 @@ def read_files(target: dict[str, Any], folder: str, threads: int) -> None:
     _parallel(read, len(views), threads)
 
 
-CELL = (64, 2048)
-"""Rows, and bytes of a row, of the subchunks that are cut from a large matrix."""
+PART = 1 << 20
+"""Bytes of a subchunk, each with a checksum behind it."""
 
 
-def _bands(tensor: Any) -> list[Any]:
-    """A tensor as byte matrices of at most PIECE bytes; a single row where it has other dimensions, or odd ones."""
-    flat = np.frombuffer(memory(tensor), np.uint8)
-    width = flat.size // tensor.shape[0] if tensor.ndim == 2 else 0
-    if not width or width % CELL[1] or tensor.shape[0] % CELL[0]:
-        return [flat.reshape(1, -1)]
-    height = max(CELL[0], PIECE // width // CELL[0] * CELL[0])
-    rows = flat.reshape(-1, width)
-    return [rows[at : at + height] for at in range(0, len(rows), height)]
-
-
-def _cells(band: Any) -> Iterator[Any]:
-    """Stripes of subchunks of a band, in the shape (cells, rows, bytes)."""
-    height, width = CELL if len(band) > 1 else band.shape
-    step = max(1, BLOCK // (height * width))
-    for column in range(0, band.shape[1], width):
-        for row in range(0, len(band), height * step):
-            yield band[row : row + height * step, column : column + width].reshape(-1, height, width)
-
-
-BLOCK = 1 << 20
-GROUP = 8 << 20
-"""What is written at once: smaller writes get smaller pages of the file cache, which cost more."""
+def _parts(view: memoryview) -> list[memoryview]:
+    return [view[at : at + PART] for at in range(0, len(view), PART)]
 
 
 def write_subchunks(state: dict[str, Any], folder: str, threads: int) -> None:
-    """What zarrckpt stores, by a plain loop: column stripes gathered, checksummed and written, and nothing else."""
+    """What zarrckpt stores, by a plain loop: runs of elements checksummed and written, and nothing else."""
+    views = pieces(state)
     os.makedirs(folder, exist_ok=True)
-    bands = [band for tensor in state.values() for band in _bands(local(tensor))]
 
     def write(number: int) -> None:
         file = os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        scratch, used = np.empty(max(GROUP, bands[number].size) + 4 * GROUP // math.prod(CELL), np.uint8), 0
         try:
-            for part in _cells(bands[number]):
-                if used >= GROUP:
-                    os.write(file, scratch[:used].data)
-                    used = 0
-                stored = scratch[used : used + part.size + 4 * len(part)].reshape(len(part), -1)
-                stored[:, :-4].reshape(part.shape)[...] = part
-                for row in stored:
-                    row[-4:] = np.frombuffer(crc32c(row[:-4].data).to_bytes(4, "little"), np.uint8)
-                used += stored.size
-            os.write(file, scratch[:used].data)
+            for part in _parts(views[number]):
+                if os.writev(file, [part, crc32c(part).to_bytes(4, "little")]) != len(part) + 4:
+                    raise RuntimeError("a short write")
         finally:
             os.close(file)
 
-    _parallel(write, len(bands), threads)
+    _parallel(write, len(views), threads)
 
 
 def read_subchunks(target: dict[str, Any], folder: str, threads: int) -> None:
     """The files of :func:`write_subchunks` back, every checksum compared."""
-    bands = [band for tensor in target.values() for band in _bands(local(tensor))]
+    views = pieces(target)
 
     def read(number: int) -> None:
-        file = os.open(f"{folder}/{number}", os.O_RDONLY)
-        scratch, at = np.empty(bands[number].size + 4 * BLOCK, np.uint8), 0
+        file, at = os.open(f"{folder}/{number}", os.O_RDONLY), 0
         try:
-            for part in _cells(bands[number]):
-                stored = scratch[: part.size + 4 * len(part)].reshape(len(part), -1)
-                at += os.preadv(file, [stored.data], at)
-                for row in stored:
-                    if crc32c(row[:-4].data) != int.from_bytes(row[-4:].tobytes(), "little"):
-                        raise RuntimeError("a checksum differs")
-                part[...] = stored[:, :-4].reshape(part.shape)
+            for part in _parts(views[number]):
+                stored = bytearray(4)
+                at += os.preadv(file, [part, stored], at)
+                if crc32c(part) != int.from_bytes(stored, "little"):
+                    raise RuntimeError("a checksum differs")
         finally:
             os.close(file)
 
-    _parallel(read, len(bands), threads)
+    _parallel(read, len(views), threads)
 
 
 class MemoryCopy:

@@ -141,10 +141,7 @@ def _warm(state: Any, path: str, nbytes: int) -> None:
 
 
 def _figures(speeds: list[Speed]) -> list[Figure]:
-    from benchmarks.peers import ROWS
-
-    quick, quick_rows = "zarrckpt, durable=False", f"{ROWS}, durable=False"
-    dcp, dcp_quick = "DCP FileSystem", "DCP FileSystem, 2 threads, no sync"
+    quick, dcp, dcp_quick = "zarrckpt, durable=False", "DCP FileSystem", "DCP FileSystem, 2 threads, no sync"
     return [
         faster(speeds, "zarrckpt", dcp, "save", 2.0),
         faster(speeds, quick, dcp_quick, "save", 2.5),
@@ -153,9 +150,4 @@ def _figures(speeds: list[Speed]) -> list[Figure]:
         faster(speeds, "zarrckpt", LIMIT, "load", 0.6),
         faster(speeds, quick, SAME_BYTES, "save", None),
         faster(speeds, "zarrckpt", SAME_BYTES, "load", None),
-        faster(speeds, ROWS, dcp, "save", None),
-        faster(speeds, quick_rows, dcp_quick, "save", None),
-        faster(speeds, quick_rows, LIMIT, "save", None),
-        faster(speeds, ROWS, dcp, "load", None),
-        faster(speeds, ROWS, LIMIT, "load", None),
     ]

@@ -16,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zarrckpt
-from zarrckpt._chunking import Subchunks
 
 State = dict[str, Any]
 Transfer = Callable[[State, str], object]
@@ -43,9 +42,9 @@ class Contender:
 # -- zarrckpt
 
 
-def ours(durable: bool = True, subchunks: Subchunks = "blocks", **options: Any) -> tuple[Transfer, Transfer]:
+def ours(durable: bool = True, **options: Any) -> tuple[Transfer, Transfer]:
     def save(state: State, url: str) -> None:
-        zarrckpt.save(state, url, durable=durable, subchunks=subchunks, **options)
+        zarrckpt.save(state, url, durable=durable, **options)
 
     def load(target: State, url: str) -> None:
         zarrckpt.load(target, url, **options)
@@ -68,7 +67,7 @@ def dcp_load(target: State, path: str) -> None:
     dcp.load(target, storage_reader=dcp.FileSystemReader(path))
 
 
-def s3fs_options() -> dict[str, Any]:
+def _s3fs_options() -> dict[str, Any]:
     """s3fs's options for the server that the environment names."""
     kwargs = {"region_name": os.environ["AWS_REGION"]}
     secrets = {"key": os.environ["AWS_ACCESS_KEY_ID"], "secret": os.environ["AWS_SECRET_ACCESS_KEY"]}
@@ -78,13 +77,13 @@ def s3fs_options() -> dict[str, Any]:
 def fsspec_save(state: State, url: str) -> None:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-    dcp.save(state, storage_writer=FsspecWriter(url, **s3fs_options()))
+    dcp.save(state, storage_writer=FsspecWriter(url, **_s3fs_options()))
 
 
 def fsspec_load(target: State, url: str) -> None:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-    dcp.load(target, storage_reader=FsspecReader(url, **s3fs_options()))
+    dcp.load(target, storage_reader=FsspecReader(url, **_s3fs_options()))
 
 
 def connector_save(state: State, url: str) -> None:
@@ -182,7 +181,6 @@ def tensorstore_load(target: State, url: str) -> None:
 
 
 SIGNED = "zarrckpt, payload signed"
-ROWS = 'zarrckpt, subchunks="rows"'
 
 
 def local_contenders(world: int) -> list[Contender]:
@@ -190,8 +188,6 @@ def local_contenders(world: int) -> list[Contender]:
     found = [
         Contender("zarrckpt", "zarrckpt", *ours(), kind="ours"),
         Contender("zarrckpt, durable=False", "zarrckpt", *ours(durable=False), kind="ours"),
-        Contender(ROWS, "zarrckpt", *ours(subchunks="rows"), kind="ours"),
-        Contender(f"{ROWS}, durable=False", "zarrckpt", *ours(False, "rows"), kind="ours"),
         Contender("DCP FileSystem", "torch", dcp_save, dcp_load),
         Contender("DCP FileSystem, 2 threads, no sync", "torch", dcp_save_fast, dcp_load),
     ]
@@ -206,12 +202,10 @@ def local_contenders(world: int) -> list[Contender]:
 
 def s3_contenders() -> list[Contender]:
     """On S3, for one process."""
-    signed = s3fs_options() | {"unsigned_payload": False}
     return [
-        Contender("zarrckpt", "zarrckpt", *ours(storage_options=s3fs_options()), kind="ours"),
+        Contender("zarrckpt", "zarrckpt", *ours(), kind="ours"),
         # As over plain HTTP to another machine; s3torchconnector hashes no payload there either.
-        Contender(SIGNED, "zarrckpt", *ours(storage_options=signed), kind="ours"),
-        Contender(ROWS, "zarrckpt", *ours(subchunks="rows", storage_options=s3fs_options()), kind="ours"),
+        Contender(SIGNED, "zarrckpt", *ours(storage_options={"unsigned_payload": False}), kind="ours"),
         Contender("s3torchconnector", "s3torchconnector", connector_save, connector_load),
         Contender("DCP + s3fs", "s3fs", fsspec_save, fsspec_load),
         Contender("TensorStore zarr3", "tensorstore", tensorstore_save, tensorstore_load),

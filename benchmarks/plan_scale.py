@@ -128,8 +128,7 @@ def root_bytes(writer: ZarrStorageWriter) -> int:
     """The size of the root document of a save as planned."""
     layout = writer._layout
     assert layout is not None
-    empty = Table(0, 0)
-    root = Root("0" * 32, "", layout.tensors, empty, empty, world_size=layout.world_size)
+    root = Root("0" * 32, "", layout.tensors, Table(0, 0), world_size=layout.world_size)
     return len(root.to_bytes())
 
 

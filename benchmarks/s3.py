@@ -36,7 +36,7 @@ def run(options: Options) -> Results:
 
 
 def _contenders(server: Served, group: str) -> list[Any]:
-    from benchmarks.peers import ROWS, Contender, s3_contenders
+    from benchmarks.peers import Contender, s3_contenders
 
     connections = 32 if group == FAR else 4
 
@@ -46,9 +46,7 @@ def _contenders(server: Served, group: str) -> list[Any]:
     def get(target: Any, url: str) -> None:
         limits.raw_get(target, server.endpoint, url.removeprefix("s3://"), connections)
 
-    # Small tensors are not divided.
-    known = [contender for contender in s3_contenders() if group != SMALL or contender.name != ROWS]
-    return [*known, Contender(LIMIT, "os", put, get, "limit")]
+    return [*s3_contenders(), Contender(LIMIT, "os", put, get, "limit")]
 
 
 def _measure(options: Options, group: str, server: Served) -> Results:

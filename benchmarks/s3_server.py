@@ -347,9 +347,8 @@ class Served:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """zarrckpt's and s3fs's options for it."""
-        kwargs = {"region_name": "us-east-1"}
-        return {"key": "bench", "secret": "benchsecret", "endpoint_url": self.endpoint, "client_kwargs": kwargs}
+        """zarrckpt's options for it."""
+        return {"key": "bench", "secret": "benchsecret", "endpoint_url": self.endpoint, "region": "us-east-1"}
 
 
 @contextlib.contextmanager

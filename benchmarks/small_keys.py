@@ -32,12 +32,12 @@ def _measure(options: Options, server: Served) -> Results:
     state: dict[str, Any] = {f"layers.{number}.weight": torch.full((WIDTH, WIDTH), number) for number in range(count)}
     wanted = list(state)[:: count // max(10, count // 100)]
     url = "s3://bench/small"
-    save, load = peers.ours(storage_options=peers.s3fs_options())
+    save, load = peers.ours()
     save(state, url)
     call = partial(load, _targets(state, wanted), url)
     figures = _asked(server, "zarrckpt.load of the keys, after its opening", call, goal=3, before=1)
     figures += _asked(server, "zarrckpt.load of all keys, after its opening", partial(load, state, url), before=1)
-    figures += _opened(server, zarrckpt.open(url, storage_options=peers.s3fs_options()), wanted, state)
+    figures += _opened(server, zarrckpt.open(url), wanted, state)
     if peers.Contender("", "s3fs", save, load).installed:
         peers.fsspec_save(state, "s3://bench/dcp")
         figures += _asked(

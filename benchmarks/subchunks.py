@@ -1,4 +1,4 @@
-"""What subchunks cost: saves with them, in blocks and in rows, and without, and zarr-python's own read of all."""
+"""What subchunks cost: saves with them and without, and zarr-python's own read of all."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from unittest.mock import patch
 from benchmarks.measure import Options, alternate, fresh, medians, seconds
 from benchmarks.results import Figure, Results
 from zarrckpt import _chunking
-from zarrckpt._chunking import SUBCHUNKS, Subchunks
 
 GROUP = "cost of subchunks"
-WITHOUT = "without"
+WITH, WITHOUT = "with", "without"
 
 
 def run(options: Options) -> Results:
@@ -30,32 +29,29 @@ def _measure(options: Options, folder: str) -> Results:
     warnings.filterwarnings("ignore")
     state: Any = states.make_state(options.gigabytes, options.dtype)
     target = states.like(state)
-    calls = {shape: _round(state, target, folder, shape) for shape in SUBCHUNKS}
-    calls[WITHOUT] = _round(state, target, folder, "blocks", 1 << 62)
+    calls = {
+        WITH: _round(state, target, folder, _chunking.SUBCHUNK_ABOVE),
+        WITHOUT: _round(state, target, folder, 1 << 62),
+    }
     times = alternate(calls, max(3, options.rounds))
     figures = []
-    for index, what in enumerate(("save", "zarrckpt.load", "zarr-python's whole read")):
+    for index, (what, goal) in enumerate((("save", 10.0), ("zarrckpt.load", None), ("zarr-python's whole read", 35.0))):
         found = medians({name: [values[index] for values in rounds] for name, rounds in times.items()})
-        for shape in SUBCHUNKS:
-            goal = None if index == 1 or shape != "blocks" else 10.0
-            more = 100 * (found[shape] / found[WITHOUT] - 1)
-            name = what if shape == "blocks" else f'{what}, subchunks="{shape}"'
-            figures.append(Figure(GROUP, f"{name}, more time than without", more, "%", goal, most=True))
+        more = 100 * (found[WITH] / found[WITHOUT] - 1)
+        figures.append(Figure(GROUP, f"{what}, more time than without", more, "%", goal, most=True))
     return Results(figures=figures)
 
 
-def _round(
-    state: Any, target: Any, folder: str, shape: Subchunks, above: int = _chunking.SUBCHUNK_ABOVE
-) -> Callable[[int], tuple[float, ...]]:
-    """Save, load, and read all with zarr-python; subchunks of a shape, only in chunks above that many bytes."""
+def _round(state: Any, target: Any, folder: str, above: int) -> Callable[[int], tuple[float, ...]]:
+    """Save, load, and read all with zarr-python; subchunks only in chunks above so many bytes."""
     import zarrckpt
     from benchmarks import state as states
 
     def once(number: int) -> tuple[float, ...]:
-        path = f"{folder}/{shape}-{above}"
+        path = f"{folder}/{above}"
         os.sync()
         with patch.object(_chunking, "SUBCHUNK_ABOVE", above):
-            saved = seconds(lambda: zarrckpt.save(state, path, durable=False, subchunks=shape))
+            saved = seconds(lambda: zarrckpt.save(state, path, durable=False))
         loaded = seconds(lambda: zarrckpt.load(target, path))
         states.clear(target)
         read = seconds(lambda: _zarr_read(target, path))

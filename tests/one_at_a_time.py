@@ -29,7 +29,7 @@ from zarrckpt._mail import Facts
 from zarrckpt._object_planners import ObjectSavePlanner
 from zarrckpt._store import Buffer, ObjectInfo, Store, Versioned
 from zarrckpt._store._base import Listing
-from zarrckpt._store._guard import Guard, Honoured
+from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
 
 T = TypeVar("T")
 Content = dict[str, bytes]
@@ -75,15 +75,15 @@ def _below(name: str, folder: str) -> bool:
     return not folder or name.startswith(f"{folder}/")
 
 
-class AskedStore(Store):
-    """A store each of whose operations somebody else answers. Conditional puts are settled by the package's guard."""
+class AskedStore(ConditionalStore):
+    """A store each of whose operations somebody else answers. Lost answers are settled by the package."""
 
     url = "asked"
     max_concurrency = 1
 
     def __init__(self, ask: Callable[[Op], Any]) -> None:
+        super().__init__(Honoured(True, True))
         self._ask_one = ask
-        self._guard = Guard(self, Honoured(True, True))
 
     def ask(self, op: Op) -> Any:
         found = self._ask_one(op)
@@ -107,12 +107,6 @@ class AskedStore(Store):
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         self.ask(Op("put", key, b"".join(bytes(buffer) for buffer in buffers)))
 
-    def create(self, key: str, data: bytes) -> None:
-        self._guard.create(key, data)
-
-    def replace(self, key: str, data: bytes, version: Any) -> None:
-        self._guard.replace(key, data, version)
-
     def delete(self, keys: Iterable[str]) -> None:
         # Many keys take many requests, in any store: whatever happens in between happens here.
         for key in keys:
@@ -130,14 +124,6 @@ class AskedStore(Store):
 
     def zarr_store(self) -> Any:
         raise NotImplementedError
-
-    # -- what the guard needs
-
-    def read_if_any(self, key: str) -> Versioned | None:
-        try:
-            return self.get_versioned(key)
-        except ObjectNotFoundError:
-            return None
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         found: bool = self.ask(Op("create", key, data))

@@ -58,14 +58,14 @@ class Faults:
     """If-Match never holds, as on Ceph 16 with versioning."""
     bare_e_tags: bool = False
     """If-Match holds for e-tags without quotes only, as in Ceph."""
-    refuse_signed_urls: bool = False
-    """A 403 for requests whose signature is in their url."""
     ignore_ranges: bool = False
     """Whole objects for those who ask for a part."""
     cut_bodies: int = 0
     """That many objects are sent by half, and then the connection is cut."""
     pause_bodies: float = 0.0
     """Half of an object is sent, and the rest so many seconds later."""
+    trickle: float = 0.0
+    """The second half of an object comes byte by byte, with a pause of so many seconds before each."""
     hang_up: bool = False
     """Connections are closed after each answer, without a word."""
     parting_words: bytes = b""
@@ -191,8 +191,6 @@ class _Handler(BaseHTTPRequestHandler):
             if faults.server_errors > 0:
                 faults.server_errors -= 1
                 return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
-        if faults.refuse_signed_urls and "X-Amz-Signature" in self._query:
-            return self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
         work()
         if faults.hang_up or faults.parting_words:
             self.close_connection = True
@@ -209,10 +207,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[: len(body) // 2])
             return self._cut()
         if self.command != "HEAD":
-            half = len(body) // 2 if self.server_stub.faults.pause_bodies else len(body)
+            faults = self.server_stub.faults
+            half = len(body) // 2 if faults.pause_bodies or faults.trickle else len(body)
             self.wfile.write(body[:half])
-            time.sleep(self.server_stub.faults.pause_bodies)
-            self.wfile.write(body[half:])
+            time.sleep(faults.pause_bodies)
+            if not faults.trickle:
+                self.wfile.write(body[half:])
+                return
+            for byte in body[half:]:
+                time.sleep(faults.trickle)
+                self.wfile.write(bytes([byte]))
 
     def _put(self) -> None:
         stub = self.server_stub

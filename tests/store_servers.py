@@ -49,18 +49,19 @@ class S3Place:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """Options under the names of s3fs, which obstore's path takes as well."""
-        return {
-            "key": self.key,
-            "secret": self.secret,
-            "endpoint_url": self.endpoint,
-            "client_kwargs": {"region_name": REGION},
-        }
+        """What the package takes for the bucket."""
+        return {"key": self.key, "secret": self.secret, "endpoint_url": self.endpoint, "region": REGION}
+
+    @property
+    def s3fs_options(self) -> dict[str, Any]:
+        """The same, for s3fs itself."""
+        keys = {"key": self.key, "secret": self.secret, "endpoint_url": self.endpoint}
+        return {**keys, "client_kwargs": {"region_name": REGION}}
 
     @property
     def fsspec_options(self) -> dict[str, Any]:
-        """The same, for s3fs itself."""
-        return {**self.storage_options, "backend": "fsspec"}
+        """The same, for the package by way of s3fs."""
+        return {**self.s3fs_options, "backend": "fsspec"}
 
     @property
     def environment(self) -> dict[str, str]:

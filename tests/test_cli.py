@@ -126,7 +126,7 @@ def test_errors_name_the_options_of_the_command(saved: Path, tmp_path: Path) -> 
         (("export", saved, tmp_path / "x.pt"), "pass --overwrite"),
         (("report", saved, "-o", tmp_path / "x.pt"), "pass --overwrite"),
         (("export", tmp_path / "pickled", tmp_path / "y.pt"), "--allow-pickle"),
-        (("ls", "s3://bucket/run", "-o", "typo=1"), "--storage-option backend=fsspec"),
+        (("ls", "s3://bucket/run", "-o", "anon=true", "-o", "typo=1"), "--storage-option backend=fsspec"),
         (("ls", saved, "-o", "key=1"), "takes no --storage-option"),
         (("cat", tmp_path / "pickled", "date"), "in Python"),
     ]:

@@ -213,7 +213,7 @@ def test_on_s3(on_s3: tuple[str, Saved], moto_bucket: S3Place, tmp_path: Path) -
     model = f"{saved.tree}model"
     in_model = {p.removeprefix(f"{model}/"): item for p, item in expected.items() if p.startswith(f"{model}/")}
 
-    fsspec = {"url": url, "storage_options": options}
+    fsspec = {"url": url, "storage_options": moto_bucket.s3fs_options}
     keys = {"access_key_id": moto_bucket.key, "secret_access_key": moto_bucket.secret}
     by_zarr, tree, group, by_obstore = plain_readers.call(
         tmp_path,

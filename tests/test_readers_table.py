@@ -238,4 +238,5 @@ def _s3(case: Case, way: str, place: S3Place) -> dict[str, Any]:
     if way == "obstore":
         keys = {"access_key_id": place.key, "secret_access_key": place.secret}
         return {**asked, "obstore": {"url": case.url, "endpoint": place.endpoint, "region": REGION, **keys}}
-    return {**asked, "options": {"storage_options": place.storage_options}}
+    options = place.storage_options if way == "driver" else place.s3fs_options
+    return {**asked, "options": {"storage_options": options}}

@@ -40,7 +40,7 @@ def test_the_next_store_of_a_bucket_uses_the_connections_of_the_last_one(s3_stub
         {"key": "somebody"},
         {"secret": "another"},
         {"token": "t"},
-        {"client_kwargs": {"region_name": "eu-north-1"}},
+        {"region": "eu-north-1"},
         {"client_options": {"default_headers": {"x-team": "b"}}},
         {"retry_config": {"max_retries": 1}},
     ],
@@ -120,7 +120,7 @@ def test_a_store_sees_nothing_of_its_neighbours(s3_stub: S3Stub) -> None:
 
 def test_zarr_gets_a_store_of_the_place_alone(s3_stub: S3Stub) -> None:
     place = s3_stub.bucket()
-    there = zarr.storage.FsspecStore.from_url(place.url("run"), storage_options=place.storage_options)
+    there = zarr.storage.FsspecStore.from_url(place.url("run"), storage_options=place.s3fs_options)
     zarr.create_group(there).create_array("a", shape=(3,), dtype="int8", fill_value=7)
     found = zarr.open_group(at(place, "run").zarr_store(), mode="r")["a"]
     assert isinstance(found, zarr.Array) and found[:].tolist() == [7, 7, 7]

@@ -58,11 +58,7 @@ PAUSES = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(m
 def options_of(endpoint: str, **more: Any) -> dict[str, Any]:
     """Options for a server that may be asked three times."""
     retries = {"max_retries": 2, "retry_timeout": 10, "backoff": PAUSES}
-    return {**SECRETS, **_server(endpoint), "retry_config": retries, **more}
-
-
-def _server(endpoint: str) -> dict[str, Any]:
-    return {"endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
+    return {**SECRETS, "endpoint_url": endpoint, "region": "us-east-1", "retry_config": retries, **more}
 
 
 def state_of(number: float) -> dict[str, Any]:
@@ -393,7 +389,8 @@ def test_readers_without_ranks_are_told(s3_stub: S3Stub) -> None:
     wrongs = (Wrong(500, "InternalError"), Wrong(403, "ExpiredToken"), Wrong(cuts=True))
     for wrong, backend in [*((wrong, "obstore") for wrong in wrongs), (wrongs[1], "fsspec")]:
         with BadServer(s3_stub, wrong, at_chunks) as server:
-            own = {**SECRETS, **_server(server.endpoint), "backend": "fsspec"}
+            region = {"client_kwargs": {"region_name": "us-east-1"}}
+            own = {**SECRETS, "endpoint_url": server.endpoint, **region, "backend": "fsspec"}
             bad = own if backend == "fsspec" else options_of(server.endpoint)
             checkpoint = zarrckpt.open(url, storage_options=bad)
             for call in (checkpoint.read, checkpoint.verify, lambda: checkpoint["w"][:]):  # noqa: B023 - called here

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import os
 import re
 import socket
+import sys
 import time
 import traceback
 import warnings
@@ -13,22 +15,27 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import obstore
 import pytest
 import torch
+from obstore import exceptions as client_errors
 from s3_stub import LONG, Faults, S3Stub
 from store_servers import S3Place, free_port
 
 import zarrckpt
-from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
-from zarrckpt._store import Store, _gate, _obstore, _obstore_client, open_store
+from zarrckpt._errors import ObjectExistsError, ObjectNotFoundError, StorageError
+from zarrckpt._store import Store, _obstore, _obstore_client, _options, open_store
+from zarrckpt._store._url import parse
 
 QUICK = {"retry_config": {"max_retries": 1, "retry_timeout": 5}}
 
 
 def stub_store(stub: S3Stub, path: str = "run", **options: Any) -> Store:
     place = stub.bucket()
-    return open_store(place.url(path), storage_options={**place.storage_options, **options})
+    given = place.s3fs_options if options.get("backend") == "fsspec" else place.storage_options
+    return open_store(place.url(path), storage_options={**given, **options})
 
 
 @pytest.fixture(params=["obstore", "fsspec"])
@@ -191,15 +198,6 @@ def test_a_request_that_cannot_succeed_is_given_up_at_once(s3_stub: S3Stub) -> N
         assert len(s3_stub.requests) <= 9
 
 
-def test_a_range_behind_the_end_is_found_out_soon(s3_stub: S3Stub) -> None:
-    store = stub_store(s3_stub)
-    store.put("model/w/c.0", [b"0123456789"])
-    s3_stub.requests.clear()
-    with pytest.raises(CorruptCheckpointError, match=r"model/w/c\.0.*18 bytes.*10"):
-        store.read("model/w/c.0", 10, 8)
-    assert len(s3_stub.requests) <= 4
-
-
 def test_the_lost_answer_to_the_end_of_an_upload(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_obstore, "SPLIT", 2**20)
     store = stub_store(s3_stub)
@@ -207,15 +205,6 @@ def test_the_lost_answer_to_the_end_of_an_upload(s3_stub: S3Stub, monkeypatch: p
     s3_stub.faults.lose_ends = 1
     store.put("big", [data[:100], data[100:]])
     assert store.get("big") == data
-
-
-def test_a_server_that_hangs_is_given_up(s3_stub: S3Stub) -> None:
-    store = stub_store(s3_stub, timeout=0.5, retry_config={"max_retries": 0})
-    s3_stub.faults.stall_seconds = LONG
-    began = time.monotonic()
-    with pytest.raises(StorageError):
-        store.get("k")
-    assert time.monotonic() - began < LONG / 2
 
 
 def test_e_tags_without_quotes(backend: str, s3_stub: S3Stub) -> None:
@@ -322,7 +311,8 @@ def test_credentials_of_a_provider_are_not_quoted(s3_stub: S3Stub) -> None:
 def test_a_missing_bucket_is_named(server: str, backend: str, request: pytest.FixtureRequest) -> None:
     endpoint = request.getfixturevalue(f"{server}_endpoint")
     place = S3Place(endpoint, "no-such-bucket-anywhere")
-    store = open_store(place.url("run"), storage_options={**place.storage_options, "backend": backend})
+    options = place.storage_options if backend == "obstore" else place.fsspec_options
+    store = open_store(place.url("run"), storage_options=options)
     for write in (lambda: store.put("k", [b"x"]), lambda: store.create("k", b"x")):
         with pytest.raises(StorageError, match=r"(?s)no-such-bucket-anywhere.*bucket.*exists") as caught:
             write()
@@ -336,8 +326,8 @@ def test_a_missing_bucket_is_named(server: str, backend: str, request: pytest.Fi
 
 @pytest.mark.ceph
 def test_wrong_credentials_are_refused_clearly(backend: str, ceph_bucket: S3Place) -> None:
-    options = {**ceph_bucket.storage_options, "secret": "wrong-secret-123", "backend": backend}
-    store = open_store(ceph_bucket.url("run"), storage_options=options)
+    options = ceph_bucket.storage_options if backend == "obstore" else ceph_bucket.fsspec_options
+    store = open_store(ceph_bucket.url("run"), storage_options={**options, "secret": "wrong-secret-123"})
     for call in (lambda: store.get("k"), lambda: store.put("k", [b"x"]), lambda: store.create("k", b"x")):
         with pytest.raises(StorageError, match="Check the credentials") as caught:
             call()
@@ -347,9 +337,9 @@ def test_wrong_credentials_are_refused_clearly(backend: str, ceph_bucket: S3Plac
 
 def test_an_unreachable_endpoint_is_given_up_in_time(backend: str) -> None:
     place = S3Place(f"http://127.0.0.1:{free_port()}", "bucket", secret="secret-of-mine")
-    once = {"backend": "fsspec", "config_kwargs": {"retries": {"max_attempts": 0}}}
-    quick = QUICK if backend == "obstore" else once
-    store = open_store(place.url("run"), storage_options={**place.storage_options, **quick})
+    once = {**place.fsspec_options, "config_kwargs": {"retries": {"max_attempts": 0}}}
+    options = {**place.storage_options, **QUICK} if backend == "obstore" else once
+    store = open_store(place.url("run"), storage_options=options)
     began = time.monotonic()
     with pytest.raises(StorageError, match="Check the") as caught:
         store.get("k")
@@ -375,11 +365,21 @@ def silent_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+def test_a_connection_that_is_closed_before_it_is_used_is_no_answer(s3_stub: S3Stub) -> None:
+    # One in many, where the server closes it in the very moment: as obstore writes it then.
+    closed = client_errors.GenericError('hyper::Error(Canceled, "connection was not ready")')
+    store = stub_store(s3_stub)
+    with patch.object(obstore, "get", side_effect=closed) as get:
+        with pytest.raises(StorageError, match="closed the connection"):
+            store.get("k")
+        assert get.call_count == 1
+
+
 @pytest.mark.parametrize("wrong", WRONG_ADDRESSES)
 def test_each_wrong_address_has_a_sentence_of_its_own(
     wrong: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_obstore, "_FIRST_PAUSES", (0.01, 0.01))
+    monkeypatch.setitem(_obstore_client._FIRST_RETRY, "max_retries", 1)
     match wrong:
         case "refused":
             endpoint = f"http://127.0.0.1:{free_port()}"
@@ -438,11 +438,11 @@ def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_not(s
         faults.resets, s3_stub.connections = 1000, 0
         with pytest.raises(StorageError, match="closed the connection"):
             call()
-        assert s3_stub.connections == 1 + len(_obstore._FIRST_PAUSES)
+        assert s3_stub.connections < 15
     faults.resets, faults.hang_up = 2, True
     store.put("k", [b"x"])
     for call in (lambda: store.get("k"), store.list_dir):
-        faults.resets = 6
+        faults.resets = 3
         call()
     # A retry_config of the caller's own holds from the first request on.
     pauses = {"init_backoff": datetime.timedelta(milliseconds=1), "max_backoff": datetime.timedelta(milliseconds=9)}
@@ -451,7 +451,7 @@ def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_not(s
 
 
 def test_a_server_that_is_busy_at_first_is_waited_for(s3_stub: S3Stub) -> None:
-    s3_stub.faults.server_errors = 6
+    s3_stub.faults.server_errors = 3
     store = stub_store(s3_stub)
     store.create("root", b"x")
     assert store.list_dir() == (["root"], [])
@@ -468,20 +468,8 @@ def put_headers(stub: S3Stub, **options: Any) -> dict[str, str]:
     return next(request.headers for request in stub.requests if request.method == "PUT")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"server_side_encryption": "aws:kms", "sse_kms_key_id": "the-key", "sse_bucket_key_enabled": True},
-        {
-            "s3_additional_kwargs": {
-                "ServerSideEncryption": "aws:kms",
-                "SSEKMSKeyId": "the-key",
-                "BucketKeyEnabled": True,
-            }
-        },
-    ],
-)
-def test_sse_kms(options: dict[str, Any], s3_stub: S3Stub) -> None:
+def test_sse_kms(s3_stub: S3Stub) -> None:
+    options = {"server_side_encryption": "aws:kms", "sse_kms_key_id": "the-key", "sse_bucket_key_enabled": True}
     headers = put_headers(s3_stub, **options)
     assert headers["x-amz-server-side-encryption"] == "aws:kms"
     assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "the-key"
@@ -489,38 +477,22 @@ def test_sse_kms(options: dict[str, Any], s3_stub: S3Stub) -> None:
 
 
 def test_sse_with_a_customer_key(s3_stub: S3Stub) -> None:
-    extra = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": b"0" * 32}
-    headers = put_headers(s3_stub, s3_additional_kwargs=extra)
+    key = base64.b64encode(b"0" * 32).decode()
+    headers = put_headers(s3_stub, server_side_encryption="sse-c", sse_customer_key_base64=key)
     assert headers["x-amz-server-side-encryption-customer-algorithm"] == "AES256"
     read = s3_stub.requests[-1]
     assert read.method == "GET"
     assert "x-amz-server-side-encryption-customer-key" in read.headers
 
 
-@pytest.mark.parametrize("options", [{"requester_pays": True}, {"request_payer": True}])
-def test_requester_pays(options: dict[str, Any], s3_stub: S3Stub) -> None:
-    assert put_headers(s3_stub, **options)["x-amz-request-payer"] == "requester"
+def test_requester_pays(s3_stub: S3Stub) -> None:
+    assert put_headers(s3_stub, request_payer=True)["x-amz-request-payer"] == "requester"
     assert s3_stub.requests[-1].headers["x-amz-request-payer"] == "requester"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"storage_class": "STANDARD_IA", "tags": {"team": "a b", "run": "7"}, "metadata": {"origin": "here"}},
-        {
-            "s3_additional_kwargs": {
-                "StorageClass": "STANDARD_IA",
-                "Tagging": "team=a%20b&run=7",
-                "Metadata": {"origin": "here"},
-            }
-        },
-    ],
-)
 @pytest.mark.parametrize("how", ["put", "create", "multipart"])
-def test_storage_class_tags_and_metadata(
-    options: dict[str, Any], how: str, s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = stub_store(s3_stub, **options)
+def test_storage_class_and_tags(how: str, s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = stub_store(s3_stub, storage_class="STANDARD_IA", tags={"team": "a b", "run": "7"})
     if how == "create":
         store.create("k", b"x")
     else:
@@ -528,7 +500,6 @@ def test_storage_class_tags_and_metadata(
         store.put("k", [b"x" * 20])
     (kept,) = s3_stub.objects.values()
     assert kept.headers["x-amz-storage-class"] == "STANDARD_IA"
-    assert kept.headers["x-amz-meta-origin"] == "here"
     assert sorted(kept.headers["x-amz-tagging"].split("&")) in (["run=7", "team=a%20b"], ["run=7", "team=a+b"])
 
 
@@ -590,6 +561,37 @@ def test_a_profile_gives_keys_region_and_endpoint(
         open_store("s3://bucket/run", storage_options={"profile": "nobody"})
 
 
+def test_a_profile_is_asked_again_before_its_credentials_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, config = tmp_path / "process", tmp_path / "config"
+    process.write_text(
+        "#!/bin/sh\necho x >> $0.calls\nends=$(date -u -d '5 minutes' +%Y-%m-%dT%H:%M:%SZ)\n"
+        'echo \'{"Version": 1, "SecretAccessKey": "s", "AccessKeyId": "key-\'$(wc -l < $0.calls)\'", '
+        '"Expiration": "\'$ends\'"}\'\n'
+    )
+    process.chmod(0o755)
+    config.write_text(f"[profile p]\ncredential_process = {process}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    provider = _options.translate(parse("s3://bucket"), {"profile": "p"}, None).credential_provider
+    assert provider is not None
+    first, second = provider(), provider()
+    assert first["access_key_id"].startswith("key-") and first["access_key_id"] != second["access_key_id"]
+    assert first["expires_at"] < datetime.datetime.now(datetime.UTC) + datetime.timedelta(minutes=10)
+
+
+def test_a_profile_without_boto3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.delitem(sys.modules, "obstore.auth.boto3", raising=False)
+    with pytest.raises(StorageError, match="pip install boto3"):
+        open_store("s3://bucket", storage_options={"profile": "p"})
+    # The machine's role is left, which obstore asks for itself.
+    open_store("s3://bucket")
+    (tmp_path / "credentials").touch()
+    for name, value in (("AWS_PROFILE", "p"), ("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))):
+        with monkeypatch.context() as patched, pytest.raises(StorageError, match="pip install boto3"):
+            patched.setenv(name, value)
+            open_store("s3://bucket")
+
+
 def test_no_credentials_at_all_is_said_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"no AWS credentials were found.*AWS_PROFILE.*anon"):
@@ -616,27 +618,19 @@ def test_a_provider_is_asked_again_when_its_credentials_expire(s3_stub: S3Stub) 
 
 
 def test_a_proxy_is_used(s3_stub: S3Stub) -> None:
-    for options in ({"proxy_url": s3_stub.endpoint}, {"config_kwargs": {"proxies": {"http": s3_stub.endpoint}}}):
-        s3_stub.requests.clear()
-        store = open_store(
-            "s3://bucket/run",
-            storage_options={"key": "k", "secret": "s", "endpoint_url": "http://unreachable.invalid", **options},
-        )
-        store.put("k", [b"x"])
-        assert s3_stub.requests[-1].target == "http://unreachable.invalid/bucket/run/k"
+    stub_store(s3_stub, endpoint_url="http://unreachable.invalid", proxy_url=s3_stub.endpoint).put("k", [b"x"])
+    assert re.fullmatch(r"http://unreachable\.invalid/stub-\w+/run/k", s3_stub.requests[-1].target)
 
 
-@pytest.mark.parametrize("how", ["path", "pem", "verify", "client_kwargs", "environment", "unverified"])
+@pytest.mark.parametrize("how", ["path", "pem", "environment", "unverified"])
 def test_an_own_certificate_authority(
     how: str, tls_stub: S3Stub, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {
         "path": {"root_certificate": str(certificate)},
         "pem": {"client_options": {"root_certificate": certificate.read_bytes()}},
-        "verify": {"verify": str(certificate)},
-        "client_kwargs": {"client_kwargs": {"verify": str(certificate), "region_name": "us-east-1"}},
         "environment": {},
-        "unverified": {"verify": False},
+        "unverified": {"allow_invalid_certificates": True},
     }[how]
     if how == "environment":
         monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
@@ -649,7 +643,7 @@ def test_an_unknown_certificate_authority_is_refused(tls_stub: S3Stub) -> None:
     with pytest.raises(StorageError):
         stub_store(tls_stub, **QUICK).put("k", [b"x"])
     with pytest.raises(StorageError, match=r"/no/such\.pem"):
-        stub_store(tls_stub, verify="/no/such.pem")
+        stub_store(tls_stub, root_certificate="/no/such.pem")
 
 
 HASH = r"[0-9a-f]{64}"
@@ -662,7 +656,6 @@ UNSIGNED = "UNSIGNED-PAYLOAD"
         ({}, None, UNSIGNED, UNSIGNED),
         ({"unsigned_payload": False}, None, HASH, HASH),
         ({"unsigned_payload": True}, None, UNSIGNED, UNSIGNED),
-        ({"config_kwargs": {"s3": {"payload_signing_enabled": True}}}, None, HASH, HASH),
         ({}, "false", HASH, HASH),
     ],
 )
@@ -677,8 +670,9 @@ def test_payloads_are_hashed_for_the_signature_as_the_options_say(
 ) -> None:
     if variable is not None:
         monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", variable)
-    assert re.fullmatch(over_tls, put_headers(tls_stub, verify=False, **options)["x-amz-content-sha256"])
-    assert re.fullmatch(over_http, put_headers(s3_stub, **options)["x-amz-content-sha256"])
+    for stub, sent in ((tls_stub, over_tls), (s3_stub, over_http)):
+        headers = put_headers(stub, allow_invalid_certificates=True, **options)
+        assert re.fullmatch(sent, headers["x-amz-content-sha256"])
 
 
 @pytest.mark.parametrize(
@@ -701,21 +695,9 @@ def test_payloads_are_hashed_by_default_where_others_may_listen(
 
 
 def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Stub) -> None:
-    for options in (
-        {"virtual_hosted_style_request": True},
-        {"config_kwargs": {"s3": {"addressing_style": "virtual"}}},
-    ):
-        s3_stub.requests.clear()
-        store = open_store(
-            "s3://bucket/run",
-            storage_options={
-                "key": "k",
-                "secret": "s",
-                "endpoint_url": "http://s3.invalid",
-                "proxy_url": s3_stub.endpoint,
-                **options,
-            },
-        )
+    options = {"key": "k", "secret": "s", "proxy_url": s3_stub.endpoint, "virtual_hosted_style_request": True}
+    for endpoint in ("http://s3.invalid", "http://bucket.s3.invalid/"):
+        store = open_store("s3://bucket/run", storage_options={**options, "endpoint_url": endpoint})
         store.put("k", [b"x"])
         assert s3_stub.requests[-1].target == "http://bucket.s3.invalid/run/k"
 
@@ -724,20 +706,25 @@ def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Stub) -> None:
     ("options", "reason"),
     [
         ({"regoin": "x"}, "did you mean 'region'"),
-        ({"client_kwargs": {"endpoint": "x"}}, r"client_kwargs\['endpoint'\].*endpoint_url"),
-        ({"client_options": {"time_out": 3}}, "timeout"),
+        ({"client_options": {"time_out": 3}}, "'time_out'.*'timeout'"),
+        ({"client_options": "{}"}, "client_options.*mapping"),
         ({"retry_config": {"retries": 3}}, "max_retries"),
-        ({"client_kwargs": "{}"}, "client_kwargs is of type str"),
-        ({"s3_additional_kwargs": {"ACL": "private"}}, "bucket policy"),
-        ({"use_listings_cache": False}, "belongs to s3fs"),
+        ({"client_kwargs": {"region_name": "x", "verify": False}}, "client_kwargs.*region for 'region_name', root_"),
+        ({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}, "config_kwargs.*virtual_hosted_style_request"),
+        ({"s3_additional_kwargs": {"SSEKMSKeyId": "k"}}, "sse_kms_key_id for 'SSEKMSKeyId'.*'backend': 'fsspec'"),
+        ({"s3_additional_kwargs": {"ACL": "private"}}, "s3_additional_kwargs.*'backend': 'fsspec'"),
+        ({"client_kwargs": "{}"}, "client_kwargs"),
+        ({"use_listings_cache": False}, "use_listings_cache.*'backend': 'fsspec'"),
         ({"session": object()}, "credential_provider"),
-        ({"completely_different": 1}, "known are"),
+        ({"completely_different": 1}, "completely_different.*'backend': 'fsspec'"),
         ({"backend": "boto"}, "'obstore' or 'fsspec'"),
-        ({"use_ssl": False}, "needs an endpoint_url"),
+        ({"requester_pays": True}, "did you mean 'request_payer'"),
+        ({"region": "a", "aws_region": "b"}, "'region' and 'aws_region'"),
+        ({"endpoint_url": "minio:9000"}, "http://"),
+        ({"server_side_encryption": "nonsense"}, "nonsense"),
         ({"key": "only half"}, "only one of key and secret"),
         ({"token": "alone", "anon": False}, "a token without them"),
         ({"profile": "p", "key": "k", "secret": "s", "anon": False}, None),
-        ({"config_kwargs": {"signature_version": "s3"}}, "s3v4"),
     ],
 )
 def test_options_that_cannot_be_served_are_refused(options: dict[str, Any], reason: str | None) -> None:
@@ -771,13 +758,3 @@ def test_large_objects_go_up_in_parts(s3_stub: S3Stub, monkeypatch: pytest.Monke
     store.put("big", [data] * 13)
     assert sum("partNumber" in request.target for request in s3_stub.requests) == 3
     assert store.get("big") == data * 13
-
-
-@pytest.mark.parametrize(("concurrency", "parts"), [(8, 0), (_gate.DISTANT, 2)])
-def test_smaller_parts_over_more_connections(concurrency: int, parts: int, s3_stub: S3Stub) -> None:
-    place = s3_stub.bucket()
-    store = open_store(place.url("run"), storage_options=place.storage_options, concurrency=concurrency)
-    data = os.urandom(2**20)
-    store.put("k", [data] * 16)
-    assert sum("partNumber" in request.target for request in s3_stub.requests) == parts
-    assert store.get("k") == data * 16

@@ -17,24 +17,11 @@ from s3_stub import S3Stub
 from store_servers import S3Place
 
 from zarrckpt._errors import StorageError
-from zarrckpt._store import Store, StoreSpec, _azure_options, open_store
+from zarrckpt._store import Store, StoreSpec, open_store
 from zarrckpt._store._secrets import MARKER, redact, secret_values
 from zarrckpt.testing import FaultyStore
 
 SECRET = "hunter2-very-secret"
-
-
-def test_every_part_of_an_azure_connection_string_counts() -> None:
-    def config(text: str) -> dict[str, Any]:
-        return _azure_options.translate({"connection_string": text}, "", None).config
-
-    abroad = "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=a2V5;EndpointSuffix=core.chinacloudapi.cn"
-    expected = {"account_name": "me", "account_key": "a2V5", "endpoint": "https://me.blob.core.chinacloudapi.cn"}
-    assert config(abroad) == expected
-    assert "endpoint" not in config("AccountName=me;AccountKey=a2V5;EndpointSuffix=core.windows.net")
-    assert config("UseDevelopmentStorage=true") == {"use_emulator": "true"}
-    with pytest.raises(StorageError, match="customthing"):
-        config("AccountName=me;CustomThing=1")
 
 
 SECRET_OPTIONS: list[dict[str, Any]] = [
@@ -205,7 +192,7 @@ def test_an_obstore_store_keeps_its_options(moto_bucket: S3Place) -> None:
 
 
 def test_an_fsspec_zarr_store_keeps_its_filesystem(moto_bucket: S3Place) -> None:
-    ready = zarr.storage.FsspecStore.from_url(moto_bucket.url("pre fix"), storage_options=moto_bucket.storage_options)
+    ready = zarr.storage.FsspecStore.from_url(moto_bucket.url("pre fix"), storage_options=moto_bucket.s3fs_options)
     spec = StoreSpec("run", ready)
     store = spec.open()
     assert type(store).__name__ == "FsspecStore"

@@ -87,8 +87,8 @@ def save(
             into chunks of about ``fill_bytes``: fewer objects, more traffic between ranks. Default: 256 KiB times the
             number of ranks, at most 16 MiB; 0: no merging, except where pieces fit no regular grid.
         fill_bytes: the size of merged chunks (default: a quarter of a rank's mean part, 4 to 32 MiB).
-        concurrency: exactly so many chunks and documents in transfer at once, a rank. Default: the store's own choice,
-            which in object stores follows what the server bears.
+        concurrency: so many chunks and documents in transfer at once, a rank. Default: the store's own choice, 64 in
+            object stores (``docs/how-to/speed.md``).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB, at
             least one chunk).
         durable: local files are synced to disk before the commit (default). False is faster, and a power cut may cost
@@ -205,8 +205,8 @@ def load(
         share_reads: what several ranks need (replicas, small chunks) is fetched by one of them and handed on over a
             private gloo mesh; if false, each rank fetches all that it needs. The coordinator's choice counts. Default:
             in object stores yes; in local paths no, since the machine's file cache is faster than the mesh.
-        concurrency: exactly so many requests at once, a rank. Default: the store's own choice, which in object stores
-            follows what the server bears (``docs/how-to/speed.md``).
+        concurrency: so many requests at once, a rank. Default: the store's own choice, 64 in object stores
+            (``docs/how-to/speed.md``).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the targets (default 512 MiB).
         progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are read.
 

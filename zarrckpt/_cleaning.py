@@ -13,10 +13,10 @@ from zarrckpt import _commit
 from zarrckpt._catalog import Catalog
 from zarrckpt._commit import Leftovers
 from zarrckpt._crew import run
-from zarrckpt._errors import CheckpointError, CheckpointNotFoundError, StorageError
+from zarrckpt._errors import CheckpointError, CheckpointNotFoundError
 from zarrckpt._info import count_text, time_text
 from zarrckpt._markers import CLAIM_KEY, REMOVAL_KEY, removal_bytes
-from zarrckpt._store import Store, StoreSpec, Upload
+from zarrckpt._store import Store, StoreSpec
 from zarrckpt._verify import verify
 
 _AT_ONCE = 4
@@ -34,8 +34,6 @@ class RecoverReport:
     """The ids of the saves whose objects were deleted."""
     kept: tuple[str, ...]
     """The ids of saves that may still be running, see there."""
-    uploads: int | None = 0
-    """How many unfinished multipart uploads were removed; None where the store does not tell them."""
     checkpoints: tuple[RecoverReport, ...] = ()
     """Of a folder of checkpoints: a report of each, in order of names; the numbers above are their sums."""
     error: str = ""
@@ -63,12 +61,9 @@ def recover(
 
     Args:
         url: of a checkpoint, or of a folder of checkpoints: then of each right below it.
-        stopped: no save to this url is running, anywhere: also delete what could still commit otherwise, and every
-            unfinished upload; and what a save that was begun by mistake in a folder of checkpoints left, which then is
-            one again. If a save is running all the same, what it commits is damaged.
-
-    Multipart uploads that killed processes left are removed, too, on S3 where botocore is installed (boto3 and s3fs
-    bring it) and the credentials allow to list them.
+        stopped: no save to this url is running, anywhere: also delete what could still commit otherwise, and what a
+            save that was begun by mistake in a folder of checkpoints left, which then is one again. If a save is
+            running all the same, what it commits is damaged.
 
     The other arguments are those of :func:`open`. Costs a listing for each name below the url that a marker has.
 
@@ -80,13 +75,11 @@ def recover(
     if not names:
         return _recovered(spec, stopped)
     reports = run((partial(_recovered_if_any, spec.child(name), stopped) for name in names), _AT_ONCE)
-    counts = [report.uploads for report in reports if report.uploads is not None]
     return RecoverReport(
         spec.url,
         sum(report.objects for report in reports),
         tuple(save_id for report in reports for save_id in report.removed),
         tuple(save_id for report in reports for save_id in report.kept),
-        sum(counts) if counts else None,
         tuple(reports),
     )
 
@@ -96,7 +89,7 @@ def _recovered_if_any(spec: StoreSpec, stopped: bool) -> RecoverReport:
     try:
         return _recovered(spec, stopped)
     except CheckpointError as err:
-        return RecoverReport(spec.url, 0, (), (), None, error=str(err))
+        return RecoverReport(spec.url, 0, (), (), error=str(err))
 
 
 def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
@@ -107,35 +100,20 @@ def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
         place.delete([REMOVAL_KEY])
         found = _commit.leftovers(place, folder=True)
     if found.removal:
-        objects, uploads = _remove(place, found)
-        return RecoverReport(place.url, objects, tuple(marker.attempt for marker in found.markers), (), uploads)
+        removed = tuple(marker.attempt for marker in found.markers)
+        return RecoverReport(place.url, _remove(place, found), removed, ())
     dead = [marker for marker in found.others if stopped or not found.may_commit(marker)]
     kept = [marker.attempt for marker in found.others if marker not in dead]
     # An attempt that began beside a removal may name what another one has begun to write since.
     spared = [marker for marker in found.markers if marker not in dead]
     # A save begun by mistake in a folder of checkpoints must not stay in the way of what is done with them.
     folder = stopped and found.root_bytes is None and bool(_commit.checkpoints_below(place, unfinished=True))
-    unfinished = _unfinished(place)[0]
-    if unfinished:
-        # Before the markers go: they name what is whose. In a folder, others may be of saves that run.
-        every = stopped and not folder
-        unfinished = [item for item in unfinished if every or any(marker.names_key(item.key) for marker in dead)]
-        place.abort(unfinished)
     finished = [marker.attempt for marker in dead] if stopped else []
     objects = _commit.clean(place, dead, finished=finished, spared=spared)
     if stopped:
         place.delete([*found.probes, CLAIM_KEY] if folder else found.probes)
         _commit.sweep(place)
-    count = None if unfinished is None else len(unfinished)
-    return RecoverReport(place.url, objects, tuple(marker.attempt for marker in dead), tuple(kept), count)
-
-
-def _unfinished(store: Store) -> tuple[list[Upload] | None, str]:
-    """Multipart uploads below the url that have not ended, or None and why they are not known, where that helps."""
-    try:
-        return store.uploads(), ""
-    except StorageError as err:
-        return None, f"whether multipart uploads were left is not known: {err}"
+    return RecoverReport(place.url, objects, tuple(marker.attempt for marker in dead), tuple(kept))
 
 
 @dataclass(frozen=True)
@@ -148,10 +126,8 @@ class Examination:
     """What is not as it should be, or is left over."""
     advice: tuple[str, ...]
     """Commands that help."""
-    uploads: int | None = 0
-    """Multipart uploads that have not ended; None where the store does not tell them."""
     notes: tuple[str, ...] = ()
-    """What is as it should be and yet worth knowing; what could not be looked at, and why."""
+    """What is as it should be and yet worth knowing."""
     empty: bool = False
     """Whether nothing is there at all."""
 
@@ -203,20 +179,15 @@ def examine(
             findings.append(f"{what}, {ended}; {count_text(left[marker.attempt], 'object')} of it left")
         else:
             notes.append(f"{what}, {ended}; only its marker is left: ranks that were cut off may still write")
-    uploads, unknown = _unfinished(place)
-    if uploads:
-        findings.append(f"{count_text(len(uploads), 'multipart upload')} not ended: of a save that runs, or was killed")
     notes += [f"pinned: {one.note or 'without a note'} (pin {one.pin_id})" for one in _commit.pins(place)]
     if found.probes:
         findings.append(f"{count_text(len(found.probes), 'object')} left of a try of the store's conditional puts")
     if any(left.values()):
         advice.append(f"zarrckpt recover {place.url}")
-    if len(dead) < len(found.others) or notes or found.probes or uploads:
+    if len(dead) < len(found.others) or notes or found.probes:
         advice.append(f"zarrckpt recover {place.url} --stopped    (only if no save to it is running)")
     empty = found.root is None and not found.begun
-    count = None if uploads is None else len(uploads)
-    notes += [unknown] if unknown else []
-    return Examination(place.url, state, tuple(findings), tuple(advice), count, tuple(notes), empty)
+    return Examination(place.url, state, tuple(findings), tuple(advice), tuple(notes), empty)
 
 
 def remove(
@@ -242,11 +213,11 @@ def remove(
     found = _commit.leftovers(place, damaged=True)
     if not found.begun:
         raise CheckpointNotFoundError(f"there is no checkpoint at {place.url}, and no save was begun; check the path")
-    return _remove(place, found)[0]
+    return _remove(place, found)
 
 
-def _remove(place: Store, found: Leftovers) -> tuple[int, int | None]:
-    """Delete all that saves left at a url, or go on with that. Returns the numbers of objects and of uploads.
+def _remove(place: Store, found: Leftovers) -> int:
+    """Delete all that saves left at a url, or go on with that. Returns the number of objects.
 
     Several processes may do so at once, by one record. Each of them stops once that is gone: all is deleted then, and a
     save may have begun.
@@ -255,9 +226,8 @@ def _remove(place: Store, found: Leftovers) -> tuple[int, int | None]:
     recorded = found.removal or _commit.record_removal(place, own)
     record = _commit.removal_record(place)
     if recorded and record is None:
-        return 0, 0
+        return 0
     objects = 0
-    count: int | None = 0
     with suppress(_commit.RemovalEndedError):
         try:
             # Again: what is found now is what the record is of, and no save begins after it.
@@ -268,11 +238,6 @@ def _remove(place: Store, found: Leftovers) -> tuple[int, int | None]:
                 _take_back(place, found)
             raise
         objects = len(found.markers) + (found.root_bytes is not None) + found.claimed
-        uploads = _unfinished(place)[0]
-        count = None if uploads is None else len(uploads)
-        _commit.check_removal(place, record)
-        if uploads:
-            place.abort(uploads)
         finished = [marker.attempt for marker in found.markers]
         objects += _commit.clean(place, found.markers, finished=finished, removal=record)
         pins = _commit.pin_keys(place)
@@ -283,7 +248,7 @@ def _remove(place: Store, found: Leftovers) -> tuple[int, int | None]:
         # Last: as long as anything is left, it says so.
         place.delete([REMOVAL_KEY])
         place.remove_folder()
-    return objects, count
+    return objects
 
 
 def _take_back(place: Store, found: Leftovers) -> None:

@@ -128,7 +128,7 @@ class Encoder:
         return {f"${type(value).__name__}": items}
 
     def _mapping(self, value: dict[Any, Any], depth: int) -> object:
-        if type(value) is dict and all(map(_is_plain_key, value)):
+        if type(value) is dict and all(map(is_plain_key, value)):
             return {key: self.encode(item, depth) for key, item in value.items()}
         pairs = [[self.encode(key, depth), self.encode(item, depth)] for key, item in value.items()]
         return {"$dict" if type(value) is dict else "$ordereddict": pairs}
@@ -160,7 +160,8 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _is_plain_key(key: object) -> bool:
+def is_plain_key(key: object) -> bool:
+    """Whether a key of a dict can be a member's name."""
     return type(key) is str and not key.startswith("$") and _is_unicode(key)
 
 
@@ -247,7 +248,7 @@ class Decoder:
             raise CorruptCheckpointError(f"malformed JSON value: {tag}: {err}") from err
         if len(mapping) != len(pairs):
             raise malformed(f"keys of {tag} to differ", content)
-        if kind is dict and all(map(_is_plain_key, mapping)):
+        if kind is dict and all(map(is_plain_key, mapping)):
             raise malformed("an object for a dict with plain keys", tag)
         return mapping
 

@@ -58,8 +58,8 @@ class ZarrStorageReader(StorageReader):
         share_reads: what several ranks need (replicas, small chunks) is fetched by one of them and handed on over a
             private gloo mesh; if false, each rank fetches all that it needs. The coordinator's choice counts. Default:
             in object stores yes; in local paths no, since the machine's file cache is faster than the mesh.
-        concurrency: exactly so many requests at once, a rank. Default: the store's own choice, which in object stores
-            follows what the server bears (``docs/how-to/speed.md``).
+        concurrency: so many requests at once, a rank. Default: the store's own choice, 64 in object stores
+            (``docs/how-to/speed.md``).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the targets (default 512 MiB).
         progress: called as ``progress(bytes_done, bytes_total)`` while chunks are read.
     """

@@ -50,6 +50,7 @@ from zarrckpt._json_values import (
     decode_json,
     dumps,
     encode_json,
+    is_plain_key,
     json_size,
     loads,
     malformed,
@@ -65,6 +66,7 @@ __all__ = [
     "encode_blob",
     "encode_json",
     "find_tensors",
+    "is_plain_key",
     "json_size",
 ]
 

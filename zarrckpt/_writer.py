@@ -63,8 +63,8 @@ class ZarrStorageWriter(StorageWriter):
             into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
             merging, except where pieces fit no regular grid).
         fill_bytes: see there (default: a quarter of a rank's mean part, 4 to 32 MiB).
-        concurrency: exactly so many chunks and documents in transfer at once, a rank (default: the store's own choice,
-            which in object stores follows what the server bears: ``docs/how-to/speed.md``).
+        concurrency: so many chunks and documents in transfer at once, a rank. Default: the store's own choice, 64 in
+            object stores (``docs/how-to/speed.md``).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB, at
             least one chunk).
         durable: local files are synced to disk before the commit.

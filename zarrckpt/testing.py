@@ -10,19 +10,17 @@ goes wherever ``store=`` does. No torch.
 
 from __future__ import annotations
 
-import builtins
 import enum
 import itertools
 import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import StorageError
-from zarrckpt._store import Buffer, ObjectInfo, Reader, Store, Upload, Versioned, open_store
+from zarrckpt._store import Buffer, ObjectInfo, Store, Versioned, open_store
 from zarrckpt._store._base import Listing
 
 if TYPE_CHECKING:
@@ -175,15 +173,6 @@ class FaultyStore(Store):
     def read(self, key: str, byte_offset: int, nbytes: int) -> memoryview:
         return memoryview(self._exactly(key, byte_offset, nbytes))
 
-    @contextmanager
-    def reader(self, key: str) -> Iterator[Reader]:
-        def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
-            for buffer in buffers:
-                self.read_into(key, byte_offset, buffer)
-                byte_offset += len(buffer)
-
-        yield read
-
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         self._call("put", key, lambda: self._inner.put(key, buffers))
 
@@ -207,13 +196,6 @@ class FaultyStore(Store):
 
     def remove_folder(self) -> None:
         self._call("sweep", "", self._inner.remove_folder)
-
-    def uploads(self) -> builtins.list[Upload] | None:
-        return self._call("list", "", self._inner.uploads)
-
-    def abort(self, uploads: Iterable[Upload]) -> None:
-        found = [*uploads]
-        self._call("delete", " ".join(upload.key for upload in found), lambda: self._inner.abort(found))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         found = self._call("list", prefix, lambda: [*self._inner.list(prefix)])

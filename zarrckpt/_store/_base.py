@@ -8,19 +8,21 @@ and never begin or end with "/".
 from __future__ import annotations
 
 import abc
-import builtins
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from zarrckpt._errors import StorageError
+from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._store import _failures
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
+
+T = TypeVar("T")
 
 Listing = tuple[list[str], list[str]]
 """The names of (objects, folders) right below one folder, each sorted."""
@@ -54,20 +56,37 @@ _MAKERS = threading.Semaphore(min(4, os.cpu_count() or 1))
 _FEW_MAKERS = threading.Semaphore(BESIDE_TRAINING)
 
 
+def check_key(key: str) -> str:
+    """Return ``key`` unchanged if it names something below the url, and raise StorageError otherwise.
+
+    Keys are read from stored documents too, so a ``..`` must never reach a filesystem.
+    """
+    if "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+        raise StorageError(
+            f"{key!r} is not a key below the url: expected names separated by single '/', none of them "
+            "empty, '.' or '..'; the document that names it is damaged or was not written by zarrckpt"
+        )
+    return key
+
+
+def byte_views(buffers: Sequence[Buffer]) -> list[memoryview]:
+    """The buffers as flat byte views, without copying; empty ones are left out."""
+    # An empty multi-dimensional view cannot be cast, and has nothing to write anyway.
+    views = (memoryview(buffer) for buffer in buffers)
+    return [view.cast("B") for view in views if view.nbytes]
+
+
+def version_of(data: bytes) -> str:
+    """A version where the store tells none: a digest of the content."""
+    return hashlib.sha256(data).hexdigest()
+
+
 @dataclass(frozen=True)
 class ObjectInfo:
     """One stored object: its key and its size in bytes."""
 
     key: str
     size: int
-
-
-@dataclass(frozen=True)
-class Upload:
-    """A multipart upload that has not ended: its object's key, and its id."""
-
-    key: str
-    id: str
 
 
 @dataclass(frozen=True)
@@ -97,13 +116,13 @@ class Store(abc.ABC):
     """
 
     max_concurrency: int = 16
-    """How many transfers (puts and reads) to run at once. A store may let fewer of them through at a time."""
+    """How many transfers (puts and reads) to run at once."""
 
     beside_training = False
     """Whether training goes on in another thread: then :data:`BESIDE_TRAINING` threads work on bytes."""
 
     def useful_concurrency(self) -> int:
-        """How many transfers are worth being under way now, with what is done to their bytes: at most the above."""
+        """How many transfers are worth being under way, with what is done to their bytes: at most the above."""
         return self.max_concurrency
 
     @property
@@ -111,9 +130,32 @@ class Store(abc.ABC):
         """Of objects that are taken whole, so many are made at a time: the first are then on their way early."""
         return _FEW_MAKERS if self.beside_training else _MAKERS
 
+    client_errors: type[Exception] = Exception
+    """What :meth:`run` makes errors of this package's own of."""
+    secrets: Sequence[str] = ()
+    """Texts that no error may hold."""
+
+    def hint(self, error: BaseException) -> str:
+        """The next step after a client's error; "" for none."""
+        return ""
+
     def failure(self, what: str, error: BaseException) -> StorageError:
         """A client's error as one of this package's own: what was done, where, why, the next step; never a secret."""
-        return _failures.storage_error(what, self.url, error, ())
+        return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error))
+
+    def run(self, what: str, call: Callable[[], T], key: str | None = None) -> T:
+        """Call the client, with our own errors; with a ``key``, that of a missing file means this object."""
+        try:
+            return call()
+        except CheckpointError:
+            raise
+        except self.client_errors as error:
+            if key is not None and isinstance(error, _failures.ABSENT):
+                failure: StorageError = _failures.not_found(key, self.url, error, self.secrets)
+            else:
+                failure = self.failure(what, error)
+        # Outside of the handler: an exception's context would keep the client's unscrubbed text.
+        raise failure
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} holds a live client; pickle the StoreSpec that opened it")
@@ -129,9 +171,10 @@ class Store(abc.ABC):
         """
         raise _failures.not_found(f"{'../' * levels}{key}", self.url)
 
-    @abc.abstractmethod
     def get_versioned(self, key: str) -> Versioned:
         """Return a whole object with its version. One request; three through s3fs, which tells no version with data."""
+        data = self.get(key)
+        return Versioned(data, version_of(data))
 
     @abc.abstractmethod
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
@@ -208,16 +251,6 @@ class Store(abc.ABC):
     def remove_folder(self) -> None:  # noqa: B027 - there is nothing to do where objects are no files
         """Remove the url's own folder if it is empty, no link and no mount, and may be removed. Nothing above it."""
 
-    def uploads(self) -> builtins.list[Upload] | None:
-        """Multipart uploads below the url that have not ended; None where they cannot be told. [] where there are none.
-
-        Neither a listing nor :meth:`delete` knows of them. A request for each thousand.
-        """
-        return None
-
-    def abort(self, uploads: Iterable[Upload]) -> None:  # noqa: B027 - where there are none, there is nothing to do
-        """Remove uploads and their parts; those that have ended meanwhile are no error. A request each."""
-
     @abc.abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key begins with the folder ``prefix`` ("" for all), at any depth, in no order."""
@@ -226,12 +259,8 @@ class Store(abc.ABC):
     def list_dir(self, prefix: str = "") -> Listing:
         """The names right below the folder ``prefix``: (objects, folders), each sorted; ([], []) if absent."""
 
-    @abc.abstractmethod
-    def sync(self, keys: Iterable[str]) -> None:
-        """Return when these objects (and the folders that name them) survive a power cut.
-
-        Object stores are durable when a put returns, so there this does nothing.
-        """
+    def sync(self, keys: Iterable[str]) -> None:  # noqa: B027 - where a put is durable when it returns
+        """Return when these objects (and the folders that name them) survive a power cut."""
 
     @abc.abstractmethod
     def zarr_store(self) -> ZarrStore:

@@ -14,6 +14,9 @@ _BEGIN, _END = 300, 700
 # obstore appends the same facts once more, as a Rust structure over many lines.
 _DETAILS = "\n\nDebug source"
 
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What says that there is no such object."""
+
 NO_BUCKET = "has no such bucket"
 """In the message of an error: the bucket is missing."""
 
@@ -28,9 +31,9 @@ _FAULTS = [
             r"InvalidCertificate",
             "the certificate of {} is not trusted. Check the endpoint, or pass the authority as root_certificate",
         ),
-        (r"\bParse\(|NotHttpError", "{} does not answer in HTTP. Check the endpoint: for TLS it begins with https://"),
+        (r"\bParse\(", "{} does not answer in HTTP. Check the endpoint: for TLS it begins with https://"),
         (
-            r"ConnectionReset|IncompleteMessage",
+            r"ConnectionReset|IncompleteMessage|connection was not ready",
             "{} closed the connection without an answer. Check the endpoint (for TLS it begins with https://), the "
             "server and the network",
         ),
@@ -52,8 +55,8 @@ _FAULTS = [
 ]
 """What obstore and s3fs write, in details that nobody reads, of what is wrong with an address -> what to say."""
 
-_NO_ANSWER = re.compile(r"kind: (Connect|Interrupted|Timeout)\b|IncompleteMessage|\bParse\(|^\w+: ")
-"""In what obstore writes, and at the beginning of what our own requests do: no server has answered."""
+_NO_ANSWER = re.compile(r"kind: (Connect|Interrupted|Timeout)\b|IncompleteMessage|connection was not ready|\bParse\(")
+"""In what obstore writes: no server has answered."""
 
 _PAGE = re.compile(r"<(!doctype html|html)\b.*?(</html>|$)", re.DOTALL | re.IGNORECASE)
 _TITLE = re.compile(r"<title>\s*(.*?)\s*</title>", re.DOTALL | re.IGNORECASE)

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -61,15 +61,6 @@ class Traits:
         )
 
 
-@dataclass
-class _Opened:
-    """The instances of one process."""
-
-    pid: int
-    idle: queue.LifoQueue[Any] = field(default_factory=queue.LifoQueue)
-    slots: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(_CONNECTIONS))
-
-
 class Filesystems:
     """Instances of one filesystem: one for all threads, or, as for sftp, a few that are lent to one call each."""
 
@@ -79,25 +70,32 @@ class Filesystems:
         first, root = fsspec.core.url_to_fs(address, **self._options)
         self.root: str = root.rstrip("/")
         self.traits = Traits.of(first)
-        self._opened = _Opened(os.getpid())
-        self._opened.idle.put(first)
+        self._begin(first)
+
+    def _begin(self, first: Any) -> None:
+        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
+        self._idle: queue.LifoQueue[Any] = queue.LifoQueue()
+        self._idle.put(first)
+        self._pid = os.getpid()
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Any]:
         """A filesystem that nobody else uses meanwhile, or one that may be shared."""
-        opened = self._of_this_process()
+        if self._pid != os.getpid():
+            # Connections and event loops do not survive a fork.
+            self._begin(self._open())
         if self.traits.shared:
-            yield opened.idle.queue[0]
+            yield self._idle.queue[0]
             return
-        with opened.slots:
+        with self._slots:
             try:
-                fs = opened.idle.get_nowait()
+                fs = self._idle.get_nowait()
             except queue.Empty:
                 fs = self._open()
             try:
                 yield fs
             finally:
-                opened.idle.put(fs)
+                self._idle.put(fs)
 
     def zarr_store(self) -> ZarrStore:
         """zarr's own read-only store on the same place."""
@@ -113,15 +111,6 @@ class Filesystems:
             one_at_a_time = None if self.traits.shared else asyncio.Semaphore(1)
             fs = AsyncFileSystemWrapper(fs, asynchronous=True, semaphore=one_at_a_time)
         return FsspecStore(fs, path=self.root, read_only=True)
-
-    def _of_this_process(self) -> _Opened:
-        if self._opened.pid != os.getpid():
-            # Connections and event loops do not survive a fork.
-            opened = _Opened(os.getpid())
-            if self.traits.shared:
-                opened.idle.put(self._open())
-            self._opened = opened
-        return self._opened
 
     def _open(self) -> Any:
         fresh = {} if self.traits.shared else {"skip_instance_cache": True}

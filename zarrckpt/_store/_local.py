@@ -7,7 +7,6 @@ the object's key is deleted, by whoever cleans up after the dead attempt.
 
 from __future__ import annotations
 
-import builtins
 import errno
 import os
 import threading
@@ -16,11 +15,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from zarrckpt._errors import CheckpointError, StorageError
+from zarrckpt._errors import StorageError
 from zarrckpt._store import _failures
 from zarrckpt._store import _local_commit as files
-from zarrckpt._store._base import BESIDE_TRAINING, Buffer, Listing, ObjectInfo, Reader, Store, Upload, Versioned
-from zarrckpt._store._keys import byte_views, check_key
+from zarrckpt._store._base import (
+    BESIDE_TRAINING,
+    Buffer,
+    Listing,
+    ObjectInfo,
+    Reader,
+    Store,
+    byte_views,
+    check_key,
+)
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
@@ -57,6 +64,7 @@ class LocalStore(Store):
     """
 
     is_local = True
+    client_errors = OSError
     max_concurrency = max(2, min(8, os.cpu_count() or 1))
 
     def __init__(self, root: str, durable: bool = True) -> None:
@@ -75,7 +83,7 @@ class LocalStore(Store):
         return min(self.max_concurrency, BESIDE_TRAINING) if self.beside_training else self.max_concurrency
 
     def get(self, key: str) -> bytes:
-        return self._read(key, files.read_file)
+        return self._read(key, self._path(key))
 
     def get_above(self, levels: int, key: str) -> bytes:
         folder = self._root
@@ -83,13 +91,7 @@ class LocalStore(Store):
             if folder == os.path.dirname(folder):
                 return super().get_above(levels, key)
             folder = os.path.dirname(folder)
-        path = os.path.join(folder, check_key(key))
-        with self._reading(f"{'../' * levels}{key}", path):
-            return files.read_file(path)
-
-    def get_versioned(self, key: str) -> Versioned:
-        data = self.get(key)
-        return Versioned(data, files.version_of(data))
+        return self._read(f"{'../' * levels}{key}", os.path.join(folder, check_key(key)))
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         with self.reader(key) as read:
@@ -99,8 +101,7 @@ class LocalStore(Store):
     def reader(self, key: str) -> Iterator[Reader]:
         """Reads through one open file, several buffers a call (``preadv``)."""
         path = self._path(key)
-        with self._reading(key, path):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = self.run(f"reading {path!r}", lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), key)
 
         def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
             # In short, since a load calls this thousands of times a gigabyte.
@@ -109,9 +110,10 @@ class LocalStore(Store):
                 done = os.preadv(file, buffers, byte_offset) if len(buffers) <= files.IOV_MAX else 0
                 if done < needed:
                     done = _fill(file, byte_offset, buffers)
-            except OSError:
-                with self._reading(key, path):
-                    raise
+            except IsADirectoryError as error:
+                raise _failures.not_found(key, self.url, error) from error
+            except OSError as error:
+                raise self.failure(f"reading {path!r}", error) from error
             if done != needed:
                 raise _failures.short_object(key, self.url, byte_offset + needed, byte_offset + done)
 
@@ -175,9 +177,6 @@ class LocalStore(Store):
             with suppress(OSError):
                 os.rmdir(self._root)
 
-    def uploads(self) -> builtins.list[Upload]:
-        return []
-
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         todo = [check_key(prefix) if prefix else ""]
         while todo:
@@ -215,7 +214,7 @@ class LocalStore(Store):
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_THREADS, "zarrckpt-sync")
-            self._syncs[key] = self._pool.submit(self._run, "syncing", self._path(key), files.sync_path)
+            self._syncs[key] = self._pool.submit(self._on, "syncing", self._path(key), files.sync_path)
 
     # -- paths and folders
 
@@ -251,7 +250,7 @@ class LocalStore(Store):
         # Deepest first, so that a folder is empty when its turn comes.
         for folder in sorted(folders, key=lambda name: name.count("/"), reverse=True):
             self._folders.discard(folder)
-            self._run("deleting", folder, _remove_folder)
+            self._on("deleting", folder, _remove_folder)
 
     def _sync_folders(self, keys: Iterable[str]) -> None:
         """The folders of the keys up to the root, its parent, and what grew above it."""
@@ -259,23 +258,15 @@ class LocalStore(Store):
         self._each("syncing", sorted(folders | {os.path.dirname(self._root), *self._grown}), files.sync_path)
 
     def _scan(self, prefix: str) -> Entries:
-        return self._run("listing", self._path(prefix) if prefix else self._root, _entries)
+        return self._on("listing", self._path(prefix) if prefix else self._root, _entries)
 
     # -- running an operation with our own errors
 
-    def _read(self, key: str, work: Callable[[str], T]) -> T:
-        path = self._path(key)
-        with self._reading(key, path):
-            return work(path)
+    def hint(self, error: BaseException) -> str:
+        return _NEXT_STEP.get(getattr(error, "errno", None) or 0, "")
 
-    @contextmanager
-    def _reading(self, key: str, path: str) -> Iterator[None]:
-        try:
-            yield
-        except files.ABSENT as error:
-            raise _failures.not_found(key, self.url, error) from error
-        except OSError as error:
-            raise self._failure("reading", path, error) from error
+    def _read(self, key: str, path: str) -> bytes:
+        return self.run(f"reading {path!r}", lambda: files.read_file(path), key)
 
     def _write(self, verb: str, key: str, work: Callable[[str], None]) -> None:
         path = self._path(key)
@@ -291,30 +282,21 @@ class LocalStore(Store):
                 return False
             return True
 
-        if not any(self._run(verb, path, attempt) for _ in range(_TRIES)):
+        if not any(self._on(verb, path, attempt) for _ in range(_TRIES)):
             raise StorageError(f"{verb} {path!r} failed: its folder is removed as often as it is made; try again")
+
+    def _on(self, verb: str, path: str, work: Callable[[str], T]) -> T:
+        return self.run(f"{verb} {path!r}", lambda: work(path))
 
     def _each(self, verb: str, paths: Sequence[str], work: Callable[[str], None]) -> None:
         """The same call on many paths, several at a time: one fsync after the other is many times slower."""
         if len(paths) <= 1:
             for path in paths:
-                self._run(verb, path, work)
+                self._on(verb, path, work)
             return
         with ThreadPoolExecutor(min(_THREADS, len(paths)), "zarrckpt-files") as pool:
-            for _ in pool.map(lambda path: self._run(verb, path, work), paths):
+            for _ in pool.map(lambda path: self._on(verb, path, work), paths):
                 pass
-
-    def _run(self, verb: str, path: str, work: Callable[[str], T]) -> T:
-        try:
-            return work(path)
-        except CheckpointError:
-            # Some of ours are OSErrors as well.
-            raise
-        except OSError as error:
-            raise self._failure(verb, path, error) from error
-
-    def _failure(self, verb: str, path: str, error: OSError) -> StorageError:
-        return _failures.storage_error(f"{verb} {path!r}", self.url, error, (), _NEXT_STEP.get(error.errno or 0, ""))
 
 
 def _fill(file: int, byte_offset: int, buffers: Sequence[memoryview]) -> int:
@@ -335,7 +317,7 @@ def _entries(folder: str) -> Entries:
     try:
         with os.scandir(folder) as entries:
             return [entry for item in entries if (entry := _entry(item)) is not None]
-    except files.ABSENT:
+    except _failures.ABSENT:
         return []
 
 
@@ -364,7 +346,7 @@ def _remove(path: str) -> None:
     for name in (path, files.own_name(path, "part")):
         try:
             os.unlink(name)
-        except files.ABSENT:
+        except _failures.ABSENT:
             continue
 
 
@@ -373,7 +355,7 @@ def _remove_own(folder: str) -> None:
     try:
         with os.scandir(folder) as entries:
             own = [item.path for item in entries if files.is_own_name(item.name)]
-    except files.ABSENT:
+    except _failures.ABSENT:
         return
     for path in own:
         # Its writer may live: it finds its file gone, and writes it again.

@@ -19,8 +19,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 from zarrckpt._errors import StorageError
-
-ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+from zarrckpt._store._base import version_of
+from zarrckpt._store._failures import ABSENT
 
 _LOCK_SECONDS = 60.0
 # One lock for the process: POSIX locks belong to processes and do not keep threads apart.
@@ -57,11 +57,6 @@ def is_own_name(name: str) -> bool:
 def is_silly_name(name: str) -> bool:
     """Whether a file of this name is what an NFS client keeps of one that was removed while somebody had it open."""
     return _SILLY_NAME.fullmatch(name) is not None
-
-
-def version_of(data: bytes) -> str:
-    """What :func:`replace_file` compares: a digest of the content."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def read_file(path: str) -> bytes:
@@ -123,7 +118,7 @@ def create_file(path: str, data: bytes) -> bool:
 
 
 def replace_file(path: str, data: bytes, version: str) -> bool:
-    """Replace a file only where its content is ``version``. False: it is not, or there is none."""
+    """Replace a file only where its content has the ``version``. False: it has not, or there is none."""
     with _locked(path):
         try:
             found = read_file(path)

@@ -1,29 +1,50 @@
-"""storage_options under the names that fsspec and obstore users know -> what obstore takes.
+"""storage_options -> what obstore's clients take.
 
-One table per cloud maps each known name to a target: "config:x" (the store's configuration), "client:x"
-(the HTTP client), "attribute:x" (every put), or the name of a method that does more. An unknown name is
-an error: an option that is silently dropped may be the encryption.
+obstore's own names go to it as they are; it refuses what it does not know. Beside them there are the few names that
+users of s3fs, gcsfs and adlfs type. No option is dropped silently: it may be the encryption.
 """
 
 from __future__ import annotations
 
 import difflib
+import ipaddress
+import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
+from urllib.parse import urlsplit
 
 from zarrckpt._errors import StorageError
+from zarrckpt._store._url import Place
 
-# obstore's own default bounds a whole request, body included, by 30 s: too short for 64 MiB over a slow
-# line. A request that hangs still gets one more try within RETRY_TIMEOUT.
+# obstore's own default bounds a whole request, body included, by 30 s: too short for 16 MiB over a slow line. A request
+# that hangs still gets one more try within the retry_timeout.
 TIMEOUT = timedelta(seconds=180)
+# Each pause is drawn between the first one and ``base`` times the last one. With obstore's own base of 2 they do not
+# grow in the mean, and many clients at a server that throttles them fail one after the other.
 RETRY = {
-    "max_retries": 8,
+    "max_retries": 30,
     "retry_timeout": timedelta(seconds=300),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=10), "base": 2},
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 4},
+}
+
+_PREFIXES = {"s3": ("aws_",), "gs": ("google_", "gcs_"), "az": ("azure_storage_", "azure_")}
+"""obstore takes its names with these in front as well."""
+
+_ALIASES = {
+    "s3": {
+        "key": "access_key_id",
+        "secret": "secret_access_key",
+        "token": "session_token",
+        "anon": "skip_signature",
+        "endpoint_url": "endpoint",
+        "endpoint_url_s3": "endpoint",
+    },
+    "gs": {"anon": "skip_signature", "endpoint_url": "base_url"},
+    "az": {"anon": "skip_signature", "endpoint_url": "endpoint"},
 }
 
 _CLIENT = """
@@ -34,19 +55,36 @@ _CLIENT = """
 """
 _SECONDS = ("connect_timeout", "read_timeout", "timeout", "pool_idle_timeout", "http2_keep_alive_timeout")
 
-COMMON = {
-    **{name: f"client:{name}" for name in _CLIENT.split()},
-    "storage_class": "attribute:Storage-Class",
-    "content_type": "attribute:Content-Type",
-    "cache_control": "attribute:Cache-Control",
-    "tags": "tags",
-    "metadata": "metadata",
-    "client_options": "client_options",
-    "retry_config": "retry_config",
-    "backend": "backend",
+_OFTEN_MEANT = """
+    key secret token anon profile endpoint_url region storage_class tags retry_config client_options
+    request_payer server_side_encryption sse_kms_key_id sse_bucket_key_enabled sse_customer_key_base64
+    checksum_algorithm unsigned_payload virtual_hosted_style_request account_name account_key sas_token base_url
+    bearer_token
+"""
+_SAID_ELSEWHERE = {
+    "region_name": "region",
+    "aws_access_key_id": "key",
+    "aws_secret_access_key": "secret",
+    "aws_session_token": "token",
+    "username": "key",
+    "password": "secret",
+    "use_ssl": "endpoint_url",
+    "verify": "root_certificate",
+    "proxies": "proxy_url",
+    "requester_pays": "request_payer",
+    "BucketKeyEnabled": "sse_bucket_key_enabled",
+    "SSECustomerKey": "sse_customer_key_base64",
+    "Tagging": "tags",
+    "addressing_style": "virtual_hosted_style_request",
+    "payload_signing_enabled": "unsigned_payload",
+    "max_attempts": "retry_config",
+    "account_url": "endpoint_url",
+    "account_host": "endpoint_url",
+    "connection_string": "account_key",
+    "credential": "credential_provider=",
+    "session": "credential_provider=",
 }
-
-Table = Mapping[str, str]
+"""How s3fs, boto3 and adlfs call it -> the name here."""
 
 
 @dataclass
@@ -56,97 +94,115 @@ class Translated:
     config: dict[str, Any] = field(default_factory=dict)
     client: dict[str, Any] = field(default_factory=lambda: {"timeout": TIMEOUT})
     retry: dict[str, Any] = field(default_factory=lambda: dict(RETRY))
-    attributes: dict[str, str] = field(default_factory=dict)
-    tags: dict[str, str] = field(default_factory=dict)
+    put: dict[str, Any] = field(default_factory=dict)
+    """What goes with every put: attributes and tags."""
     credential_provider: Callable[..., Any] | None = None
+    keys: tuple[str, ...] | None = None
+    """The keys that the provider gives, where they were given as options."""
 
 
-class Translator:
-    """Reads options by a table into a :class:`Translated`. Subclassed per cloud for the options that need more."""
+def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Translated:
+    """Options, environment and profile -> what obstore's store of a place takes. None means "not given"."""
+    out, special = Translated(credential_provider=provider), {"s3": "profile", "gs": "token"}.get(place.kind)
+    given: dict[str, tuple[str, Any]] = {}
+    for name, value in options.items():
+        if value is not None:
+            first, _ = given.setdefault(_bare(place.kind, name), (name, value))
+            if first != name:
+                raise StorageError(
+                    f"storage_options hold {first!r} and {name!r}, which mean the same: give one of them"
+                )
+    _, extra = given.pop(special or "", ("", None))
+    for bare, (name, value) in given.items():
+        _apply(out, place.kind, bare, name, value)
+    match place.kind:
+        case "s3":
+            _complete_s3(out, place.bucket, extra)
+        case "gs":
+            _complete_gs(out, extra)
+        case _:
+            _complete_az(out, place.account)
+    return out
 
-    cloud = ""
-    table: ClassVar[Table] = COMMON
-    prefixes: tuple[str, ...] = ()
-    """obstore takes its names with these in front as well."""
-    elsewhere: ClassVar[Table] = {}
-    """Options that obstore cannot serve -> what to do instead."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.out = Translated()
-        self.extra: dict[str, Any] = {}
-        self.read(options, self.table, "storage_options")
+def unknown(cloud: str, name: str, value: Any = None) -> StorageError:
+    """An error for an option that obstore does not have; with the names to use instead, where there are such."""
+    if isinstance(value, Mapping):
+        flat = [f"{found[0]} for {inner!r}" for inner in _inner_names(value) if (found := _meant(inner))]
+        hint = f", which takes flat names{': ' if flat else ''}{', '.join(flat)}"
+    else:
+        hint = ": did you mean " + " or ".join(map(repr, found)) + "?" if (found := _meant(name)) else ""
+    return StorageError(
+        f"storage_options[{name!r}] is not known to obstore for {cloud}://{hint}{'' if hint.endswith('?') else '.'} "
+        "Options of s3fs, gcsfs and adlfs go to those by storage_options={'backend': 'fsspec', ...}"
+    )
 
-    def read(self, options: Mapping[str, Any], table: Table, where: str) -> None:
-        """Apply every option of one (nested) mapping. None means "not given", as in fsspec."""
-        if not isinstance(options, Mapping):
-            raise StorageError(f"{where} is of type {type(options).__name__}: expected a mapping of names to values")
-        for name, value in options.items():
-            if value is not None:
-                self._apply(self._target(name, table, where), value)
 
-    def _target(self, name: str, table: Table, where: str) -> str:
-        lower = str(name).lower()
-        bare = next((lower.removeprefix(start) for start in self.prefixes if lower.startswith(start)), lower)
-        for known in (name, lower, bare):
-            if known in table:
-                return table[known]
-        if lower in self.elsewhere:
-            raise StorageError(f"{where}[{name!r}] cannot be served here: {self.elsewhere[lower]}")
-        near = difflib.get_close_matches(bare, table, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(sorted(table))}."
-        raise StorageError(
-            f"{where}[{name!r}] is not known for {self.cloud}: {hint} Or use fsspec's own filesystem, "
-            "with all its options, by storage_options={'backend': 'fsspec', ...}"
-        )
+def _meant(name: str) -> list[str]:
+    """Names here that another library's, or a misspelt one, may mean; the likeliest first."""
+    here = {name: name for name in (_CLIENT + _OFTEN_MEANT).split()}
+    known = {other.replace("_", "").lower(): name for other, name in (here | _SAID_ELSEWHERE).items()}
+    bare = name.replace("_", "").lower()
+    near = [bare] if bare in known else difflib.get_close_matches(bare, known, n=2, cutoff=0.7)
+    return [*dict.fromkeys(known[text] for text in near)]
 
-    def _apply(self, target: str, value: Any) -> None:
-        kind, _, name = target.partition(":")
-        if kind == "config":
-            self.out.config[name] = value
-        elif kind == "client":
-            self.out.client[name] = self._client_value(name, value)
-        elif kind == "attribute":
-            self.out.attributes[name] = str(value)
+
+def _inner_names(value: Mapping[str, Any]) -> Iterator[str]:
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _inner_names(item)
         else:
-            getattr(self, f"set_{target}")(value)
+            yield name
 
-    def _client_value(self, name: str, value: Any) -> Any:
-        if name in _SECONDS:
-            return duration(name, value)
-        if name in ("root_certificate", "proxy_ca_certificate"):
-            return pem(value)
-        return value
 
-    # -- the options that every cloud has
+def _bare(cloud: str, name: str) -> str:
+    """obstore's name for an option, without the cloud's prefix."""
+    lower = str(name).lower()
+    bare = next((lower.removeprefix(start) for start in _PREFIXES[cloud] if lower.startswith(start)), lower)
+    return _ALIASES[cloud].get(bare, bare)
 
-    def set_client_options(self, value: Mapping[str, Any]) -> None:
-        self.read(value, {name: f"client:{name}" for name in _CLIENT.split()}, "client_options")
 
-    def set_retry_config(self, value: Mapping[str, Any]) -> None:
-        if not isinstance(value, Mapping):
-            raise _unlike("retry_config", value, 'a mapping such as {"max_retries": 3, "retry_timeout": 60}')
-        for name, item in value.items():
-            if name not in RETRY:
-                raise StorageError(f"retry_config[{name!r}] is not known: expected {', '.join(RETRY)}")
-            if name == "max_retries" and type(item) is not int:
-                raise _unlike("retry_config['max_retries']", item, "a number such as 3")
-            self.out.retry[name] = duration("retry_config['retry_timeout']", item) if name == "retry_timeout" else item
-
-    def set_tags(self, value: Mapping[str, str]) -> None:
-        self.out.tags.update({str(name): str(item) for name, item in value.items()})
-
-    def set_metadata(self, value: Mapping[str, str]) -> None:
-        self.out.attributes.update({str(name): str(item) for name, item in value.items()})
-
-    def set_backend(self, value: str) -> None:
+def _apply(out: Translated, cloud: str, bare: str, name: str, value: Any) -> None:
+    if bare == "backend":
         if value != "obstore":
             raise StorageError(f"storage_options['backend'] is {value!r}: expected 'obstore' or 'fsspec'")
+    elif bare in _CLIENT.split():
+        out.client[bare] = _client_value(bare, value)
+    elif bare == "client_options":
+        for inner, item in _table("client_options", value, {"timeout": 600}).items():
+            if inner not in _CLIENT.split():
+                raise unknown(cloud, inner)
+            out.client[inner] = _client_value(inner, item)
+    elif bare == "retry_config":
+        for inner, item in _table("retry_config", value, {"max_retries": 3, "retry_timeout": 60}).items():
+            if inner not in RETRY:
+                raise StorageError(f"retry_config[{inner!r}] is not known: expected {', '.join(RETRY)}")
+            if inner == "max_retries" and type(item) is not int:
+                raise _unlike("retry_config['max_retries']", item, "a number such as 3")
+            out.retry[inner] = _duration("retry_config['retry_timeout']", item) if inner == "retry_timeout" else item
+    elif bare == "storage_class":
+        out.put["attributes"] = {"Storage-Class": str(value)}
+    elif bare == "tags":
+        out.put["tags"] = {str(tag): str(item) for tag, item in _table("tags", value, {"team": "nlp"}).items()}
+    elif isinstance(value, str | bool | int | os.PathLike):
+        out.config[bare] = value if isinstance(value, bool) else str(value)
+    else:
+        raise unknown(cloud, name, value)
 
-    def set_ignored(self, value: Any) -> None:
-        """Accepted for the sake of options that serve other libraries as well; without meaning here."""
+
+def _table(name: str, value: Any, example: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _unlike(name, value, f"a mapping such as {dict(example)}")
+    return value
 
 
-def duration(name: str, value: Any) -> Any:
+def _client_value(name: str, value: Any) -> Any:
+    if name in _SECONDS:
+        return _duration(name, value)
+    return _pem(value) if name in ("root_certificate", "proxy_ca_certificate") else value
+
+
+def _duration(name: str, value: Any) -> Any:
     """An option's seconds, or its text with units, as obstore takes them."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return timedelta(seconds=value)
@@ -159,7 +215,7 @@ def _unlike(name: str, value: Any, expected: str) -> StorageError:
     return StorageError(f"the option {name} is {value!r:.80}: expected {expected}")
 
 
-def pem(value: Any) -> str:
+def _pem(value: Any) -> str:
     """A certificate: PEM text or bytes as they are, or the content of the file that is named."""
     text = value.decode() if isinstance(value, bytes) else os.fspath(value)
     if "-----BEGIN" in text:
@@ -171,17 +227,158 @@ def pem(value: Any) -> str:
         raise StorageError(f"the certificate file {text!r} cannot be read: {error}") from error
 
 
-def is_true(value: Any) -> bool:
+def _is_true(value: Any) -> bool:
     """A switch, as a bool or as the text of an environment variable."""
     return value is True or str(value).strip().lower() in ("1", "true", "yes", "on")
 
 
-def is_plain_http(endpoint: str | None) -> bool:
+def _variable(*names: str) -> str | None:
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
+
+def _is_plain_http(endpoint: str | None) -> bool:
     """Whether requests to an endpoint go without TLS; without an endpoint they go to the cloud's own, with it."""
-    return re.match("http://", endpoint or "", re.IGNORECASE) is not None
+    return (endpoint or "").lower().startswith("http://")
 
 
-def allow_plain_http(out: Translated, endpoint: str | None) -> None:
+def _allow_plain_http(out: Translated, endpoint: str | None) -> None:
     """An endpoint that begins with http:// is meant so."""
-    if is_plain_http(endpoint):
+    if _is_plain_http(endpoint):
         out.client.setdefault("allow_http", True)
+
+
+# -- S3
+
+
+def is_amazon(out: Translated) -> bool:
+    """Whether requests to S3 go to Amazon itself, whose conditional puts are known to hold."""
+    endpoint = out.config.get("endpoint")
+    return not endpoint or re.search(r"\.amazonaws\.com(\.cn)?(:\d+)?$", endpoint) is not None
+
+
+def _complete_s3(out: Translated, bucket: str, profile: str | None) -> None:
+    config, given = out.config, out.credential_provider
+    key, secret, token = (config.pop(name, None) for name in ("access_key_id", "secret_access_key", "session_token"))
+    found = None
+    if given is not None:
+        if key or secret or token or profile:
+            raise StorageError("give either credential_provider= or keys or a profile, not several of them")
+    elif _is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE"))):
+        pass
+    elif key or secret or token:
+        _use_keys(out, key, secret, token)
+    elif profile is not None or not _obstore_finds_credentials(config):
+        found = _use_profile(out, profile)
+    variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    endpoint = config.pop("endpoint", None) or _variable(*variables) or found
+    if endpoint:
+        _use_endpoint(out, endpoint, bucket)
+    # TLS protects what is sent: hashing it as well, for the signature, would cost a core for each GB/s. Nor does
+    # anybody listen on the way to a server on this machine. On the way to others, over plain HTTP, the signature is the
+    # only protection: whoever listens could put other bytes with it.
+    if not _variable("AWS_UNSIGNED_PAYLOAD") and (not _is_plain_http(endpoint) or _is_here(endpoint)):
+        config.setdefault("unsigned_payload", True)
+    bundle = _variable("AWS_CA_BUNDLE")
+    if bundle and "root_certificate" not in out.client:
+        out.client["root_certificate"] = _pem(bundle)
+
+
+def _use_keys(out: Translated, key: str | None, secret: str | None, token: str | None) -> None:
+    if not (key and secret):
+        raise StorageError(
+            "storage_options hold only one of key and secret (access key id and secret access key), or a token "
+            "without them: give both, and the token with them"
+        )
+    out.keys = (key, secret, token or "")
+    keys = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+    # A provider: with keys in its configuration obstore would take AWS_SESSION_TOKEN.
+    out.credential_provider = lambda: keys
+
+
+def _obstore_finds_credentials(config: Mapping[str, Any]) -> bool:
+    if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
+        return True
+    names = ("web_identity_token_file", "container_credentials_relative_uri", "container_credentials_full_uri")
+    return any(config.get(name) or os.environ.get(f"AWS_{name.upper()}") for name in names)
+
+
+def _use_profile(out: Translated, profile: str | None) -> str | None:
+    """Take credentials and the region from AWS's configuration (profiles, SSO, a role); return the endpoint there."""
+    try:
+        import botocore.exceptions  # type: ignore[import-untyped]
+        import botocore.session  # type: ignore[import-untyped]
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        file = _variable("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials")
+        if profile is None and not _variable("AWS_PROFILE") and not os.path.isfile(file):
+            # There is still obstore's own way to the machine's role.
+            return None
+        raise StorageError(f"AWS profiles, SSO and {file} are read through boto3: pip install boto3") from error
+    try:
+        session = botocore.session.Session(profile=profile)
+        if session.get_credentials() is None:
+            raise StorageError(
+                f"no AWS credentials were found in {f'the profile {profile!r}' if profile else 'the environment'}, the "
+                "AWS configuration or this machine's role: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                "AWS_PROFILE, or pass storage_options={'key': ..., 'secret': ...} or credential_provider=; for a "
+                "public bucket, storage_options={'anon': True}"
+            )
+        # botocore renews what ends within ten minutes: asked this often, no request is signed with what has ended.
+        out.credential_provider = Boto3CredentialProvider(session, ttl=timedelta(minutes=5))
+        region = session.get_config_variable("region")
+        if region and not _variable("AWS_REGION", "AWS_DEFAULT_REGION"):
+            out.config.setdefault("region", region)
+        endpoint: str | None = session.get_scoped_config().get("endpoint_url")
+        return endpoint
+    except botocore.exceptions.BotoCoreError as error:
+        name = profile or os.environ.get("AWS_PROFILE", "default")
+        raise StorageError(f"the AWS profile {name!r} gives no credentials: {error}") from error
+
+
+def _use_endpoint(out: Translated, endpoint: str, bucket: str) -> None:
+    endpoint = endpoint.rstrip("/")
+    scheme, separator, host = endpoint.partition("://")
+    if not separator:
+        raise StorageError(f"the endpoint {endpoint!r} names no protocol: begin it with 'https://' or 'http://'")
+    if _is_true(out.config.get("virtual_hosted_style_request")) and not host.startswith(f"{bucket}."):
+        # obstore wants the bucket inside the endpoint then.
+        endpoint = f"{scheme}://{bucket}.{host}"
+    # obstore prefers the variable AWS_ENDPOINT_URL_S3 to an ``endpoint`` that is passed; not to this one.
+    out.config["endpoint"] = out.config["aws_endpoint_url_s3"] = endpoint
+    _allow_plain_http(out, endpoint)
+
+
+def _is_here(endpoint: str | None) -> bool:
+    """Whether a server's address is one of the loopback interface."""
+    host = urlsplit(endpoint or "").hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+# -- Google Cloud Storage and Azure
+
+
+def _complete_gs(out: Translated, token: Any) -> None:
+    """gcsfs takes several kinds of ``token``."""
+    if isinstance(token, Mapping):
+        out.config["service_account_key"] = json.dumps(dict(token))
+    elif token == "anon":
+        out.config["skip_signature"] = True
+    elif token is not None and isinstance(token, str | os.PathLike) and os.path.isfile(token):
+        out.config["application_credentials"] = os.fspath(token)
+    elif token is not None:
+        raise StorageError(
+            "storage_options['token'] for gs:// must be 'anon', a service account's dict, or the path of its JSON "
+            "file; for a raw access token pass bearer_token=, for the machine's own account leave it out"
+        )
+    _allow_plain_http(out, out.config.get("base_url") or _variable("GOOGLE_BASE_URL"))
+
+
+def _complete_az(out: Translated, account: str) -> None:
+    if account:
+        out.config.setdefault("account_name", account)
+    emulator = _is_true(out.config.get("use_emulator", os.environ.get("AZURE_STORAGE_USE_EMULATOR")))
+    endpoint = out.config.get("endpoint") or _variable("AZURE_STORAGE_ENDPOINT")
+    _allow_plain_http(out, "http://" if emulator else endpoint)

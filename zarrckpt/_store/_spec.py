@@ -1,4 +1,8 @@
-"""The recipe for a store: what users pass, kept picklable and free of secrets where it leaves the process."""
+"""The recipe for a store: what users pass, kept picklable and free of secrets where it leaves the process.
+
+A ready store that a url and options describe is taken for those: then there is one path for both. What is left are
+stores in memory, and stores that this package does not know.
+"""
 
 from __future__ import annotations
 
@@ -9,48 +13,43 @@ from typing import Any
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store._base import Store
-from zarrckpt._store._ready import Described, describe
 from zarrckpt._store._secrets import MARKER, has_marker, redact, redact_url
 from zarrckpt._store._url import has_protocol, join_url, normalize, parse
 
+_ACCEPTED = (
+    "a zarr store (zarr.storage.LocalStore, ObjectStore, FsspecStore, MemoryStore or another zarr.abc.store.Store), "
+    "or an obstore store"
+)
 
-def open_store(
-    url: str | os.PathLike[str] | None,
-    *,
-    store: object | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    credential_provider: Callable[..., Any] | None = None,
-    durable: bool = True,
-    concurrency: int | None = None,
-) -> Store:
-    """Open the store at ``url``, or at the path ``url`` inside a ready ``store``. Makes no request.
 
-    Args:
-        url: a local path (``str`` or ``Path``), ``file://``, ``s3://``, ``gs://``, ``az://`` (``abfs(s)://``), or any
-            other url that fsspec knows, such as ``memory://`` or ``sftp://``. With ``store``: a path in it, or None.
-        store: a ready zarr or obstore store, instead of a url.
-        storage_options: options under the names of s3fs, gcsfs, adlfs or obstore; an unknown name is an error. For
-            fsspec's protocols they go to the filesystem as they are. ``{"backend": "fsspec"}`` takes fsspec's own
-            filesystem (s3fs, gcsfs, adlfs) for a cloud's url, too.
-        credential_provider: for ``s3://``, ``gs://`` and ``az://``: a callable that returns credentials in obstore's
-            form with the time when they expire; it is asked again then. It must pickle to go to other processes.
-        durable: False leaves out the fsyncs of local files. The conditional puts of a commit keep theirs.
-        concurrency: exactly so many transfers at once, as :attr:`Store.max_concurrency` says then. Default: the store's
-            own choice.
-
-    Raises:
-        StorageError: the url or an option is not understood, or no credentials are found.
-    """
-    return StoreSpec(url, store, storage_options, credential_provider, durable, concurrency).open()
+def open_store(url: str | os.PathLike[str] | None, **options: Any) -> Store:
+    """The store of a :class:`StoreSpec` with these arguments. Makes no request."""
+    return StoreSpec(url, **options).open()
 
 
 class StoreSpec:
-    """What :func:`open_store` takes, opened on demand, once per process. Immutable and picklable.
+    """What users say of a store, opened on demand, once per process. Immutable and picklable.
 
     A pickle holds no secret: options whose name says key, secret, token, password and the like, and
     credentials in a url, give way to a marker, and opening such a copy raises StorageError. Credentials
     from the environment, from a profile or from a picklable ``credential_provider`` need no pickling.
-    ``url`` may be None until :meth:`at` gives one.
+
+    Args:
+        url: a local path (``str`` or ``Path``), ``file://``, ``s3://``, ``gs://``, ``az://`` (``abfs(s)://``), or any
+            other url that fsspec knows, such as ``memory://`` or ``sftp://``. With ``store``: a path in it, or None.
+            May be None until :meth:`at` gives one.
+        store: a ready zarr or obstore store, instead of a url.
+        storage_options: obstore's options, and a few of the names of s3fs, gcsfs and adlfs; an unknown name is an
+            error. For fsspec's protocols they go to the filesystem as they are. ``{"backend": "fsspec"}`` takes
+            fsspec's own filesystem (s3fs, gcsfs, adlfs) for a cloud's url, too.
+        credential_provider: for ``s3://``, ``gs://`` and ``az://``: a callable that returns credentials in obstore's
+            form with the time when they expire; it is asked again then. It must pickle to go to other processes.
+        durable: False leaves out the fsyncs of local files. The conditional puts of a commit keep theirs.
+        concurrency: so many transfers at once, as :attr:`Store.max_concurrency` says then. Default: the store's own
+            choice.
+
+    Raises:
+        StorageError: the url or the store is not understood. Options are looked at by :meth:`open`.
     """
 
     def __init__(
@@ -62,16 +61,20 @@ class StoreSpec:
         durable: bool = True,
         concurrency: int | None = None,
     ) -> None:
-        self._ready: Described | None = None
         self._options = dict(storage_options or {})
         self._provider = credential_provider
         self._durable = durable
         self.concurrency = concurrency
+        self._given = store is not None
+        self._store: Any = None
+        """A ready store that no url describes, as :meth:`open` takes it."""
+        self._in_memory = False
+        self._root = ""
+        """Of a ready store: the url that describes it, or the path in it."""
         if store is not None:
             if storage_options or credential_provider is not None:
                 raise StorageError("storage_options and credential_provider belong to a url, not to a ready store=")
-            self._ready = describe(store)
-            self._options, self._provider = dict(self._ready.options), self._ready.credential_provider
+            self._take(store)
         self._address = self._resolve(url)
         self._pid = os.getpid()
         self._opened: tuple[int, Store] | None = None
@@ -79,8 +82,8 @@ class StoreSpec:
     @property
     def url(self) -> str:
         """The url for messages: normalised, without credentials; "" where none is given yet."""
-        if self._ready is not None and not self._ready.url:
-            return f"{type(self._ready.store).__name__}/{self._address}".rstrip("/")
+        if self._store is not None:
+            return f"{type(self._store).__name__}/{self._address}".rstrip("/")
         return redact_url(self._address.removeprefix(MARKER))
 
     def at(self, url: str | os.PathLike[str]) -> StoreSpec:
@@ -89,15 +92,15 @@ class StoreSpec:
 
     def child(self, name: str) -> StoreSpec:
         """The same options one or more path components further down."""
-        if self._ready is not None and not self._ready.url:
+        if self._store is not None:
             return self._moved(f"{self._address}/{name.strip('/')}".strip("/"))
         return self._moved(join_url(self._address, name))
 
     def open(self) -> Store:
         """The store; the same one at every call in this process. Makes no request.
 
-        Raises StorageError where secrets were left out of a pickle, where no url is given, and where a store
-        in memory is opened in another process than its own.
+        Raises StorageError where an option is not understood, or no credentials are found; where secrets were left out
+        of a pickle, where no url is given, and where a store in memory is opened in another process than its own.
         """
         if self._opened is None or self._opened[0] != os.getpid():
             store = self._make()
@@ -123,46 +126,38 @@ class StoreSpec:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        ready = self._ready
-        if ready is not None and ready.in_memory:
+        if self._in_memory:
             raise StorageError(
-                f"{type(ready.store).__name__} lives in this process's memory and cannot be sent to another one: "
+                f"{type(self._store).__name__} lives in this process's memory and cannot be sent to another one: "
                 "use a path or a url that both can reach"
             )
-        if ready is not None and ready.url:
-            ready = Described(redact_url(ready.url))
-        state = {
-            "_ready": ready,
-            "_options": redact(self._options),
-            "_provider": _picklable(self._provider),
-            "_durable": self._durable,
-            "concurrency": self.concurrency,
-            "_address": self._address if redact_url(self._address) == self._address else MARKER + self.url,
-            "_pid": self._pid,
-        }
-        return _rebuild, (state,)
+        try:
+            pickle.dumps(self._provider)
+        except Exception as error:
+            raise StorageError(
+                "the credential_provider cannot be pickled, and this store goes to another process: use a function or "
+                f"a class of a module ({type(error).__name__}: {error})"
+            ) from error
+        address = self._address if redact_url(self._address) == self._address else MARKER + self.url
+        hidden = {"_options": redact(self._options), "_address": address, "_root": redact_url(self._root)}
+        return _rebuild, ({**self.__dict__, **hidden, "_opened": None},)
 
     # -- inside
 
     def _resolve(self, url: str | os.PathLike[str] | None) -> str:
-        if self._ready is None:
+        if not self._given:
             return "" if url is None else normalize(url)
         text = "" if url is None else os.fspath(url)
         if has_protocol(text):
             raise StorageError(f"with store=, the url is a path inside that store: {redact_url(text)!r} is none")
         text = text.strip("/")
-        if self._ready.url:
-            return join_url(self._ready.url, text)
-        return f"{self._ready.path}/{text}".strip("/")
+        return f"{self._root}/{text}".strip("/") if self._store is not None else join_url(self._root, text)
 
     def _moved(self, address: str) -> StoreSpec:
-        moved = object.__new__(StoreSpec)
-        moved.__dict__.update(self.__dict__, _address=address, _opened=None)
-        return moved
+        return _rebuild({**self.__dict__, "_address": address, "_opened": None})
 
     def _identity(self) -> tuple[Any, ...]:
-        store = self._ready.store if self._ready is not None else None
-        return self._address, id(store), self._options, self._provider, self._durable, self.concurrency
+        return self._address, id(self._store), self._options, self._provider, self._durable, self.concurrency
 
     def _make(self) -> Store:
         if has_marker(self._options) or has_marker(self._address):
@@ -170,26 +165,22 @@ class StoreSpec:
                 f"{self.url}: secrets are not pickled, so this process has no credentials for it. Give them by "
                 "environment variables (AWS_ACCESS_KEY_ID ...), a profile, or a picklable credential_provider"
             )
-        if self._ready is not None and not self._ready.url:
-            return self._from_object(self._ready)
+        if self._in_memory or self._address.startswith("memory:"):
+            self._same_process()
+        if isinstance(self._store, Store):
+            if self._address:
+                kind = type(self._store).__name__
+                raise StorageError(f"a {kind} has a url of its own, and no paths ({self._address!r})")
+            return self._store
+        if self._store is not None:
+            from zarrckpt._store._zarr import WrappedZarrStore
+
+            return WrappedZarrStore(self._store, self._address, self._in_memory)
         if not self._address:
             raise StorageError(
                 "no url is given: pass one, or store=; latest() returns None where no checkpoint is committed"
             )
         return self._from_url()
-
-    def _from_object(self, ready: Described) -> Store:
-        if ready.in_memory:
-            self._same_process()
-        if isinstance(ready.store, Store):
-            if self._address:
-                raise StorageError(
-                    f"a {type(ready.store).__name__} has a url of its own, and no paths ({self._address!r})"
-                )
-            return ready.store
-        from zarrckpt._store._zarr import WrappedZarrStore
-
-        return WrappedZarrStore(ready.store, self._address, ready.in_memory)
 
     def _from_url(self) -> Store:
         place = parse(self._address)
@@ -197,27 +188,20 @@ class StoreSpec:
         if self._provider is not None and (through_fsspec or place.kind == "local"):
             raise StorageError(f"{self.url}: credential_provider= serves s3://, gs:// and az:// through obstore only")
         if through_fsspec:
-            return self._from_fsspec()
+            from zarrckpt._store._fsspec import FsspecStore
+
+            return FsspecStore(self._address, self._options)
         if place.kind == "local":
-            return self._from_path(place.path)
+            from zarrckpt._store._local import LocalStore
+
+            if self._options:
+                found = [*self._options]
+                raise StorageError(f"{place.path!r} is a local path, which takes no storage_options (got {found})")
+            return LocalStore(place.path, self._durable)
         from zarrckpt._store._obstore import ObstoreStore
         from zarrckpt._store._obstore_client import open_client
 
-        return ObstoreStore(open_client(place, self._options, self._provider), self.url, self.concurrency)
-
-    def _from_fsspec(self) -> Store:
-        from zarrckpt._store._fsspec import FsspecStore
-
-        if self._address.startswith("memory:"):
-            self._same_process()
-        return FsspecStore(self._address, self._options)
-
-    def _from_path(self, path: str) -> Store:
-        from zarrckpt._store._local import LocalStore
-
-        if self._options:
-            raise StorageError(f"{path!r} is a local path, which takes no storage_options (got {[*self._options]})")
-        return LocalStore(path, self._durable)
+        return ObstoreStore(open_client(place, self._options, self._provider), self.url)
 
     def _same_process(self) -> None:
         if self._pid != os.getpid():
@@ -226,19 +210,68 @@ class StoreSpec:
                 "processes can reach"
             )
 
+    # -- ready stores
 
-def _picklable(provider: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    try:
-        pickle.dumps(provider)
-    except Exception as error:
-        raise StorageError(
-            "the credential_provider cannot be pickled, and this store goes to another process: use a function or a "
-            f"class of a module ({type(error).__name__}: {error})"
-        ) from error
-    return provider
+    def _take(self, store: Any) -> None:
+        """Take a ready store apart, or keep it. Raises StorageError for an object that is none, or cannot be used."""
+        if isinstance(store, Store):
+            self._store, self._in_memory = store, True
+            return
+
+        import obstore.store as clients
+        from zarr import storage
+        from zarr.abc.store import Store as ZarrStore
+
+        path = ""
+        if isinstance(store, storage.StorePath):
+            store, path = store.store, store.path
+        client = store.store if isinstance(store, storage.ObjectStore) else store
+        if isinstance(store, storage.LocalStore):
+            self._root = str(store.root)
+        elif isinstance(client, clients.LocalStore):
+            if client.prefix is None:
+                raise StorageError("this obstore LocalStore has no folder of its own: make it with LocalStore(prefix)")
+            self._root = str(client.prefix)
+        elif isinstance(client, clients.S3Store | clients.GCSStore | clients.AzureStore):
+            self._take_client(client)
+        elif isinstance(store, storage.FsspecStore):
+            self._take_filesystem(store)
+        elif isinstance(client, clients.MemoryStore):
+            self._store, self._in_memory = storage.ObjectStore(client), True
+        elif isinstance(store, ZarrStore) and client is store:
+            self._store, self._in_memory = store, isinstance(store, storage.MemoryStore)
+        elif isinstance(client, clients.ObjectStore):
+            kind = type(client).__name__
+            raise StorageError(f"an obstore {kind} cannot hold checkpoints: expected {_ACCEPTED}, or a url")
+        else:
+            raise StorageError(f"store= is a {type(store).__module__}.{type(store).__name__}: expected {_ACCEPTED}")
+        self._root = path if self._store is not None else join_url(self._root, path)
+
+    def _take_client(self, client: Any) -> None:
+        protocol = {"S3Store": "s3", "GCSStore": "gs"}.get(type(client).__name__, "az")
+        config = dict(client.config)
+        bucket = config.pop("container_name" if protocol == "az" else "bucket")
+        self._root = f"{protocol}://{bucket}/{client.prefix or ''}".rstrip("/")
+        self._options = {**config, "client_options": client.client_options, "retry_config": client.retry_config}
+        self._provider = client.credential_provider
+
+    def _take_filesystem(self, store: Any) -> None:
+        import fsspec
+        from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+
+        fs = store.fs.sync_fs if isinstance(store.fs, AsyncFileSystemWrapper) else store.fs
+        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+        if fs.storage_args or fsspec.get_filesystem_class(protocol) is not type(fs):
+            raise StorageError(
+                f"the filesystem {type(fs).__name__} of this FsspecStore cannot be opened again by a url: pass the url "
+                "and storage_options instead of store="
+            )
+        options = {name: value for name, value in fs.storage_options.items() if name not in ("asynchronous", "loop")}
+        self._root = f"{protocol}://{store.path.lstrip('/')}"
+        self._options = {**options, "backend": "fsspec"}
 
 
 def _rebuild(state: dict[str, Any]) -> StoreSpec:
     spec = object.__new__(StoreSpec)
-    spec.__dict__.update(state, _opened=None)
+    spec.__dict__.update(state)
     return spec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from zarr.abc.store import ByteRequest, Store
@@ -10,36 +10,6 @@ from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import ObjectStore
 
 from zarrckpt._store._fork import check_fork
-
-
-class ForkCheckedStore(ObjectStore[Any]):
-    """zarr's store on obstore, which raises in a forked child where it would hang."""
-
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        check_fork()
-        return await super().get(key, prototype, byte_range)
-
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
-        check_fork()
-        return await super().get_partial_values(prototype, key_ranges)
-
-    async def exists(self, key: str) -> bool:
-        check_fork()
-        return await super().exists(key)
-
-    async def getsize(self, key: str) -> int:
-        check_fork()
-        return await super().getsize(key)
-
-    def list_prefix(self, prefix: str) -> AsyncGenerator[str, None]:
-        check_fork()
-        return super().list_prefix(prefix)
-
-    def list_dir(self, prefix: str) -> AsyncGenerator[str, None]:
-        check_fork()
-        return super().list_dir(prefix)
 
 
 class ReadOnlyStore(Store):
@@ -116,3 +86,14 @@ class PrefixStore(ReadOnlyStore):
 
     def _full(self, key: str) -> str:
         return f"{self._path}/{key}" if self._path else key
+
+
+class ForkCheckedStore(PrefixStore):
+    """zarr's store on a prefix of an obstore client, which raises in a forked child where it would hang."""
+
+    def __init__(self, client: Any, prefix: str) -> None:
+        super().__init__(ObjectStore(client, read_only=True), prefix)
+
+    async def _opened(self) -> Store:
+        check_fork()
+        return await super()._opened()

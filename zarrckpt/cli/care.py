@@ -126,8 +126,6 @@ def _recovered(report: RecoverReport) -> Iterator[str]:
         yield f"{count_text(report.objects, 'object')} of {count_text(len(report.removed), 'save')} removed"
     elif not report.kept:
         yield "nothing to remove"
-    if report.uploads:
-        yield f"{count_text(report.uploads, 'multipart upload')} removed"
     for save_id in report.kept:
         yield f"kept {save_id}: it could still commit; if it is not running: zarrckpt recover {report.url} --stopped"
 

@@ -1,0 +1,121 @@
+"""What the stores behind another library's client share: names below a folder, and reads that end early."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+from zarrckpt._errors import ObjectNotFoundError, StorageError
+from zarrckpt._store import _failures
+from zarrckpt._store._base import check_key
+from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
+
+_DELETES_AT_ONCE = 16
+
+
+class ClientStore(ConditionalStore):
+    """Objects whose names begin with a folder. Subclasses call their client by full names, inside of :meth:`run`.
+
+    Args:
+        url: for messages.
+        folder: of all names, with no "/" at the end ("" for none).
+        honoured: what is known of the server's conditional puts.
+        lock: for conditional puts that the server does not settle.
+        secrets: texts that no message may hold.
+    """
+
+    lowest_levels = 0
+    """Of names, so many levels are no folders: a bucket's name, say."""
+
+    def __init__(
+        self,
+        url: str,
+        folder: str,
+        honoured: Honoured,
+        lock: AbstractContextManager[Any] | None = None,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        super().__init__(honoured, lock)
+        self.url = url
+        self._folder = folder
+        self.secrets = secrets
+
+    # -- what subclasses know
+
+    @abc.abstractmethod
+    def get_named(self, name: str) -> bytes:
+        """A whole object."""
+
+    @abc.abstractmethod
+    def fetch_named(self, name: str, byte_offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from an object, and return how many of its bytes are there. May fail where they are not."""
+
+    @abc.abstractmethod
+    def size_named(self, name: str) -> int:
+        """An object's size in bytes."""
+
+    @abc.abstractmethod
+    def delete_named(self, name: str) -> None:
+        """Delete an object; an absent one is no error."""
+
+    # -- the store
+
+    def name(self, key: str) -> str:
+        """An object's full name. Raises StorageError for what is no key."""
+        return f"{self._folder}/{check_key(key)}" if self._folder else check_key(key)
+
+    def folder(self, prefix: str) -> str:
+        """The full name of a folder; of "" that of the url itself."""
+        return self.name(prefix) if prefix else self._folder
+
+    def get(self, key: str) -> bytes:
+        return self.run(f"reading {key!r}", lambda: self.get_named(self.name(key)), key)
+
+    def get_above(self, levels: int, key: str) -> bytes:
+        above = self._folder.split("/") if self._folder else []
+        if levels > len(above) - self.lowest_levels:
+            return super().get_above(levels, key)
+        name = "/".join([*above[:-levels], check_key(key)])
+        key = f"{'../' * levels}{key}"
+        return self.run(f"reading {key!r}", lambda: self.get_named(name), key)
+
+    def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
+        if not len(buffer):
+            return
+        name, end = self.name(key), byte_offset + len(buffer)
+        try:
+            done = self.run(f"reading {key!r}", lambda: self.fetch_named(name, byte_offset, buffer), key)
+        except ObjectNotFoundError:
+            raise
+        except StorageError:
+            # A range behind the end is an error of no kind of its own.
+            self._refuse_short(key, end)
+            raise
+        if done != len(buffer):
+            if not done:
+                # The range begins at the end or behind it.
+                self._refuse_short(key, end)
+            raise _failures.short_object(key, self.url, end, byte_offset + done)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        names = [self.name(key) for key in keys]
+
+        def delete(name: str) -> None:
+            self.run(f"deleting {name!r}", lambda: self.delete_named(name))
+
+        with ThreadPoolExecutor(
+            max(1, min(_DELETES_AT_ONCE, self.max_concurrency, len(names))), "zarrckpt-delete"
+        ) as pool:
+            for _ in pool.map(delete, names):
+                pass
+
+    def _refuse_short(self, key: str, needed: int) -> None:
+        """Raise CorruptCheckpointError for a shorter object. One request; where it fails, the read's own error does."""
+        with contextlib.suppress(StorageError):
+            size = self.run(f"reading {key!r}", lambda: self.size_named(self.name(key)), key)
+            if size < needed:
+                raise _failures.short_object(key, self.url, needed, size)
