@@ -2,6 +2,7 @@
 
     python -m benchmarks.subchunk_rules          the weights of a Llama 3 8B layer, geometry only
     python -m benchmarks.subchunk_rules --zarr   zarr-python reads one array, stored with subchunks of several sizes
+    python -m benchmarks.subchunk_rules --shapes the rule over the shapes of many models and numbers of ranks
 
 The first prints what a load on another mesh fetches, over the bytes that it fills: each rank by itself; and ranks that
 read together, where what is fetched is fetched once, with the bytes that go between them.
@@ -177,13 +178,82 @@ def zarr_reads(rounds: int) -> None:
         print(f"| {sub or 'none'} | {size:g} | {math.prod(shape) * 4e-9 / median:.2f} | {median / base:.2f} |")
 
 
+MODELS: dict[str, list[Ints]] = {
+    "GPT-2": [(50257, 768), (1024, 768), (768, 2304), (768, 768), (768, 3072), (3072, 768)],
+    "Whisper": [(51866, 1280), (1280, 1280), (5120, 1280), (1280, 128, 3), (1500, 1280)],
+    "Llama 3 8B": [(128256, 4096), (4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)],
+    "Llama 3 70B": [(8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672), (128256, 8192)],
+    "Mixtral": [(8, 14336, 4096), (8, 4096, 14336), (32000, 4096)],
+    "BERT": [(30522, 1024), (1024, 1024), (4096, 1024)],
+    "T5": [(32128, 768), (2048, 768)],
+    "ResNet": [(2048, 512, 1, 1), (512, 512, 3, 3), (1000, 2048), (64, 3, 7, 7)],
+    "Qwen 2.5": [(151936, 3584), (3584, 3584), (18944, 3584), (512, 3584)],
+    "Gemma": [(256000, 3072), (24576, 3072)],
+    "none, but odd": [(50262, 768), (50021, 1021), (1048577,), (10007, 10007)],
+}
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 64)
+
+
+def cuts_of(n: int, parts: int) -> list[tuple[int, int]]:
+    """Offset and extent of each part, as ``torch.chunk`` cuts."""
+    step = -(-n // parts)
+    return [(at, min(step, n - at)) for at in range(0, n, step)]
+
+
+def moved_share(shape: Ints, parts: Ints, chunk: Ints) -> float:
+    """The share of a tensor's elements that are not with the rank that holds most of their chunk."""
+    stays = 1.0
+    for n, count, extent in zip(shape, parts, chunk, strict=True):
+        held = cuts_of(n, count)
+        for_each = (
+            max(min(at + extent, begin + size, n) - max(at, begin) for begin, size in held)
+            for at in range(0, n, extent)
+        )
+        stays *= 1.0 if count == 1 else sum(for_each) / n
+    return 1 - stays
+
+
+def shapes() -> None:
+    sizes, padded, moved = [], [], []
+    without, total = [0, 0], 0
+    for (model, own), itemsize, ranks in itertools.product(MODELS.items(), (4, 2), RANKS):
+        for shape in own:
+            cuts: list[Ints] = [(ranks,), (1, ranks), *([(ranks // 2, 2)] if ranks % 2 == 0 else [])]
+            for cut in (one for one in cuts if len(one) <= len(shape)):
+                parts = (*cut, *(1,) * (len(shape) - len(cut)))
+                grids = itertools.product(*map(cuts_of, shape, parts))
+                boxes = [Box(tuple(at for at, _ in one), tuple(n for _, n in one)) for one in grids]
+                if math.prod(shape) * itemsize < len(boxes) << 20:
+                    continue
+                total += 1
+                grid = choose_grid(shape, boxes, itemsize)
+                stored = math.prod(grid.chunk_shape) * itemsize
+                if grid.subchunk_shape is None:
+                    without[stored > 4 << 20] += stored > 1 << 20
+                else:
+                    sizes.append(math.prod(grid.subchunk_shape) * itemsize)
+                padded.append(grid.num_chunks * math.prod(grid.chunk_shape) / math.prod(shape))
+                if any(at % n for box in boxes for at, n in zip(box.offset, grid.chunk_shape, strict=True)):
+                    moved.append((moved_share(shape, parts, grid.chunk_shape), f"{model} {shape} over {cut}"))
+    usual = sum(1 << 20 <= size <= 4 << 20 for size in sizes)
+    print(f"{total} tensors with pieces of 1 MiB or more; subchunks {len(sizes)}, of 1 to 4 MiB {usual}")
+    print(f"without, of 1 to 4 MiB: {without[0]}, above: {without[1]}; padding at most {max(padded) - 1:.1%}")
+    mean = statistics.mean(share for share, _ in moved)
+    print(f"rows move in {len(moved)}, in the mean {mean:.2%} of the tensor; most:")
+    for share, what in sorted(moved, reverse=True)[:5]:
+        print(f"  {share:.1%} of {what}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--zarr", action="store_true", help="measure zarr-python's reads instead")
+    parser.add_argument("--shapes", action="store_true", help="the rule over many shapes instead")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     if args.zarr:
         zarr_reads(args.rounds)
+    elif args.shapes:
+        shapes()
     else:
         geometry()
 

@@ -239,8 +239,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 save(Path(folder, "ck"))
                 _zip(Path(folder, "ck"), archive)
-                described = json.dumps(description(Path(folder, "ck")), indent=1, ensure_ascii=True)
-            archive.with_suffix(".json").write_text(f"{described}\n")
+                archive.with_suffix(".json").write_text(as_lines(description(Path(folder, "ck"))))
             print(f"{archive.name}: {archive.stat().st_size} bytes")
     finally:
         stop_ranks()
@@ -266,6 +265,17 @@ def description(folder: Path) -> dict[str, Any]:
             found["ranks"] = list(ckpt.ranks(fqn))
         entries[fqn] = found
     return {"tree": bool(ckpt.tree), "metadata": encode_json(ckpt.metadata), "entries": entries}
+
+
+def as_lines(described: dict[str, Any]) -> str:
+    """JSON with a line for each entry."""
+    entries = described.pop("entries").items()
+    head = json.dumps(described)[:-1]
+    return (
+        f'{head}, "entries": {{\n'
+        + ",\n".join(f"{json.dumps(fqn)}: {json.dumps(one)}" for fqn, one in entries)
+        + "\n}}\n"
+    )
 
 
 def sha256(data: bytes) -> str:

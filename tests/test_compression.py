@@ -562,7 +562,7 @@ def test_on_s3(moto_bucket: S3Place, tmp_path: Path) -> None:
     part = tuple(slice(*pair) for pair in BOX)
     opened = zarrckpt.open(url, storage_options=options)["large"]
     assert as_bytes(opened[part]) == bits(state["large"][part])[2]
-    found = plain_readers.call(tmp_path, ("zarr_all", {"url": url, "storage_options": options}))[0]
+    found = plain_readers.call(tmp_path, ("zarr_all", {"url": url, "storage_options": moto_bucket.s3fs_options}))[0]
     assert found == {name: bits(tensor) for name, tensor in state.items()}
 
 
