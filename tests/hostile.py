@@ -189,7 +189,7 @@ NASTY: list[Any] = [
     *("a/../b", "a/./b", "%2F", "..%2Fx", "%252e", "@zarrckpt", "@zarrckpt/zarr.json", "@" + "0" * 32, "~", "C:\\x"),
     *("file:///etc/passwd", "c.0", "c", "zarr.json", "model", "model/w", "model/w/c.0.0", "a\x00b", "\ud800", "\ufffe"),
     *("é", "NaN", "uint8", "float32", "object", "|O", "bfloat16", "zstd", "sharding_indexed", "list", "OrderedDict"),
-    *("raw", "json", "npy", "torch", "tree", "pickle", "exec", "0" * 32, "1" * 8, "00000000"),
+    *("raw", "npy", "torch", "tree", "pickle", "exec", "ndarray:bfloat16", "ranks", "0" * 32, "1" * 8, "00000000"),
     *([], {}, [[]], [{}], [0], [1], [2**62], [2**40, 2**40], [2**31, 2**31], [-1], [1.0], [True], ["1"], [1] * 70),
     *([1] * 5000, [0] * 100, [2**62, 0], ["a", "b"], [["a", 1]], [None], {"a": 1}, {"": ""}, {"$x": 1}),
     *({"$int": "0x" + "f" * 5000}, {"$int": "0x1"}, {"$int": 5}, {"$float": "nan"}, {"$float": []}, {"$str": "zz"}),

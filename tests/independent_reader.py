@@ -71,7 +71,7 @@ class Array:
         self.dtype: str = stored
         if document["attributes"]:
             self.dtype = document["attributes"]["zarrckpt"]["dtype"]
-            assert PORTABLE[self.dtype] == stored
+            assert PORTABLE[self.dtype] == stored != self.dtype
         assert same(document, self._form(stored)), document
         self.itemsize = ITEMSIZE[self.dtype]
         if self.compressor is not None:
@@ -133,7 +133,7 @@ class Reader:
         root = strict_json(data)
         assert root["zarr_format"] == 3 and root["node_type"] == "group"
         self.own: dict[str, Any] = root["attributes"]["zarrckpt"]
-        assert is_int(self.own["format"]) == 1 and self.own.get("features", []) == []
+        assert is_int(self.own["format"]) == 1 and self.own["features"] == []
         self.save_id: str = self.own["save_id"]
         self.tree: str = self.own["tree"]
         assert self.tree in ("", f"@{self.save_id}")
@@ -190,7 +190,7 @@ class Reader:
 
     def _check_entries(self) -> None:
         used = []
-        for entry in self.entries.values():
+        for fqn, entry in self.entries.items():
             check_path(entry["path"])
             if "value" in entry:
                 assert set(entry) == {"path", "value"}
@@ -207,25 +207,28 @@ class Reader:
                 assert bounds[0] >= 0 and all(a < b for a, b in itertools.pairwise(bounds))
                 assert sum(end - begin for begin, end in entry["ranks"]) == array.shape[0] <= 2**20
                 assert 0 <= is_int(entry["level"]) <= entry["path"].count("/")
+                assert self.keys(fqn)[entry["level"]][1] == "ranks"
         assert sorted(used) == list(self.arrays)
 
     def _check_keys(self) -> None:
         assert set(self.own["keys"]) <= set(self.entries)
-        containers: dict[tuple[Any, ...], str] = {}
-        leaves = set()
-        for fqn in self.entries:
-            levels = self.keys(fqn)
+        by_keys: dict[tuple[Any, ...], str] = {}
+        by_path: dict[str, tuple[Any, ...]] = {}
+        leaves, containers = set(), set()
+        for fqn, entry in self.entries.items():
+            levels, names = self.keys(fqn), entry["path"].split("/")
             keys = tuple(same_nan(key) for _, key in levels)
             assert ".".join(str(key) for _, key in levels) == fqn
-            for depth, (container, _) in enumerate(levels):
-                assert containers.setdefault(keys[:depth], container) == container
-            assert keys not in leaves
-            leaves.add(keys)
-        assert not leaves & set(containers)
-        names = {
-            "/".join(e["path"].split("/")[:d]) for e in self.entries.values() for d in range(e["path"].count("/") + 1)
-        }
-        assert set(self.own["containers"]) <= names
+            for depth in range(len(keys) + 1):
+                path = "/".join(names[:depth])
+                assert by_keys.setdefault(keys[:depth], path) == path
+                assert by_path.setdefault(path, keys[:depth]) == keys[:depth]
+                if depth < len(keys):
+                    containers.add(path)
+            assert entry["path"] not in leaves
+            leaves.add(entry["path"])
+        assert not leaves & containers
+        assert set(self.own["containers"]) <= containers - {""}
         assert set(self.own["containers"].values()) <= {"list", "OrderedDict"}
 
     def table(self, name: str) -> dict[str, np.ndarray]:
@@ -237,6 +240,7 @@ class Reader:
             stored = (self.folder / f"@zarrckpt/{self.save_id}/{name}/c.0").read_bytes()
             data = stored[:-4]
             assert stored[-4:] == struct.pack("<I", crc)
+            assert len(stored) == 4 * length + 4
         assert len(data) == 4 * length and crc32c(data) == crc, f"the {name} are damaged"
         numbers, parts = np.frombuffer(data, "<u4"), {}
         for path, array in self.arrays.items():
@@ -356,17 +360,17 @@ def _build(rows: list[tuple[list[tuple[str, Any]], str]]) -> Any:
 
 def same_nan(key: Any) -> Any:
     """A key that equals what holds the same: NaNs by their bits, all else as Python does."""
-    if isinstance(key, tuple | frozenset):
-        return type(key)(map(same_nan, key))
-    if isinstance(key, float | complex) and key != key:
-        return "nan", struct.pack(">2d", key.real, key.imag)
-    return key
+    if isinstance(key, tuple):
+        return tuple(map(same_nan, key))
+    return ("nan", struct.pack(">d", key)) if isinstance(key, float) and key != key else key
 
 
 def is_key(key: Any) -> bool:
-    if isinstance(key, tuple | frozenset):
+    if isinstance(key, tuple):
         return all(map(is_key, key))
-    return key is None or type(key) in (bool, float, complex, str) or (type(key) is int and key.bit_length() <= 512)
+    if isinstance(key, str):
+        return is_unicode(key)
+    return key is None or type(key) in (bool, float) or (type(key) is int and key.bit_length() <= 512)
 
 
 def position(key: Any) -> int:
@@ -411,6 +415,8 @@ def decode_json(obj: Any, items: bytes | None = None) -> Any:
 def _decode(obj: Any, items: bytes | None, used: list[tuple[int, int]], depth: int) -> Any:
     if isinstance(obj, int | float):
         assert math.isfinite(obj) and (isinstance(obj, float) or abs(obj) <= 2**53 - 1)
+    if isinstance(obj, str):
+        assert is_unicode(obj)
     if isinstance(obj, list):
         assert depth < 32
         return [_decode(item, items, used, depth + 1) for item in obj]
@@ -419,7 +425,7 @@ def _decode(obj: Any, items: bytes | None, used: list[tuple[int, int]], depth: i
     tag = next(iter(obj)) if len(obj) == 1 else ""
     if not tag.startswith("$"):
         assert depth < 32
-        assert not any(key.startswith("$") for key in obj)
+        assert not any(key.startswith("$") or not is_unicode(key) for key in obj)
         return {key: _decode(item, items, used, depth + 1) for key, item in obj.items()}
     content = obj[tag]
     if tag == "$str":
@@ -487,6 +493,7 @@ def decode_npy(kind: str, dtype: str | None = None, *, data: bytes) -> Any:
     stream = io.BytesIO(data)
     assert np.lib.format.read_magic(stream) == (1, 0)
     shape, _, stored = np.lib.format.read_array_header_1_0(stream)
+    assert np.empty(0, stored).dtype == stored
     assert stored.itemsize * math.prod(shape) == len(data) - stream.tell()
     array = np.load(io.BytesIO(data), allow_pickle=False)
     if dtype is not None:

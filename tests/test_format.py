@@ -206,7 +206,7 @@ def test_torch_and_pickle_blobs_hold_what_these_write(tmp_path: Path) -> None:
 NAMES = [
     *["layers.0.weight", "a/b", "a\\b", "%41", "%", "__meta", "_ok", "@home", " lead", "trail ", "dot.", ".", ".."],
     *["zarr.json", ".zgroup", "c", "c.0", "#12", "x#3", "ünï✓", "q?*:|<>\"'", "\x01\x7f", "~", "", "A", "a"],
-    *["long" * 100, "ü" * 200, "nan\ud800"],
+    *["long" * 100, "ü" * 200, "nan"],
 ]
 
 

@@ -31,13 +31,13 @@ NASTY = [
     *('"', "'", "<a>", "a|b", "a*", "a?", "[a]", "{a}", "a^b", "a`b"),
     *("$HOME", "a;b", "a&b=c", "a+b", "a,b", "!"),
     *("\0", "a\nb", "a\rb", "\x7f", "\x85", "\u2028", "\ufeff", "\ufffd", "\ufffe", "\uffff", "\U0001ffff"),
-    *("é", "e\u0301", "权重", "😀", "ß", "\ud800", "a\udfffb", "\ud83d\ude00"),
+    *("é", "e\u0301", "权重", "😀", "ß"),
     *("x" * 255, "x" * 256, "é" * 127, "é" * 128, "%" * 85, "%" * 86, LONG, LONG + "weight", LONG + "bias"),
-    *("/" * 300, "é" * 300, "\ud800" * 300, "y" * 218 + "/" * 30, "z" * 219 + "é" * 50),
+    *("/" * 300, "é" * 300, "y" * 218 + "/" * 30, "z" * 219 + "é" * 50),
 ]
 ANY_TEXT = st.one_of(
-    st.text(st.characters(exclude_categories=())),
-    st.text(alphabet="._#@%/\\ 17EeZarjson:c\ud800", max_size=12),
+    st.text(),
+    st.text(alphabet="._#@%/\\ 17EeZarjson:c", max_size=12),
     st.sampled_from(NASTY),
 )
 
@@ -108,7 +108,7 @@ def test_node_path() -> None:
 
 
 def test_node_path_refuses_other_keys() -> None:
-    for key in (1.5, None, (1, 2), b"x", 10**6000, -(10**6000)):
+    for key in (1.5, None, (1, 2), b"x", 10**6000, -(10**6000), "a\ud800", "\ud83d\ude00"):
         with pytest.raises(UnsupportedValueError, match=type(key).__name__):
             node_path(["model", key])  # type: ignore[list-item]
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interleaving import Agent, Exploration, Faults, Judge, nothing_quiet
-from one_at_a_time import Content, Save, Shelf, committed_first, one_thread, running
+from interleaving import Agent, Exploration, Faults, Judge
+from one_at_a_time import ROOT, Content, Op, Save, Shelf, committed_first, one_thread, running
 from s3_stub import S3Stub
 
 import zarrckpt
@@ -21,7 +20,7 @@ from zarrckpt.cli import main
 from zarrckpt.testing import STOP, Call, Fault, FaultyStore, Stopped
 
 STATE = {"w": torch.arange(4.0), "step": 7}
-PINS = "@zarrckpt/pins/"
+PINS, RECORD = "@zarrckpt/pins/", "@zarrckpt/removed/zarr.json"
 
 
 def objects(folder: Path) -> dict[str, bytes]:
@@ -89,7 +88,7 @@ def test_a_damaged_pin_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     zarrckpt.pin(tmp_path / "a", "who else")
     with suppress(SystemExit):
         main(["doctor", str(tmp_path / "a")])
-    assert re.search(f"pinned: a damaged pin .*{pin_id}.*pinned: who else", capsys.readouterr().out, re.DOTALL)
+    assert re.search(f"pinned: 'a damaged pin' .*{pin_id}.*pinned: 'who else'", capsys.readouterr().out, re.DOTALL)
 
 
 def test_a_removal_that_was_broken_off_before_it_saw_the_pin(tmp_path: Path) -> None:
@@ -145,23 +144,50 @@ class _Replace(Save):
             return "refused"
 
 
-@pytest.mark.parametrize("code", [_remove, "replace"])
-def test_of_two_one_sees_the_other(code: Any) -> None:
-    """A pin, and a removal or an overwrite, in every order of their requests."""
+def _recover(store: Store) -> str:
+    running.number = 2
+    try:
+        zarrckpt.recover(store=store)
+    except zarrckpt.CheckpointPinnedError:
+        return "refused"
+    return "recovered"
+
+
+def of_no_interest(op: Op) -> bool:
+    """Whether nothing that an operation reads is changed by the others before the root is gone."""
+    return op.verb in ("get", "list", "list_dir") and not (
+        op.key in (ROOT, RECORD, "@zarrckpt") or PINS in f"{op.key}/"
+    )
+
+
+OTHERS: dict[str, tuple[list[Any], int | None]] = {
+    "a removal": ([_remove], None),
+    "an overwrite": ([_Replace], None),
+    "a removal that another process goes on with": ([_remove, _recover], 3),
+}
+"""Who is at work beside a pin, and with how many interruptions of one by another one at most."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_of_two_one_sees_the_other(name: str) -> None:
+    """A pin and others, in every order of their requests: a checkpoint that is pinned is there."""
     judge = Judge()
     with one_thread():
         base = committed_first()
-        other: Callable[[Store], str] = _Replace(1) if code == "replace" else code
-        exploration = Exploration([Agent(_pin), Agent(other)], base, Faults(), nothing_quiet, None)
+        codes, bound = OTHERS[name]
+        others = [code(1) if code is _Replace else code for code in codes]
+        agents = [Agent(code) for code in [_pin, *others]]
+        exploration = Exploration(agents, base, Faults(), of_no_interest, bound)
 
         def at_end(content: Content, ends: list[str]) -> None:
             pinned = any(key.startswith(PINS) and key.count("/") == 3 for key in content)
             assert pinned == ends[0].startswith("pinned")
             if pinned:  # then it is still what was pinned
+                assert "zarr.json" in content
                 assert zarrckpt.open(store=Shelf(content).store)["step"] == int(ends[0][-1])
-            if ends[1] == "removed":
-                assert not content
 
         found = exploration.run(judge.committed, at_end, 10**6)
     assert found.complete and found.states > 100
-    assert {("pinned 0", "refused"), ("not pinned", "removed" if code is _remove else "won")} <= {*found.outcomes}
+    assert {("pinned", "refused"), ("not", "won" if _Replace in codes else "removed")} <= {
+        (ends[0].split()[0], ends[1]) for ends in found.outcomes
+    }

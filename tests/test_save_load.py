@@ -517,7 +517,7 @@ class Tied(nn.Module):
 def _nan_keys(url: str) -> None:
     nan, other = float("nan"), struct.unpack(">d", bytes.fromhex("fff8000000000001"))[0]
     below: dict[str, Any] = {"t": torch.arange(3.0), "v": 1, "list": [{"deep": torch.ones(1)}, {}]}
-    state = {"a": {nan: below, (1, nan): dict(below), "nan ": 2}, "b": {complex(nan, 1): dict(below), other: 3}}
+    state = {"a": {nan: below, (1, nan): dict(below), "nan ": 2}, "b": {("x", other): dict(below), other: 3}}
     zarrckpt.save(state, url)
     target: dict[str, Any] = {"a": None, "b": None}
     zarrckpt.load(target, url)
@@ -536,6 +536,18 @@ def _nan_keys(url: str) -> None:
                     assert value["list"][0]["deep"] == 1 and value["list"][1] == {}
     with pytest.raises(zarrckpt.UnsupportedValueError, match="'a' has NaN as a key more than once"):
         zarrckpt.save({"a": {float("nan"): {"x": 1}, float("nan"): {"y": 1}}}, f"{url}-twice")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [frozenset("abc"), (1, frozenset({2})), 1j, 2**600, (2**600,), "\ud83d\ude00", ("a\ud800",), b"x", 10**5000],
+    ids=lambda key: f"{type(key).__name__}",
+)
+def test_keys_that_no_other_process_would_show_alike_are_refused(key: Any, tmp_path: Path) -> None:
+    for state in ({key: torch.ones(1)}, {"a": {"b": {key: 1}}}):
+        with pytest.raises(zarrckpt.UnsupportedValueError, match=type(key).__name__):
+            zarrckpt.save(state, tmp_path / "one")
+    assert not (tmp_path / "one").exists()
 
 
 def test_a_nan_is_one_key(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import random
 import struct
 import subprocess
 import sys
+import tracemalloc
 import warnings
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
@@ -601,6 +602,30 @@ def test_damaged_npy(payload: bytes) -> None:
     for kind in ("ndarray", "scalar"):
         with pytest.raises(CorruptCheckpointError, match="some_key"):
             decode_blob("some_key", "npy", kind, payload)
+
+
+def test_types_without_a_size() -> None:
+    """Of them numpy makes types of one byte, with whatever is in memory."""
+    for descr in ("'|S0'", "'<U0'", "('<i4', (3,))"):
+        for shape in ("(2,)", "()", f"({10**12},)"):
+            with pytest.raises(CorruptCheckpointError, match="some_key"):
+                decode_blob(
+                    "some_key", "npy", "ndarray", npy(header(descr, shape), bytes(24) if "i4" in descr else b"")
+                )
+    empty = np.zeros(3, [("a", "S0"), ("b", "i4")])["a"]
+    with pytest.warns(UserWarning):
+        assert encode_blob("k", empty).encoding == "pickle"
+
+
+def test_items_are_decoded_once() -> None:
+    """A blob that names one item a thousand times asks for no memory."""
+    item = encode_blob("k", np.zeros(1 << 20, np.uint8)).payload
+    text = json.dumps([at(0, len(item), "npy", "ndarray")] * 1000).encode()
+    tracemalloc.start()
+    with pytest.raises(CorruptCheckpointError, match="some_key"):
+        decode_blob("some_key", "tree", None, tree(text, item))
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
 
 
 def test_damaged_scalars() -> None:

@@ -95,7 +95,7 @@ def _recovered_if_any(spec: StoreSpec, stopped: bool) -> RecoverReport:
 def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
     place = spec.open()
     found = _commit.leftovers(place, folder=stopped)
-    if found.removal and stopped and found.root is not None and _commit.pins(place):
+    if found.removal and stopped and found.root_bytes is not None and _commit.pins(place):
         # It was broken off before it could see the pin, and nothing has been deleted.
         place.delete([REMOVAL_KEY])
         found = _commit.leftovers(place, folder=True)
@@ -110,6 +110,9 @@ def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
     folder = stopped and found.root_bytes is None and bool(_commit.checkpoints_below(place, unfinished=True))
     finished = [marker.attempt for marker in dead] if stopped else []
     objects = _commit.clean(place, dead, finished=finished, spared=spared)
+    if found.root_bytes is None:
+        # Of a checkpoint that was removed while somebody was about to pin it.
+        place.delete(found.pins)
     if stopped:
         place.delete([*found.probes, CLAIM_KEY] if folder else found.probes)
         _commit.sweep(place)
@@ -146,10 +149,12 @@ def examine(
     spec = StoreSpec(url, store, storage_options, credential_provider)
     place = spec.open()
     found = _commit.leftovers(place, damaged=True)
+    pinned = tuple(f"pinned: {one.note!r:.200} (pin {one.pin_id})" for one in _commit.pins(place))
     if found.removal:
         finding = "the removal has not ended: it still runs, or was broken off"
         state = f"{place.url}: a checkpoint that is being removed"
-        return Examination(place.url, state, (finding,), (f"zarrckpt recover {place.url}",))
+        held = " --stopped    (only if it is not running: the checkpoint is pinned, and stays)" if pinned else ""
+        return Examination(place.url, state, (finding,), (f"zarrckpt recover {place.url}{held}",), pinned)
     findings: list[str] = []
     advice: list[str] = []
     notes: list[str] = []
@@ -164,7 +169,7 @@ def examine(
         # Which save it was of is not known: no save's objects can be told from leftovers.
         state = f"{place.url}: a damaged checkpoint"
         findings.append("the root document is not what was saved: restore zarr.json from a copy, or save again")
-        return Examination(place.url, state, tuple(findings), (f"zarrckpt rm {place.url}",))
+        return Examination(place.url, state, tuple(findings), (f"zarrckpt rm {place.url}",), pinned)
     else:
         state = f"{place.url}: " + ("no checkpoint; a save was begun" if found.begun else "nothing is there")
     dead = [marker for marker in found.others if not found.may_commit(marker)]
@@ -179,7 +184,6 @@ def examine(
             findings.append(f"{what}, {ended}; {count_text(left[marker.attempt], 'object')} of it left")
         else:
             notes.append(f"{what}, {ended}; only its marker is left: ranks that were cut off may still write")
-    notes += [f"pinned: {one.note or 'without a note'} (pin {one.pin_id})" for one in _commit.pins(place)]
     if found.probes:
         findings.append(f"{count_text(len(found.probes), 'object')} left of a try of the store's conditional puts")
     if any(left.values()):
@@ -187,7 +191,7 @@ def examine(
     if len(dead) < len(found.others) or notes or found.probes:
         advice.append(f"zarrckpt recover {place.url} --stopped    (only if no save to it is running)")
     empty = found.root is None and not found.begun
-    return Examination(place.url, state, tuple(findings), tuple(advice), tuple(notes), empty)
+    return Examination(place.url, state, tuple(findings), tuple(advice), (*notes, *pinned), empty)
 
 
 def remove(
@@ -219,23 +223,21 @@ def remove(
 def _remove(place: Store, found: Leftovers) -> int:
     """Delete all that saves left at a url, or go on with that. Returns the number of objects.
 
-    Several processes may do so at once, by one record. Each of them stops once that is gone: all is deleted then, and a
-    save may have begun.
+    Of several processes that do so, the one that put its record last goes on. Each of the others stops when it sees
+    that: all is deleted then, or going to be, and a save may have begun.
     """
-    own = removal_bytes("" if found.root is None else found.root.save_id)
-    recorded = found.removal or _commit.record_removal(place, own)
-    record = _commit.removal_record(place)
-    if recorded and record is None:
-        return 0
+    own = removal_bytes("" if found.root is None else found.root.save_id, _commit.new_id())
     objects = 0
     with suppress(_commit.RemovalEndedError):
+        record, first = _commit.record_removal(place, own, begun=found.removal)
         try:
             # Again: what is found now is what the record is of, and no save begins after it.
             found = _commit.leftovers(place, damaged=True)
             _commit.delete_root(place, found.root_bytes, record)
         except CheckpointError:
-            if record == own:
-                _take_back(place, found)
+            # Of several, an earlier one may have seen no pin, and be about to delete: the record must stay then.
+            if first:
+                _take_back(place, found, own)
             raise
         objects = len(found.markers) + (found.root_bytes is not None) + found.claimed
         finished = [marker.attempt for marker in found.markers]
@@ -251,8 +253,9 @@ def _remove(place: Store, found: Leftovers) -> int:
     return objects
 
 
-def _take_back(place: Store, found: Leftovers) -> None:
+def _take_back(place: Store, found: Leftovers, own: bytes) -> None:
     """Delete the record of a removal that could not delete anything: the checkpoint is no other than before."""
     with suppress(CheckpointError):
-        if found.root is None or _commit.read_root(place).save_id == found.root.save_id:
+        unchanged = found.root is None or _commit.read_root(place).save_id == found.root.save_id
+        if unchanged and _commit.removal_record(place) == own:
             place.delete([REMOVAL_KEY])

@@ -43,6 +43,7 @@ from zarrckpt._markers import (
     Marker,
     Pin,
     claim_bytes,
+    is_pin_key,
     is_table_key,
     marker_key,
     marker_of,
@@ -294,14 +295,14 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]
     attempt = Attempt(own, seen.base, history, tuple(older))
     keys = [marker_key(own.attempt)]
-    store.put(keys[0], [own.to_bytes()])
     try:
+        store.put(keys[0], [own.to_bytes()])
         if tree:
             keys.append(f"{tree}/{NODE}")
             store.put(keys[-1], [dumps(group_document())])
         # Chunks that outlive a power cut must not outlive their list: nobody could tell then whose they are.
         store.sync(keys)
-        if root is not None:
+        if seen.base is not None:
             # After the marker, which whoever pins looks for after the pin: one of the two sees the other.
             refuse_pinned(store)
     except BaseException:
@@ -404,8 +405,12 @@ def is_stored(store: Store, key: str) -> bool:
 
 
 def _current_root(store: Store) -> Versioned | None:
+    return _versioned_if_stored(store, NODE)
+
+
+def _versioned_if_stored(store: Store, key: str) -> Versioned | None:
     try:
-        return store.get_versioned(NODE)
+        return store.get_versioned(key)
     except ObjectNotFoundError:
         return None
 
@@ -541,7 +546,7 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
         else:
             store.replace(NODE, data, attempt.base.version)
     except StorageError as err:
-        winner = _winner(store, err)
+        winner = _winner(store)
         # Ours was put and its answer was lost; perhaps another save has replaced it since: that is a success.
         if winner is not None and attempt.save_id in (winner.save_id, *winner.history):
             return store.sync([NODE])
@@ -567,14 +572,12 @@ def tables_of(save_id: str, numbers: Mapping[str, RawArray]) -> tuple[dict[str, 
     return tables, puts
 
 
-def _winner(store: Store, err: StorageError) -> Root | None:
-    """What is committed after a failure, None for nothing. Raises ``err`` where that cannot be read."""
+def _winner(store: Store) -> Root | None:
+    """What is committed after a failure; None for nothing, and for what cannot be read."""
     try:
         return read_root(store)
-    except ObjectNotFoundError:
-        return None
     except CheckpointError:
-        raise err from None
+        return None
 
 
 def _lost(store: Store, save_id: str, winner: Root) -> CheckpointExistsError:
@@ -596,7 +599,7 @@ def losing_is_named(store: Store, save_id: str, base_id: Callable[[], str]) -> I
         yield
     except StorageError as err:
         base = base_id()
-        winner = _winner(store, err)
+        winner = _winner(store)
         if winner is None or winner.save_id == base or save_id in (winner.save_id, *winner.history):
             raise
         raise _lost(store, save_id, winner) from err
@@ -613,13 +616,15 @@ class Leftovers:
     markers: list[Marker]
     probes: list[str]
     """Keys of objects on which a store's conditional puts were tried."""
+    pins: list[str]
+    """Keys of what pins the checkpoint, or pinned one that is gone."""
     removal: bool = False
     """Whether a removal is recorded that has not ended."""
 
     @property
     def begun(self) -> bool:
         """Whether any save ever began."""
-        return self.root_bytes is not None or self.claimed or bool(self.markers) or self.removal
+        return self.root_bytes is not None or self.claimed or bool(self.markers or self.pins) or self.removal
 
     @property
     def others(self) -> list[Marker]:
@@ -648,7 +653,7 @@ def leftovers(store: Store, *, damaged: bool = False, folder: bool = False) -> L
         # Only beside one root do markers tell who could still commit: of a save that began beside a newer one, and of
         # that one itself, they would tell the wrong thing.
         if root_bytes == get_if_stored(store, NODE):
-            return Leftovers(root_bytes, root, seen.claimed, markers, probes, seen.removal)
+            return Leftovers(root_bytes, root, seen.claimed, markers, probes, pin_keys(store), seen.removal)
     raise StorageError(f"other saves to {store.url} commit all the time: try again when they have ended")
 
 
@@ -658,56 +663,70 @@ def pins(store: Store) -> list[Pin]:
     def read(pin_id: str) -> Pin | None:
         key = pin_key(pin_id)
         try:
-            return parse_pin(store.get(key), f"the pin {join(store.url, key)}")
+            pin = parse_pin(store.get(key), f"the pin {join(store.url, key)}")
         except ObjectNotFoundError:
             return None
         except (CorruptCheckpointError, ForeignObjectsError):
-            # Somebody needed the checkpoint, and it is not known who.
-            return Pin(pin_id, "a damaged pin", "")
+            pin = None
+        # Somebody needed the checkpoint, even where it is not known who.
+        return pin if pin is not None and pin.pin_id == pin_id else Pin(pin_id, "a damaged pin", "")
 
-    found = run((partial(read, pin_id) for pin_id in store.list_dir(f"{HOUSE}/{PINS}")[1]), store.max_concurrency)
+    ids = filter(is_save_id, store.list_dir(f"{HOUSE}/{PINS}")[1])
+    found = run((partial(read, pin_id) for pin_id in ids), store.max_concurrency)
     return sorted((one for one in found if one is not None), key=lambda one: one.created)
 
 
 def pin_keys(store: Store) -> list[str]:
     """The keys of all pins at a url, and of their group. One listing."""
-    return [info.key for info in store.list(f"{HOUSE}/{PINS}")]
+    return [info.key for info in store.list(f"{HOUSE}/{PINS}") if is_pin_key(info.key)]
 
 
 def refuse_pinned(store: Store) -> None:
     """Raise CheckpointPinnedError where the checkpoint at a url is pinned."""
     if found := pins(store):
-        shown = "; ".join(f"{one.note or 'without a note'} (pin {one.pin_id}, {one.created})" for one in found[:3])
+        shown = "; ".join(f"{one.note!r:.200} (pin {one.pin_id}, {one.created})" for one in found[:3])
         raise CheckpointPinnedError(
             f"the checkpoint at {store.url} is pinned, and is neither removed nor replaced: {shown}; if it is not "
             f"needed any more: zarrckpt.unpin({store.url!r}, {found[0].pin_id!r})"
         )
 
 
-def record_removal(store: Store, record: bytes) -> bool:
+class RemovalEndedError(Exception):
+    """A removal has ended, or another process goes on with it. Never seen by callers of the package."""
+
+
+def record_removal(store: Store, record: bytes, *, begun: bool) -> tuple[bytes | None, bool]:
     """Record, before anything is deleted, that all of a url is to be: no save begins there from now on.
 
-    Returns whether one is recorded, by this process or by another one; False where the record cannot be put: the disk
-    may be full, or only deletions be allowed, and then a removal is what helps.
+    The record of a removal that has not ended is replaced, and whoever made that stops: of several, only the last one
+    deletes, after it has looked for pins itself. ``begun``: only such a removal is gone on with, and RemovalEndedError
+    raised where there is none any more.
+
+    Returns the record that stands: this one; an earlier one that cannot be replaced; or None where none can be put,
+    since the disk is full, or only deletions are allowed: then a removal is what helps. And whether no removal was
+    recorded before.
     """
-    try:
-        # Not over another one's, which tells that one by its record that its removal has not ended.
-        store.create(REMOVAL_KEY, record)
-        store.sync([REMOVAL_KEY])
-    except ObjectExistsError:
-        return True
-    except StorageError:
-        return False
-    return True
+    for _ in range(_LOOKS):
+        before = _versioned_if_stored(store, REMOVAL_KEY)
+        if before is None and begun:
+            raise RemovalEndedError
+        try:
+            if before is None:
+                store.create(REMOVAL_KEY, record)
+            else:
+                store.replace(REMOVAL_KEY, record, before.version)
+            store.sync([REMOVAL_KEY])
+            return record, before is None
+        except ObjectExistsError:
+            begun = True
+        except StorageError:
+            return (None if before is None else before.data), False
+    raise StorageError(f"others remove what is at {store.url} all the time: try again when they have ended")
 
 
 def removal_record(store: Store) -> bytes | None:
     """The record of a removal that has not ended; None for none. One request."""
     return get_if_stored(store, REMOVAL_KEY)
-
-
-class RemovalEndedError(Exception):
-    """Another process has ended the removal that this one takes part in. Never seen by callers of the package."""
 
 
 def check_removal(store: Store, removal: bytes | None) -> None:
@@ -812,7 +831,8 @@ def stored_keys(store: Store, marker: Marker, spared: Sequence[Marker]) -> int:
 
 def sweep(store: Store) -> None:
     """Remove what is left of writes of root, claim and markers that a crash cut short. No save may be running."""
-    store.sweep(["", HOUSE, *(f"{HOUSE}/{name}" for name in (REMOVED, *_attempts(store)))])
+    pins = [f"{PINS}/{pin_id}" for pin_id in store.list_dir(f"{HOUSE}/{PINS}")[1]]
+    store.sweep(["", HOUSE, *(f"{HOUSE}/{name}" for name in (REMOVED, *_attempts(store), *pins, PINS))])
 
 
 def abandon(store: Store, attempt: Attempt, *, lost: bool = False) -> None:

@@ -39,7 +39,7 @@ def loads(data: bytes, name: str) -> Json:
     Raises CorruptCheckpointError naming ``name``.
     """
     try:
-        document = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+        document = json.loads(str(data, "utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as err:
         raise CorruptCheckpointError(f"{name} is not a valid JSON document: {type(err).__name__}: {err}") from err
     if not isinstance(document, dict):
@@ -163,8 +163,6 @@ def parse_array(path: str, document: Any) -> ArrayNode:
     chunk = _extents(_configured(chunk_grid, "regular", "chunk_shape"), 1, f"chunk_shape in {where}")
     codecs = document.get("codecs")
     sub = _sub_shape(codecs, where)
-    if len(shape) > MAX_DIMENSIONS:
-        raise CorruptCheckpointError(f"{where} has {len(shape)} dimensions, expected at most {MAX_DIMENSIONS}")
     if len(chunk) != len(shape) or (sub is not None and len(sub) != len(shape)):
         raise CorruptCheckpointError(f"shape and chunk shapes in {where} differ in their number of dimensions")
     if sub is not None and any(c % s for c, s in zip(chunk, sub, strict=True)):
@@ -201,9 +199,11 @@ def _parse_dtype(document: Json, where: str) -> tuple[DType, bool]:
     own = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
     name = own.get("dtype") if isinstance(own, dict) else document.get("data_type")
     try:
-        return _dtypes.by_name(name if isinstance(name, str) else repr(name)), own is not None
+        dtype = _dtypes.by_name(name if isinstance(name, str) else repr(name))
     except CheckpointError as err:
         raise UnsupportedFormatError(f"unknown data type {name!r} in {where}; upgrade zarrckpt") from err
+    # Other types are stored as what they are.
+    return dtype, own is not None and not dtype.core
 
 
 def _parse_compression(codecs: Any, where: str) -> Compression | None:
@@ -239,6 +239,8 @@ def _sub_shape(codecs: Any, where: str) -> Ints | None:
 def _extents(value: Any, least: int, where: str) -> Ints:
     if not isinstance(value, list) or not all(type(n) is int and least <= n <= _MAX_EXTENT for n in value):
         raise CorruptCheckpointError(f"{where} is {value!r:.80}, expected integers from {least} on")
+    if len(value) > MAX_DIMENSIONS:
+        raise CorruptCheckpointError(f"{where} has {len(value)} dimensions, expected at most {MAX_DIMENSIONS}")
     if math.prod(value) > _MAX_EXTENT:
         raise CorruptCheckpointError(f"{where} is {value!r:.80}, too large for any array")
     return tuple(value)

@@ -10,7 +10,7 @@ import torch
 
 from zarrckpt import _values
 from zarrckpt._errors import UnsupportedValueError
-from zarrckpt._state_path import DICT, LIST, ORDERED_DICT, StatePath, one_nan
+from zarrckpt._state_path import DICT, LIST, ORDERED_DICT, StatePath, is_key, one_nan
 
 
 class OwnRank(dict[str, Any]):
@@ -36,7 +36,8 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
         elif isinstance(value, Mapping) and (value or not keys):
             if len({*map(one_nan, value)}) < len(value):
                 raise UnsupportedValueError(f"{'.'.join(map(str, keys))!r} has NaN as a key more than once; rename one")
-            inner = (*containers, ORDERED_DICT if type(value) is OrderedDict else DICT)
+            # Whoever loads has a state of its own, so what kind of dict this one is does not matter.
+            inner = (*containers, ORDERED_DICT if type(value) is OrderedDict and keys else DICT)
             outermost = rank_at is None and isinstance(value, OwnRank)
             rank_at = len(keys) if outermost else rank_at
             for key, item in value.items():
@@ -64,9 +65,12 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
 
 
 def _check_key(key: object, above: tuple[object, ...]) -> None:
-    if type(key) is not str and _values.encode_json(key) is _values.NOT_JSON:
+    if not is_key(key) or _values.encode_json(key) is _values.NOT_JSON:
+        # Python refuses to show a very long integer.
+        shown = f"{key!r:.200}" if type(key) is not int else f"of {key.bit_length()} bits"
         raise UnsupportedValueError(
-            f"the key {key!r} below {'.'.join(map(str, above))!r} is a {type(key).__name__}; use strings or integers"
+            f"the key {shown} below {'.'.join(map(str, above))!r:.200} is a {type(key).__name__} that cannot be kept as a "
+            "key; use strings of Unicode characters, or integers"
         )
 
 

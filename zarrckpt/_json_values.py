@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, cast
 
 from zarrckpt._errors import CorruptCheckpointError
+from zarrckpt._state_path import is_unicode
 
 MAX_DEPTH: Final = 32
 """How deep values nest in JSON."""
@@ -103,7 +104,7 @@ class Encoder:
         if value is None or type(value) is bool:
             return value
         if type(value) is str:
-            return value if _is_unicode(value) else {"$str": value.encode("utf-8", "surrogatepass").hex()}
+            return value if is_unicode(value) else {"$str": value.encode("utf-8", "surrogatepass").hex()}
         if type(value) is int:
             return value if -_MAX_INT <= value <= _MAX_INT else {"$int": hex(value)}
         if type(value) is float:
@@ -150,19 +151,9 @@ def _encode_float(value: float) -> object:
     return {"$float": repr(value) if math.isinf(value) or bits == _NAN else f"0x{bits.hex()}"}
 
 
-def _is_unicode(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def is_plain_key(key: object) -> bool:
     """Whether a key of a dict can be a member's name."""
-    return type(key) is str and not key.startswith("$") and _is_unicode(key)
+    return type(key) is str and not key.startswith("$") and is_unicode(key)
 
 
 class Decoder:
@@ -176,7 +167,7 @@ class Decoder:
 
     def decode(self, obj: object, depth: int) -> Any:
         """The value of an item inside ``depth`` containers. Raises CorruptCheckpointError."""
-        if obj is None or type(obj) is bool or type(obj) is str:
+        if obj is None or type(obj) is bool or (type(obj) is str and is_unicode(obj)):
             return obj
         if type(obj) is int and -_MAX_INT <= obj <= _MAX_INT:
             return obj
@@ -195,8 +186,8 @@ class Decoder:
     def _object(self, obj: dict[Any, Any], depth: int) -> dict[str, Any]:
         _check_depth(depth)
         for key in obj:
-            if type(key) is not str or key.startswith("$"):
-                raise malformed("member names without '$' in an object of several members", key)
+            if not is_plain_key(key):
+                raise malformed("names of Unicode characters that do not begin with '$'", key)
         return {key: self.decode(item, depth + 1) for key, item in obj.items()}
 
     def _tagged(self, tag: str, content: object, depth: int) -> Any:
@@ -259,7 +250,7 @@ def _decode_str(content: object) -> str:
         text = bytes.fromhex(digits).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as err:
         raise CorruptCheckpointError(f"malformed JSON value: $str: {err}") from err
-    if _is_unicode(text):
+    if is_unicode(text):
         raise malformed("a string for a text without lone surrogates", content)
     return text
 

@@ -24,6 +24,7 @@ CLAIM_KEY = f"{HOUSE}/{NODE}"
 REMOVAL_KEY = f"{HOUSE}/{REMOVED}/{NODE}"
 
 _CHUNK_KEY = re.compile(r"c(\.\d+)*", re.ASCII)
+_PIN_KEY = re.compile(rf"{HOUSE}/{PINS}/([0-9a-f]{{32}}/)?{re.escape(NODE)}")
 _TABLE_KEY = re.compile(rf"{HOUSE}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES})/({re.escape(NODE)}|c\.0)")
 
 
@@ -35,6 +36,11 @@ def marker_key(attempt: str) -> str:
 def pin_key(pin_id: str) -> str:
     """Where a pin is put."""
     return f"{HOUSE}/{PINS}/{pin_id}/{NODE}"
+
+
+def is_pin_key(key: str) -> bool:
+    """Whether a key is that of a pin, or of the group of all pins."""
+    return _PIN_KEY.fullmatch(key) is not None
 
 
 def is_table_key(key: str) -> bool:
@@ -140,9 +146,12 @@ def parse_claim(data: bytes, where: str) -> str:
     return parse_sealed(data, where)[1].save_id("claim")
 
 
-def removal_bytes(save_id: str) -> bytes:
-    """The record of a removal as it is stored; ``save_id`` names the committed save, "" where there is none."""
-    return sealed_bytes({"removed": save_id, "started": now()})
+def removal_bytes(save_id: str, removal_id: str) -> bytes:
+    """The record of a removal as it is stored; ``save_id`` names the committed save, "" where there is none.
+
+    ``removal_id`` is random: by its record a removal knows that it still is the one that goes on.
+    """
+    return sealed_bytes({"removed": save_id, "removal": removal_id, "started": now()})
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from zarrckpt import _values
 from zarrckpt._errors import CorruptCheckpointError
+from zarrckpt._state_path import KEY_BITS
 
 MAX_METADATA = 64 << 10
 """Bytes of JSON: every reader of the checkpoint fetches it."""
@@ -38,6 +39,8 @@ def _plain(value: Any, where: str, depth: int, room: Iterator[int]) -> Any:
     """A value as plain JSON types; ``room`` has an element for each value that there may be."""
     if next(room, None) is None:
         raise _too_large(f"more than {MAX_METADATA:,} values")
+    if type(value) is int and value.bit_length() > KEY_BITS:
+        raise ValueError(f"{where} is an int of {value.bit_length()} bits, more than {KEY_BITS}")
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping | list | tuple) and depth == _values.MAX_DEPTH:
@@ -66,7 +69,10 @@ def _too_large(found: str) -> ValueError:
 
 def parse_metadata(found: Any, where: str) -> dict[str, Any]:
     """The metadata of a stored root. Raises CorruptCheckpointError."""
-    value = _values.decode_json(found)
+    try:
+        value = _values.decode_json(found)
+    except CorruptCheckpointError as err:
+        raise CorruptCheckpointError(f"{where}: metadata: {err}") from err
     if type(value) is not dict or not _is_plain(value) or _values.json_size(found) > MAX_METADATA:
         raise CorruptCheckpointError(
             f"{where}: metadata is {found!r:.80}, expected an object of values as JSON has them, of at most "
@@ -80,4 +86,6 @@ def _is_plain(value: object) -> bool:
         return all(map(_values.is_plain_key, value)) and all(map(_is_plain, value.values()))
     if type(value) is list:
         return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
+    if type(value) is int:
+        return value.bit_length() <= KEY_BITS
+    return value is None or type(value) in (bool, float, str)

@@ -2,8 +2,8 @@ r"""Names of state-dict levels <-> names of Zarr nodes.
 
 One level of a state dict (``"layers.0.weight"``) becomes one component of a node path, unchanged
 wherever every store and reader takes it. What some of them bend or refuse is percent-encoded: ``%`` and
-two uppercase hexadecimal digits for each byte of the character's UTF-8 form (of a lone surrogate, the
-three bytes that the rule of UTF-8 would give).
+two uppercase hexadecimal digits for each byte of the character's UTF-8 form. A name with a lone surrogate,
+which has no such form, is refused.
 
 ======================================== ============================================================
 encoded                                  because
@@ -13,7 +13,6 @@ encoded                                  because
 ``: * ? " < > |``                        Windows has no such file names; ``::``, ``*`` and ``?`` mean
                                          something to fsspec
 U+0000-001F, U+007F-009F, U+FFFE, U+FFFF control characters, and what the XML of a listing cannot hold
-U+D800-DFFF                              lone surrogates have no UTF-8 form
 the first ``_`` of a leading ``__``      Zarr reserves these names
 a leading ``@``                          marks this package's own groups below the root
 leading or trailing white space          trimmed by some parsers of listings, trailing also by Windows
@@ -43,14 +42,17 @@ import re
 from collections.abc import Iterable, Sequence
 
 from zarrckpt._errors import CorruptCheckpointError, UnsupportedValueError
+from zarrckpt._state_path import KEY_BITS, is_unicode
 
 MAX_COMPONENT_BYTES = 255
+MAX_COMPONENTS = 128
+"""Of a path: what is nested deeper has no place in any store."""
 
 _EMPTY = "%7E"
 _KEPT_BYTES = MAX_COMPONENT_BYTES - len(_EMPTY) - 32
 
-_NOWHERE = r'/\\:*?"<>|\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff'
-_REFUSED = re.compile(f"[{_NOWHERE}]")
+_NOWHERE = r'/\\:*?"<>|\x00-\x1f\x7f-\x9f\ufffe\uffff'
+_REFUSED = re.compile(rf"[{_NOWHERE}\ud800-\udfff]")
 _ENCODED = re.compile(
     rf"[%{_NOWHERE}]"
     r"|\A_(?=_)|\A[@\s]|[.\s]\Z|\#(?=[0-9]+\Z)"
@@ -69,7 +71,7 @@ def escape(component: str) -> str:
     encoded = escaped.encode()
     if len(encoded) <= MAX_COMPONENT_BYTES:
         return escaped
-    digest = hashlib.sha256(component.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    digest = hashlib.sha256(component.encode()).hexdigest()[:32]
     kept = encoded[:_KEPT_BYTES].decode("utf-8", "ignore")  # no half characters,
     kept = re.sub(r"%[0-9A-F]?\Z", "", kept)  # and no half codes
     return f"{kept}{_EMPTY}{digest}"
@@ -79,22 +81,28 @@ def node_path(components: Sequence[str | int]) -> str:
     """The node path of an entry, relative to its tree: escaped names joined by ``/``, integers in decimal.
 
     Keys that Python holds equal (1 and True, a str and an equal StrEnum member) have one path. No
-    components give the empty path. Raises UnsupportedValueError for keys of other types.
+    components give the empty path. Raises UnsupportedValueError for keys of other types, and for lone surrogates.
     """
+    if len(components) > MAX_COMPONENTS:
+        raise UnsupportedValueError(
+            f"the entry {list(components)!r:.200} is nested {len(components)} levels deep, at most {MAX_COMPONENTS} "
+            "are kept"
+        )
     return "/".join(map(_node_name, components))
 
 
 def _node_name(component: str | int) -> str:
-    if isinstance(component, str):
+    if isinstance(component, str) and is_unicode(component):
         return escape(component)
     if not isinstance(component, int):
         found = f"{component!r:.100} of type {type(component).__name__}"
-    elif component.bit_length() > 512:  # its repr may be refused, so it can't be shown
+    elif component.bit_length() > KEY_BITS:  # its repr may be refused, so it can't be shown
         found = f"an int of {component.bit_length()} bits"
     else:
         return format(int(component), "d")
     raise UnsupportedValueError(
-        f"nothing can be stored under the key {found}: expected a str, or an int of up to 512 bits"
+        f"nothing can be stored under the key {found}: expected a str of Unicode characters, or an int of up to "
+        f"{KEY_BITS} bits"
     )
 
 
@@ -130,7 +138,9 @@ def check_paths(paths: Iterable[object], where: str) -> tuple[str, ...]:
     for path in paths:
         if not isinstance(path, str):
             raise CorruptCheckpointError(f"{where}: {path!r:.80} is no node path, expected a string")
-        if fault := next(filter(None, map(_fault_of, path.split("/"))), None):
+        components = path.split("/", MAX_COMPONENTS)
+        deep = f"more than {MAX_COMPONENTS} names" if len(components) > MAX_COMPONENTS else None
+        if fault := deep or next(filter(None, map(_fault_of, components)), None):
             raise CorruptCheckpointError(f"{where}: {path!r:.300} is no node path: {fault}")
         checked.append(path)
     return tuple(checked)

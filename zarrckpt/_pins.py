@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from zarrckpt import _commit
@@ -43,23 +44,24 @@ def pin(
     root = _commit.load_root(place)
     own = Pin(_commit.new_id(), note, now())
     key = pin_key(own.pin_id)
-    place.create(key, own.to_bytes())
     try:
+        place.create(key, own.to_bytes())
         place.sync([key])
         # Whoever removes puts a record, whoever replaces a marker, and looks for pins then: one of two sees the other.
         _refuse_endangered(place, root)
+        # Now that nobody removes the checkpoint any more: nothing is to be left behind a removal.
+        place.put(join(HOUSE, PINS, NODE), [dumps(group_document())])
     except BaseException:
-        place.delete([key])
+        with suppress(CheckpointError):
+            place.delete([key])
         raise
-    # Now that nobody removes the checkpoint any more: nothing is to be left behind a removal.
-    place.put(join(HOUSE, PINS, NODE), [dumps(group_document())])
     return own.pin_id
 
 
 def _refuse_endangered(place: Store, root: Root) -> None:
     found = _commit.leftovers(place)
-    if found.removal:
-        raise CheckpointRemovedError(f"the checkpoint at {place.url} is being removed: pin another one")
+    if found.removal or found.root_bytes is None:
+        raise CheckpointRemovedError(f"the checkpoint at {place.url} is being removed, or is gone: pin another one")
     if found.root is None or found.root.save_id != root.save_id:
         raise CheckpointReplacedError(f"the checkpoint at {place.url} was replaced meanwhile: pin it again")
     if rivals := [marker for marker in found.others if found.may_commit(marker)]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from zarrckpt._errors import CorruptCheckpointError, KeyMismatchError
 from zarrckpt._grid import Grid, Ints
 from zarrckpt._metadata import parse_metadata
 from zarrckpt._sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
-from zarrckpt._state_path import DICT, LIST, ORDERED_DICT, StatePath, one_nan
+from zarrckpt._state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, one_nan
 
 HOUSE = "@zarrckpt"
 """The group that holds the claim, a group for each attempt (its marker and its tables), records and pins."""
@@ -23,7 +24,9 @@ CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
 MAX_POSITION = 1 << 20
 """Positions in lists are below: who rebuilds a list makes room up to the last one. Flat lists of values are values."""
 MAX_RANKS = 1 << 20
-"""Whose tensors one entry stacks, at most: readers make a list of them."""
+"""Whose tensors one entry stacks, at most: readers make a list of them. Stacks of the same ranks share one."""
+_ALL_RANKS = 1 << 22
+"""In all lists of a root together, at most."""
 HISTORY = 16
 """Save ids that a root remembers: enough to tell a lost answer from a lost race."""
 
@@ -136,7 +139,10 @@ class Root:
         for depth, container in enumerate(containers):
             if container == LIST:
                 keys[depth] = _position(keys[depth], fqn)
-        return StatePath([*map(one_nan, keys)], containers, *self.stacks.get(fqn, ()))
+        stack = self.stacks.get(fqn)
+        if stack is not None and keys[stack.level] != RANKS:
+            raise CorruptCheckpointError(f"entry {fqn!r:.200} has no key {RANKS!r} at its level {stack.level}")
+        return StatePath([*map(one_nan, keys)], containers, *(stack or ()))
 
     def group_path(self, name: str) -> str:
         """The node path of the group with a flat name. Raises KeyMismatchError where no array is below such a group."""
@@ -230,6 +236,7 @@ def parse_root(data: bytes, where: str) -> Root:
     allocated from sizes that the document claims.
     """
     document, members = parse_sealed(data, where)
+    members.sequence("features")
     save_id, tree = members.save_id("save_id"), members.text("tree")
     if tree and tree != f"@{save_id}":
         raise members.fail("tree", tree, "'' or '@' and its save id")
@@ -316,6 +323,8 @@ def _tables(members: Members, nodes: Iterable[ArrayNode]) -> dict[str, Table]:
         tables[name] = Table(table.count("length"), table.count("crc32c"))
         if tables[name].length != expected:
             raise members.fail(f"the length of table {name!r}", tables[name].length, str(expected))
+        if expected == 0 != tables[name].crc32c:
+            raise members.fail(f"the crc32c of table {name!r}", tables[name].crc32c, "0, that of no bytes")
     return tables
 
 
@@ -326,6 +335,7 @@ class _Entries:
         self._members = members
         self._nodes = nodes
         self.stacks: dict[str, Stack] = {}
+        self._ranks_of: dict[str, tuple[int, ...]] = {}
 
     def entry(self, fqn: str, entry: Any) -> Entry:
         """One entry, whose members say what it is."""
@@ -334,8 +344,8 @@ class _Entries:
         path, names = entry["path"], entry.keys()
         if names == {"path", "value"}:
             _names.check_paths([path], self._members.where)
-            if _is_deeper(entry["value"], _VALUE_LEVELS):
-                raise self._fail(fqn, "nested deeper than any value", "a value")
+            if not _is_bounded(entry["value"], _VALUE_LEVELS):
+                raise self._fail(fqn, "nested deeper than any, or with a number beyond any float", "a value")
             return ValueEntry(path, entry["value"])
         if path not in self._nodes:
             raise self._fail(fqn, path, "the path of an array of the consolidated metadata")
@@ -352,7 +362,7 @@ class _Entries:
     def _blob(self, fqn: str, entry: Json) -> BlobEntry:
         node, encoding, kind = self._nodes[entry["path"]], entry["encoding"], entry.get("kind")
         expected = {"path", "encoding", "kind"} if _BLOB_KINDS.get(encoding, True) else {"path", "encoding"}
-        if encoding not in _BLOB_KINDS or entry.keys() != expected or not isinstance(kind, str | None):
+        if encoding not in _BLOB_KINDS or entry.keys() != expected or not isinstance(entry.get("kind", ""), str):
             raise self._fail(fqn, entry, f"a blob's path, its encoding of {(*_BLOB_KINDS,)}, and for most a kind")
         if node.dtype.name != "uint8" or len(node.grid.shape) != 1:
             raise self._fail(fqn, node.dtype.name, "one dimension of uint8 for a blob")
@@ -369,13 +379,20 @@ class _Entries:
         # Before a list of them is made: a document can claim any number.
         if not 0 < count <= MAX_RANKS or shape[:1] != (count,):
             raise self._fail(fqn, found, f"{shape[:1]} ranks, as the first axis has elements")
-        return tuple(rank for begin, end in found for rank in range(begin, end))
+        if (text := repr(found)) not in self._ranks_of:
+            if count + sum(map(len, self._ranks_of.values())) > _ALL_RANKS:
+                raise self._fail(fqn, found, "fewer ranks in all stacks together")
+            self._ranks_of[text] = tuple(rank for begin, end in found for rank in range(begin, end))
+        return self._ranks_of[text]
 
     def keys(self, fqn: str, keys: Any) -> tuple[object, ...]:
         """The original keys of an entry."""
         if fqn not in self._members.mapping("entries") or not isinstance(keys, list):
             raise self._members.fail(f"the keys of {fqn!r:.200}", keys, "a list, for a known entry")
-        found = tuple(_values.decode_json(key) for key in keys)
+        try:
+            found = tuple(map(_values.decode_json, keys))
+        except CorruptCheckpointError as err:
+            raise self._members.fail(f"the keys of {fqn!r:.200}", keys, f"values ({err})") from err
         if not all(map(is_key, found)):
             raise self._members.fail(f"the keys of {fqn!r:.200}", keys, "keys of dicts")
         return found
@@ -384,29 +401,18 @@ class _Entries:
         return self._members.fail(f"entry {fqn!r:.200}", found, expected)
 
 
-def is_key(value: object) -> bool:
-    """Whether a decoded value may be a key: one that can be hashed, and that Python shows."""
-    if isinstance(value, tuple | frozenset):
-        return all(map(is_key, value))
-    if type(value) is int:
-        return value.bit_length() <= _KEY_BITS
-    return value is None or type(value) in (bool, float, complex, str)
-
-
 _POSITION = re.compile("0|[1-9][0-9]{0,8}")
-
-_KEY_BITS = 512
-"""Of an integer that is a key: Python refuses to show some that are much longer."""
 
 _VALUE_LEVELS = 128
 """Of JSON; the format's own limit is lower, and found when a value is decoded."""
 
 
-def _is_deeper(value: object, levels: int) -> bool:
+def _is_bounded(value: object, levels: int) -> bool:
+    """Whether a value can be decoded, or written again as it is, without an error of Python's."""
     if not isinstance(value, dict | list):
-        return False
+        return type(value) is not float or math.isfinite(value)
     inner: Iterator[object] = iter(value.values() if isinstance(value, dict) else value)
-    return levels == 0 or any(_is_deeper(item, levels - 1) for item in inner)
+    return levels > 0 and all(_is_bounded(item, levels - 1) for item in inner)
 
 
 def _check_whole(root: Root, nodes: Mapping[str, ArrayNode], where: str) -> None:
@@ -415,22 +421,46 @@ def _check_whole(root: Root, nodes: Mapping[str, ArrayNode], where: str) -> None
     if sorted(nodes) != used:
         odd = sorted({*nodes} ^ {*used})
         raise CorruptCheckpointError(f"{where}: arrays and entries do not match, e.g. {odd[:3]}")
-    inside: dict[tuple[object, ...], str] = {}
-    above = set()
+    levels = _Levels(where)
     for fqn in root.entries:
-        path = root.state_path(fqn)
-        if path.fqn != fqn:
-            raise CorruptCheckpointError(f"{where}: entry {fqn!r:.200} is kept under a path of another name")
-        for depth, container in enumerate(path.containers):
-            if inside.setdefault(path.keys[:depth], container) != container:
-                raise CorruptCheckpointError(f"{where}: entry {fqn!r:.200} is in what is no {container} for others")
-        if path.keys in inside:
-            raise CorruptCheckpointError(f"{where}: entry {fqn!r:.200} stands where others are")
-        inside[path.keys] = ""
-        above.add(root.node_path(fqn))
-    idle = sorted(root.containers.keys() - parent_groups(above) - ({""} if above else set()))
+        try:
+            path = root.state_path(fqn)
+        except CorruptCheckpointError as err:
+            raise CorruptCheckpointError(f"{where}: {err}") from err
+        levels.add(fqn, path, root.node_path(fqn).split("/"))
+    idle = sorted(root.containers.keys() - levels.containers)
     if idle:
         raise CorruptCheckpointError(f"{where}: the container {idle[0]!r:.200} holds no entry")
+
+
+class _Levels:
+    """The containers above the entries of a root: the same for all that have the same keys, or names, up to there."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._found: dict[tuple[object, ...], tuple[tuple[str, ...], str]] = {}
+        """Keys -> the names of the path, and what is there: a container, or "" for an entry."""
+        self._keys: dict[tuple[str, ...], tuple[object, ...]] = {}
+
+    @property
+    def containers(self) -> set[str]:
+        """The paths of all containers below the state itself."""
+        return {"/".join(names) for names, what in self._found.values() if what and names}
+
+    def add(self, fqn: str, path: StatePath, names: Sequence[str]) -> None:
+        """Take one more entry. Raises CorruptCheckpointError where it is at odds with those before."""
+        if path.fqn != fqn:
+            raise self._fail(fqn, "is kept under a path of another name")
+        if path.keys in self._found:
+            raise self._fail(fqn, "stands where others are")
+        for depth, what in enumerate((*path.containers, "")):
+            keys, level = path.keys[:depth], tuple(names[:depth])
+            known = self._found.setdefault(keys, (level, what))
+            if known != (level, what) or self._keys.setdefault(level, keys) != keys:
+                raise self._fail(fqn, "stands below another one, or in a container of another kind or path")
+
+    def _fail(self, fqn: str, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self._where}: entry {fqn!r:.200} {what}")
 
 
 def _position(key: object, fqn: str) -> int:

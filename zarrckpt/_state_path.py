@@ -13,16 +13,37 @@ CONTAINERS = (DICT, LIST, ORDERED_DICT)
 RANKS = "ranks"
 """The key that takes the place of a rank's number where the tensors of several ranks are stacked in one entry."""
 
-_NANS: dict[bytes, Any] = {}
+KEY_BITS = 512
+"""Of an integer that is a key, at most: Python refuses to show some that are much longer."""
+
+_NANS: dict[bytes, float] = {}
+
+
+def is_key(value: object) -> bool:
+    """Whether a value may be a key of a dict in a state: one that Python shows in the same way in every process."""
+    if type(value) is str:
+        return is_unicode(value)
+    if type(value) is tuple:
+        return all(map(is_key, value))
+    return value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() <= KEY_BITS)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has a UTF-8 form: no lone surrogates."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def one_nan(key: Any) -> Any:
     """A key in which each NaN is one object: a dict finds a NaN by its identity, since it equals nothing."""
-    if type(key) in (tuple, frozenset):
-        return type(key)(map(one_nan, key))
-    if type(key) in (float, complex) and key != key:
-        return _NANS.setdefault(struct.pack(">2d", key.real, key.imag), key)
-    return key
+    if type(key) is tuple:
+        return tuple(map(one_nan, key))
+    return _NANS.setdefault(struct.pack(">d", key), key) if type(key) is float and key != key else key
 
 
 class StatePath(tuple[str | int, ...]):

@@ -216,7 +216,9 @@ def _read_npy_header(np: Any, payload: memoryview) -> tuple[tuple[int, ...], boo
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     except Exception as err:  # a parser on any input
         raise CorruptCheckpointError(f"not an NPY header: {type(err).__name__}: {err}") from err
-    if version != (1, 0) or dtype.hasobject or not all(type(n) is int and n >= 0 for n in shape):
+    # Of some types numpy makes others: with a dimension more, or with a size.
+    plain = not dtype.hasobject and np.empty(0, dtype).dtype == dtype
+    if version != (1, 0) or not plain or not all(type(n) is int and n >= 0 for n in shape):
         raise CorruptCheckpointError(f"an NPY {version} array of {dtype} with the shape {shape}")
     return shape, fortran, dtype, stream.tell()
 
@@ -298,18 +300,23 @@ def _decode_tree(payload: memoryview) -> Any:
         raise CorruptCheckpointError(f"{len(payload)} bytes, expected 8 and JSON of {length}")
     items = payload[8 + length :]
     taken: list[tuple[int, int]] = []
+    left = len(items)
 
     def blob(content: object) -> Any:
+        nonlocal left
         if not isinstance(content, dict) or set(content) != {"encoding", "kind", "byte_offset", "byte_size"}:
             raise malformed("encoding, kind, byte_offset and byte_size for $blob", content)
         offset, size = content["byte_offset"], content["byte_size"]
         if type(offset) is not int or type(size) is not int or not 0 <= offset <= offset + size <= len(items):
             raise malformed(f"$blob to lie within {len(items)} bytes", content)
         taken.append((offset, offset + size))
+        # Before one more is decoded: a small blob cannot ask for much memory.
+        if (left := left - size) < 0:
+            raise malformed("$blob items that do not overlap", content)
         return _decode_item(content["encoding"], content["kind"], items[offset : offset + size])
 
     value = Decoder(blob).decode(loads(payload[8 : 8 + length]), 0)
-    # Exact cover: no byte is read twice, so a small blob can't ask for much memory, and none is unexplained.
+    # Exact cover: no byte is read twice, and none is unexplained.
     end = 0
     for start, stop in sorted(taken):
         if start != end:
