@@ -163,7 +163,9 @@ class Running(threading.local):
 running = Running()
 
 
-def _run(jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False) -> list[T]:
+def _run(
+    jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False, stopping: object = None
+) -> list[T]:
     numbered = [*enumerate(jobs)]
     found = {number: job() for number, job in running.order(numbered)}
     return [found[number] for number, _ in numbered]

@@ -300,7 +300,9 @@ class _Inline:
         pass
 
 
-def _run(jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False) -> list[T]:
+def _run(
+    jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False, stopping: object = None
+) -> list[T]:
     """Jobs of the package, one after the other in the calling thread."""
     return [job() for job in jobs]
 
@@ -518,5 +520,5 @@ class MemoryStore(Store):
 def memory_store(store: MemoryStore | None = None) -> Iterator[MemoryStore]:
     """A store (default: a fresh one) in which every url lies while the context lasts."""
     place = MemoryStore() if store is None else store
-    with patch.object(StoreSpec, "open", lambda self: place):
+    with patch.object(StoreSpec, "open", lambda self, **options: place):
         yield place

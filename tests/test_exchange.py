@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from memory_peaks import peak_of, traced_peak_of
 from ranks import context, idle_meshes, run_ranks
+from simulated import MemoryStore, memory_store
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, _async_process_executor
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -49,6 +50,7 @@ from uneven_states import (
 import zarrckpt
 from zarrckpt import CheckpointError, ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter, _exchange
 from zarrckpt._exchange import Channel, MeshId, PeerLost
+from zarrckpt._store import Buffer
 from zarrckpt._store._local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -676,3 +678,32 @@ def _altered_on_its_way(url: str) -> list[str]:
 
 def test_what_is_altered_between_ranks_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
     assert not any(run_ranks(_altered_on_its_way, str(tmp_path / "run")))
+
+
+# -- what fails while a round is waited for
+
+
+class _FailingStore(MemoryStore):
+    """A store whose puts of one entry's chunks take their time, and fail on the first rank."""
+
+    max_concurrency = 2
+
+    def put(self, key: str, buffers: Sequence[Buffer]) -> None:
+        if key.startswith("big/c") and dist.get_rank() == 0:
+            time.sleep(1)
+            raise zarrckpt.StorageError("no more space")
+        super().put(key, buffers)
+
+
+def _a_put_fails_while_others_wait_to_begin() -> None:
+    """The rank's threads are all busy with its own chunks, and the chunks of a round in line behind them."""
+    mesh = mesh_of([0, 1])
+    state = {"big": sharded(torch.randn(1024, 1024), mesh, 0)}
+    state |= {f"small{number}": sharded(torch.randn(64, 64), mesh, 0) for number in range(12)}
+    small = {"min_piece_bytes": 64 << 10, "max_chunk_bytes": 1 << 20, "max_inflight_bytes": 96 << 10}
+    with memory_store(_FailingStore()), pytest.raises(zarrckpt.StorageError, match="no more space"):
+        zarrckpt.save(state, "run", fill_bytes=16 << 10, **small)
+
+
+def test_a_put_that_fails_ends_the_save_whatever_is_waited_for() -> None:
+    run_ranks(_a_put_fails_while_others_wait_to_begin, world_size=2, timeout=60)

@@ -456,3 +456,28 @@ def test_copies_are_like_those_of_other_containers() -> None:
     shallow, deep = copy.copy(one), copy.deepcopy(one)
     assert shallow.value is one.value and shallow.new_ranks == deep.new_ranks == "wrap"
     assert deep.value[0] is not one.value[0] and deep.value[0].eq(1).all()
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+    """Ranks' tensors are stacked under ``rng.ranks``; nobody else's entry of that name is lost."""
+    own = PerRank(torch.ones(4))
+    states: list[dict[str, Any]] = [
+        {"rng": own, "rng.ranks": torch.arange(3.0)},
+        {"rng.ranks": torch.arange(3.0), "rng": own},
+        {"rng.ranks": 5, "rng": own},
+        {"rng": PerRank({"a": torch.ones(1)}), "rng.ranks": {"a": 1}},
+    ]
+    for state in states:
+        with pytest.raises(zarrckpt.UnsupportedValueError, match=r"rng\.ranks"):
+            zarrckpt.save(state, tmp_path / "one")
+    assert not (tmp_path / "one" / "zarr.json").exists()
+
+
+def test_stacks_have_chunks_of_their_own_type(tmp_path: Path) -> None:
+    for order in ("ab", "ba"):
+        tensors = {"a": torch.zeros(1 << 20, dtype=torch.uint8), "b": torch.zeros(1 << 20, dtype=torch.float64)}
+        zarrckpt.save(
+            {"x": PerRank({name: tensors[name] for name in order})}, tmp_path / order, max_chunk_bytes=1 << 20
+        )
+        ckpt = zarrckpt.open(tmp_path / order)
+        assert ckpt.writers("x.ranks.a").size == 1 and ckpt.writers("x.ranks.b").size == 8

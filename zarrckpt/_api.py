@@ -78,7 +78,6 @@ def save(
         storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
             (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
         credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
-            Default: they are deleted after the commit, and such readers get CheckpointReplacedError.
         compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
             ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``); tensors are compressed, values are not.
         max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of

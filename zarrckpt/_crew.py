@@ -12,11 +12,18 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-def run(jobs: Iterable[Callable[[], T]], concurrency: int | Callable[[], int], *, drawn_here: bool = False) -> list[T]:
+def run(
+    jobs: Iterable[Callable[[], T]],
+    concurrency: int | Callable[[], int],
+    *,
+    drawn_here: bool = False,
+    stopping: Callable[[], None] = lambda: None,
+) -> list[T]:
     """Run jobs on ``concurrency`` threads; return their results in order. The first error stops what has not begun.
 
     The calling thread is one of them, and whichever is free draws the next job, so that a generator never holds more
-    than these alive. ``drawn_here``: the calling thread draws all of them instead, a few ahead, and does none.
+    than these alive. ``drawn_here``: the calling thread draws all of them instead, a few ahead, and does none;
+    ``stopping`` is called, in any thread, when one has failed, so that the generator waits for none of them any more.
 
     ``concurrency`` may be a function where the number changes: threads beyond what is useful would only wait, and take
     turns with the interpreter and the processors' caches that the others need.
@@ -26,7 +33,7 @@ def run(jobs: Iterable[Callable[[], T]], concurrency: int | Callable[[], int], *
         return concurrency if isinstance(concurrency, int) else concurrency()
 
     if drawn_here:
-        return _run_drawn_here(jobs, limit)
+        return _run_drawn_here(jobs, limit, stopping)
     crew = _Crew(jobs, limit)
     crew.work()
     return crew.results()
@@ -56,7 +63,7 @@ def beside(call: Callable[[], T]) -> Iterator[Callable[[], T]]:
             thread.join()
 
 
-def _run_drawn_here(jobs: Iterable[Callable[[], T]], limit: Callable[[], int]) -> list[T]:
+def _run_drawn_here(jobs: Iterable[Callable[[], T]], limit: Callable[[], int], stopping: Callable[[], None]) -> list[T]:
     drawn: SimpleQueue[Callable[[], T] | None] = SimpleQueue()
     room = threading.Semaphore(limit())
 
@@ -65,7 +72,11 @@ def _run_drawn_here(jobs: Iterable[Callable[[], T]], limit: Callable[[], int]) -
             room.release()
             yield job
 
-    crew = _Crew(taken(), limit, stopping=room.release)
+    def stop() -> None:
+        room.release()
+        stopping()
+
+    crew = _Crew(taken(), limit, stop)
     crew.start()
     try:
         for job in jobs:

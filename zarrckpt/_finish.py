@@ -173,15 +173,6 @@ def _spelled(path: StatePath) -> bool:
     )
 
 
-def _stacks(layout: Layout) -> dict[str, Stack]:
-    stacks = {}
-    for fqn in {*layout.stack_of.values()}:
-        path = layout.paths[fqn]
-        assert path.rank_at is not None
-        stacks[fqn] = Stack(path.ranks, path.rank_at)
-    return stacks
-
-
 def _containers(layout: Layout) -> dict[str, str]:
     found: dict[str, str] = {}
     for fqn, path in layout.paths.items():

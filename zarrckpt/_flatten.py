@@ -66,11 +66,11 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
 
 def _check_key(key: object, above: tuple[object, ...]) -> None:
     if not is_key(key) or _values.encode_json(key) is _values.NOT_JSON:
-        # Python refuses to show a very long integer.
-        shown = f"{key!r:.200}" if type(key) is not int else f"of {key.bit_length()} bits"
+        # Python refuses to show very long integers.
+        shown = f"{key!r:.200} " if isinstance(key, str) else ""
         raise UnsupportedValueError(
-            f"the key {shown} below {'.'.join(map(str, above))!r:.200} is a {type(key).__name__} that cannot be kept as a "
-            "key; use strings of Unicode characters, or integers"
+            f"the key {shown}below {'.'.join(map(str, above))!r:.200} is a {type(key).__name__} that cannot be kept as "
+            "a key; use strings of Unicode characters, or integers"
         )
 
 

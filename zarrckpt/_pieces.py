@@ -54,9 +54,9 @@ class Pieces:
         """The size of a part of an item."""
         return box.size * self._plan.item_node(place).dtype.itemsize
 
-    def view(self, place: int | None, box: Box) -> RawArray | None:
+    def view(self, place: int, box: Box) -> RawArray | None:
         """A part of an item as raw elements: a view of its own memory, None where it is on another device."""
-        if place is None or place not in self._in_memory:
+        if place not in self._in_memory:
             return None
         if (raw := self._raw.get(place)) is not None:
             part: RawArray = raw[box.region(self._plan.item_box(place).offset)]
@@ -65,8 +65,11 @@ class Pieces:
 
     def copy(self, place: int, box: Box, out: RawArray) -> None:
         """Copy a part of an item to memory of its shape, raw elements; from another device without a detour."""
+        if (view := self.view(place, box)) is not None:
+            out[...] = view
+            return
         part = self._part(place, box)
-        if part.device.type != "cpu" and out.flags.c_contiguous:
+        if out.flags.c_contiguous:
             host = torch.from_numpy(out.reshape(-1).view(np.uint8)).view(part.dtype).reshape(part.shape)
             host.copy_(part.resolve_conj().resolve_neg())
         else:

@@ -101,39 +101,55 @@ class PartElements:
 
     def __init__(self, chunk: Box, parts: Sequence[Part], pieces: Pieces, received: Received) -> None:
         self.shape = chunk.shape
-        self._origin = chunk.offset
+        self._origin = np.array(chunk.offset, np.int64)
         self._parts = parts
         self._pieces = pieces
         self._received = received
+        # A chunk may have hundreds of parts, and as many subchunks.
+        self._begins = np.array([part.box.offset for part in parts], np.int64) - self._origin
+        self._ends = self._begins + np.array([part.box.shape for part in parts], np.int64)
+        self._memory: dict[int, RawArray | None] = {}
+        """By place, the elements of each part that was looked at; None where they are on another device."""
 
     def view(self, box: Box) -> RawArray | None:
-        wanted = self._in_array(box)
-        place = next(place for place, part in enumerate(self._parts) if intersect(part.box, wanted) is not None)
-        return self._view(place, wanted) if intersect(self._parts[place].box, wanted) == wanted else None
+        places = self._sharing(box)
+        if len(places) != 1 or (memory := self._elements(places[0])) is None:
+            return None
+        view: RawArray = memory[self._in_array(box).region(self._parts[places[0]].box.offset)]
+        return view
 
     def copy(self, box: Box, out: RawArray) -> None:
         wanted = self._in_array(box)
-        for place, part in enumerate(self._parts):
+        for place in self._sharing(box):
+            part, memory = self._parts[place], self._elements(place)
             shared = intersect(part.box, wanted)
-            if shared is None:
-                continue
+            assert shared is not None
             region = out[shared.region(wanted.offset)]
-            if part.item is not None:
+            if memory is not None:
+                region[...] = memory[shared.region(part.box.offset)]
+            elif part.item is not None:
                 self._pieces.copy(part.item, shared, region)
-            else:
-                region[...] = self._view(place, shared)
+
+    def _sharing(self, box: Box) -> list[int]:
+        """The places of the parts that have elements of a box."""
+        end = np.add(box.offset, box.shape)
+        found = np.flatnonzero(((self._begins < end) & (self._ends > box.offset)).all(axis=1))
+        places: list[int] = found.tolist()
+        return places
 
     def _in_array(self, box: Box) -> Box:
-        return Box(tuple(map(sum, zip(self._origin, box.offset, strict=True))), box.shape)
+        return Box(tuple((self._origin + box.offset).tolist()), box.shape)
 
-    def _view(self, place: int, box: Box) -> RawArray | None:
-        part = self._parts[place]
-        if part.item is not None:
-            return self._pieces.view(part.item, box)
-        data = self._received[place]
-        cells = data.view(raw_dtype(len(data) // part.box.size)).reshape(part.box.shape)
-        view: RawArray = cells[box.region(part.box.offset)]
-        return view
+    def _elements(self, place: int) -> RawArray | None:
+        if place not in self._memory:
+            part = self._parts[place]
+            if part.item is not None:
+                self._memory[place] = self._pieces.view(part.item, part.box)
+            else:
+                data = self._received[place]
+                cells = data.view(raw_dtype(len(data) // part.box.size)).reshape(part.box.shape)
+                self._memory[place] = cells
+        return self._memory[place]
 
 
 class RankWork:
@@ -207,16 +223,20 @@ class RankWork:
         results: dict[str, ObjectResult | ArrayResult] = {
             item.index.fqn: result for item, result in zip(self._objects, written, strict=True)
         }
-        jobs = self._jobs(channel)
-        run(jobs, self._store.useful_concurrency, drawn_here=channel is not None)
+        concurrency = self._store.useful_concurrency
+        if channel is None:
+            run(self._jobs(None), concurrency)
+        else:
+            swap = Swap(channel, self._plan, self._pieces)
+            run(self._jobs(swap), concurrency, drawn_here=True, stopping=swap.stop)
         # Also where nothing was put: what is synced is there only once the attempt has begun.
         self._tree()
         self._store.sync(self._keys)
         results |= {fqn: part.result() for fqn, part in self._written.items()}
         return [WriteResult(MetadataIndex(fqn), res.nbytes, res) for fqn, res in results.items()]
 
-    def _jobs(self, channel: Channel | None) -> Iterator[Callable[[], None]]:
-        """Jobs for the threads. With a channel, whoever draws them swaps pieces in between: others wait for those."""
+    def _jobs(self, swap: Swap | None) -> Iterator[Callable[[], None]]:
+        """Jobs for the threads. With a swap, whoever draws them swaps pieces in between: others wait for those."""
         # The largest first, so that no large one is left alone at the end.
         ordered = sorted(self._plan.chunks, key=self._chunk_bytes, reverse=True)
         own = (partial(self._put_chunk, chunk, {}) for chunk in ordered)
@@ -226,8 +246,7 @@ class RankWork:
         for path, document in self._plan.documents.items():
             yield partial(self._put_document, path, document)
         yield from itertools.islice(own, some)
-        if channel is not None:
-            swap = Swap(channel, self._plan, self._pieces)
+        if swap is not None:
             for number, chunks in swap.rounds():
                 while chunks:
                     # Not kept here: what was received is freed with its job.

@@ -207,14 +207,17 @@ class TensorReads:
         ahead = self._fetching(pool, steps[0]) if steps else {}
         for place, (number, step) in enumerate(shares.items()):
             fetched = {wanted: fetching.result() for wanted, fetching in ahead.items()}
-            ahead = self._fetching(pool, steps[place + 1]) if place + 1 < len(steps) else {}
             messages = [new_message(sum(self._sizes(message))) for message in step.sends]
             packs = self._packs(step, messages)
-            _all(pool, [partial(self._unpack, *row, packs.get(row[0], ())) for row in fetched.items()])
-            sends = [(rank, seal(data)) for data, to in zip(messages, step.sends, strict=True) for rank in to.ranks]
+            unpacking = [pool.submit(self._unpack, *row, packs.get(row[0], ())) for row in fetched.items()]
+            # Behind these: others wait for this round's messages, and for none of the next.
+            ahead = self._fetching(pool, steps[place + 1]) if place + 1 < len(steps) else {}
+            _wait_for(unpacking)
+            sealed = list(map(seal, messages))
+            sends = [(rank, data) for data, message in zip(sealed, step.sends, strict=True) for rank in message.ranks]
             sources = [(message.ranks[0], message_bytes(self._sizes(message))) for message in step.receives]
             received = channel.swap(sends, sources, number)
-            _all(pool, [partial(self._take, *row) for row in zip(step.receives, received, strict=True)])
+            _wait_for([pool.submit(self._take, *row) for row in zip(step.receives, received, strict=True)])
 
     def _fetching(self, pool: ThreadPoolExecutor, step: ShareRound) -> dict[Run, Future[RawArray]]:
         """A round's runs, which are being fetched."""
@@ -293,7 +296,7 @@ def _as_elements(part: ChunkPart, data: RawArray, box: Box) -> RawArray:
     return data.view(raw_dtype(part.node.dtype.itemsize)).reshape(box.shape)
 
 
-def _all(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], None]]) -> None:
-    """Run jobs in a pool. Raises what one of them raised."""
-    for job in [pool.submit(job) for job in jobs]:
+def _wait_for(jobs: Sequence[Future[None]]) -> None:
+    """Wait for jobs of a pool. Raises what one of them raised."""
+    for job in jobs:
         job.result()

@@ -13,10 +13,7 @@ from zarrckpt._chunk_layout import most_subchunk_stored, subchunk_bytes
 from zarrckpt._documents import ArrayNode
 from zarrckpt._grid import Box, Ints, intersect
 from zarrckpt._owners import Held, Numbers, Ranks, schedule
-from zarrckpt._transfer import neighbours, subchunks_in
-
-_RUN_BYTES = 8 << 20
-"""Neighbouring subchunks are fetched together up to this many bytes."""
+from zarrckpt._transfer import READ_BYTES, neighbours, subchunks_in
 
 _LEAST_RUN_BYTES = 1 << 20
 """Where many ranks need the same, runs are shorter, so that all of them fetch in every round; but not below this."""
@@ -52,12 +49,20 @@ Shares = Mapping[int, ShareRound]
 
 
 class _Wanted(NamedTuple):
-    """A run of one geometry, which several ranks need: the boxes that they fill with it, and the bytes of each box."""
+    """A run of one geometry, which several ranks need."""
 
     chunk: Ints
     numbers: range
     held: tuple[Held, ...]
-    nbytes: tuple[int, ...]
+    """The boxes that they fill with it."""
+    ranks: Numbers
+    """Those ranks, ascending."""
+    taken: Numbers
+    """The bytes that each of them takes of it."""
+    kept: Numbers
+    """The bytes that each has not to hand on, if it fetches the run: of boxes that nobody else fills."""
+    handed: int
+    """The bytes of all boxes."""
 
 
 def plan_shares(
@@ -75,15 +80,11 @@ def plan_shares(
     readers = []
     for fqn, want, ranks in rows:
         stored = len(want.numbers) * most_subchunk_stored(nodes[fqn])
-        column = np.array(ranks, np.int64)
-        place = int(loads[column].argmin())
+        place = int(loads[want.ranks].argmin())
         loads[ranks[place]] += stored
-        need = np.zeros(len(ranks), np.int64)
-        for held, nbytes in zip(want.held, want.nbytes, strict=True):
-            need[np.searchsorted(column, held.ranks)] += nbytes
-        sent = (n for held, n in zip(want.held, want.nbytes, strict=True) if held.ranks != (ranks[place],))
-        need[place] = stored + sum(sent)
-        needs.append((column, need))
+        need = want.taken.copy()
+        need[place] = stored + want.handed - want.kept[place]
+        needs.append((want.ranks, need))
         readers.append(ranks[place])
     shares: list[dict[int, ShareRound]] = [{} for _ in range(world_size)]
     messages: dict[tuple[int, int, Ranks], Message] = {}
@@ -138,10 +139,21 @@ def _runs_of(node: ArrayNode, held: Sequence[Held], limit: int) -> Iterator[tupl
             ranks = tuple(sorted({rank for want in theirs for rank in want.ranks}))
             if len(ranks) == 1:
                 continue
-            longest = min(_RUN_BYTES, limit, max(_LEAST_RUN_BYTES, limit // len(ranks)))
+            longest = min(READ_BYTES, limit, max(_LEAST_RUN_BYTES, limit // len(ranks)))
             for run in neighbours(numbers, max(1, longest // subchunk_bytes(node))):
-                nbytes = tuple(handed_bytes(node, chunk, run, want.box) for want in theirs)
-                yield _Wanted(chunk, run, theirs, nbytes), ranks
+                yield _wanted(node, chunk, run, theirs, np.array(ranks, np.int64)), ranks
+
+
+def _wanted(node: ArrayNode, chunk: Ints, run: range, theirs: tuple[Held, ...], ranks: Numbers) -> _Wanted:
+    taken, kept, handed = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64), 0
+    for want in theirs:
+        nbytes = handed_bytes(node, chunk, run, want.box)
+        places = np.searchsorted(ranks, want.ranks)
+        taken[places] += nbytes
+        handed += nbytes
+        if len(want.ranks) == 1:
+            kept[places] += nbytes
+    return _Wanted(chunk, run, theirs, ranks, taken, kept, handed)
 
 
 def handed_bytes(node: ArrayNode, chunk: Ints, numbers: Iterable[int], box: Box) -> int:

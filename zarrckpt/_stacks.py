@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zarrckpt._documents import MAX_DIMENSIONS
+from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._grid import Box, Ints
 from zarrckpt._owners import Held, Holders
 from zarrckpt._state_path import RANKS, StatePath
@@ -57,6 +58,11 @@ def stacked(tensors: Mapping[str, TensorHolders], paths: Mapping[str, StatePath]
         if len(own) == 1 < len(forms):
             continue
         path = StatePath(path.keys, path.containers, [one.number for one in own], path.rank_at)
+        if path.fqn in paths or path.fqn in made:
+            raise UnsupportedValueError(
+                f"what ranks keep for themselves in {own[0].fqn!r} is saved under the name {path.fqn!r}, which another "
+                "entry has; rename that one"
+            )
         made[path.fqn] = (path, _stack(path.fqn, [one.holders for one in own], known))
         stack_of |= {one.fqn: path.fqn for one in own}
     new_paths: dict[str, StatePath] = {}
@@ -72,7 +78,8 @@ def stacked(tensors: Mapping[str, TensorHolders], paths: Mapping[str, StatePath]
 def _stack(fqn: str, rows: list[TensorHolders], known: dict[object, Holders]) -> TensorHolders:
     shape = rows[0].shape
     ranks = tuple(int(row.held.ranks[0]) if len(row.held.ranks) else -1 for row in rows)
-    key = (shape, ranks)
+    # Their grid is chosen once, for elements of one size.
+    key = (shape, ranks, rows[0].dtype.itemsize)
     if key not in known:
         origin = (0,) * len(shape)
         boxes = (Box((place, *origin), (1, *shape)) for place in range(len(rows)))

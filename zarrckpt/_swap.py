@@ -29,21 +29,21 @@ class Swap:
         self._pieces = pieces
         self._left: dict[int, int] = {}
         self._changed = threading.Condition()
-        self._failure: BaseException | None = None
+        self._stopped = False
 
     def rounds(self) -> Iterator[tuple[int, list[tuple[ChunkPlan, Received]]]]:
         """Swap one round after the other; give its number, and the chunks that can be written then.
 
         Every chunk must become a job passed through :meth:`counted`: a round begins when the jobs of the last but one
-        are done. Raises PeerLost.
+        are done. No further one begins after :meth:`stop`. Raises PeerLost.
         """
         before: list[int] = []
         for number, step in self._plan.rounds.items():
             if len(before) > 1:
                 self._wait_for(before[-2])
-            if self._failure is not None:
+            if self._stopped:
                 # Now, and not after all rounds: the others need not go on.
-                raise self._failure
+                return
             self._left[number] = len(step.chunks)
             sizes = self._receives(step)
             sources = [(rank, message_bytes(parts)) for rank, parts in sizes.items()]
@@ -60,9 +60,6 @@ class Swap:
         def run() -> None:
             try:
                 job()
-            except BaseException as err:
-                self._failure = err
-                raise
             finally:
                 with self._changed:
                     self._left[number] -= 1
@@ -70,9 +67,15 @@ class Swap:
 
         return run
 
+    def stop(self) -> None:
+        """Wait for no job any more: one has failed, perhaps of another kind, and those that are queued never begin."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
     def _wait_for(self, number: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._left[number] == 0)
+            self._changed.wait_for(lambda: self._stopped or self._left[number] == 0)
 
     def _messages(self, step: Round) -> list[tuple[int, RawArray]]:
         """One message to each receiver, the parts in the order of the plan."""
