@@ -68,18 +68,31 @@ def test_several_files_have_an_index_and_bounded_sizes(tmp_path: Path, tensors: 
 
 
 def test_what_is_there_stays(tmp_path: Path) -> None:
-    zarrckpt.save({"w": torch.ones(3), "z": torch.ones(2, dtype=torch.complex128)}, tmp_path / "one")
+    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
-    with pytest.raises(zarrckpt.UnsupportedValueError):
-        ckpt.to_safetensors(tmp_path / "out")
     ckpt.to_safetensors(tmp_path / "out", "w")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     with pytest.raises(zarrckpt.StorageError):
         ckpt.to_safetensors(tmp_path / "out", "w")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
-    zarrckpt.save({"a": {"w": torch.ones(1)}, "w": torch.ones(1)}, tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("state", "strip"),
+    [
+        ({"w": torch.ones(1), "z": torch.ones(2, dtype=torch.complex128)}, ""),
+        ({"w": torch.ones(1), "__metadata__": torch.ones(2)}, ""),
+        ({"a": {"w": torch.ones(1), "__metadata__": torch.ones(2)}}, "a"),
+        ({"a": {"w": torch.ones(1)}, "w": torch.ones(1)}, "a"),
+    ],
+)
+def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path: Path, state: dict[str, Any], strip: str
+) -> None:
+    zarrckpt.save(state, tmp_path / "one")
     with pytest.raises(zarrckpt.UnsupportedValueError):
-        zarrckpt.open(tmp_path / "two").to_safetensors(tmp_path / "out2", strip="a")
+        zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "out", strip=strip)
+    assert not (tmp_path / "out").exists()
 
 
 WAYS_OUT = {"to_safetensors": "x.safetensors", "to_torch_save": "x.pt", "to_dcp": "dcp"}

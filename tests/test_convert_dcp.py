@@ -315,3 +315,32 @@ def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
         one.to_dcp(tmp_path / "dcp", overwrite=True)
     assert (tmp_path / "dcp" / "notes.txt").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "three", "dcp"}
+
+
+@pytest.mark.parametrize("error", [OSError(5, "input/output error"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("broken", [["aside"], ["in"], ["in", "back"]], ids="-".join)
+def test_a_rename_that_fails_costs_no_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: list[str], error: BaseException
+) -> None:
+    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
+    target = tmp_path / "dcp"
+    zarrckpt.open(tmp_path / "one").to_dcp(target)
+    rename = os.rename
+
+    def faulty(old: str, new: str) -> None:
+        old, new = str(old), str(new)
+        is_step = {"aside": new.endswith(".replaced"), "in": old.endswith(".part"), "back": old.endswith(".replaced")}
+        if any(is_step[name] for name in broken):
+            raise error
+        rename(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", faulty)
+        with pytest.raises((zarrckpt.CheckpointError, KeyboardInterrupt)):
+            zarrckpt.open(tmp_path / "one").to_dcp(target, overwrite=True)
+    if "back" in broken:
+        (kept,) = (path for path in tmp_path.iterdir() if path.name.endswith(".replaced"))
+        kept.rename(target)
+    dcp.load(found := {"w": torch.zeros(3)}, checkpoint_id=target, no_dist=True)
+    assert found["w"].sum() == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "dcp"}

@@ -582,6 +582,11 @@ def test_names_that_are_too_long(tmp_path: Path, s3_stub: S3Stub) -> None:
             for failure in run_ranks(_too_long, url, levels, options, world_size=2):
                 assert failure.kind == "StorageError" and says in failure.text, failure
                 assert failure.seconds < SECONDS, failure
+    # The place may be used again, and be removed.
+    zarrckpt.recover(tmp_path / "deep", stopped=True)
+    zarrckpt.save(_flat(1), tmp_path / "deep")
+    zarrckpt.remove(tmp_path / "deep")
+    assert not (tmp_path / "deep").exists()
     # One level may have any length.
     zarrckpt.save({"n" * 3000: torch.ones(3)}, tmp_path / "flat")
     assert list(zarrckpt.open(tmp_path / "flat")) == ["n" * 3000]

@@ -1,7 +1,8 @@
-"""Filesystems of fsspec with the habits of sftp and HDFS: not for two threads at once, no rename over a file."""
+"""Filesystems of fsspec with the habits of sftp, SMB and HDFS: not for two threads at once, no rename over a file."""
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 import uuid
@@ -46,15 +47,60 @@ class StiffFileSystem(LocalFileSystem):  # type: ignore[misc]
 
     def mv(self, path1: str, path2: str, **options: Any) -> None:
         if self.exists(path2):
-            raise OSError("rename: the destination exists")
-        super().mv(path1, path2, **options)
+            # As SMB's client: no FileExistsError, but its number.
+            raise Refused(errno.EEXIST, "the destination exists")
+        self.rename(path1, path2)
+
+    def rename(self, path1: str, path2: str) -> None:
+        super().mv(path1, path2)
+
+
+class Refused(OSError):
+    pass
+
+
+class HdfsFileSystem(StiffFileSystem):
+    """The same with one error for everything."""
+
+    protocol = ("stiff-hdfs", "hdfs")
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("stiff-hdfs://"))
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        if self.exists(path2):
+            raise OSError(errno.EIO, "rename failed")
+        self.rename(path1, path2)
+
+
+class WebHdfsFileSystem(HdfsFileSystem):
+    """The same that does not even tell what it has not done."""
+
+    protocol = ("stiff-webhdfs", "webhdfs")
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("stiff-webhdfs://"))
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        if not self.exists(path2):
+            self.rename(path1, path2)
+
+
+STIFF = {"stiff": StiffFileSystem, "stiff-hdfs": HdfsFileSystem, "stiff-webhdfs": WebHdfsFileSystem}
+
+
+@pytest.fixture(params=STIFF)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    fsspec.register_implementation(request.param, STIFF[request.param], clobber=True)
+    return f"{request.param}://{tmp_path}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    fsspec.register_implementation("stiff", StiffFileSystem, clobber=True)
+def store(url: str) -> Iterator[Store]:
     StiffFileSystem.instances.clear()
-    yield open_store(f"stiff://{tmp_path}/{uuid.uuid4().hex}")
+    yield open_store(url)
 
 
 def test_connections_are_lent_to_one_call_each_and_bounded(store: Store) -> None:
@@ -87,12 +133,43 @@ def test_a_write_that_fails_leaves_nothing(store: Store, tmp_path: Path, monkeyp
     def broken(self: Any, path1: str, path2: str, **options: Any) -> None:
         raise OSError("the connection is gone")
 
-    monkeypatch.setattr(StiffFileSystem, "mv", broken)
-    monkeypatch.setattr(StiffFileSystem, "exists", lambda self, path, **options: False)
+    for kind in STIFF.values():
+        monkeypatch.setattr(kind, "mv", broken)
     with pytest.raises(StorageError, match="the connection is gone"):
         store.put("k", [b"new"])
     assert store.get("k") == b"old"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["k"]
+
+
+@pytest.mark.parametrize("fault", ["fails", "was done", "is broken off", "is the last"])
+@pytest.mark.parametrize("number", range(3))
+def test_an_overwrite_that_fails_keeps_the_old_object(
+    store: Store, tmp_path: Path, fault: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first, second or third rename fails: alone, after its work, by Ctrl-C, or with all that come after it."""
+    rename, calls = StiffFileSystem.rename, [0]
+
+    def faulty(self: Any, path1: str, path2: str) -> None:
+        at, calls[0] = calls[0], calls[0] + 1
+        if fault == "was done" or at < number:
+            rename(self, path1, path2)
+        if at == number or (fault == "is the last" and at > number):
+            raise KeyboardInterrupt if fault == "is broken off" else OSError("the connection is gone")
+        if at > number and fault != "was done":
+            rename(self, path1, path2)
+
+    store.put("k", [b"old"])
+    with monkeypatch.context() as patch:
+        patch.setattr(StiffFileSystem, "rename", faulty)
+        try:
+            store.put("k", [b"new"])
+        except (StorageError, KeyboardInterrupt) as error:
+            said = str(error)
+    files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    if store.list_dir()[0]:
+        assert store.get("k") in (b"old", b"new")
+    else:  # the last rename that would do is not to be had: the error tells where the old object is
+        assert fault == "is the last" and [data for path, data in files.items() if path in said] == [b"old"]
 
 
 def test_helper_files_are_no_objects(store: Store, tmp_path: Path) -> None:

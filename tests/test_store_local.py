@@ -117,6 +117,17 @@ def test_empty_folders_go_and_others_stay(store: Store, tmp_path: Path) -> None:
     assert store.get("a/b/c/1") == b"again"
 
 
+@pytest.mark.parametrize("key", ["/".join(["n" * 250] * 20), "k/below/a/file"], ids=["too long", "below a file"])
+def test_what_cannot_be_is_not_there(store: Store, key: str) -> None:
+    store.put("k", [b"x"])
+    with pytest.raises(StorageError):
+        store.put(key, [b"x"])
+    assert store.list_dir(key) == ([], []) and [*store.list(key)] == []
+    store.delete([key])
+    store.sweep([key])
+    assert [*store.list()] == [ObjectInfo("k", 1)]
+
+
 def test_links_to_folders_are_not_followed(store: Store, tmp_path: Path) -> None:
     store.put("k", [b"x"])
     (tmp_path / "outside").mkdir()

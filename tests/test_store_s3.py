@@ -422,7 +422,8 @@ def test_a_web_page_is_not_quoted(s3_stub: S3Stub) -> None:
 
 
 WRONG_VALUES = [{"retry_config": 3}, {"retry_config": {"max_retries": "x"}}, {"retry_config": {"retry_timeout": "5"}}]
-WRONG_VALUES += [{"timeout": "abc"}, {"connect_timeout": True}]
+WRONG_VALUES += [{"timeout": "abc"}, {"connect_timeout": True}, {"retry_config": {"backoff": "x"}}]
+WRONG_VALUES += [{"retry_config": {"backoff": {"init_backoff": "1s"}}}]
 
 
 @pytest.mark.parametrize("options", WRONG_VALUES, ids=str)
@@ -708,7 +709,11 @@ def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Stub) -> None:
         ({"regoin": "x"}, "did you mean 'region'"),
         ({"client_options": {"time_out": 3}}, "'time_out'.*'timeout'"),
         ({"client_options": "{}"}, "client_options.*mapping"),
+        ({"client_options": {"region": "x"}}, r"storage_options\['region'\]"),
         ({"retry_config": {"retries": 3}}, "max_retries"),
+        ({"retry_config": {"backoff": {"bas": 9}}}, "'bas'"),
+        ({"region": ["x"]}, "option region"),
+        ({"key": ["x"], "secret": "s"}, "option key"),
         ({"client_kwargs": {"region_name": "x", "verify": False}}, "client_kwargs.*region for 'region_name', root_"),
         ({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}, "config_kwargs.*virtual_hosted_style_request"),
         ({"s3_additional_kwargs": {"SSEKMSKeyId": "k"}}, "sse_kms_key_id for 'SSEKMSKeyId'.*'backend': 'fsspec'"),
@@ -717,27 +722,68 @@ def test_virtual_hosts_put_the_bucket_into_the_host(s3_stub: S3Stub) -> None:
         ({"use_listings_cache": False}, "use_listings_cache.*'backend': 'fsspec'"),
         ({"session": object()}, "credential_provider"),
         ({"completely_different": 1}, "completely_different.*'backend': 'fsspec'"),
-        ({"backend": "boto"}, "'obstore' or 'fsspec'"),
         ({"requester_pays": True}, "did you mean 'request_payer'"),
         ({"region": "a", "aws_region": "b"}, "'region' and 'aws_region'"),
         ({"endpoint_url": "minio:9000"}, "http://"),
         ({"server_side_encryption": "nonsense"}, "nonsense"),
         ({"key": "only half"}, "only one of key and secret"),
         ({"token": "alone", "anon": False}, "a token without them"),
-        ({"profile": "p", "key": "k", "secret": "s", "anon": False}, None),
     ],
 )
-def test_options_that_cannot_be_served_are_refused(options: dict[str, Any], reason: str | None) -> None:
-    if reason is None:
-        open_store("s3://bucket", storage_options=options)
-        return
+def test_options_that_cannot_be_served_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(StorageError, match=reason):
         open_store("s3://bucket", storage_options={"anon": "key" not in options, **options})
 
 
-def test_a_provider_and_keys_are_too_much() -> None:
-    with pytest.raises(StorageError, match="not several"):
-        open_store("s3://bucket", storage_options={"key": "k", "secret": "s"}, credential_provider=dict)
+def test_no_option_is_suggested_that_the_cloud_does_not_have() -> None:
+    for name in ("profile", "region", "request_payer"):
+        with pytest.raises(StorageError) as caught:
+            open_store("gs://bucket", storage_options={name: "x", "anon": True})
+        assert repr(name) in str(caught.value) and "did you mean" not in str(caught.value)
+
+
+KEYS = {"key": "k", "secret": "s"}
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "names"),
+    [
+        ("s3://b", {"anon": True, **KEYS}, ("anon", "key")),
+        ("s3://b", {"skip_signature": "true", "profile": "p"}, ("skip_signature", "profile")),
+        ("s3://b", {"profile": "p", **KEYS, "anon": False}, ("profile", "key")),
+        ("s3://b", {"token": "t", "profile": "p"}, ("token", "profile")),
+        ("s3://b", {"web_identity_token_file": "f", **KEYS}, ("web_identity_token_file", "key")),
+        ("s3://b", {"provider": dict, **KEYS}, ("credential_provider", "key")),
+        ("s3://b", {"provider": dict, "profile": "p"}, ("credential_provider", "profile")),
+        ("s3://b", {"provider": dict, "anon": True}, ("credential_provider", "anon")),
+        ("gs://b", {"provider": dict, "token": "anon"}, ("credential_provider", "token")),
+        ("gs://b", {"anon": True, "bearer_token": "t"}, ("anon", "bearer_token")),
+        ("az://b", {"anon": True, "account_key": "a2V5"}, ("anon", "account_key")),
+        ("az://b", {"sas_token": "sig=x", "access_key": "a2V5"}, ("sas_token", "access_key")),
+        ("az://b", {"provider": dict, "sas_key": "sig=x"}, ("credential_provider", "sas_key")),
+        ("abfss://c@one.dfs.core.windows.net/x", {"account_name": "two"}, ("one", "two")),
+    ],
+)
+def test_two_ways_to_sign_in_are_refused(url: str, options: dict[str, Any], names: tuple[str, str]) -> None:
+    options = dict(options)
+    with pytest.raises(StorageError) as caught:
+        open_store(url, credential_provider=options.pop("provider", None), storage_options=options)
+    assert all(repr(name) in str(caught.value) for name in names)
+
+
+@pytest.mark.parametrize("way", ["keys", "profile", "provider", None])
+def test_what_the_caller_says_beats_an_environment_that_signs_nothing(
+    way: str | None, s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text("[profile p]\naws_access_key_id = k\naws_secret_access_key = s\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    options = {"keys": KEYS, "profile": {"profile": "p"}}.get(str(way), {})
+    credentials = {"access_key_id": "k", "secret_access_key": "s", "token": None, "expires_at": None}
+    provider = (lambda: credentials) if way == "provider" else None
+    options = {**options, "endpoint_url": s3_stub.endpoint}
+    open_store("s3://bucket", storage_options=options, credential_provider=provider).put("k", [b"x"])
+    assert ("authorization" in s3_stub.requests[-1].headers) == (way is not None)
 
 
 def test_options_reach_s3fs_as_they_are(moto_bucket: S3Place) -> None:

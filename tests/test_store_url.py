@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zarr
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store import StoreSpec, join_url, open_store
@@ -101,6 +103,28 @@ def test_refuses(typed: str, reason: str) -> None:
         parse(typed)
 
 
+@pytest.mark.parametrize("text", ["/tmp/a\0b", "/tmp/\ud800", "s3://b/\ud800", "memory://x\0y", "file:///tmp/a%00b"])
+def test_text_that_names_nothing_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(StorageError):
+        StoreSpec(text)
+    with pytest.raises(StorageError):
+        StoreSpec(text.rpartition("/")[2].replace("%00", "\0"), zarr.storage.LocalStore(tmp_path))
+
+
+def test_a_path_may_have_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = os.fsdecode(bytes(tmp_path) + b"/\xff")
+    open_store(path).put("k", [b"x"])
+    assert os.listdir(path) == ["k"]
+
+
+@pytest.mark.parametrize(
+    "options", [{5: 1}, "abc", [1], 7, {"client_options": {5: 1}}, {"tags": {5: [1]}, "x": {5: 1}}]
+)
+def test_options_that_are_no_table_of_names(options: Any) -> None:
+    with pytest.raises(StorageError):
+        open_store("s3://bucket", storage_options=options)
+
+
 def test_bytes_paths_are_refused() -> None:
     class BytesPath(os.PathLike):  # type: ignore[type-arg]
         def __fspath__(self) -> bytes:
@@ -134,6 +158,13 @@ def test_a_password_in_a_url_is_never_shown() -> None:
 def test_an_unknown_protocol_is_an_error() -> None:
     with pytest.raises(StorageError, match="nosuch://x/y"):
         open_store("nosuch://x/y")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "memory://x", "/tmp/x"])
+def test_a_backend_that_is_none_is_refused(url: str) -> None:
+    for backend in ("boto", "", 7, *(["obstore"] if url != "s3://bucket" else [])):
+        with pytest.raises(StorageError, match="fsspec"):
+            open_store(url, storage_options={"backend": backend})
 
 
 def test_local_paths_take_no_options(tmp_path: Path) -> None:

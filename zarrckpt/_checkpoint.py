@@ -365,8 +365,8 @@ class Checkpoint(Mapping[str, Any]):
             max_inflight_bytes: bound on the memory (default 128 MiB).
             progress: see :meth:`read`.
 
-        Raises UnsupportedValueError for a dtype that safetensors lacks, or two tensors of one name; StorageError, also
-        where such files exist; and what :meth:`read` raises.
+        Raises UnsupportedValueError for a dtype that safetensors lacks, two tensors of one name, or the name
+        ``__metadata__``; StorageError, also where such files exist; and what :meth:`read` raises.
         """
         from zarrckpt._safetensors import export
 

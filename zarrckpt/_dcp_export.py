@@ -171,11 +171,15 @@ def _new_folder(target: str) -> Iterator[str]:
         shutil.rmtree(part, ignore_errors=True)
         os.makedirs(part)
         yield part
-        if os.path.lexists(target):
-            os.rename(target, replaced)
-        os.rename(part, target)
+        try:
+            if os.path.lexists(target):
+                os.rename(target, replaced)
+            os.rename(part, target)
+        finally:
+            if os.path.lexists(replaced) and not os.path.lexists(target):
+                os.rename(replaced, target)
+            shutil.rmtree(replaced, ignore_errors=True)
     except OSError as err:
-        raise StorageError(f"writing {target} failed: {err.strerror or err}") from err
+        raise StorageError(f"writing {target} failed: {err}") from err
     finally:
         shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)

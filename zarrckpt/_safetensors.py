@@ -23,6 +23,8 @@ INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 _MODEL_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _ALIGNED = 8
+_METADATA = "__metadata__"
+"""What the header has beside tensors."""
 _NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -62,6 +64,11 @@ def export(
         if node.dtype.name not in _NAMES:
             raise UnsupportedValueError(
                 f"{fqn!r} is {node.dtype.name}, which safetensors has no name for: export a part without it"
+            )
+        if names[fqn] == _METADATA:
+            raise UnsupportedValueError(
+                f"{fqn!r} would be {_METADATA!r} there, which no tensor can be called in safetensors: export a part "
+                "without it"
             )
     folder, files = _files(nodes, target, max_file_bytes)
     written = [*files, *([INDEX] if len(files) > 1 else [])]
@@ -114,7 +121,7 @@ def _write(catalog: Catalog, path: str, names: Mapping[str, str], max_inflight_b
 
 
 def _header(catalog: Catalog, names: Mapping[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     begin = 0
     for fqn, name in names.items():
         node = catalog.root.tensors[fqn]

@@ -157,6 +157,15 @@ class Store(abc.ABC):
         # Outside of the handler: an exception's context would keep the client's unscrubbed text.
         raise failure
 
+    def refuse_changes(self) -> None:
+        """From now on every call that changes something raises StorageError, before it does."""
+
+        def refuse(*_: Any) -> NoReturn:
+            raise StorageError(f"{self.url}: this store= was opened read-only: pass one that may be written to")
+
+        for verb in ("put", "put_parts", "create", "replace", "delete", "sweep", "remove_folder"):
+            setattr(self, verb, refuse)
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} holds a live client; pickle the StoreSpec that opened it")
 

@@ -67,7 +67,7 @@ _ERROR_DOCUMENT = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?</Error>", re.DOTALL
 def storage_error(what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "") -> StorageError:
     """A StorageError with a scrubbed reason and a scrubbed cause."""
     said = _address_fault(error, known) or f"{reason(error, known)}{'. ' + hint if hint else ''}"
-    failure = StorageError(f"{what} in {url} failed: {said}")
+    failure = StorageError(f"{_cut(what)} in {url} failed: {said}")
     failure.__cause__ = clean_cause(error, known)
     return failure
 
@@ -118,11 +118,13 @@ def reason(error: BaseException, known: Sequence[str]) -> str:
     if error.__cause__ is not None and str(error.__cause__) not in text:
         # s3fs puts the server's error code into the cause only.
         text = f"{text} ({error.__cause__})"
-    text = " ".join(_PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_said, scrub(text, known))).split())
-    if len(text) > _BEGIN + _END:
-        # A url comes first, however long, and what the server said last.
-        text = f"{text[:_BEGIN]} ... {text[-_END:]}"
+    text = _cut(" ".join(_PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_said, scrub(text, known))).split()))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _cut(text: str) -> str:
+    """A text that is not too long: a url comes first, however long, and what the server said last."""
+    return text if len(text) <= _BEGIN + _END else f"{text[:_BEGIN]} ... {text[-_END:]}"
 
 
 def _said(document: re.Match[str]) -> str:

@@ -40,11 +40,9 @@ class FsspecStore(ClientStore):
     lowest_levels = 1
 
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
-        password = address.rpartition("@")[0].rpartition(":")[2]
-        secrets = secret_values({**options, "url_password": password})
+        secrets = secret_values({**options, "url": address})
         super().__init__(redact_url(address), "", Honoured(), _PLAIN_LOCK, secrets)
-        own = {name: value for name, value in options.items() if name != "backend"}
-        self._filesystems = self.run("opening the store", lambda: Filesystems(address, own))
+        self._filesystems = self.run("opening the store", lambda: Filesystems(address, options))
         self._folder, self._traits = self._filesystems.root, self._filesystems.traits
         if self._traits.memory:
             self._honoured = Honoured(True, True)

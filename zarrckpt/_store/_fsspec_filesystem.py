@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import re
@@ -25,6 +26,8 @@ _FLAT = _S3 | {"gcs", "gs", "abfs", "abfss", "az", "adl", "oss", "oci", "tos", "
 _CREATES = _S3 | {"gcs", "gs", "abfs", "abfss", "az", "adl"}
 # One instance may serve all threads, though it is not an asynchronous one.
 _SHARED = {"memory", "file", "local"}
+# HDFS renames over no file; webhdfs does not even say so, and hdfs has one error for everything.
+_HDFS = {"hdfs", "webhdfs"}
 
 _CONNECTIONS = 8
 _TRIES = 5
@@ -45,6 +48,7 @@ class Traits:
     shared: bool
     """One instance may serve all threads."""
     renames: bool
+    hdfs: bool
 
     @classmethod
     def of(cls, fs: Any) -> Traits:
@@ -58,6 +62,7 @@ class Traits:
             shared=bool(fs.async_impl or names & _SHARED),
             # The base class renames by copying, which is no better than writing in place.
             renames=type(fs).mv is not fsspec.AbstractFileSystem.mv,
+            hdfs=bool(names & _HDFS),
         )
 
 
@@ -127,14 +132,14 @@ def write_file(fs: Any, traits: Traits, path: str, data: bytes, condition: Mappi
     if traits.flat:
         fs.pipe_file(path, data, **condition)
         return
-    temp = f"{path}.{uuid.uuid4().hex}.zarrckpt-part" if traits.renames else path
+    temp = _part_of(path) if traits.renames else path
     try:
         fs.pipe_file(temp, data)
     except FileNotFoundError:
         _make_folder(fs, path.rpartition("/")[0])
         fs.pipe_file(temp, data)
     if temp != path:
-        _rename(fs, temp, path)
+        _rename(fs, traits, temp, path)
 
 
 def remove_file(fs: Any, path: str) -> None:
@@ -148,20 +153,47 @@ def remove_file(fs: Any, path: str) -> None:
             fs.rm(path)
 
 
-def _rename(fs: Any, temp: str, path: str) -> None:
+def _part_of(path: str) -> str:
+    return f"{path}.{uuid.uuid4().hex}.zarrckpt-part"
+
+
+def _rename(fs: Any, traits: Traits, temp: str, path: str) -> None:
+    """Give a file its name, in place of what is there. Where that fails, the old one stays, and ``temp`` goes."""
     try:
+        if traits.hdfs and fs.exists(path):
+            _swap(fs, temp, path)
+            return
         try:
             fs.mv(temp, path)
-        except Exception:
-            if not fs.exists(path):
+        except OSError as error:
+            # SMB, for one, renames over no file.
+            if not isinstance(error, FileExistsError) and error.errno != errno.EEXIST:
                 raise
-            # HDFS does not rename over a file.
-            fs.rm(path)
-            fs.mv(temp, path)
-    except Exception:
+            _swap(fs, temp, path)
+    except BaseException:
         with contextlib.suppress(Exception):
             fs.rm(temp)
         raise
+
+
+def _swap(fs: Any, temp: str, path: str) -> None:
+    """Rename over a file where the filesystem does not: the old one goes aside, and comes back where that fails."""
+    aside = _part_of(path)
+    try:
+        fs.mv(path, aside)
+        fs.mv(temp, path)
+        if not fs.exists(path):
+            raise OSError(f"{temp} was not renamed")
+    except BaseException as error:
+        # What is there counts: a call that fails may have done its work.
+        try:
+            if not fs.exists(path):
+                fs.mv(aside, path)
+        except Exception:
+            raise OSError(f"{error}; what was there is kept, rename it back: {aside}") from error
+        raise
+    with contextlib.suppress(Exception):
+        fs.rm(aside)
 
 
 def _make_folder(fs: Any, folder: str) -> None:

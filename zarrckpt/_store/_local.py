@@ -39,7 +39,10 @@ Entries = list[tuple[str, bool, int]]
 
 _THREADS = 16
 _TRIES = 20
-_STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY)
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+"""What says that there is no such file or folder: under a path that is too long nothing can be."""
+_STAYS = (*_ABSENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)
+"""What says that a folder is not to be removed."""
 
 _NEXT_STEP = {
     errno.ENOSPC: "The disk is full: free space, or save elsewhere",
@@ -314,11 +317,9 @@ def _fill(file: int, byte_offset: int, buffers: Sequence[memoryview]) -> int:
 
 def _entries(folder: str) -> Entries:
     """(name, is a folder, size) of what lies in a folder; [] for an absent one. Links to folders are not followed."""
-    try:
-        with os.scandir(folder) as entries:
-            return [entry for item in entries if (entry := _entry(item)) is not None]
-    except _failures.ABSENT:
-        return []
+    with _unless_absent(), os.scandir(folder) as entries:
+        return [entry for item in entries if (entry := _entry(item)) is not None]
+    return []
 
 
 def _entry(item: os.DirEntry[str]) -> tuple[str, bool, int] | None:
@@ -342,25 +343,29 @@ def _refuse_links(verb: str, folders: Iterable[str]) -> None:
             raise StorageError(f"{verb} in {folder!r} is refused: it is a link, which may lead elsewhere; remove it")
 
 
+@contextmanager
+def _unless_absent() -> Iterator[None]:
+    """What is not there need not be listed or removed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+
+
 def _remove(path: str) -> None:
     for name in (path, files.own_name(path, "part")):
-        try:
+        with _unless_absent():
             os.unlink(name)
-        except _failures.ABSENT:
-            continue
 
 
 def _remove_own(folder: str) -> None:
     """Remove the helper files in a folder that processes left behind when they died."""
-    try:
-        with os.scandir(folder) as entries:
-            own = [item.path for item in entries if files.is_own_name(item.name)]
-    except _failures.ABSENT:
-        return
-    for path in own:
-        # Its writer may live: it finds its file gone, and writes it again.
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+    with _unless_absent(), os.scandir(folder) as entries:
+        for path in [item.path for item in entries if files.is_own_name(item.name)]:
+            # Its writer may live: it finds its file gone, and writes it again.
+            with _unless_absent():
+                os.unlink(path)
 
 
 def _remove_folder(folder: str) -> None:

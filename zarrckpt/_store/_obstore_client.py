@@ -19,7 +19,7 @@ from zarrckpt._store import _failures, _options
 from zarrckpt._store._conditional_puts import Honoured, honoured_by
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._options import RETRY, TIMEOUT, Translated
-from zarrckpt._store._secrets import redact_url, secret_values
+from zarrckpt._store._secrets import redact_url, scrub, secret_values
 from zarrckpt._store._url import Place
 
 T = TypeVar("T")
@@ -116,8 +116,10 @@ def open_client(place: Place, options: Mapping[str, Any], provider: Callable[...
     known = secret_values(options)
     try:
         return _open(place, options, provider, known)
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        if scrub(str(error), known) == str(error):
+            raise
+        failure = StorageError(scrub(str(error), known))
     except UnknownConfigurationKeyError as error:
         name = re.search("'([^']*)'", str(error))
         failure = _options.unknown(place.kind, name[1] if name else str(error))

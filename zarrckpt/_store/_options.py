@@ -25,11 +25,8 @@ from zarrckpt._store._url import Place
 TIMEOUT = timedelta(seconds=180)
 # Each pause is drawn between the first one and ``base`` times the last one. With obstore's own base of 2 they do not
 # grow in the mean, and many clients at a server that throttles them fail one after the other.
-RETRY = {
-    "max_retries": 30,
-    "retry_timeout": timedelta(seconds=300),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 4},
-}
+_BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 4}
+RETRY = {"max_retries": 30, "retry_timeout": timedelta(seconds=300), "backoff": _BACKOFF}
 
 _PREFIXES = {"s3": ("aws_",), "gs": ("google_", "gcs_"), "az": ("azure_storage_", "azure_")}
 """obstore takes its names with these in front as well."""
@@ -43,9 +40,37 @@ _ALIASES = {
         "endpoint_url": "endpoint",
         "endpoint_url_s3": "endpoint",
     },
-    "gs": {"anon": "skip_signature", "endpoint_url": "base_url"},
-    "az": {"anon": "skip_signature", "endpoint_url": "endpoint"},
+    "gs": {"anon": "skip_signature", "endpoint_url": "base_url", "service_account_path": "service_account"},
+    "az": {
+        "anon": "skip_signature",
+        "endpoint_url": "endpoint",
+        "access_key": "account_key",
+        "master_key": "account_key",
+        "sas_key": "sas_token",
+        "bearer_token": "token",
+    },
 }
+
+_WAYS = {
+    "s3": (
+        "skip_signature",
+        "access_key_id secret_access_key session_token",
+        "profile",
+        "web_identity_token_file",
+        "container_credentials_relative_uri container_credentials_full_uri",
+    ),
+    "gs": (
+        "skip_signature",
+        "token",
+        "service_account",
+        "service_account_key",
+        "application_credentials",
+        "bearer_token",
+    ),
+    "az": ("skip_signature", "account_key", "sas_token", "token", "client_secret", "use_azure_cli"),
+}
+"""Ways to sign in, or not to, of which a caller gives one: the options of each. A credential_provider is one more."""
+_SWITCHES = ("skip_signature", "use_azure_cli")
 
 _CLIENT = """
     allow_http allow_invalid_certificates connect_timeout default_content_type default_headers http1_only
@@ -55,12 +80,15 @@ _CLIENT = """
 """
 _SECONDS = ("connect_timeout", "read_timeout", "timeout", "pool_idle_timeout", "http2_keep_alive_timeout")
 
-_OFTEN_MEANT = """
-    key secret token anon profile endpoint_url region storage_class tags retry_config client_options
-    request_payer server_side_encryption sse_kms_key_id sse_bucket_key_enabled sse_customer_key_base64
-    checksum_algorithm unsigned_payload virtual_hosted_style_request account_name account_key sas_token base_url
-    bearer_token
-"""
+_COMMON = "anon endpoint_url storage_class tags retry_config client_options"
+_OFTEN_MEANT = {
+    "s3": f"""
+        {_COMMON} key secret token profile region request_payer server_side_encryption sse_kms_key_id
+        sse_bucket_key_enabled sse_customer_key_base64 checksum_algorithm unsigned_payload virtual_hosted_style_request
+    """,
+    "gs": f"{_COMMON} token service_account service_account_key application_credentials bearer_token base_url",
+    "az": f"{_COMMON} account_name account_key sas_token bearer_token tenant_id client_id client_secret",
+}
 _SAID_ELSEWHERE = {
     "region_name": "region",
     "aws_access_key_id": "key",
@@ -112,6 +140,9 @@ def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., 
                 raise StorageError(
                     f"storage_options hold {first!r} and {name!r}, which mean the same: give one of them"
                 )
+    if _signs_in(place.kind, given, provider):
+        # What the caller says counts for more than AWS_SKIP_SIGNATURE and its like.
+        out.config["skip_signature"] = False
     _, extra = given.pop(special or "", ("", None))
     for bare, (name, value) in given.items():
         _apply(out, place.kind, bare, name, value)
@@ -125,26 +156,41 @@ def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., 
     return out
 
 
-def unknown(cloud: str, name: str, value: Any = None) -> StorageError:
+def unknown(cloud: str, name: str, value: Any = None, table: str = "storage_options") -> StorageError:
     """An error for an option that obstore does not have; with the names to use instead, where there are such."""
     if isinstance(value, Mapping):
-        flat = [f"{found[0]} for {inner!r}" for inner in _inner_names(value) if (found := _meant(inner))]
+        flat = [f"{found[0]} for {inner!r}" for inner in _inner_names(value) if (found := _meant(cloud, inner))]
         hint = f", which takes flat names{': ' if flat else ''}{', '.join(flat)}"
     else:
-        hint = ": did you mean " + " or ".join(map(repr, found)) + "?" if (found := _meant(name)) else ""
+        found = [f"storage_options[{text!r}]" if text == name else repr(text) for text in _meant(cloud, name)]
+        hint = f": did you mean {' or '.join(found)}?" if found else ""
     return StorageError(
-        f"storage_options[{name!r}] is not known to obstore for {cloud}://{hint}{'' if hint.endswith('?') else '.'} "
+        f"{table}[{name!r}] is not known to obstore for {cloud}://{hint}{'' if hint.endswith('?') else '.'} "
         "Options of s3fs, gcsfs and adlfs go to those by storage_options={'backend': 'fsspec', ...}"
     )
 
 
-def _meant(name: str) -> list[str]:
+def _signs_in(cloud: str, given: Mapping[str, tuple[str, Any]], provider: object) -> bool:
+    """Whether a caller says by what to sign in. Raises StorageError for two ways at once."""
+    found = {} if provider is None else {"provider": "credential_provider"}
+    for way in _WAYS[cloud]:
+        for name, value in (given[bare] for bare in way.split() if bare in given):
+            if way not in _SWITCHES or _is_true(value):
+                found.setdefault(way, name)
+    if len(found) > 1:
+        one, other, *_ = found.values()
+        raise StorageError(f"{one!r} and {other!r} are two ways to sign in at {cloud}://: give one of them")
+    return bool(found) and "skip_signature" not in found
+
+
+def _meant(cloud: str, name: str) -> list[str]:
     """Names here that another library's, or a misspelt one, may mean; the likeliest first."""
-    here = {name: name for name in (_CLIENT + _OFTEN_MEANT).split()}
-    known = {other.replace("_", "").lower(): name for other, name in (here | _SAID_ELSEWHERE).items()}
+    every = {name: name for name in " ".join([_CLIENT, *_OFTEN_MEANT.values()]).split()}
+    known = {other.replace("_", "").lower(): name for other, name in (every | _SAID_ELSEWHERE).items()}
     bare = name.replace("_", "").lower()
     near = [bare] if bare in known else difflib.get_close_matches(bare, known, n=2, cutoff=0.7)
-    return [*dict.fromkeys(known[text] for text in near)]
+    here = (*_CLIENT.split(), *_OFTEN_MEANT[cloud].split(), "credential_provider=")
+    return [name for name in dict.fromkeys(known[text] for text in near) if name in here]
 
 
 def _inner_names(value: Mapping[str, Any]) -> Iterator[str]:
@@ -152,42 +198,51 @@ def _inner_names(value: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(item, Mapping):
             yield from _inner_names(item)
         else:
-            yield name
+            yield str(name)
 
 
 def _bare(cloud: str, name: str) -> str:
     """obstore's name for an option, without the cloud's prefix."""
-    lower = str(name).lower()
+    lower = name.lower()
     bare = next((lower.removeprefix(start) for start in _PREFIXES[cloud] if lower.startswith(start)), lower)
     return _ALIASES[cloud].get(bare, bare)
 
 
 def _apply(out: Translated, cloud: str, bare: str, name: str, value: Any) -> None:
-    if bare == "backend":
-        if value != "obstore":
-            raise StorageError(f"storage_options['backend'] is {value!r}: expected 'obstore' or 'fsspec'")
-    elif bare in _CLIENT.split():
+    if bare in _CLIENT.split():
         out.client[bare] = _client_value(bare, value)
     elif bare == "client_options":
         for inner, item in _table("client_options", value, {"timeout": 600}).items():
             if inner not in _CLIENT.split():
-                raise unknown(cloud, inner)
+                raise unknown(cloud, str(inner), table="client_options")
             out.client[inner] = _client_value(inner, item)
     elif bare == "retry_config":
-        for inner, item in _table("retry_config", value, {"max_retries": 3, "retry_timeout": 60}).items():
-            if inner not in RETRY:
-                raise StorageError(f"retry_config[{inner!r}] is not known: expected {', '.join(RETRY)}")
-            if inner == "max_retries" and type(item) is not int:
-                raise _unlike("retry_config['max_retries']", item, "a number such as 3")
-            out.retry[inner] = _duration("retry_config['retry_timeout']", item) if inner == "retry_timeout" else item
+        out.retry = _retry(value)
     elif bare == "storage_class":
         out.put["attributes"] = {"Storage-Class": str(value)}
     elif bare == "tags":
         out.put["tags"] = {str(tag): str(item) for tag, item in _table("tags", value, {"team": "nlp"}).items()}
     elif isinstance(value, str | bool | int | os.PathLike):
         out.config[bare] = value if isinstance(value, bool) else str(value)
+    elif bare in (*_ALIASES[cloud].values(), *_OFTEN_MEANT[cloud].split()):
+        raise StorageError(f"the option {name} is a {type(value).__name__}: expected a text, a number or a switch")
     else:
         raise unknown(cloud, name, value)
+
+
+def _retry(value: Any) -> dict[str, Any]:
+    """A ``retry_config`` over the defaults. obstore would ignore names that it does not know."""
+    given = dict(_table("retry_config", value, {"max_retries": 3, "retry_timeout": 60}))
+    backoff = given.pop("backoff", None)
+    backoff = dict(_table("retry_config['backoff']", {} if backoff is None else backoff, {"base": 3}))
+    for table, defaults in ((given, RETRY), (backoff, _BACKOFF)):
+        for name, item in table.items():
+            if name not in defaults:
+                raise StorageError(f"retry_config has no {name!r}: expected {', '.join(defaults)}")
+            if name == "max_retries" and type(item) is not int:
+                raise _unlike("retry_config['max_retries']", item, "a number such as 3")
+            table[name] = item if name in ("max_retries", "base") else _seconds(f"retry_config[{name!r}]", item)
+    return {**RETRY, **given, "backoff": {**_BACKOFF, **backoff}}
 
 
 def _table(name: str, value: Any, example: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -204,11 +259,17 @@ def _client_value(name: str, value: Any) -> Any:
 
 def _duration(name: str, value: Any) -> Any:
     """An option's seconds, or its text with units, as obstore takes them."""
+    if isinstance(value, str) and re.fullmatch(r" *(\d+ *[a-zA-Z]+ *)+", value):
+        return value
+    return _seconds(name, value, ", or a text with a unit, such as '30s'")
+
+
+def _seconds(name: str, value: Any, otherwise: str = "") -> timedelta:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return timedelta(seconds=value)
-    if isinstance(value, timedelta) or (isinstance(value, str) and re.fullmatch(r" *(\d+ *[a-zA-Z]+ *)+", value)):
+    if isinstance(value, timedelta):
         return value
-    raise _unlike(name, value, "seconds, such as 30, or a text with a unit, such as '30s'")
+    raise _unlike(name, value, f"seconds, such as 30{otherwise}")
 
 
 def _unlike(name: str, value: Any, expected: str) -> StorageError:
@@ -257,17 +318,12 @@ def is_amazon(out: Translated) -> bool:
 
 
 def _complete_s3(out: Translated, bucket: str, profile: str | None) -> None:
-    config, given = out.config, out.credential_provider
+    config, found = out.config, None
     key, secret, token = (config.pop(name, None) for name in ("access_key_id", "secret_access_key", "session_token"))
-    found = None
-    if given is not None:
-        if key or secret or token or profile:
-            raise StorageError("give either credential_provider= or keys or a profile, not several of them")
-    elif _is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE"))):
-        pass
-    elif key or secret or token:
+    anonymous = _is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE")))
+    if key or secret or token:
         _use_keys(out, key, secret, token)
-    elif profile is not None or not _obstore_finds_credentials(config):
+    elif profile is not None or not (out.credential_provider or anonymous or _obstore_finds_credentials(config)):
         found = _use_profile(out, profile)
     variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     endpoint = config.pop("endpoint", None) or _variable(*variables) or found
@@ -377,8 +433,9 @@ def _complete_gs(out: Translated, token: Any) -> None:
 
 
 def _complete_az(out: Translated, account: str) -> None:
-    if account:
-        out.config.setdefault("account_name", account)
+    named = out.config.setdefault("account_name", account) if account else ""
+    if named != account:
+        raise StorageError(f"the url names the account {account!r}, and the option account_name {named!r}: give one")
     emulator = _is_true(out.config.get("use_emulator", os.environ.get("AZURE_STORAGE_USE_EMULATOR")))
     endpoint = out.config.get("endpoint") or _variable("AZURE_STORAGE_ENDPOINT")
     _allow_plain_http(out, "http://" if emulator else endpoint)

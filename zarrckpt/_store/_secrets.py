@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 MARKER = "<secret, not pickled>"
 """Stands where a secret was, in a pickled or printed recipe."""
@@ -14,8 +14,8 @@ MARKER = "<secret, not pickled>"
 HIDDEN = "***"
 
 _SECRET_NAME = re.compile(
-    r"secret|token|key|passw|passphrase|credential|connection_?string|authorization|cookie|private"
-    r"|(^|_)(sas|pass|pwd|cert)($|_)|^session$",
+    r"secret|token|key|passw|passphrase|credential|connection_?string|auth$|authorization|cookie|private"
+    r"|(^|[_-])(sas|pass|pwd|cert)($|[_-])|(^|[_-])sig(nature)?$|^session$",
     re.IGNORECASE,
 )
 # Names that look secret and are not: identifiers, switches, and paths of files. Compared without "_",
@@ -29,6 +29,7 @@ _PUBLIC = {
     "fabrictokenserviceurl",
     "federatedtokenfile",
     "keyfilename",
+    "skipsignature",
     "ssebucketkeyenabled",
     "ssekmskeyid",
     "webidentitytokenfile",
@@ -51,14 +52,17 @@ _PATTERNS = [
     ),
     (re.compile(r"\b(authorization|x-amz-security-token|cookie)(\"?\s*:\s*)[^\n<]+", re.IGNORECASE), rf"\1\2{HIDDEN}"),
     (re.compile(r"\bBearer\s+[\w\-.~+/=]+", re.IGNORECASE), f"Bearer {HIDDEN}"),
-    # user:password@host. A bare name before "@" is Azure's container or a login name: no secret.
-    # A secret may hold a "/"; what looks like a port before it is none.
-    (re.compile(r"://[^/@\s:]*:(?!\d*/)[^@\s]*@"), f"://{HIDDEN}@"),
 ]
 
+# user:password@host. A bare name before "@" is Azure's container or a login name: no secret.
+# A secret may hold a "/", and before that a "@"; what looks like a port before it is none.
+_LOGIN = re.compile(r"://[^/@\s:]*:(?!\d*/)([^@\s]*(?:@[^@/\s]*)*)@")
+_QUERY = re.compile(r"([?&;#]([^?&;#=/\s]+)=)([^&;#\s\"'<>]+)")
 
-def is_secret_name(name: str) -> bool:
-    """Whether an option, header or environment variable of this name holds a secret."""
+
+def is_secret_name(name: object) -> bool:
+    """Whether an option, header, environment variable or part of a url's query of this name holds a secret."""
+    name = unquote(str(name))
     if not _SECRET_NAME.search(name):
         return False
     bare = re.sub(r"^(aws|azure|google|gcs)_|[_\-]", "", name.lower())
@@ -73,6 +77,13 @@ def redact(options: Mapping[str, Any]) -> dict[str, Any]:
 def redact_url(url: str) -> str:
     """A url whose password or signature, if any, gave way to :data:`HIDDEN`."""
     return scrub(url)
+
+
+def _url_secrets(text: str) -> Iterator[str]:
+    """The secrets in a url, or in what stands for one without its protocol, such as a proxy's address."""
+    url = text if "://" in text else f"://{text}"
+    yield from (found[1] for found in _LOGIN.finditer(url))
+    yield from (found[3] for found in _QUERY.finditer(url) if is_secret_name(found[2]))
 
 
 def has_marker(value: Any) -> bool:
@@ -100,7 +111,8 @@ def scrub(text: str, known: Iterable[str] = ()) -> str:
             text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
     for pattern, instead in _PATTERNS:
         text = pattern.sub(instead, text)
-    return text
+    text = _LOGIN.sub(f"://{HIDDEN}@", text)
+    return _QUERY.sub(lambda found: f"{found[1]}{HIDDEN}" if is_secret_name(found[2]) else found[0], text)
 
 
 def _redacted(name: str, value: Any) -> Any:
@@ -111,9 +123,8 @@ def _redacted(name: str, value: Any) -> Any:
         return type(value)(_redacted(name, item) for item in value)
     if _is_secret(name, value):
         return MARKER
-    if isinstance(value, str) and "://" in value and scrub(value) != value:
-        return MARKER
-    return value
+    text = _text(value)
+    return MARKER if any(_url_secrets(text)) or scrub(text) != text else value
 
 
 def _is_secret(name: str, value: Any) -> bool:
@@ -130,4 +141,10 @@ def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
             for item in value:
                 yield from _secrets_in({name: item})
         elif _is_secret(name, value):
-            yield value.decode("latin-1") if isinstance(value, bytes) else str(value)
+            yield _text(value)
+        else:
+            yield from _url_secrets(_text(value))
+
+
+def _text(value: Any) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else str(value)

@@ -14,7 +14,7 @@ from typing import Any
 from zarrckpt._errors import StorageError
 from zarrckpt._store._base import Store
 from zarrckpt._store._secrets import MARKER, has_marker, redact, redact_url
-from zarrckpt._store._url import has_protocol, join_url, normalize, parse
+from zarrckpt._store._url import has_protocol, join_url, normalize, parse, text_of
 
 _ACCEPTED = (
     "a zarr store (zarr.storage.LocalStore, ObjectStore, FsspecStore, MemoryStore or another zarr.abc.store.Store), "
@@ -38,7 +38,7 @@ class StoreSpec:
         url: a local path (``str`` or ``Path``), ``file://``, ``s3://``, ``gs://``, ``az://`` (``abfs(s)://``), or any
             other url that fsspec knows, such as ``memory://`` or ``sftp://``. With ``store``: a path in it, or None.
             May be None until :meth:`at` gives one.
-        store: a ready zarr or obstore store, instead of a url.
+        store: a ready zarr or obstore store, instead of a url. One that is read-only is never changed.
         storage_options: obstore's options, and a few of the names of s3fs, gcsfs and adlfs; an unknown name is an
             error. For fsspec's protocols they go to the filesystem as they are. ``{"backend": "fsspec"}`` takes
             fsspec's own filesystem (s3fs, gcsfs, adlfs) for a cloud's url, too.
@@ -61,7 +61,10 @@ class StoreSpec:
         durable: bool = True,
         concurrency: int | None = None,
     ) -> None:
-        self._options = dict(storage_options or {})
+        options = {} if storage_options is None else storage_options
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise StorageError("storage_options must be a dict, with a str as the name of each option")
+        self._options = dict(options)
         self._provider = credential_provider
         self._durable = durable
         self.concurrency = concurrency
@@ -69,6 +72,7 @@ class StoreSpec:
         self._store: Any = None
         """A ready store that no url describes, as :meth:`open` takes it."""
         self._in_memory = False
+        self._read_only = False
         self._root = ""
         """Of a ready store: the url that describes it, or the path in it."""
         if store is not None:
@@ -106,20 +110,14 @@ class StoreSpec:
             store = self._make()
             if self.concurrency is not None:
                 store.max_concurrency = self.concurrency
+            if self._read_only:
+                store.refuse_changes()
             self._opened = (os.getpid(), store)
         return self._opened[1]
 
     def __repr__(self) -> str:
         options = f", storage_options={redact(self._options)}" if self._options else ""
         return f"StoreSpec({self.url!r}{options})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StoreSpec) and self._identity() == other._identity()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __copy__(self) -> StoreSpec:
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoreSpec:
         # A copy within the process: nothing to hide, and nothing that changes.
@@ -147,7 +145,7 @@ class StoreSpec:
     def _resolve(self, url: str | os.PathLike[str] | None) -> str:
         if not self._given:
             return "" if url is None else normalize(url)
-        text = "" if url is None else os.fspath(url)
+        text = "" if url is None else text_of(url)
         if has_protocol(text):
             raise StorageError(f"with store=, the url is a path inside that store: {redact_url(text)!r} is none")
         text = text.strip("/")
@@ -155,9 +153,6 @@ class StoreSpec:
 
     def _moved(self, address: str) -> StoreSpec:
         return _rebuild({**self.__dict__, "_address": address, "_opened": None})
-
-    def _identity(self) -> tuple[Any, ...]:
-        return self._address, id(self._store), self._options, self._provider, self._durable, self.concurrency
 
     def _make(self) -> Store:
         if has_marker(self._options) or has_marker(self._address):
@@ -183,25 +178,28 @@ class StoreSpec:
         return self._from_url()
 
     def _from_url(self) -> Store:
-        place = parse(self._address)
-        through_fsspec = place.kind == "fsspec" or self._options.get("backend") == "fsspec"
+        place, options = parse(self._address), dict(self._options)
+        backend = options.pop("backend", None)
+        backends = ("fsspec",) if place.kind in ("local", "fsspec") else ("obstore", "fsspec")
+        if backend is not None and backend not in backends:
+            raise StorageError(f"{self.url}: the option backend is {backend!r}: expected {' or '.join(backends)}")
+        through_fsspec = place.kind == "fsspec" or backend == "fsspec"
         if self._provider is not None and (through_fsspec or place.kind == "local"):
             raise StorageError(f"{self.url}: credential_provider= serves s3://, gs:// and az:// through obstore only")
         if through_fsspec:
             from zarrckpt._store._fsspec import FsspecStore
 
-            return FsspecStore(self._address, self._options)
+            return FsspecStore(self._address, options)
         if place.kind == "local":
             from zarrckpt._store._local import LocalStore
 
-            if self._options:
-                found = [*self._options]
-                raise StorageError(f"{place.path!r} is a local path, which takes no storage_options (got {found})")
+            if options:
+                raise StorageError(f"{place.path!r} is a local path, which takes no storage_options (got {[*options]})")
             return LocalStore(place.path, self._durable)
         from zarrckpt._store._obstore import ObstoreStore
         from zarrckpt._store._obstore_client import open_client
 
-        return ObstoreStore(open_client(place, self._options, self._provider), self.url)
+        return ObstoreStore(open_client(place, options, self._provider), self.url)
 
     def _same_process(self) -> None:
         if self._pid != os.getpid():
@@ -225,6 +223,7 @@ class StoreSpec:
         path = ""
         if isinstance(store, storage.StorePath):
             store, path = store.store, store.path
+        self._read_only = isinstance(store, ZarrStore) and store.read_only
         client = store.store if isinstance(store, storage.ObjectStore) else store
         if isinstance(store, storage.LocalStore):
             self._root = str(store.root)
@@ -251,6 +250,9 @@ class StoreSpec:
         protocol = {"S3Store": "s3", "GCSStore": "gs"}.get(type(client).__name__, "az")
         config = dict(client.config)
         bucket = config.pop("container_name" if protocol == "az" else "bucket")
+        if "endpoint_url_s3" in config:
+            # It counts for more than an ``endpoint`` beside it.
+            config["endpoint"] = config.pop("endpoint_url_s3")
         self._root = f"{protocol}://{bucket}/{client.prefix or ''}".rstrip("/")
         self._options = {**config, "client_options": client.client_options, "retry_config": client.retry_config}
         self._provider = client.credential_provider

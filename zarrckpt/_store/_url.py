@@ -48,7 +48,7 @@ def normalize(url: str | os.PathLike[str]) -> str:
 
     ``str(Path("s3://b/x"))`` is "s3:/b/x": one slash behind a known protocol is repaired.
     """
-    text = _text(url)
+    text = text_of(url)
     if not text:
         raise StorageError("the url is empty; expected a local path or a url such as 's3://bucket/run/step-7'")
     text = _repair(text)
@@ -96,12 +96,23 @@ def join_url(url: str | os.PathLike[str], name: str) -> str:
     return f"{base}{tail}" if base.endswith("/") else f"{base}/{tail}"
 
 
-def _text(url: str | os.PathLike[str]) -> str:
+def text_of(url: str | os.PathLike[str]) -> str:
+    """A url or path as text. Raises StorageError for what is none, or cannot be handed to the system."""
     if not isinstance(url, str | os.PathLike):
         raise StorageError(f"a url must be a str or a path, not {type(url).__name__}: pass str(...) of it")
     text = os.fspath(url)
     if not isinstance(text, str):
         raise StorageError("a path must be text, not bytes: pass os.fsdecode(...) of it")
+    return _checked(text)
+
+
+def _checked(text: str) -> str:
+    try:
+        valid = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        valid = False
+    if not valid:
+        raise StorageError(f"{redact_url(text)!r} holds a NUL or a lone surrogate: expected a path or a url without")
     return text
 
 
@@ -126,4 +137,4 @@ def _local_path(url: str, rest: str) -> str:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
         raise StorageError(f"{redact_url(url)!r} names a host: a local file url is 'file:///path', with three slashes")
-    return os.path.abspath(unquote(f"/{path}"))
+    return os.path.abspath(_checked(unquote(f"/{path}")))

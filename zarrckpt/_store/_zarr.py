@@ -106,10 +106,6 @@ class WrappedZarrStore(ClientStore):
     def zarr_store(self) -> ZarrStore:
         return PrefixStore(self._store, self._folder)
 
-    def hint(self, error: BaseException) -> str:
-        refused = self._store.read_only and isinstance(error, ValueError)  # what zarr's stores raise for a write then
-        return "The store was opened read-only: pass one that writes" if refused else ""
-
     def _start(self, prefix: str) -> str:
         """What the names of all objects below a folder begin with."""
         return f"{self.folder(prefix)}/" if self.folder(prefix) else ""
