@@ -2,8 +2,9 @@
 
 They were written once, by the version that made the format, and must open for ever: an existing one is never written
 again. What is in them is computed here, from numbers only, and compared by ``test_golden.py``. Beside each is a JSON
-file that says the same in words for readers in other languages: of each entry its keys, and its dtype, shape and
-SHA-256, or its value, or its encoding and SHA-256.
+file that says the same in words for readers in other languages: of each entry its keys and the containers
+that hold them, and its dtype, shape and SHA-256 (of the elements in C order), or its value, or its encoding and
+SHA-256.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that run
 from independent_reader import Reader
 from portable import save_portable
 from ranks import run_ranks, stop_ranks
+from simulated import simulate
 
 import zarrckpt
 from zarrckpt._json_values import encode_json
@@ -104,7 +106,17 @@ def nested() -> dict[Any, Any]:
         "ordered": OrderedDict(b=one, a=OrderedDict(c=1)),
         "list": [one, {"k": [[one], 5]}, "text", OrderedDict(y=1)],
         **{"empty": {}, "nothing": OrderedDict(), "no_items": []},
+        "half": {0.5: one, (1.5, None): 2},
         "names": {name: one for name in ("", ".", "a/b", "@x", "zarr.json", "c.0", "ü", "x" * 300, "__y", "50%")},
+    }
+
+
+def ordered() -> dict[str, Any]:
+    """Tensors whose paths have another order by component, by UTF-16, without regard to case, or by their fqns."""
+    names = ("a-b", "a.c", "ab", "B", "\uff61", "\U0001f600", "10", "9")
+    return {
+        "a": {"b": bits("int32", (2,), 100)},
+        **{name: bits("int32", (2,), place) for place, name in enumerate(names)},
     }
 
 
@@ -132,7 +144,7 @@ METADATA = {"step": 7, "val_loss": 2.5, "nan": math.nan, "note": "ü", "nested":
 
 
 def _save_plain(folder: Path) -> None:
-    state = {"tensors": tensors(), "values": values(), "nested": nested(), "pickle": pickled()}
+    state = {"tensors": tensors(), "values": values(), "nested": nested(), "pickle": pickled(), "order": ordered()}
     zarrckpt.save(state, folder, metadata=METADATA)
 
 
@@ -141,8 +153,13 @@ def _save_part(folder: Path) -> None:
     zarrckpt.open(folder.with_name("whole")).select("list.0", "list.3", "z.3").copy_to(folder)
 
 
+def portable() -> dict[str, Any]:
+    """Types that are stored as integers too, one of them in subchunks."""
+    return {"tensors": tensors(), "large": pattern(1600, 2048, dtype=torch.bfloat16), "step": 1}
+
+
 def _save_portable(folder: Path) -> None:
-    save_portable({"tensors": tensors(), "step": 1}, folder)
+    save_portable(portable(), folder, compression="zstd")
 
 
 def large() -> dict[str, Any]:
@@ -155,6 +172,7 @@ def large() -> dict[str, Any]:
         "vector": pattern(1, 700_001, dtype=torch.int32).reshape(-1),
         "bytes": pattern(1, 3_000_017, dtype=torch.uint8).reshape(-1),
         "small": bits("int16", (7, 3)),
+        "blob": pattern(1, 4_700_021, dtype=torch.uint8).numpy().tobytes(),
     }
 
 
@@ -189,6 +207,16 @@ def _save_overwritten(folder: Path) -> None:
         zarrckpt.save(trained(number), folder, overwrite=True, metadata={"step": number})
 
 
+def own_state(rank: int) -> dict[str, Any]:
+    """What each of twelve ranks keeps for itself; only some have a tensor."""
+    tensor = {"state": bits("uint8", (5,), rank)} if rank in (1, 2, *range(4, 12)) else {}
+    return {"seed": rank, **tensor}
+
+
+def _save_many(folder: Path) -> None:
+    simulate(lambda rank: zarrckpt.save({"rng": zarrckpt.PerRank(own_state(rank))}, folder), 12)
+
+
 def _save_on_ranks(folder: Path, **options: Any) -> None:
     run_ranks(save_sharded, str(folder), options, world_size=WORLD_SIZE)
 
@@ -221,6 +249,7 @@ CHECKPOINTS: dict[str, Callable[[Path], None]] = {
     "zstd": lambda folder: _save_compressed(folder, "zstd"),
     "blosc": lambda folder: _save_compressed(folder, "blosc"),
     "overwritten": _save_overwritten,
+    "many_ranks": _save_many,
     "ranks": lambda folder: _save_on_ranks(folder, min_piece_bytes=0),
     "ranks_merged": lambda folder: _save_on_ranks(folder),
 }
@@ -251,7 +280,11 @@ def description(folder: Path) -> dict[str, Any]:
     root = ckpt._catalog.root
     arrays = ckpt.read()
     for fqn in ckpt:
-        found: dict[str, Any] = {"keys": [encode_json(key) for key in ckpt.path(fqn)]}
+        path = root.state_path(fqn)
+        found: dict[str, Any] = {
+            "keys": [encode_json(key) for key in path.keys],
+            "containers": list(path.containers),
+        }
         entry = root.entries[fqn]
         if fqn in arrays:
             array = arrays[fqn]
@@ -259,10 +292,17 @@ def description(folder: Path) -> dict[str, Any]:
         elif isinstance(entry, BlobEntry):
             blob = Reader(folder).blob(fqn)
             found |= {"encoding": entry.encoding, "kind": entry.kind, "bytes": len(blob), "sha256": sha256(blob)}
+            if entry.encoding == "npy":
+                array = np.asarray(ckpt[fqn])
+                found["npy"] = {
+                    "dtype": array.dtype.name,
+                    "shape": list(array.shape),
+                    "sha256": sha256(array.tobytes()),
+                }
         else:
             found["value"] = encode_json(ckpt[fqn])
         if ckpt.ranks(fqn):
-            found["ranks"] = list(ckpt.ranks(fqn))
+            found |= {"ranks": list(ckpt.ranks(fqn)), "level": path.rank_at}
         entries[fqn] = found
     return {"tree": bool(ckpt.tree), "metadata": encode_json(ckpt.metadata), "entries": entries}
 

@@ -39,9 +39,10 @@ from zarrckpt import CorruptCheckpointError, UnsupportedFormatError
 from zarrckpt._chunk_codec import ArrayElements, ChunkEncoder
 from zarrckpt._chunk_layout import ChunkTable, raw_dtype
 from zarrckpt._compression import MAX_BYTES, Blosc, Compression, DecodeError, Zstd, most_stored, parse_option
-from zarrckpt._documents import ArrayNode, dumps, parse_array
+from zarrckpt._documents import ArrayNode, parse_array
 from zarrckpt._dtypes import DTYPES, by_name
 from zarrckpt._grid import Box, Grid
+from zarrckpt._json_values import dumps
 from zarrckpt._memory import BytesBudget
 from zarrckpt._store import Store
 from zarrckpt._transfer import chunk_jobs, read_box

@@ -40,18 +40,26 @@ _RANKS = {
     },
     "read": {str(rank): golden.bits("int32", (rank + 1,)) for rank in range(golden.WORLD_SIZE)},
 }
+_OWN = [golden.own_state(rank) for rank in range(12)]
+_MANY = {
+    "0": {"seed": 0},
+    "1": {"seed": 1},
+    "ranks": {"state": torch.stack([own["state"] for own in _OWN if "state" in own])},
+    **{str(rank): {"seed": rank} for rank in range(2, 12)},
+}
 EXPECTED: dict[str, dict[str, Any]] = {
     "plain": {
         **{"tensors": golden.tensors(), "values": golden.values(), "nested": golden.nested()},
-        "pickle": golden.pickled(),
+        **{"pickle": golden.pickled(), "order": golden.ordered()},
     },
     "part": golden.part(),
-    "portable": {"tensors": golden.tensors(), "step": 1},
+    "portable": golden.portable(),
     "subchunks": golden.large(),
     "chunks": {"w": golden.bits("float32", (9, 7)), "x": golden.bits("uint8", (100,))},
     "zstd": golden.compressible(),
     "blosc": golden.compressible(),
     "overwritten": golden.trained(2),
+    "many_ranks": {"rng": _MANY},
     "ranks": _RANKS,
     "ranks_merged": _RANKS,
 }
@@ -174,6 +182,8 @@ def test_the_json_beside_it_says_what_is_in_it(name: str, tmp_path: Path) -> Non
     for fqn, said in described["entries"].items():
         keys = tuple(key for _, key in reader.keys(fqn))
         assert same(keys, zarrckpt.open(folder).path(fqn)) and ".".join(map(str, keys)) == fqn
+        assert [container for container, _ in reader.keys(fqn)] == said["containers"]
+        assert reader.ranks(fqn) == said.get("ranks", [])
         if "dtype" in said:
             assert (said["dtype"], said["shape"], said["sha256"]) == tensors[fqn]
         if isinstance(value := expected.pop(fqn, None), torch.Tensor):
@@ -193,6 +203,9 @@ WRONG_ORDERS = {
     "elements in Fortran order": (".reshape(chunk)", '.reshape(chunk, order="F")'),
     "arrays as the root has them": ("in sorted(self.arrays)", "in self.arrays"),
     "arrays from the last": ("in sorted(self.arrays)", "in sorted(self.arrays, reverse=True)"),
+    "arrays by component": ("in sorted(self.arrays)", 'in sorted(self.arrays, key=lambda path: path.split("/"))'),
+    "arrays by UTF-16": ("in sorted(self.arrays)", 'in sorted(self.arrays, key=lambda path: path.encode("utf-16-be"))'),
+    "arrays by lower case": ("in sorted(self.arrays)", "in sorted(self.arrays, key=str.lower)"),
     "big-endian": ("np.frombuffer(data, out.dtype)", "np.frombuffer(data, out.dtype).byteswap()"),
 }
 

@@ -98,11 +98,12 @@ def save(
 
     Raises CheckpointExistsError where a checkpoint is committed and ``overwrite`` is false, before any data moves, and
     where another save committed first; ForeignObjectsError where the url holds what no save of this package wrote, or
-    lies inside a checkpoint; UnsupportedValueError and UnsupportedLayoutError for an entry that cannot be saved, by its
-    name; StorageError where the store failed after its retries; IncompleteSaveError where a rank did not write what was
-    planned: children of :class:`CheckpointError` all of them. An error on one rank is raised on all; nothing is
-    committed then, and what was written is removed, unless the root document may have been put. Raises TypeError and
-    ValueError for arguments that make no sense.
+    lies inside a checkpoint; CheckpointPinnedError where a pin keeps the checkpoint that would be replaced, and
+    CheckpointRemovedError where a removal has not ended; UnsupportedValueError and UnsupportedLayoutError for an entry
+    that cannot be saved, by its name; StorageError where the store failed after its retries; IncompleteSaveError where
+    a rank did not write what was planned: children of :class:`CheckpointError` all of them. An error on one rank is
+    raised on all; nothing is committed then, and what was written is removed, unless the root document may have been
+    put. Raises TypeError and ValueError for arguments that make no sense.
     """
     _state.refuse_swapped(state, url, "save")
     ranks = Ranks(process_group, no_dist)

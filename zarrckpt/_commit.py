@@ -21,7 +21,7 @@ from zarrckpt._chunk_codec import encode_chunk
 from zarrckpt._chunk_layout import RawArray
 from zarrckpt._crc32c import crc32c
 from zarrckpt._crew import run
-from zarrckpt._documents import NODE, dumps, group_document, join
+from zarrckpt._documents import NODE, group_document, join
 from zarrckpt._errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -34,6 +34,7 @@ from zarrckpt._errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from zarrckpt._json_values import dumps
 from zarrckpt._markers import (
     CLAIM_KEY,
     PINS,

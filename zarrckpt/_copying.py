@@ -18,9 +18,10 @@ from zarrckpt._catalog import Catalog
 from zarrckpt._chunk_layout import RawArray
 from zarrckpt._copy_plan import Changes, changed
 from zarrckpt._crew import run
-from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
+from zarrckpt._documents import NODE, ArrayNode, group_document, join
 from zarrckpt._errors import CheckpointExistsError, CorruptCheckpointError
 from zarrckpt._grid import Ints
+from zarrckpt._json_values import dumps
 from zarrckpt._markers import marker_of
 from zarrckpt._memory import BytesBudget
 from zarrckpt._rechunking import MadeChunk, make_chunk, writers_of

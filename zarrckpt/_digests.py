@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from zarrckpt import _documents, _values
+from zarrckpt import _json_values, _values
 from zarrckpt._tensors import raw_tensor
 
 NO_DIGEST = 0
@@ -80,7 +80,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 def _value_bytes(value: Any) -> tuple[str | None, bytes]:
     encoded = _values.encode_json(value)
     if encoded is not _values.NOT_JSON:
-        return "json", _documents.dumps({"value": encoded})
+        return "json", _json_values.dumps({"value": encoded})
     if isinstance(value, bytes | bytearray):
         return type(value).__name__, bytes(value)
     if isinstance(value, io.BytesIO):

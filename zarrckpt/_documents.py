@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zarrckpt import _compression, _dtypes
+from zarrckpt import _compression, _dtypes, _json_values
 from zarrckpt._compression import Compression
 from zarrckpt._dtypes import DType
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
@@ -28,34 +27,18 @@ _CRC32C = {"name": "crc32c"}
 _SHARDING = "sharding_indexed"
 
 
-def dumps(document: Json) -> bytes:
-    """Strict JSON, UTF-8, compact."""
-    return json.dumps(document, allow_nan=False, ensure_ascii=True, separators=(",", ":")).encode()
-
-
 def loads(data: bytes, name: str) -> Json:
     """Parse a stored document; anything but one strict JSON object is damage.
 
     Raises CorruptCheckpointError naming ``name``.
     """
     try:
-        document = json.loads(str(data, "utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as err:
-        raise CorruptCheckpointError(f"{name} is not a valid JSON document: {type(err).__name__}: {err}") from err
+        document = _json_values.loads(data)
+    except CorruptCheckpointError as err:
+        raise CorruptCheckpointError(f"{name} is {err}") from err
     if not isinstance(document, dict):
         raise CorruptCheckpointError(f"{name} holds a JSON {type(document).__name__}, expected an object")
     return document
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> Json:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return document
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def same_json(one: Any, other: Any) -> bool:

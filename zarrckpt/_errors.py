@@ -42,7 +42,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class UnsupportedFormatError(CheckpointError):
-    """Written by a newer version, or not a checkpoint of this package at all."""
+    """Written in a form that this version does not know, most likely by a newer one."""
 
 
 class UnsafeValueError(CheckpointError):

@@ -16,8 +16,9 @@ from zarrckpt import _names
 from zarrckpt._chunk_layout import RawArray
 from zarrckpt._commit import Attempt, tables_of
 from zarrckpt._crew import run
-from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
+from zarrckpt._documents import NODE, ArrayNode, group_document, join
 from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
+from zarrckpt._json_values import dumps
 from zarrckpt._plan import Layout
 from zarrckpt._rank_work import ArrayResult, LostPeer, ObjectResult
 from zarrckpt._report import SaveReport

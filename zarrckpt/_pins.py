@@ -8,8 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from zarrckpt import _commit
-from zarrckpt._documents import NODE, dumps, group_document, join
+from zarrckpt._documents import NODE, group_document, join
 from zarrckpt._errors import CheckpointError, CheckpointRemovedError, CheckpointReplacedError
+from zarrckpt._json_values import dumps
 from zarrckpt._markers import PINS, Pin, pin_key
 from zarrckpt._root import HOUSE, Root
 from zarrckpt._sealed import is_save_id, now

@@ -22,11 +22,12 @@ from zarrckpt._chunk_codec import ArrayElements, ChunkEncoder, Elements
 from zarrckpt._chunk_layout import RawArray, raw_dtype
 from zarrckpt._chunking import MAX_CHUNK_BYTES
 from zarrckpt._crew import run
-from zarrckpt._documents import NODE, ArrayNode, Json, dumps, join
+from zarrckpt._documents import NODE, ArrayNode, Json, join
 from zarrckpt._dtypes import by_name
 from zarrckpt._errors import CheckpointError
 from zarrckpt._exchange import Channel, Joining, PeerLost, entered
 from zarrckpt._grid import Box, Grid, Ints, intersect
+from zarrckpt._json_values import dumps
 from zarrckpt._pieces import Pieces
 from zarrckpt._plan import ChunkPlan, RankPlan
 from zarrckpt._planner import resolves_as_dcp

@@ -13,8 +13,9 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from zarrckpt._crc32c import crc32c
-from zarrckpt._documents import ATTRIBUTE, Json, dumps, group_document, loads
+from zarrckpt._documents import ATTRIBUTE, Json, group_document, loads
 from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, UnsupportedFormatError
+from zarrckpt._json_values import dumps
 
 T = TypeVar("T")
 

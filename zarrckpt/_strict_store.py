@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 
-from zarrckpt._documents import NODE, ArrayNode, dumps
+from zarrckpt._documents import NODE, ArrayNode
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._grid import Ints
+from zarrckpt._json_values import dumps
 from zarrckpt._store._zarr_readers import ReadOnlyStore
 
 if TYPE_CHECKING:

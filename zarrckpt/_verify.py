@@ -23,7 +23,7 @@ from zarrckpt._chunk_layout import (
     stored_crc,
 )
 from zarrckpt._crew import run
-from zarrckpt._documents import NODE, ArrayNode, dumps, group_document, join
+from zarrckpt._documents import NODE, ArrayNode, group_document, join
 from zarrckpt._errors import (
     CorruptCheckpointError,
     ForeignObjectsError,
@@ -31,6 +31,7 @@ from zarrckpt._errors import (
     UnsupportedFormatError,
 )
 from zarrckpt._grid import Ints
+from zarrckpt._json_values import dumps
 from zarrckpt._markers import CLAIM_KEY, marker_key, parse_claim, parse_marker
 from zarrckpt._memory import BytesBudget
 from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, table_node
