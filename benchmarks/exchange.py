@@ -1,7 +1,7 @@
 """What it costs and saves that ranks hand each other pieces: merged saves and shared loads, beside those without.
 
     python benchmarks/exchange.py save           pieces of 64 KiB to 4 MiB, merged or an object each
-    python benchmarks/exchange.py load           a replicated state, each chunk fetched once or by every rank
+    python benchmarks/exchange.py load           replicas, and columns of saved rows: fetched once, or by every rank
 
 Each runs on a local folder and on the same folder behind a delay: 25 ms a request and 90 MB/s a connection, about what
 S3 gives. Prints medians in seconds, and the ratio. All ranks are processes on this machine.
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from zarr.core.buffer import Buffer
 from zarr.storage import LocalStore
 
@@ -105,24 +105,34 @@ def load_once(state: dict[str, Any], source: dict[str, Any], share: bool, fetche
 
 
 def loads(folder: str, rounds: int, megabytes: int) -> None:
-    state = {f"w{i}": torch.zeros(1024, 1024) for i in range(megabytes // 4)}
-    zarrckpt.save(state, f"{folder}/replicated", durable=False)
-    row("store", "every rank, s", "fetched, MB", "once, s", "fetched, MB", "ratio")
-    row(*["---"] * 6)
-    for delayed in (False, True):
-        source = place(f"{folder}/replicated", delayed)
-        source.pop("durable", None)
-        found = []
-        for share in (False, True):
-            fetched: list[int] = []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    row("what", "store", "every rank, s", "fetched, MB", "once, s", "fetched, MB", "ratio")
+    row(*["---"] * 7)
+    for what in ("replicas", "columns of rows"):
+        whole = {f"w{i}": torch.zeros(1024, 1024) for i in range(megabytes // 4)}
+        saved, state = (
+            (whole, whole)
+            if what == "replicas"
+            else [
+                {name: distribute_tensor(tensor, mesh, [Shard(dim)]) for name, tensor in whole.items()}
+                for dim in (0, 1)
+            ]
+        )
+        zarrckpt.save(saved, f"{folder}/{what}", durable=False, min_piece_bytes=0)
+        for delayed in (False, True):
+            source = place(f"{folder}/{what}", delayed)
+            source.pop("durable", None)
+            found = []
+            for share in (False, True):
+                fetched: list[int] = []
 
-            took = seconds(partial(load_once, state, source, share, fetched), rounds)
-            total = torch.tensor(fetched[-1])
-            dist.all_reduce(total)
-            found += [took, int(total) / 1e6]
-        every, all_bytes, once, fewer = found
-        where = "delayed" if delayed else "local"
-        row(where, f"{every:.2f}", f"{all_bytes:.0f}", f"{once:.2f}", f"{fewer:.0f}", f"{every / once:.2f}")
+                took = seconds(partial(load_once, state, source, share, fetched), rounds)
+                total = torch.tensor(fetched[-1])
+                dist.all_reduce(total)
+                found += [took, int(total) / 1e6]
+            every, all_bytes, once, fewer = found
+            where = "delayed" if delayed else "local"
+            row(what, where, f"{every:.2f}", f"{all_bytes:.0f}", f"{once:.2f}", f"{fewer:.0f}", f"{every / once:.2f}")
 
 
 def work(rank: int, ranks: int, folder: str, what: str, rounds: int, megabytes: int) -> None:

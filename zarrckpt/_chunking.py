@@ -20,7 +20,7 @@ MAX_CHUNK_BYTES = 128 << 20
 SUBCHUNK_ABOVE = 1 << 20
 """Chunks above this many bytes have subchunks, so that a partial read need not fetch all of them."""
 
-SUBCHUNK_BYTES = 1 << 20
+SUBCHUNK_BYTES = 2 << 20
 """About how large subchunks are. Why: ``docs/explanation/subchunks.md``."""
 
 USUAL_SUBCHUNK = (1 << 20, 4 << 20)
