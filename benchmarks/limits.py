@@ -55,7 +55,7 @@ def read_files(target: dict[str, Any], folder: str, threads: int) -> None:
     _parallel(read, len(views), threads)
 
 
-PART = 1 << 20
+PART = 2 << 20
 """Bytes of a subchunk, each with a checksum behind it."""
 
 

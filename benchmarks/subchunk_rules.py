@@ -16,7 +16,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from unittest.mock import patch
 
 from zarrckpt import _chunking
@@ -104,7 +104,14 @@ def together(saved: Cuts, loaded: Cuts, itemsize: int) -> tuple[float, float]:
     pieces = {name: cut(LAYER[name][0], loaded(LAYER[name][1])) for name in nodes}
     ranks = max(map(len, pieces.values()))
     targets = [[(name, boxes[rank]) for name, boxes in pieces.items() if rank < len(boxes)] for rank in range(ranks)]
-    shares = plan_shares(nodes, wanted_boxes(targets), ranks, 128 << 20)
+    needed = sum(math.prod(node.grid.shape) for node in nodes.values()) * itemsize
+    fetched, handed = fetched_together(nodes, targets)
+    return fetched / needed, handed / needed
+
+
+def fetched_together(nodes: Mapping[str, ArrayNode], targets: Sequence[Sequence[tuple[str, Box]]]) -> tuple[int, int]:
+    """The bytes that ranks fetch which read their targets together, and those that they hand on."""
+    shares = plan_shares(nodes, wanted_boxes(targets), len(targets), 128 << 20)
     fetched = handed = 0
     shared: dict[tuple[str, Ints], set[int]] = {}
     for step in (step for own in shares for step in own.values()):
@@ -120,8 +127,7 @@ def together(saved: Cuts, loaded: Cuts, itemsize: int) -> tuple[float, float]:
         for chunk in node.grid.chunks_of(box):
             own_numbers = {*subchunks_in(node.grid, chunk, box)} - shared.get((name, chunk), set())
             fetched += len(own_numbers) * (subchunk_bytes(node) + CRC_BYTES)
-    needed = sum(math.prod(node.grid.shape) for node in nodes.values()) * itemsize
-    return fetched / needed, handed / needed
+    return fetched, handed
 
 
 def geometry() -> None:

@@ -14,15 +14,18 @@ import hashlib
 import io
 import json
 import math
+import struct
 import sys
 import tempfile
 import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import ml_dtypes
 import numpy as np
 import torch
@@ -93,6 +96,8 @@ def values() -> dict[str, Any]:
         "numpy_bfloat16": np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3),
         "numpy_float8": ml_dtypes.float8_e4m3fn(1.5),
         "long": "0123456789" * 7000,
+        "nan": struct.unpack(">d", bytes.fromhex("7ff8000000000001"))[0],
+        "items": ({"raw": [b"raw", b""], b"key": np.arange(3, dtype="<u2")},),
         "tree": ("MT19937", np.arange(5, dtype="<u4"), 3, 0, 0.5),
         "torch": (torch.arange(3), torch.Size([2])),
     }
@@ -214,7 +219,29 @@ def own_state(rank: int) -> dict[str, Any]:
 
 
 def _save_many(folder: Path) -> None:
-    simulate(lambda rank: zarrckpt.save({"rng": zarrckpt.PerRank(own_state(rank))}, folder), 12)
+    def save(rank: int, number: int) -> None:
+        state = {"rng": zarrckpt.PerRank(own_state(rank)), "w": pattern(701, 1024) + number}
+        zarrckpt.save(state, folder, overwrite=True, compression="zstd")
+
+    for number in range(2):
+        simulate(partial(save, number=number), 12)
+
+
+def _save_shuffled(folder: Path) -> None:
+    """Another program may have written the members of JSON objects in any order, but for entries."""
+    zarrckpt.save(ordered(), folder)
+    root = json.loads((folder / "zarr.json").read_bytes())
+    nodes = root["consolidated_metadata"]["metadata"]
+    root["consolidated_metadata"]["metadata"] = dict(reversed(nodes.items()))
+    seal(folder, root)
+
+
+def seal(folder: Path, document: dict[str, Any]) -> Path:
+    """Put another root document, with the right checksum."""
+    document["attributes"]["zarrckpt"]["crc32c"] = "00000000"
+    data = json.dumps(document, separators=(",", ":")).encode()
+    (folder / "zarr.json").write_bytes(data.replace(b"00000000", b"%08x" % google_crc32c.value(data), 1))
+    return folder
 
 
 def _save_on_ranks(folder: Path, **options: Any) -> None:
@@ -250,6 +277,7 @@ CHECKPOINTS: dict[str, Callable[[Path], None]] = {
     "blosc": lambda folder: _save_compressed(folder, "blosc"),
     "overwritten": _save_overwritten,
     "many_ranks": _save_many,
+    "shuffled": _save_shuffled,
     "ranks": lambda folder: _save_on_ranks(folder, min_piece_bytes=0),
     "ranks_merged": lambda folder: _save_on_ranks(folder),
 }

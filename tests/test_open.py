@@ -265,6 +265,7 @@ CONTRADICTIONS: dict[str, Any] = {
     "another member of a table": lambda own: own["tables"]["checksums"].update(chunks=1),
     "another member of an entry": lambda own: own["entries"]["step"].update(dtype="int64"),
     "another member of a tensor": lambda own: own["entries"]["model.b"].update(shape=[1]),
+    "encoding that is no string": lambda own: own["entries"]["rng"].update(encoding=[]),
     "misspelled encoding": lambda own: own["entries"]["rng"].update(encodng=own["entries"]["rng"].pop("encoding")),
     "kind left out": lambda own: own["entries"]["rng"].pop("kind"),
     "no time": lambda own: own.update(created="yesterday"),

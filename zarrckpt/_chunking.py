@@ -183,7 +183,7 @@ def _subchunks(
 ) -> tuple[int, Ints] | None:
     """Into how many subchunks a chunk is cut along its cut dimension, and their shape.
 
-    The least padding counts; then whether they begin where pieces do, or pieces where they do; then how near they are
+    The least padding counts; then whether pieces consist of them, or they of pieces, or neither; then how near they are
     to SUBCHUNK_BYTES.
     """
     dim = _cut_dimension(chunk, itemsize)
@@ -194,7 +194,7 @@ def _subchunks(
         rows = -(-extent // count)
         padding, size = rows * count - extent, rows * row
         if limits[0] <= size <= limits[1] and (padding * _PADDING <= extent if padded else padding == 0):
-            across = min(rows % step, step % rows) > 0
+            across = 0 if step % rows == 0 else 1 if rows % step == 0 else 2
             found.append((padding, across, _distance(size), count, rows))
     if not found:
         return None

@@ -142,8 +142,12 @@ def parse_array(path: str, document: Any) -> ArrayNode:
     if not isinstance(document, dict):
         raise CorruptCheckpointError(f"{where} is no JSON object")
     shape = _extents(document.get("shape"), 0, f"shape in {where}")
-    chunk_grid = document.get("chunk_grid")
-    chunk = _extents(_configured(chunk_grid, "regular", "chunk_shape"), 1, f"chunk_shape in {where}")
+    grid = _configuration(document.get("chunk_grid"), "regular")
+    if grid is None:
+        raise UnsupportedFormatError(
+            f"{where} has no regular chunk grid; upgrade zarrckpt, or read it with zarr-python"
+        )
+    chunk = _extents(grid.get("chunk_shape"), 1, f"chunk_shape in {where}")
     codecs = document.get("codecs")
     sub = _sub_shape(codecs, where)
     if len(chunk) != len(shape) or (sub is not None and len(sub) != len(shape)):
@@ -191,7 +195,7 @@ def _parse_dtype(document: Json, where: str) -> tuple[DType, bool]:
 
 def _parse_compression(codecs: Any, where: str) -> Compression | None:
     """The codec between elements and checksum. Raises UnsupportedFormatError naming a codec that is not known."""
-    inner = _configured(codecs[0], _SHARDING, "codecs")
+    inner = (_configuration(codecs[0], _SHARDING) or {}).get("codecs")
     chain = inner if isinstance(inner, list) else codecs
     found = None
     for codec in chain:
@@ -205,18 +209,19 @@ def _parse_compression(codecs: Any, where: str) -> Compression | None:
     return found
 
 
-def _configured(value: Any, name: str, field: str) -> Any:
-    """``configuration.field`` of an extension object with the given name, else None."""
-    if isinstance(value, Mapping) and value.get("name") == name and isinstance(value.get("configuration"), Mapping):
-        return value["configuration"].get(field)
-    return None
+def _configuration(value: Any, name: str) -> Mapping[str, Any] | None:
+    """The configuration of an extension object with the given name; None for one of another name."""
+    if not isinstance(value, Mapping) or value.get("name") != name:
+        return None
+    found = value.get("configuration")
+    return found if isinstance(found, Mapping) else {}
 
 
 def _sub_shape(codecs: Any, where: str) -> Ints | None:
     if not isinstance(codecs, list) or not codecs:
         raise CorruptCheckpointError(f"no codecs in {where}")
-    sub = _configured(codecs[0], _SHARDING, "chunk_shape")
-    return None if sub is None else _extents(sub, 1, f"subchunk shape in {where}")
+    sharding = _configuration(codecs[0], _SHARDING)
+    return None if sharding is None else _extents(sharding.get("chunk_shape"), 1, f"subchunk shape in {where}")
 
 
 def _extents(value: Any, least: int, where: str) -> Ints:

@@ -361,8 +361,9 @@ class _Entries:
 
     def _blob(self, fqn: str, entry: Json) -> BlobEntry:
         node, encoding, kind = self._nodes[entry["path"]], entry["encoding"], entry.get("kind")
-        expected = {"path", "encoding", "kind"} if _BLOB_KINDS.get(encoding, True) else {"path", "encoding"}
-        if encoding not in _BLOB_KINDS or entry.keys() != expected or not isinstance(entry.get("kind", ""), str):
+        known = isinstance(encoding, str) and encoding in _BLOB_KINDS
+        expected = {"path", "encoding", "kind"} if known and _BLOB_KINDS[encoding] else {"path", "encoding"}
+        if not known or entry.keys() != expected or not isinstance(entry.get("kind", ""), str):
             raise self._fail(fqn, entry, f"a blob's path, its encoding of {(*_BLOB_KINDS,)}, and for most a kind")
         if node.dtype.name != "uint8" or len(node.grid.shape) != 1:
             raise self._fail(fqn, node.dtype.name, "one dimension of uint8 for a blob")
@@ -373,7 +374,7 @@ class _Entries:
         count, end = 0, -1
         for span in found if isinstance(found, list) else [None]:
             pair = span if isinstance(span, list) and len(span) == 2 else (-1, -1)
-            if not all(type(number) is int for number in pair) or not end < pair[0] < pair[1]:
+            if not all(type(number) is int for number in pair) or not end < pair[0] < pair[1] < 2**63:
                 raise self._fail(fqn, found, "spans of ranks [begin, end), ascending and apart")
             count, end = count + pair[1] - pair[0], pair[1]
         # Before a list of them is made: a document can claim any number.
