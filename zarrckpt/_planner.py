@@ -75,14 +75,16 @@ class ZarrSavePlanner(DefaultSavePlanner):
     """DCP's default planner that also keeps empty dicts, keys that are no strings, and OrderedDicts.
 
     Takes the arguments of :class:`~torch.distributed.checkpoint.DefaultSavePlanner` but ``flatten_state_dict``,
-    which is always true. :func:`zarrckpt.save` uses it; with ``dcp.save`` pass it as ``planner``.
+    which is always true; ``enable_plan_caching`` changes nothing. :func:`zarrckpt.save` uses it; with ``dcp.save`` pass
+    it as ``planner``.
     """
 
     _alone = False
     """Whether this process is known to save alone: nothing to compare with other ranks, and no parts of tensors."""
 
     def __init__(self, *, dedup_save_to_lowest_rank: bool = False, enable_plan_caching: bool = False) -> None:
-        super().__init__(dedup_save_to_lowest_rank=dedup_save_to_lowest_rank, enable_plan_caching=enable_plan_caching)
+        # DCP's cache takes plans of other dtypes and containers for the same, and is one for all groups of a process.
+        super().__init__(dedup_save_to_lowest_rank=dedup_save_to_lowest_rank)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -108,21 +110,18 @@ class ZarrSavePlanner(DefaultSavePlanner):
         Raises UnsupportedLayoutError for what a process that saves alone has a part of.
         """
         plan = super().create_local_plan()
-        if not plan.usable and not _same_state(self.plan, SavePlanner._cached_save_plan[self._cached_plans_key]):
-            self._pending_local_plan = plan = self.plan
         if self._alone:
             _refuse_parts(self.state_dict, plan)
         if self._alone or not in_use():
             return plan
-        # Of a plan that the cache keeps from being sent as well: what it stands for may have changed.
         notes = Notes(digests_of(self.plan, self.lookup_object), self.dedup_save_to_lowest_rank, self._leaves_merging())
         return dataclasses.replace(plan, storage_data=notes)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge all ranks' plans. Raises UnsupportedLayoutError where their boxes overlap or leave gaps.
 
-        With our writer and without plan caching the plans stay as they are, and the writer merges them: it must know
-        all replicas anyway. Then the writer also fills in the metadata, with one box a tensor, when it finishes.
+        With our writer the plans stay as they are, and the writer merges them: it must know all replicas anyway. Then
+        the writer also fills in the metadata, with one box a tensor, when it finishes.
         """
         if self._leaves_merging() and all(isinstance(plan.items, LazyItems) for plan in all_plans):
             self.global_plan, self.metadata = all_plans, Metadata({})
@@ -133,19 +132,9 @@ class ZarrSavePlanner(DefaultSavePlanner):
             raise UnsupportedLayoutError(f"the shards of some tensors overlap or leave gaps: {err}") from err
 
     def _leaves_merging(self) -> bool:
-        """Whether nothing but a writer need look at all ranks' items: a subclass may, and so does the plan cache."""
+        """Whether nothing but a writer need look at all ranks' items: a subclass may."""
         steps = ("create_global_plan", "_create_global_plan", "_dedup_save_plans")
-        kept = all(getattr(type(self), step) is getattr(ZarrSavePlanner, step) for step in steps)
-        return kept and not self._enable_plan_caching
-
-
-def _same_state(plan: SavePlan, cached: SavePlan) -> bool:
-    """Whether two plans that DCP takes for equal are: it compares neither dtypes nor the containers of keys."""
-
-    def dtypes(of: SavePlan) -> list[torch.dtype | None]:
-        return [item.tensor_data.properties.dtype if item.tensor_data else None for item in of.items]
-
-    return dtypes(plan) == dtypes(cached) and bool(plan.planner_data == cached.planner_data)
+        return all(getattr(type(self), step) is getattr(ZarrSavePlanner, step) for step in steps)
 
 
 def _refuse_parts(flat: Mapping[str, Any], plan: SavePlan) -> None:
