@@ -174,7 +174,7 @@ class Catalog:
                 raise CorruptCheckpointError(f"the {name} table {key!r} is missing in {self.store.url}") from err
             stored = np.frombuffer(data, np.uint8)
             found = stored_crc(stored) if len(stored) == 4 * length + CRC_BYTES else None
-            if found is None or found != (found if crc is None else crc):
+            if found is None or (crc is not None and found != crc):
                 raise CorruptCheckpointError(f"the {name} table {key!r} in {self.store.url} is not what was saved")
         return stored[:-CRC_BYTES].view("<u4")
 

@@ -69,7 +69,7 @@ def part_of(root: Root, names: Sequence[str]) -> Root:
     stacks = {fqn: root.stacks[fqn] for fqn in entries if fqn in root.stacks}
     part = dataclasses.replace(root, entries=entries, keys=keys, stacks=stacks)
     paths = [part.node_path(fqn) for fqn in entries]
-    above = parent_groups(paths) | {""}
+    above = parent_groups(paths)
     return dataclasses.replace(part, containers={path: kind for path, kind in root.containers.items() if path in above})
 
 
