@@ -3,11 +3,15 @@
     python -m tests.kill_campaign --kills 300                # a temporary folder, and an S3 server of its own
     python -m tests.kill_campaign --kills 100 --url s3://bucket/kills --url /mnt/shared/kills
 
-Four processes save, over gloo, a state whose pieces move between them: to a new place, or in place of a checkpoint that
-they saved just before. At a random moment of it one of them, or all, get SIGKILL; the others are ended a moment later,
-as torchrun does it, or in a share of the trials watched until they have noticed by themselves. After each kill the
-place must open as the complete old or the complete new checkpoint, or as not committed, and be free of damage; every
-few kills the next save must succeed and leave nothing of the dead ones. A place under ``--url`` must be empty.
+Four processes save a state whose pieces move between them: to a new place, or in place of a checkpoint that they saved
+just before. At a random moment of it one of them, or all, get SIGKILL; the others are ended a moment later, as torchrun
+does it, or in a share of the trials watched until they have noticed by themselves. After each kill the place must open
+as the complete old or the complete new checkpoint, or as not committed, and be free of damage; every few kills the next
+save must succeed and leave nothing of the dead ones. A place under ``--url`` must be empty.
+
+Other kills are aimed (``AIMS``): between the rounds of a save, and around its commit, one rank gets SIGKILL at exactly
+that step. Then all survivors must end by themselves, soon: with their reports where the save is committed, else with
+errors.
 
 The command prints a table, and exits with 1 if anything was wrong, or took longer than a minute.
 """
@@ -22,6 +26,7 @@ import mmap
 import multiprocessing
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -45,9 +50,10 @@ from uneven_states import full, mesh_of, same_bits, sharded, uneven_state, uneve
 import zarrckpt
 from benchmarks.s3_server import served
 from zarrckpt import _commit
-from zarrckpt._exchange import Channel
+from zarrckpt._save import run as save_run
+from zarrckpt._save.exchange import Exchange
+from zarrckpt._save.run import SaveAttempt
 from zarrckpt._store import open_store
-from zarrckpt._writer import ZarrStorageWriter
 
 RANKS = 4
 WATCHED_SECONDS = 20.0
@@ -59,8 +65,8 @@ LONGEST_SECONDS = 60.0
 AGENT_SECONDS = 0.1
 """How often torchrun looks at its processes."""
 
-OPTIONS: dict[str, Any] = {"fill_bytes": 8 << 10, "max_inflight_bytes": 64 << 10}
-"""Of the saves: pieces move in many rounds."""
+OPTIONS: dict[str, Any] = {"fill_bytes": 8 << 10, "max_inflight_bytes": 64 << 10, "timeout": 15.0}
+"""Of the saves: pieces move in many bundles, and who waits for a rank that never came gives up while it is watched."""
 
 LATE = ("_api", "_checkpoint", "_cleaning", "_verify", "_store._local", "_store._obstore")
 """This package's modules that are imported when they are needed: here before processes are forked."""
@@ -75,26 +81,43 @@ class Place(IntEnum):
     PLANS = 1
     BEGINS = 2
     SENDS_PLANS = 3
-    WRITES = 4
-    EXCHANGES = 5
-    WAITS = 6
-    COUNTS = 7
-    COMMITS = 8
-    CLEANS = 9
-    RETURNED = 10
+    """The attempt has begun, and the others do not know it yet."""
+    AGREED = 4
+    WRITES = 5
+    EXCHANGES = 6
+    WAITS = 7
+    """It has written, and has not said so."""
+    COUNTS = 8
+    ALL_WRITTEN = 9
+    """That is known to all; nobody has agreed to the commit."""
+    COMMITS = 10
+    CLEANS = 11
+    ANSWERS = 12
+    """The others do not know yet that it is committed."""
+    RETURNED = 13
 
 
 class Board:
-    """What the ranks of a job tell while they save: memory that all processes share."""
+    """What the ranks of a job tell while they save, and who is to be killed when: memory that all processes share."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._pids = memoryview(self._memory)[64 : 64 + 4 * RANKS].cast("i")
+        self._aim: Aim | None = None
 
-    def clear(self) -> None:
+    def clear(self, aim: Aim | None) -> None:
+        """For a new job, whose processes are not there yet."""
         self._memory[: 2 * RANKS] = bytes(2 * RANKS)
+        self._aim = aim
+
+    def come(self, rank: int) -> None:
+        """Called by each rank's process, before any can be killed."""
+        self._pids[rank] = os.getpid()
 
     def mark(self, rank: int, place: Place) -> None:
         self._memory[rank] = place
+        if self._aim is not None and (self._aim.at, self._aim.place) == (rank, place):
+            os.kill(self._pids[self._aim.victim], signal.SIGKILL)
 
     def place(self, rank: int) -> Place:
         return Place(self._memory[rank])
@@ -107,6 +130,27 @@ class Board:
 
     def all_at(self, place: Place) -> bool:
         return all(self.place(rank) >= place for rank in range(RANKS))
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A kill at a step: when the rank ``at`` comes to a place, the victim gets SIGKILL."""
+
+    at: int
+    place: Place
+    victim: int
+
+    @property
+    def commits(self) -> bool:
+        """Whether the save is committed, and the survivors return. With a coordinator that lives, also later."""
+        return self.place > Place.COMMITS or (self.place == Place.COMMITS and self.victim != 0)
+
+
+AIMS = [
+    *(Aim(0, place, 0) for place in Place if place not in (Place.STARTS, Place.PLANS, Place.RETURNED)),
+    *(Aim(2, place, 2) for place in (Place.AGREED, Place.WRITES, Place.EXCHANGES, Place.WAITS, Place.ALL_WRITTEN)),
+    *(Aim(0, place, 3) for place in (Place.SENDS_PLANS, Place.COUNTS, Place.COMMITS, Place.CLEANS, Place.ANSWERS)),
+]
 
 
 # -- the state
@@ -154,29 +198,37 @@ class Saving:
         _watch(rank, board)
         dist.barrier()
         board.mark(rank, Place.PLANS)
-        zarrckpt.save(state, self.url, overwrite=True, **OPTIONS)
+        report = zarrckpt.save(state, self.url, overwrite=True, **OPTIONS)
         board.mark(rank, Place.RETURNED)
+        if zarrckpt.open(self.url).save_id != report.save_id:
+            raise Wrong(f"its report is of save {report.save_id}, which is not committed")
 
 
 def _watch(rank: int, board: Board) -> None:
     """Have every step of the next save marked on the board."""
 
-    def marked(owner: Any, name: str, place: Place, after: Place) -> None:
+    def marked(owner: Any, name: str, place: Place | None, after: Place | None = None) -> None:
         real = getattr(owner, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            board.mark(rank, place)
+            if place is not None:
+                board.mark(rank, place)
             found = real(*args, **options)
-            board.mark(rank, after)
+            if after is not None:
+                board.mark(rank, after)
             return found
 
         setattr(owner, name, call)
 
     marked(_commit, "begin", Place.BEGINS, Place.SENDS_PLANS)
-    marked(ZarrStorageWriter, "write_data", Place.WRITES, Place.WAITS)
-    marked(Channel, "swap", Place.EXCHANGES, Place.WRITES)
-    marked(ZarrStorageWriter, "finish", Place.COUNTS, Place.CLEANS)
+    marked(save_run, "agree", None, Place.AGREED)
+    marked(SaveAttempt, "write", Place.WRITES, Place.WAITS)
+    marked(Exchange, "_begun", Place.EXCHANGES)
+    marked(Exchange, "_opened", Place.WRITES)
+    marked(SaveAttempt, "finish", Place.COUNTS)
+    marked(save_run, "_commit_together", Place.ALL_WRITTEN)
     marked(_commit, "commit", Place.COMMITS, Place.CLEANS)
+    marked(SaveAttempt, "commit", None, Place.ANSWERS)
 
 
 def _rank(saving: Saving, rank: int, board: Board, port: int, name: str, log: str) -> None:
@@ -184,6 +236,7 @@ def _rank(saving: Saving, rank: int, board: Board, port: int, name: str, log: st
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
+        board.come(rank)
         torch.set_num_threads(1)
         server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
         store = dist.PrefixStore(name, server)
@@ -201,8 +254,8 @@ def _rank(saving: Saving, rank: int, board: Board, port: int, name: str, log: st
 class Job:
     """Four processes that save."""
 
-    def __init__(self, saving: Saving, board: Board, port: int, name: str, log: str) -> None:
-        board.clear()
+    def __init__(self, saving: Saving, board: Board, aim: Aim | None, port: int, name: str, log: str) -> None:
+        board.clear(aim)
         self._board = board
         self.processes = [
             _context.Process(target=_rank, args=(saving, rank, board, port, name, log), daemon=True)
@@ -226,6 +279,20 @@ class Job:
             self.processes[rank].kill()
         for rank in ranks:
             self.processes[rank].join()
+
+    def wait_for_death(self, rank: int) -> None:
+        """Return when a rank was killed. Raises where it ends in another way, or does not."""
+        if not wait([self.processes[rank].sentinel], LONGEST_SECONDS):
+            raise Wrong(f"hangs: {[self._board.place(other).name for other in range(RANKS)]}")
+        self.processes[rank].join()
+        if self.processes[rank].exitcode != -signal.SIGKILL:
+            raise Wrong(f"rank {rank} ended before it was killed, with {self.processes[rank].exitcode}")
+
+    def watch(self, seconds: float) -> None:
+        """Return when all processes have ended, or after some seconds."""
+        end = time.monotonic() + seconds
+        while self.running() and time.monotonic() < end:
+            self.wait_for_any(end - time.monotonic())
 
     def running(self) -> list[int]:
         return [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
@@ -344,6 +411,12 @@ class Kill:
     """After how many seconds the last survivor had ended by itself, where that was waited for."""
     unaware: int = 0
     """Survivors that had not ended after WATCHED_SECONDS."""
+    returned: tuple[int, ...] = ()
+    """Survivors to which the save returned."""
+    raised: tuple[int, ...] = ()
+    """Survivors that were told an error."""
+    aimed: str = ""
+    """At which step of which rank, where it was aimed."""
 
 
 @dataclass
@@ -373,7 +446,7 @@ class Report:
             counts = [found[place.name, what] for what in ("none", "old", "new")]
             if any(counts):
                 lines.append(f"{place.name.lower():<16}" + "".join(f"{count:>6}" for count in counts))
-        lines += ["", *self._groups(), *self._survivors(), *self.wrongs]
+        lines += ["", *self._groups(), *self._survivors(), *self._aimed(), *self.wrongs]
         return "\n".join(lines)
 
     def _groups(self) -> Iterator[str]:
@@ -388,8 +461,15 @@ class Report:
         for (where, what, who), count in sorted(groups.items()):
             yield f"{count:>5}  {where}, {what}, {who}"
 
+    def _aimed(self) -> Iterator[str]:
+        aimed = Counter(kill.aimed for kill in self.kills if kill.aimed)
+        if aimed:
+            slowest = max(kill.noticed or 0.0 for kill in self.kills if kill.aimed)
+            yield f"\naimed kills, {sum(aimed.values())} of them; the survivors had ended after {slowest:.2f} s at most"
+            yield from (f"{count:>5}  {name}" for name, count in aimed.items())
+
     def _survivors(self) -> Iterator[str]:
-        watched = [kill for kill in self.kills if kill.noticed is not None]
+        watched = [kill for kill in self.kills if kill.noticed is not None and not kill.aimed]
         if watched:
             aware = sorted(kill.noticed or 0.0 for kill in watched if not kill.unaware)
             shown = f"median {statistics.median(aware):.2f} s, most {aware[-1]:.2f} s" if aware else "none did"
@@ -427,8 +507,11 @@ class Campaign:
         self._checker.end()
         self._rendezvous.end()
 
-    def run(self, kills: int, told: Callable[[str], None] = print) -> Report:
-        """Kill so often. What is wrong is told at once, and the campaign goes on."""
+    def run(self, kills: int, aimed: int, told: Callable[[str], None] = print) -> Report:
+        """Kill so often at random moments, and so often with an aim.
+
+        What is wrong is told at once, and the campaign goes on.
+        """
         kinds = [(url, replaces) for url in self._urls for replaces in (False, True)]
         for url, replaces in kinds:
             seconds = statistics.median(self._whole(f"{url}/latest", replaces) for _ in range(min(3, 1 + kills // 20)))
@@ -437,21 +520,29 @@ class Campaign:
         trial = 0
         while len(self.report.kills) < kills and len(self.report.wrongs) < 10:
             which = trial % len(kinds)
-            began = time.monotonic()
-            try:
-                self._trial(*kinds[which], durations[which], trial)
-            except Wrong as err:
-                self.report.wrongs.append(f"trial {trial}, {kinds[which]}: {err}")
-                told(self.report.wrongs[-1])
-            self.report.longest = max(self.report.longest, time.monotonic() - began)
+            self._try(trial, *kinds[which], durations[which], None, told)
             trial += 1
             if trial % 50 == 0:
                 told(f"{len(self.report.kills)} kills, {len(self.report.wrongs)} wrong")
+        for number in range(aimed):
+            again, which = divmod(number, len(AIMS))
+            self._try(trial + number, *kinds[(which + again) % len(kinds)], 0.0, AIMS[which], told)
         return self.report
 
-    def _start(self, saving: Saving) -> Job:
+    def _try(
+        self, trial: int, url: str, replaces: bool, duration: float, aim: Aim | None, told: Callable[[str], None]
+    ) -> None:
+        began = time.monotonic()
+        try:
+            self._trial(url, replaces, duration, trial, aim)
+        except Wrong as err:
+            self.report.wrongs.append(f"trial {trial}, {url}, {'overwrite' if replaces else 'first save'}: {err}")
+            told(self.report.wrongs[-1])
+        self.report.longest = max(self.report.longest, time.monotonic() - began)
+
+    def _start(self, saving: Saving, aim: Aim | None = None) -> Job:
         self._jobs += 1
-        return Job(saving, self._board, self._port, f"job-{self._jobs}", self._log)
+        return Job(saving, self._board, aim, self._port, f"job-{self._jobs}", self._log)
 
     def _whole(self, place: str, replaces: bool = False) -> float:
         """Save without a kill; return how long that took. Nothing of dead attempts is left then."""
@@ -473,11 +564,11 @@ class Campaign:
         self._number += 2
         return Saving(url, self._number, replaces)
 
-    def _trial(self, url: str, replaces: bool, duration: float, trial: int) -> None:
+    def _trial(self, url: str, replaces: bool, duration: float, trial: int, aim: Aim | None) -> None:
         place = f"{url}/latest" if replaces else f"{url}/first-{trial}"
         saving = self._saving(place, replaces)
         began = time.monotonic()
-        kill, killed = self._kill(saving, duration)
+        kill, killed = self._kill(saving, duration) if aim is None else (self._aimed(saving, aim), True)
         found = self._checker.call(look, place)
         names = {saving.number: "new", saving.number - 1: "old", None: "none"}
         kill.found = names.get(found, f"save {found}")
@@ -486,7 +577,7 @@ class Campaign:
             self.report.kills.append(kill)
         else:
             self.report.late += 1
-        self._judge(kill)
+        self._judge(kill, aim)
         if self._random.random() < self._shares.next_save:
             self._whole(place)
             self.report.next_saves += 1
@@ -507,30 +598,62 @@ class Campaign:
             at = time.monotonic()
             place = board.place(0 if everyone else victims[0])
             if watches:
-                while job.running() and time.monotonic() < at + WATCHED_SECONDS:
-                    job.wait_for_any(at + WATCHED_SECONDS - time.monotonic())
+                job.watch(WATCHED_SECONDS)
             elif not everyone:
                 job.wait_for_any(chance.uniform(0, AGENT_SECONDS))
             noticed, unaware = time.monotonic() - at, len(job.running())
         finally:
             job.end()
-        kill = Kill(saving.url, saving.replaces, victims, place.name, board.place(0).name, "", 0.0)
+        kill = self._told(saving, victims, place)
         if watches:
             kill.noticed, kill.unaware = noticed, unaware
         return kill, place is not Place.RETURNED
 
-    def _judge(self, kill: Kill) -> None:
-        """Whether what was found is what the coordinator's place allows."""
+    def _aimed(self, saving: Saving, aim: Aim) -> Kill:
+        """Kill at a step, and watch the others."""
+        job = self._start(saving, aim)
+        try:
+            job.wait_for_death(aim.victim)
+            place, at = self._board.place(aim.victim), time.monotonic()
+            job.watch(WATCHED_SECONDS)
+            noticed, unaware = time.monotonic() - at, len(job.running())
+        finally:
+            job.end()
+        kill = self._told(saving, (aim.victim,), place)
+        kill.noticed, kill.unaware = noticed, unaware
+        who = "the coordinator" if aim.victim == 0 else "another rank"
+        kill.aimed = f"{who} when {'the coordinator' if aim.at == 0 else 'it'} is at {aim.place.name.lower()}"
+        return kill
+
+    def _told(self, saving: Saving, victims: tuple[int, ...], place: Place) -> Kill:
+        """What the ranks of a job that is over have told."""
+        board, others = self._board, [rank for rank in range(RANKS) if rank not in victims]
+        kill = Kill(saving.url, saving.replaces, victims, place.name, board.place(0).name, "", 0.0)
+        kill.returned = tuple(rank for rank in others if board.place(rank) is Place.RETURNED)
+        kill.raised = tuple(rank for rank in others if board.failed(rank))
+        return kill
+
+    def _judge(self, kill: Kill, aim: Aim | None) -> None:
+        """Whether what was found is what the coordinator's place allows, and what the survivors were told."""
         before = "old" if kill.replaces else "none"
         reached = Place[kill.coordinator]
         allowed = {before} if reached < Place.COMMITS else {"new"} if reached > Place.COMMITS else {before, "new"}
         if kill.found not in allowed:
             raise Wrong(f"the coordinator came to {reached.name}, expected {sorted(allowed)}: {kill}")
+        if {*kill.returned} & {*kill.raised} or (kill.returned and kill.found != "new"):
+            raise Wrong(f"a report of what is not committed: {kill}")
+        if aim is not None:
+            survivors = tuple(rank for rank in range(RANKS) if rank != aim.victim)
+            told = (survivors, ()) if aim.commits else ((), survivors)
+            if (kill.found == "new") != aim.commits or (kill.returned, kill.raised) != told:
+                raise Wrong(f"expected {'reports' if aim.commits else 'errors'} on all survivors: {kill}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--kills", type=int, default=300, help="how many at random moments")
+    aims = 4 * len(AIMS)
+    parser.add_argument("--aimed", type=int, default=aims, help=f"how many with an aim; default: {aims}, all of them")
     parser.add_argument("--url", action="append", help="where to save; default: a temporary folder, and an S3 server")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--watched", type=float, default=Shares.watched, help="share of kills whose survivors are let")
@@ -548,7 +671,7 @@ def main() -> None:
             urls = [f"{folder}/local", "s3://bucket/kills"]
         campaign = Campaign(urls, folder, args.seed, Shares(watched=args.watched))
         stack.callback(campaign.end)
-        report = campaign.run(args.kills)
+        report = campaign.run(args.kills, args.aimed)
         if report.wrongs:
             print(Path(folder, "ranks.log").read_text()[-20_000:])
     print(report.text())

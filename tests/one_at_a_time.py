@@ -18,15 +18,17 @@ from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 import zarrckpt
-from zarrckpt import ZarrStorageWriter, _commit, _crew, _finish, _markers, _pins, _writer
-from zarrckpt._api import save_with
-from zarrckpt._distributed import Ranks
+import zarrckpt._api  # it is loaded late, and must be there to be patched
+import zarrckpt._save.finish
+import zarrckpt._save.run
+from zarrckpt import _commit, _crew, _markers, _pins
 from zarrckpt._errors import ObjectNotFoundError, StorageError
-from zarrckpt._mail import Facts
-from zarrckpt._object_planners import ObjectSavePlanner
+from zarrckpt._save.agree import plan_alone
+from zarrckpt._save.local_state import LocalState
+from zarrckpt._save.request import SaveRequest
+from zarrckpt._save.run import SaveAttempt
 from zarrckpt._store import Buffer, ObjectInfo, Store, Versioned
 from zarrckpt._store._base import Listing
 from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
@@ -172,7 +174,7 @@ def _run(
 
 
 @contextmanager
-def _first(call: Callable[[], T]) -> Iterator[Callable[[], T]]:
+def _first(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable[[], T]]:
     """In place of :func:`_crew.beside`: the call is over when the rest begins."""
     outcome: Future[T] = Future()
     try:
@@ -194,7 +196,7 @@ def one_thread() -> Iterator[None]:
         for module, (name, (original, other)) in itertools.product(modules, instead.items()):
             if getattr(module, name, None) is original:
                 patches.enter_context(mock.patch.object(module, name, other))
-        for module in (_writer, _finish, _pins):
+        for module in (zarrckpt._save.run, zarrckpt._save.finish, _pins):
             patches.enter_context(mock.patch.object(module, "now", lambda: "2026-01-01T00:00:00.000000Z"))
         # Of a removal's record, which is no other's.
         patches.enter_context(mock.patch.object(_markers, "now", lambda: f"2026-01-01T00:00:0{running.number}.000000Z"))
@@ -214,21 +216,11 @@ def state(number: int) -> dict[str, Any]:
     return {"w": torch.full((4,), number, dtype=torch.uint8), "step": number}
 
 
-class _Watched(ZarrStorageWriter):
-    """A writer that keeps what its ranks told it."""
-
-    results: Any = None
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        self.results = results
-        super().finish(metadata, results)
-
-
 @dataclass
 class Save:
-    """A save over what is there, with what its plan and its ranks come to prepared: begin, puts, finish.
+    """A save over what is there, with what its plan and its ranks come to prepared: begin, puts, finish, commit.
 
-    What the writer does is the package's own code; planning is left out, since it does not touch the store.
+    What the coordinator does is the package's own code; planning is left out, since it does not touch the store.
     """
 
     number: int
@@ -237,26 +229,27 @@ class Save:
     puts: Content = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        shelf = Shelf({})
-        writer = _Watched(store=shelf.store, max_chunk_bytes=2)
-        save_with(ObjectSavePlanner(), state(self.number), writer, Ranks())
-        self.layout, self.results = writer._layout, writer.results
-        outside = ("@", ROOT)
-        self.puts = {key: data for key, data in shelf.content.items() if not key.startswith(outside)}
+        shelf, held = Shelf({}), LocalState.saving(state(self.number))
+        request = SaveRequest.checked(store=shelf.store, max_chunk_bytes=2)
+        plan = plan_alone(held, request.options, (0,))
+        attempt = SaveAttempt(request)
+        name = attempt.begin(plan.layout)
+        before = shelf.content
+        self.layout, self.results = plan.layout, attempt.write(lambda: name, plan.part(0), held, None, lambda: None)
+        self.puts = {key: data for key, data in shelf.content.items() if key not in before}
 
     def __call__(self, store: Store) -> str:
-        writer = ZarrStorageWriter(store=store, overwrite=True)
-        writer._layout = self.layout
         running.number = self.number
+        attempt = SaveAttempt(SaveRequest.checked(store=store, overwrite=True, max_chunk_bytes=2))
         try:
-            # Of two ranks: a process alone would begin in a thread.
-            ticket = writer._ticket([Facts(0, {}), Facts(1, {})], False)
-            with _commit.losing_is_named(store, ticket.save_id, lambda: ticket.base_id):
-                self._put(store, ticket.tree)
-            writer.finish(Metadata({}), self.results)
+            # One after the other, as ranks do it: a process alone would begin in a thread.
+            name = attempt.begin(self.layout)
+            with _commit.losing_is_named(store, lambda: name.save_id, lambda: name.base_id):
+                self._put(store, name.tree)
+            attempt.commit(attempt.finish(self.layout, [self.results]))
         except zarrckpt.CheckpointError as err:
             # As zarrckpt.save does on every rank.
-            writer.abandon()
+            attempt.abandon()
             if isinstance(err, zarrckpt.CheckpointExistsError):
                 return "lost"
             if isinstance(err, StorageError):

@@ -227,11 +227,14 @@ def _forget_meshes() -> None:
 
     The caches would take a mesh of this process group for an equal one of the next.
     """
-    if "zarrckpt._mail" in sys.modules:
-        from zarrckpt import _exchange, _mail
+    if "zarrckpt._ranks.mesh" in sys.modules:
+        from zarrckpt._ranks import mesh
 
-        _mail.clear()
-        _exchange._forget_all()
+        mesh.forget_all()
+    if "zarrckpt._dcp.channel" in sys.modules:
+        from zarrckpt._dcp import channel
+
+        channel.forget_all()
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor._redistribute import _gen_transform_infos
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -240,8 +243,12 @@ def _forget_meshes() -> None:
         _gen_transform_infos.cache_clear()
 
 
-def idle_meshes() -> dict[tuple[int, ...], str]:
-    """The meshes that this rank could use again, by their members; in one of the processes that these tests start."""
-    from zarrckpt import _exchange
+def idle_meshes() -> dict[tuple[tuple[int, ...], bool], str]:
+    """The meshes that this rank could use again, by their members and whether they are the background's: their names.
 
-    return {members: channel.mesh.name for members, channel in _exchange._idle.items() if channel.usable}
+    In one of the processes that these tests start.
+    """
+    from zarrckpt._ranks.mesh import _places
+
+    kept = {key: place.mesh for key, place in _places.items() if place.mesh is not None and place.mesh.usable(None)}
+    return {key: mesh._addresses.name for key, mesh in kept.items()}

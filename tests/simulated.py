@@ -1,8 +1,8 @@
-"""Many ranks in one process: each is a thread, and between the threads are DCP's collectives and nothing else.
+"""Many ranks in one process: each is a thread, and between the threads are messages and nothing else.
 
-``simulate(function, world_size)`` calls ``function(rank)`` on each of that many threads. Inside it DCP runs as it is,
-over collectives that pickle objects from thread to thread, and so do ``zarrckpt.save`` and ``zarrckpt.load``; pieces
-that ranks hand each other go from thread to thread too. There is no process group and no second process: a save and a
+``simulate(function, world_size)`` calls ``function(rank)`` on each of that many threads. Inside it the rounds of
+``zarrckpt.save`` and ``zarrckpt.load`` go from thread to thread, pickled, and so do DCP's collectives; pieces that
+ranks hand each other go from thread to thread too. There is no process group and no second process: a save and a
 load by six ranks take some hundredths of a second.
 
 One rank runs at a time, until it waits for a message that is not there yet; which one goes on then is drawn with the
@@ -31,9 +31,15 @@ from torch.distributed.checkpoint.logger import _dcp_logger
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-import zarrckpt._api  # noqa: F401 - it is loaded late, and must be there to be patched
-from zarrckpt import ObjectExistsError, ObjectNotFoundError, _exchange, _kept_plans
-from zarrckpt._exchange import MeshId, PeerLost
+import zarrckpt._api  # it is loaded late, and must be there to be patched
+import zarrckpt._dcp.reader
+import zarrckpt._dcp.writer
+import zarrckpt._plan_report  # noqa: F401
+from zarrckpt import ObjectExistsError, ObjectNotFoundError
+from zarrckpt._dcp.channel import ChannelName
+from zarrckpt._distributed import Ranks
+from zarrckpt._ranks.errors import Failure, PeerLost, Stopped, causes, failure_of, raise_together
+from zarrckpt._save import agree
 from zarrckpt._store import ObjectInfo, Store, StoreSpec, Versioned
 from zarrckpt._store._base import Listing
 
@@ -96,7 +102,8 @@ class World:
     def unread(self) -> list[tuple[Any, ...]]:
         """Addresses with messages that nobody took, but for meshes that somebody has left."""
         left = {address[1] for address, messages in self._mail.items() if messages and messages[-1] is _CLOSED}
-        return [address for address, messages in self._mail.items() if messages and address[1] not in left]
+        unread = [address for address, messages in self._mail.items() if messages and address[1] not in left]
+        return [address for address in unread if address[0] != "meeting"]
 
     def _wait(self, rank: int) -> None:
         if not self._turn[rank].acquire(timeout=TIMEOUT):
@@ -106,7 +113,11 @@ class World:
 class _Here(threading.local):
     world: World | None = None
     rank: int = -1
-    joining: _Joining | None = None
+    calls: int = 0
+    plans: int = 0
+    """Of DCP, that have come: the same number on all ranks."""
+    connected: bool = True
+    """Whether this rank has come to connect since then, or has made it known that it will not."""
 
 
 _here = _Here()
@@ -139,12 +150,12 @@ class Collectives(_DistWrapper):
         return self._receive_from(self.coordinator_rank)
 
     def gather_object(self, object: Any) -> list[Any] | None:
-        _watch()
+        _stay_away()
         self._send_to([self.coordinator_rank], object)
         return self._receive_all() if self.is_coordinator else None
 
     def all_gather_object(self, object: Any) -> list[Any]:
-        _watch()
+        _stay_away()
         self._send_to(range(self.world.size), object)
         return self._receive_all()
 
@@ -153,6 +164,7 @@ class Collectives(_DistWrapper):
             assert object_list is not None
             for rank, part in enumerate(object_list):
                 self._send_to([rank], part)
+        _here.plans, _here.connected = _here.plans + 1, False
         return self._receive_from(self.coordinator_rank)
 
     def barrier(self) -> None:
@@ -173,29 +185,9 @@ class Collectives(_DistWrapper):
         return [pickle.loads(part) for part in parts]
 
 
-def _watch() -> None:
-    if _here.joining is not None:
-        _here.joining.watch()
-
-
 def _get_rank(group: None = None) -> int:
     assert _here.world is not None
     return _here.world.numbers[_here.rank]
-
-
-def _broadcast_object_list(objects: list[Any], src: int, group: None) -> None:
-    objects[:] = Collectives(group, coordinator_rank=src).broadcast_object(objects)
-
-
-def _memory_of(group: None) -> _kept_plans.Memory:
-    """Kept by rank, where plans are kept."""
-    assert _here.world is not None
-    if not isinstance(_kept_plans._memories, _PerRank):
-        return _kept_plans.Memory()
-    members = _here.world.numbers
-    if members not in _kept_plans._memories:
-        _kept_plans._memories[members] = (None, _kept_plans.Memory())
-    return _kept_plans._memories[members][1]
 
 
 @dataclass
@@ -205,75 +197,168 @@ class Traffic:
     moved: int = 0
     """Bytes that went from one rank to another."""
     most: int = 0
-    """The most bytes that one rank sent and received in one round."""
+    """The most bytes that one rank had on their way at once, sent and received."""
 
 
-class Mesh:
-    """One rank's end of the private mesh: takes the place of ``_exchange.Channel``, which stands on gloo."""
+class Pieces:
+    """One rank's end of the connections on which pieces move: takes the place of ``_ranks.pieces.Pieces``."""
 
-    usable = True
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._on_their_way = 0
 
-    def __init__(self, mesh: MeshId) -> None:
-        assert _here.world is not None and mesh.members == _here.world.numbers
-        self.mesh = mesh
-        self.rank = _here.rank
+    def send(self, to: int, data: Any, tag: int = 0) -> _Sent:
+        world = _world()
+        assert to != _here.rank and data.dtype == np.uint8 and data.ndim == 1
+        world.send(self._address(_here.rank, to), data.copy())
+        # Without the checksum at its end.
+        world.traffic.moved += data.nbytes - 4
+        return _Sent(self, self._counted(data.nbytes - 4))
 
-    def swap(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, int]], tag: int) -> list[Any]:
-        world = self._world()
-        for to, data in sends:
-            assert to != self.rank and data.dtype == np.uint8 and data.ndim == 1
-            world.send(self._address(self.rank, to), (tag, data.copy()))
-        # Without the checksums at their ends. What goes to several ranks is in memory once.
-        sent = {id(data): data.nbytes - 4 for _, data in sends}
-        received = [nbytes - 4 for _, nbytes in receives]
-        world.traffic.moved += sum(received)
-        world.traffic.most = max(world.traffic.most, sum(sent.values()) + sum(received))
-        return [self._received(world, source, nbytes, tag) for source, nbytes in receives]
+    def recv(self, source: int, nbytes: int, tag: int = 0) -> _Awaited:
+        self._counted(nbytes - 4)
+        return _Awaited(self, self._address(source, _here.rank), nbytes)
 
-    def _received(self, world: World, source: int, nbytes: int, tag: int) -> Any:
-        message = world.receive(self.rank, self._address(source, self.rank))
-        if message is _CLOSED:
-            world.send(self._address(source, self.rank), _CLOSED)
-            raise PeerLost(f"rank {source} is gone")
-        assert message[0] == tag and len(message[1]) == nbytes, (message[0], tag, len(message[1]), nbytes)
-        return message[1]
-
-    def release(self) -> None:
-        _exchange._idle[self.mesh.members] = self  # type: ignore[assignment]
+    def _counted(self, nbytes: int) -> int:
+        traffic = _world().traffic
+        self._on_their_way += nbytes
+        traffic.most = max(traffic.most, self._on_their_way)
+        return nbytes
 
     def close(self) -> None:
-        world = self._world()
-        for rank in range(world.size):
-            world.send(self._address(self.rank, rank), _CLOSED)
-
-    def _world(self) -> World:
-        """A mesh outlives the simulation that it was made in."""
-        assert _here.world is not None and _here.rank == self.rank
-        return _here.world
+        for rank in range(_world().size):
+            _world().send(self._address(_here.rank, rank), _CLOSED)
 
     def _address(self, source: int, to: int) -> tuple[Any, ...]:
-        return ("mesh", self.mesh.name, source, to)
+        return ("pieces", self._name, source, to)
 
 
-class _Joining:
-    """Takes the place of ``_exchange.Joining``: nothing needs a thread here."""
+@dataclass(frozen=True)
+class _Sent:
+    """What was sent has arrived at once."""
 
-    def __init__(self, mesh: MeshId, kept: Any) -> None:
-        self._channel: Any = _exchange.join(mesh, kept)
-        _here.joining = self
+    pieces: Pieces
+    nbytes: int
 
-    def enter(self) -> Mesh:
-        self.abandon()
-        channel: Mesh = self._channel
-        return channel
+    def wait(self) -> None:
+        self.pieces._counted(-self.nbytes)
 
-    def abandon(self) -> None:
-        _here.joining = None
 
-    def watch(self) -> None:
-        """Called when DCP gathers results: who has not entered by then never will."""
-        self.abandon()
-        self._channel.close()
+@dataclass(frozen=True)
+class _Awaited:
+    pieces: Pieces
+    address: tuple[Any, ...]
+    nbytes: int
+
+    def wait(self) -> Any:
+        self.pieces._counted(4 - self.nbytes)
+        message = _world().receive(_here.rank, self.address)
+        if message is _CLOSED:
+            _world().send(self.address, _CLOSED)
+            raise PeerLost("its sender is gone")
+        assert len(message) == self.nbytes, (self.address, len(message), self.nbytes)
+        return message
+
+
+def _world() -> World:
+    assert _here.world is not None
+    return _here.world
+
+
+@contextlib.contextmanager
+def _connected(name: ChannelName | None) -> Iterator[Pieces | None]:
+    """Takes the place of ``_dcp.channel.connected``."""
+    if name is None:
+        yield None
+        return
+    assert name.members == _world().numbers
+    pieces = Pieces(name.name)
+    others = _come("here")
+    if any(_world().receive(_here.rank, _meeting(rank, _here.rank)) is _CLOSED for rank in others):
+        pieces.close()
+        raise PeerLost("a rank did not come")
+    try:
+        yield pieces
+    except BaseException:
+        pieces.close()
+        raise
+
+
+def _meeting(rank: int, to: int) -> tuple[Any, ...]:
+    return ("meeting", f"plan {_here.plans}", rank, to)
+
+
+def _come(said: str) -> list[int]:
+    """Let all other ranks, which are returned, know whether this one connects with them."""
+    others = [rank for rank in range(_world().size) if rank != _here.rank]
+    for rank in others:
+        _world().send(_meeting(_here.rank, rank), said)
+    _here.connected = True
+    return others
+
+
+def _stay_away() -> None:
+    """Called when DCP gathers results: who has not come to connect by then never will. It stands for a timeout."""
+    if not _here.connected:
+        _come(_CLOSED)
+
+
+class Rounds:
+    """One rank's rounds: takes the place of ``_ranks.rounds.Rounds``."""
+
+    in_step = True
+
+    def __init__(self, call: str) -> None:
+        self.rank, self.size, self.members = _here.rank, _world().size, _world().numbers
+        self._call = call
+        self._pieces: Pieces | None = None
+
+    def merge(self, what: str, mine: Callable[[], Any], decide: Callable[[list[Any]], Any], stop: Any = None) -> Any:
+        error: BaseException | None = None
+        try:
+            said: Any = pickle.dumps(mine())
+        except Exception as err:
+            error, said = err, failure_of(err, self.members[self.rank])
+            if self._pieces is not None:
+                self._pieces.close()  # whoever waits for this rank is to know
+        _world().send(("up", self.rank), (self._call, said))
+        if self.rank == 0:
+            answer, error = self._answer(decide, error)
+            for rank in range(1, self.size):
+                _world().send(("down", rank), answer)
+        else:
+            answer = _world().receive(self.rank, ("down", self.rank))
+        if isinstance(answer, list):
+            raise_together(answer, self.members[self.rank], error)
+        return pickle.loads(answer)
+
+    def _answer(
+        self, decide: Callable[[list[Any]], Any], error: BaseException | None
+    ) -> tuple[bytes | list[Failure], BaseException | None]:
+        found = [_world().receive(0, ("up", rank)) for rank in range(self.size)]
+        assert {call for call, _ in found} == {self._call}, f"the ranks are in different calls: {found}"
+        failures = [said for _, said in found if isinstance(said, Failure) and said.kind != Stopped.__name__]
+        if failures:
+            return causes(failures), error
+        try:
+            return pickle.dumps(decide([pickle.loads(said) for _, said in found])), None
+        except Exception as err:
+            return [failure_of(err, self.members[0])], err
+
+    def progressed(self) -> None:
+        pass
+
+    def pieces(self) -> Pieces:
+        if self._pieces is None:
+            self._pieces = Pieces(self._call)
+        return self._pieces
+
+
+@contextlib.contextmanager
+def _joined(ranks: Ranks, call: str, timeout: float, *, background: bool = False) -> Iterator[Rounds]:
+    assert ranks.group is None and not ranks.no_dist
+    calls = _here.calls = _here.calls + 1
+    yield Rounds(f"{call}, call {calls}")
 
 
 class _Inline:
@@ -331,36 +416,33 @@ class _PerRank(MutableMapping[Any, Any]):
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """What a process keeps from one save to the next, DCP's cached plans and idle meshes, is kept in this context."""
+    """What a process keeps from one save to the next, DCP's cached plans and our own, is kept in this context."""
     caches = [name for name, value in vars(SavePlanner).items() if name.startswith("_cached_") and value == {}]
     assert len(caches) == 5, f"DCP's caches are others: {caches}"
     with contextlib.ExitStack() as stack:
         for name in caches:
             stack.enter_context(patch.object(SavePlanner, name, _PerRank()))
-        stack.enter_context(patch.object(_exchange, "_idle", _PerRank()))
-        stack.enter_context(patch.object(_kept_plans, "_memories", _PerRank()))
+        stack.enter_context(patch.object(agree, "_kept", _PerRank()))
         yield
 
 
 @contextlib.contextmanager
 def _replaced(inline: bool) -> Iterator[None]:
     """Everything that would need a process group, in every module that has it, as what works between the threads."""
-    ours: dict[str, Any] = {"in_use": lambda: True, "Joining": _Joining, "Channel": Mesh, "_DistWrapper": Collectives}
-    ours["memory_of"] = _memory_of
+    ours: dict[str, Any] = {"in_use": lambda: True, "joined": _joined, "connected": _connected}
     if inline:
         ours |= {"ThreadPoolExecutor": _Inline, "run": _run}
     places: list[tuple[Any, str, Any]] = [
         (state_dict_saver, "_DistWrapper", Collectives),
         (state_dict_loader, "_DistWrapper", Collectives),
         (dist, "get_rank", _get_rank),
-        (dist, "broadcast_object_list", _broadcast_object_list),
         # It makes a record of every step, and pytest keeps them all.
         (_dcp_logger, "disabled", True),
     ]
-    if not isinstance(_exchange._idle, _PerRank):
-        places.append((_exchange, "_idle", _PerRank()))
+    if not isinstance(agree._kept, _PerRank):
+        places.append((agree, "_kept", _PerRank()))
     for name, module in list(sys.modules.items()):
-        if name.startswith("zarrckpt.") and not name.startswith("zarrckpt._store"):
+        if name.startswith("zarrckpt.") and not name.startswith(("zarrckpt._store", "zarrckpt._ranks")):
             places += [(module, attribute, ours[attribute]) for attribute in ours.keys() & vars(module).keys()]
     before = [getattr(place, name) for place, name, _ in places]
     for place, name, new in places:
@@ -410,7 +492,7 @@ def simulate(
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def run(rank: int) -> None:
-        _here.world, _here.rank = world, rank
+        _here.world, _here.rank, _here.calls, _here.plans, _here.connected = world, rank, 0, 0, True
         world.begin(rank)
         try:
             results[rank] = function(rank)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import os
 import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from models import make_run, same, snapshot
 from ranks import all_ranks_raise, run_ranks
 from store_servers import S3Place
@@ -25,7 +26,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from uneven_states import clear, differing, mesh_of, sharded, uneven_state
 
 import zarrckpt
-from zarrckpt import _async
+from zarrckpt._save.background import _savers
 from zarrckpt._store import _local
 from zarrckpt.testing import Call, Fault, FaultyStore
 
@@ -130,14 +131,14 @@ def test_training_collectives_go_on_beside_a_save(tmp_path: Path) -> None:
 
 
 def _buffers() -> set[int]:
-    return {buffer.data_ptr() for _, buffer in _async._savers[os.getpid()]._stager.buffers.values()}
+    return {buffer.data_ptr() for _, buffer in _savers[os.getpid()]._stager.buffers.values()}
 
 
 def test_the_copys_memory_is_used_again(tmp_path: Path) -> None:
     state = {f"t{i}": torch.full((1000,), float(i)) for i in range(3)}
     zarrckpt.async_save(state, tmp_path / "1").result(timeout=60)
     first = _buffers()
-    kept = [*_async._savers[os.getpid()]._stager.buffers.values()]  # new memory has other addresses while this lives
+    kept = [*_savers[os.getpid()]._stager.buffers.values()]  # new memory has other addresses while this lives
     state["t1"] += 1
     zarrckpt.async_save(state, tmp_path / "2").result(timeout=60)
     assert _buffers() == first and len(first) == 3
@@ -232,16 +233,13 @@ def test_training_keeps_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # A number of the caller's own is kept to.
     zarrckpt.async_save(state, tmp_path / "2", progress=threads, concurrency=3).result(timeout=60)
     assert threads.count() > 1
-    # With DCP's own calls, and one writer.
-    writer = zarrckpt.ZarrStorageWriter(progress=threads)
-    dcp.async_save(state, checkpoint_id=tmp_path / "3", storage_writer=writer).result(timeout=60)
-    assert threads.count() == 1
-    dcp.save(state, checkpoint_id=tmp_path / "4", storage_writer=writer)
+    # A save that training waits for has them all.
+    zarrckpt.save(state, tmp_path / "3", progress=threads)
     assert threads.count() > 1
     # Through the store of the package's own tests, too.
-    zarrckpt.async_save(state, store=FaultyStore(tmp_path / "5"), progress=threads).result(timeout=60)
+    zarrckpt.async_save(state, store=FaultyStore(tmp_path / "4"), progress=threads).result(timeout=60)
     assert threads.count() == 1
-    for number in "12345":
+    for number in "1234":
         assert zarrckpt.open(tmp_path / number)["t7"][0] == 7
 
 
@@ -306,6 +304,25 @@ def test_it_takes_what_save_takes() -> None:
     assert [*own] == [*of_save, "keep_buffers"]
     for name, parameter in of_save.items():
         assert (own[name].kind, own[name].default) == (parameter.kind, parameter.default), name
+
+
+def test_timeouts_without_meaning_are_refused_by_name(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3)}
+    zarrckpt.save(state, tmp_path / "one", timeout=1)
+    calls: list[Any] = [
+        lambda timeout: zarrckpt.save(state, tmp_path / "two", timeout=timeout),
+        lambda timeout: zarrckpt.async_save(state, tmp_path / "two", timeout=timeout),
+        lambda timeout: zarrckpt.load(state, tmp_path / "one", timeout=timeout),
+        lambda timeout: zarrckpt.plan_report(state, timeout=timeout),
+    ]
+    wrong: list[Any] = [0, -1, -0.5, 1e9, float("inf"), float("nan"), "8", None, True, timedelta(seconds=1)]
+    for call, timeout in itertools.product(calls, wrong):
+        numeric = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        with pytest.raises(ValueError if numeric else TypeError, match="timeout must be"):
+            call(timeout)
+    assert not (tmp_path / "two").exists()
+    zarrckpt.async_save(state, tmp_path / "two", timeout=0.5).result(timeout=60)
+    zarrckpt.load(state, tmp_path / "two", timeout=1)
 
 
 def _errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -465,8 +482,7 @@ def _groups_after_a_save(folder: str) -> None:
         if rank in (0, 2):
             dist.all_reduce(total, group=some)
         assert total == (6 if rank in (0, 2) else 3)
-    # With a name that torch derives from the ranks, as it does for the background's group; before 2.14 not the same one
-    # on both, after the uneven groups.
+    # With a name that torch derives from the ranks; before 2.14 not the same one on both, after the uneven groups.
     if rank in (1, 2) and torch.__version__ >= "2.14":
         total = torch.ones(1)
         dist.all_reduce(total, group=dist.new_group([1, 2], use_local_synchronization=True))
@@ -478,21 +494,16 @@ def test_training_makes_groups_after_a_save_of_some_ranks(tmp_path: Path) -> Non
     assert [zarrckpt.open(tmp_path / str(number)).world_size for number in range(2)] == [2, 2]
 
 
-def _uneven_groups(url: str) -> str | None:
+def _uneven_groups(folder: str) -> None:
+    """Ranks that have made different numbers of groups: before 2.14, torch can make no further group of them."""
     group = dist.new_group([1, 2])
     dist.new_group([0, 2])
-    if dist.get_rank() == 0:
-        return None
-    try:
-        zarrckpt.async_save({"w": torch.ones(3)}, url, process_group=group).result(timeout=60)
-    except zarrckpt.CheckpointError as err:
-        return str(err)
-    return None
+    if dist.get_rank() != 0:
+        for number in range(2):
+            url = f"{folder}/{number}"
+            zarrckpt.async_save({"w": torch.ones(3)}, url, process_group=group).result(timeout=60)
 
 
-def test_a_group_that_torch_cannot_make_is_an_error_and_no_hang(tmp_path: Path) -> None:
-    messages = run_ranks(_uneven_groups, str(tmp_path / "one"), world_size=3, timeout=30)
-    if torch.__version__ >= "2.14":  # where torch can make it
-        assert messages == [None] * 3 and zarrckpt.open(tmp_path / "one").world_size == 2
-    else:
-        assert messages[1] == messages[2] and "different numbers of process groups" in str(messages[1])
+def test_ranks_with_different_numbers_of_groups_save(tmp_path: Path) -> None:
+    run_ranks(_uneven_groups, str(tmp_path), world_size=3, timeout=30)
+    assert [zarrckpt.open(tmp_path / str(number)).world_size for number in range(2)] == [2, 2]

@@ -11,8 +11,9 @@ import torch
 from s3_stub import S3Stub
 
 import zarrckpt
-from zarrckpt import _commit, _rank_work
+from zarrckpt import _commit
 from zarrckpt._crew import beside
+from zarrckpt._save import write
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
 STATE = {"weights": {f"w{number}": torch.arange(1000.0) + number for number in range(4)}, "step": 7}
@@ -44,7 +45,7 @@ def test_nothing_is_put_before_the_marker(s3_stub: S3Stub) -> None:
 
 def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     place, made = s3_stub.bucket(), threading.Event()
-    begin, new_encoder = _commit.begin, _rank_work.ChunkEncoder
+    begin, new_encoder = _commit.begin, write.ChunkEncoder
 
     def late(*args: Any, **kwargs: Any) -> _commit.Attempt:
         assert made.wait(60)
@@ -55,7 +56,7 @@ def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypat
         return new_encoder(*args)
 
     monkeypatch.setattr(_commit, "begin", late)
-    monkeypatch.setattr(_rank_work, "ChunkEncoder", making)
+    monkeypatch.setattr(write, "ChunkEncoder", making)
     zarrckpt.save(STATE, place.url("run"), storage_options=place.storage_options)
     found = zarrckpt.open(place.url("run"), storage_options=place.storage_options)
     assert found["weights.w3"][:].tolist() == [number + 3.0 for number in range(1000)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -45,11 +47,18 @@ from uneven_states import (
     sharded,
     sharded_tensor,
     uneven_state,
+    uneven_values,
 )
 
 import zarrckpt
-from zarrckpt import CheckpointError, ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter, _exchange
-from zarrckpt._exchange import Channel, MeshId, PeerLost
+from zarrckpt import CheckpointError, ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
+from zarrckpt._dcp import channel as _channel
+from zarrckpt._dcp.channel import ChannelName, connected
+from zarrckpt._plan import owners
+from zarrckpt._ranks.errors import PeerLost
+from zarrckpt._ranks.joining import Party
+from zarrckpt._ranks.mesh import made
+from zarrckpt._ranks.pieces import Handle, Pieces
 from zarrckpt._store import Buffer
 from zarrckpt._store._local import LocalStore
 
@@ -58,8 +67,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SECONDS = 30.0
 """What a failing save may take. All take far less; what they must not do is wait for a timeout of a minute."""
 
-MANY_ROUNDS: dict[str, Any] = {"max_inflight_bytes": 4, "fill_bytes": 64, "durable": False}
-"""Options under which pieces move in many rounds."""
+MANY_BUNDLES: dict[str, Any] = {"max_inflight_bytes": 4, "fill_bytes": 64, "durable": False}
+"""Options under which pieces move in many bundles, one after the other, within :func:`small_bundles`."""
 
 ALL = (0, 1, 2, 3)
 
@@ -70,53 +79,70 @@ def _wrong(url: str, number: float, rows: int = 13) -> list[str]:
     return differing(url, number, rows) if dist.get_rank() == 0 else []
 
 
-class Swaps:
-    """Counts the swaps of this process, and does what it is told before the one of a given number."""
+@contextlib.contextmanager
+def small_bundles(nbytes: int = 64) -> Iterator[None]:
+    """A context, or a decorator: each chunk whose pieces move is about a bundle of its own. On all ranks alike."""
+    with patch.object(owners, "BUNDLE_BYTES", nbytes):
+        yield
+
+
+class Moves:
+    """Counts the pieces that this process sends and receives; does what it is told before the one of a given number."""
 
     def __init__(self, number: int = -1, act: Callable[[], Any] = lambda: None) -> None:
         self.count = 0
-        self._number, self._act, self._swap = number, act, Channel.swap
+        self._number, self._act, self._posted = number, act, Pieces._posted
 
-    def __enter__(self) -> Swaps:
-        Channel.swap = lambda *args: self._counted(*args)  # type: ignore[method-assign]
+    def __enter__(self) -> Moves:
+        Pieces._posted = lambda *args: self._counted(*args)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        Channel.swap = self._swap  # type: ignore[method-assign]
+        Pieces._posted = self._posted  # type: ignore[method-assign]
 
-    def _counted(self, *args: Any) -> Any:
+    def _counted(self, *args: Any) -> Handle:
         self.count += 1
         if self.count == self._number:
             self._act()
-        return self._swap(*args)
+        return self._posted(*args)
+
+
+class _Altered(Handle):
+    """A piece of which a bit has changed on its way."""
+
+    def wait(self) -> Any:
+        data = super().wait()
+        data[len(data) // 2] ^= 4
+        return data
 
 
 @contextlib.contextmanager
 def altered_message(rank: int) -> Iterator[None]:
     """On one rank, a bit of the first message that it receives has changed on its way."""
-    swap, left = Channel.swap, [1]
+    recv, left = Pieces.recv, [1]
 
-    def altered(*args: Any) -> Any:
-        received = swap(*args)
-        if dist.get_rank() == rank and received and left[0]:
+    def altered(*args: Any) -> Handle:
+        handle = recv(*args)
+        if dist.get_rank() == rank and left[0]:
             left[0] = 0
-            received[0][len(received[0]) // 2] ^= 4
-        return received
+            return _Altered(handle._future)
+        return handle
 
-    with patch.object(Channel, "swap", altered):
+    with patch.object(Pieces, "recv", altered):
         yield
     assert left[0] == (dist.get_rank() != rank)
 
 
-# -- one mesh for all saves, none where nothing moves
+# -- one mesh for all calls, and no piece where nothing need move
 
 
-def _several_saves(folder: str) -> tuple[list[str], list[dict[Any, str]], int]:
+@small_bundles()
+def _several_calls(folder: str) -> tuple[list[str], list[dict[Any, str]], int]:
     wrong, meshes = [], []
-    with Swaps() as swaps:
+    with Moves() as moves:
         for number in range(4):
             state, url = uneven_state(number), f"{folder}/{number}"
-            zarrckpt.save(state, url, **(MANY_ROUNDS if number % 2 else {}))
+            zarrckpt.save(state, url, **(MANY_BUNDLES if number % 2 else {}))
             wrong += _wrong(url, number)
             meshes.append(idle_meshes())
             target = uneven_state(-1)
@@ -124,22 +150,44 @@ def _several_saves(folder: str) -> tuple[list[str], list[dict[Any, str]], int]:
             zarrckpt.load(target, url, share_reads=True)
             wrong += [] if held_of(target) == held_of(state) else [f"the load of {number}"]
             meshes.append(idle_meshes())
-    return wrong, meshes, swaps.count
+    return wrong, meshes, moves.count
 
 
 def test_saves_and_loads_use_one_mesh(tmp_path: Path) -> None:
-    answers = run_ranks(_several_saves, str(tmp_path))
-    for wrong, meshes, swaps in answers:
-        assert not wrong and swaps >= 12
-        assert all(mesh == answers[0][1][0] and list(mesh) == [ALL] for mesh in meshes), meshes
+    answers = run_ranks(_several_calls, str(tmp_path))
+    for wrong, meshes, moves in answers:
+        assert not wrong and moves >= 40
+        assert all(mesh == answers[0][1][0] and list(mesh) == [(ALL, False)] for mesh in meshes), meshes
 
 
-def _aligned(folder: str) -> list[dict[Any, str]]:
-    meshes = []
+def _in_bundles(folder: str) -> list[int]:
+    """How many pieces a rank posts in one save: with bundles of a chunk, and with what fits in 8 MiB."""
+    counts = []
+    for nbytes in (64, owners.BUNDLE_BYTES):
+        wholes = {f"{nbytes}-{place}": full((8,), place) for place in range(40)}
+        state = {name: sharded(whole, mesh_of(list(ALL))) for name, whole in wholes.items()}
+        with Moves() as moves, small_bundles(nbytes):
+            zarrckpt.save(state, f"{folder}/{nbytes}")
+        counts.append(moves.count)
+        checkpoint = zarrckpt.open(f"{folder}/{nbytes}")
+        assert all(same_bits(checkpoint[name][...], whole) for name, whole in wholes.items())
+    return counts
+
+
+def test_small_chunks_move_together(tmp_path: Path) -> None:
+    """In one bundle, a rank has at most one message to each other one, and one from each."""
+    # Each of ten chunks needs three pieces of others, and there are as many to send.
+    assert run_ranks(_in_bundles, str(tmp_path)) == [[60, 6]] * 4
+
+
+def _aligned(folder: str) -> list[int]:
+    counts = []
     for number, state in enumerate([_big_pieces(), _replicas()]):
-        zarrckpt.save(state, f"{folder}/{number}")
-        meshes.append(idle_meshes())
-    return meshes
+        with Moves() as moves:
+            zarrckpt.save(state, f"{folder}/{number}")
+        counts.append(moves.count)
+        assert zarrckpt.plan_report(state).moved_bytes == 0
+    return counts
 
 
 def _big_pieces() -> dict[str, Any]:
@@ -160,14 +208,34 @@ def _replicas() -> dict[str, Any]:
 
 
 def test_big_pieces_on_a_grid_and_replicas_move_no_bytes(tmp_path: Path) -> None:
-    """So no mesh is made, either. The pieces have 1 MiB: as much as the default asks for on four ranks."""
-    assert run_ranks(_aligned, str(tmp_path)) == [[{}, {}]] * 4
+    """The pieces have 1 MiB: as much as the default asks for on four ranks."""
+    assert run_ranks(_aligned, str(tmp_path)) == [[0, 0]] * 4
+
+
+def _then_destroyed(folder: str) -> tuple[int, bool]:
+    """The bytes that moved, and whether the default group is gone once it was destroyed."""
+    state = {"w": sharded(full((7, 3)), mesh_of(list(ALL))), "plain": torch.ones(3)}
+    report = zarrckpt.plan_report(state)
+    zarrckpt.save(state, f"{folder}/1")
+    zarrckpt.async_save(state, f"{folder}/2").result(timeout=60)
+    zarrckpt.load(state, f"{folder}/2", share_reads=True)
+    group = weakref.ref(dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    return report.moved_bytes, group() is None
+
+
+def test_what_is_kept_between_calls_does_not_hold_the_default_group(tmp_path: Path) -> None:
+    """Its threads and sockets would stay."""
+    for moved, gone in run_ranks(_then_destroyed, str(tmp_path)):
+        assert moved and gone
 
 
 # -- who saves, and how
 
 
-def _groups(folder: str) -> tuple[list[str], list[tuple[int, ...]]]:
+def _groups(folder: str) -> tuple[list[str], list[Any]]:
     """Two groups save at the same time, then all ranks."""
     pairs = [(0, 2), (1, 3)]
     mine = pairs[dist.get_rank() % 2]
@@ -187,7 +255,7 @@ def _groups(folder: str) -> tuple[list[str], list[tuple[int, ...]]]:
 
 def test_groups_of_ranks_have_meshes_of_their_own(tmp_path: Path) -> None:
     for rank, (wrong, meshes) in enumerate(run_ranks(_groups, str(tmp_path))):
-        assert not wrong and meshes == sorted([ALL, (rank % 2, rank % 2 + 2)])
+        assert not wrong and meshes == sorted([(ALL, False), ((rank % 2, rank % 2 + 2), False)])
 
 
 def _slow_puts(seconds: float) -> Any:
@@ -198,7 +266,8 @@ def _slow_puts(seconds: float) -> Any:
     return patch.object(LocalStore, "put_parts", slow_put)
 
 
-def _beside_training(folder: str, how: str) -> tuple[list[str], int]:
+@small_bundles()
+def _beside_training(folder: str, how: str) -> tuple[list[str], list[Any]]:
     """Background saves with slow puts, and collectives of the training group at the same time."""
     wrong, group = [], dist.new_group(backend="gloo")
     with _slow_puts(0.01):
@@ -208,21 +277,23 @@ def _beside_training(folder: str, how: str) -> tuple[list[str], int]:
             if how == "dcp":
                 del state["spec"]  # DCP's stager takes no ShardedTensors
             if how == "zarrckpt":
-                future = zarrckpt.async_save(state, url, **MANY_ROUNDS)
+                future = zarrckpt.async_save(state, url, **MANY_BUNDLES)
             else:
-                writer = ZarrStorageWriter(url, **MANY_ROUNDS)
+                writer = ZarrStorageWriter(url, **MANY_BUNDLES)
                 future = dcp.async_save(state, storage_writer=writer, process_group=group, planner=ZarrSavePlanner())
             clear(state)
             for _ in range(50):
                 dist.all_reduce(torch.ones(10))
             future.result(timeout=60)
             wrong += [name for name in _wrong(url, number) if name != "spec" or "spec" in state]
-    return wrong, len(idle_meshes())
+    assert len(_channel._in_use) == (2 if how == "dcp" else 0)
+    return wrong, sorted(idle_meshes())
 
 
 @pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
 def test_background_saves_beside_training(how: str, tmp_path: Path) -> None:
-    assert run_ranks(_beside_training, str(tmp_path), how) == [([], 1)] * 4
+    meshes = [] if how == "dcp" else [(ALL, False), (ALL, True)]
+    assert run_ranks(_beside_training, str(tmp_path), how) == [([], meshes)] * 4
 
 
 def _by_process(folder: str) -> None:
@@ -243,36 +314,56 @@ def test_background_saves_by_process(tmp_path: Path) -> None:
         assert checkpoint["w"].chunks == (7, 3) and checkpoint["v"].chunks == (9,)
 
 
-def _cached_plans(folder: str, planner: type[SavePlanner]) -> tuple[list[str], set[str], int]:
+@small_bundles()
+def _cached_plans(folder: str, planner: type[SavePlanner]) -> tuple[list[str], int]:
     """The layout changes with every second save, so that cached plans are used, and made anew."""
     for name in ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan"):
         getattr(SavePlanner, name).clear()
     SavePlanner._cached_metadata.clear()
-    wrong, meshes = [], set()
-    with Swaps() as swaps:
+    wrong = []
+    with Moves() as moves:
         for number, rows in enumerate([13, 13, 10, 10, 17, 17, 17]):
             state, url = uneven_state(number, rows), f"{folder}/{number}"
             if planner is DefaultSavePlanner:
                 del state["odd"]  # torch's own rule for its boxes is wrong
             options: dict[str, Any] = {"enable_plan_caching": True}
-            dcp.save(state, storage_writer=ZarrStorageWriter(url, **MANY_ROUNDS), planner=planner(**options))
+            dcp.save(state, storage_writer=ZarrStorageWriter(url, **MANY_BUNDLES), planner=planner(**options))
             wrong += [name for name in _wrong(url, number, rows) if "odd" in state or not name.startswith("odd.")]
-            meshes |= {*idle_meshes().values()}
-    return wrong, meshes, swaps.count
+    return wrong, moves.count
 
 
 @pytest.mark.parametrize("planner", [ZarrSavePlanner, DefaultSavePlanner])
 def test_cached_plans(planner: type[SavePlanner], tmp_path: Path) -> None:
-    for wrong, meshes, swaps in run_ranks(_cached_plans, str(tmp_path), planner):
-        assert not wrong and len(meshes) == 1 and swaps >= 14
+    for wrong, moves in run_ranks(_cached_plans, str(tmp_path), planner):
+        assert not wrong and moves >= 14
+
+
+@small_bundles()
+def _kept_plans(folder: str) -> list[str]:
+    """The same with this package's own calls, which keep the last plan, and see what has changed in one."""
+    wrong = []
+    with Moves() as moves:
+        for number, rows in enumerate([13, 13, 10, 10, 17, 17, 17]):
+            before = moves.count
+            zarrckpt.save(uneven_state(number, rows), f"{folder}/{number}", **MANY_BUNDLES)
+            wrong += _wrong(f"{folder}/{number}", number, rows)
+            wrong += [] if moves.count > before else [f"nothing moved in {number}"]
+    return wrong
+
+
+def test_kept_plans(tmp_path: Path) -> None:
+    assert run_ranks(_kept_plans, str(tmp_path)) == [[]] * 4
 
 
 # -- two saves of one process at a time
 
 
+@small_bundles()
 def _while_another_is_halfway(folder: str) -> list[str]:
     """A background save waits within its exchange, on a mesh of before, while other saves and loads come and go."""
-    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    pairs = [(0, 1), (2, 3)]
+    groups = [dist.new_group(list(pair)) for pair in pairs]
+    mine = dist.get_rank() // 2
     states = [uneven_state(number) for number in range(4)]
     gate, halfway = threading.Event(), threading.Event()
 
@@ -281,20 +372,26 @@ def _while_another_is_halfway(folder: str) -> list[str]:
         gate.wait(60)
 
     wrong = []
-    zarrckpt.save(states[0], f"{folder}/0", **MANY_ROUNDS)
-    with ThreadPoolExecutor(1) as pool:
-        options = {**MANY_ROUNDS, "process_group": groups[0], "progress": progress}
-        slow = pool.submit(zarrckpt.save, states[1], f"{folder}/1", **options)
+    zarrckpt.async_save(states[0], f"{folder}/0", **MANY_BUNDLES).result(timeout=60)
+    with Moves() as moves:
+        slow = zarrckpt.async_save(states[1], f"{folder}/1", **MANY_BUNDLES, progress=progress)
         halfway.wait(60)
         try:
             for number in (2, 3):
-                zarrckpt.save(states[number], f"{folder}/{number}", process_group=groups[1], **MANY_ROUNDS)
+                zarrckpt.save(states[number], f"{folder}/{number}", **MANY_BUNDLES)
                 target = uneven_state(-1)
-                zarrckpt.load(target, f"{folder}/{number}", process_group=groups[1], share_reads=True)
+                zarrckpt.load(target, f"{folder}/{number}", share_reads=True)
                 wrong += [] if held_of(target) == held_of(states[number]) else [f"the load of {number}"]
+                # And some of the ranks by themselves.
+                whole, url = full((9,), number + mine), f"{folder}/pair-{mine}-{number}"
+                zarrckpt.save({"w": sharded(whole, mesh_of(list(pairs[mine])))}, url, process_group=groups[mine])
+                wrong += [] if same_bits(zarrckpt.open(url)["w"][...], whole) else [url]
+            assert not slow.done()
+            before = moves.count
         finally:
             gate.set()
         slow.result(timeout=60)
+        assert moves.count > before  # so that it was within its exchange
     for number in range(4):
         wrong += _wrong(f"{folder}/{number}", number)
     return wrong
@@ -304,14 +401,15 @@ def test_saves_while_another_is_in_its_exchange(tmp_path: Path) -> None:
     assert run_ranks(_while_another_is_halfway, str(tmp_path)) == [[]] * 4
 
 
+@small_bundles()
 def _side_by_side(folder: str) -> list[str]:
-    """Saves by the main thread and by another one, over groups and with coordinators of their own."""
+    """Saves of DCP's by the main thread and by another one, over groups and with coordinators of their own."""
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
     states = [[uneven_state(number + lane / 2) for number in range(5)] for lane in (0, 1)]
 
     def save_all(lane: int) -> None:
         for number, state in enumerate(states[lane]):
-            writer = ZarrStorageWriter(f"{folder}/{lane}-{number}", **MANY_ROUNDS)
+            writer = ZarrStorageWriter(f"{folder}/{lane}-{number}", **MANY_BUNDLES)
             planner = ZarrSavePlanner()
             save_state_dict(state, writer, groups[lane], coordinator_rank=3 * lane, planner=planner)
 
@@ -335,17 +433,34 @@ class Injected(Exception):
 
 @dataclass
 class Told:
-    """What became of one failing save on one rank."""
+    """What became of one failing call on one rank."""
 
     what: str
     rank: int
     failed: list[int] = field(default_factory=list)
+    """The ranks that it was told of."""
     seconds: float = 0.0
     opened: bool = False
     wrong: list[str] = field(default_factory=list)
-    """What the next save got wrong."""
-    meshes: list[str] = field(default_factory=list)
-    """The idle mesh before, and after the next save."""
+    """What the next one got wrong."""
+    meshes: list[Any] = field(default_factory=list)
+    """Those kept before, after the failure, and after the next call."""
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """A call that fails on one rank: with this package's errors, or DCP's."""
+        began = time.monotonic()
+        try:
+            with _fault(self.what) if dist.get_rank() == self.rank else contextlib.nullcontext():
+                yield
+        except CheckpointException as err:
+            self.failed = sorted(err.failures)
+        except CheckpointError as err:
+            text = str(err)
+            assert f"failed with Injected: {self.what} (failed ranks: " in text, text
+            self.failed = [int(rank) for rank in text.rpartition("failed ranks: ")[2].rstrip(")").split(", ")]
+            assert isinstance(err.__cause__, Injected) == (dist.get_rank() == self.rank)
+        self.seconds = time.monotonic() - began
 
 
 def _fault(what: str) -> Any:
@@ -357,7 +472,7 @@ def _fault(what: str) -> Any:
     chunks, reads = itertools.count(), itertools.count()
 
     def put(store: LocalStore, key: Any, groups: Any, real: Any = LocalStore.put_parts) -> None:
-        # For good, after three chunks: some rounds are through.
+        # For good, after three chunks: some bundles are through.
         if "/c." in key() and next(chunks) >= 3:
             fail()
         real(store, key, groups)
@@ -377,73 +492,83 @@ def _fault(what: str) -> Any:
         return patch.object(LocalStore, "put_parts", put)
     if what == "sync":
         return patch.object(LocalStore, "sync", sync)
-    return Swaps(int(what.removeprefix("swap ")), fail)
+    return Moves(int(what.removeprefix("piece ")), fail)
 
 
-FAULTS = ("swap 1", "swap 3", "put", "sync")
-"""Before this rank's first swap, in the middle, in a put between swaps, and after the last one."""
+FAULTS = ("piece 1", "piece 3", "put", "sync")
+"""Before this rank's first piece, in the middle, in a put between bundles, and after the last one."""
 
 
-def _fail_in_exchanges(folder: str) -> list[Told]:
-    """Every rank fails in every way, and then the same writer saves to the same url."""
+@small_bundles()
+def _fail_in_exchanges(folder: str, how: str) -> list[Told]:
+    """Every rank fails in every way, and then the same is saved to the same url."""
     found = []
     state = uneven_state(5)
-    zarrckpt.save(state, f"{folder}/first", **MANY_ROUNDS)
+    zarrckpt.save(state, f"{folder}/first", **MANY_BUNDLES)
     for what, rank in itertools.product(FAULTS, ALL):
         url = f"{folder}/{what}-{rank}"
-        told, writer = Told(what, rank, meshes=[*idle_meshes().values()]), ZarrStorageWriter(url, **MANY_ROUNDS)
-        began = time.monotonic()
-        try:
-            with _fault(what) if dist.get_rank() == rank else contextlib.nullcontext():
+        writer = ZarrStorageWriter(url, **MANY_BUNDLES)
+
+        def save(url: str = url, writer: ZarrStorageWriter = writer) -> None:
+            if how == "dcp":
                 dcp.save(state, storage_writer=writer, planner=ZarrSavePlanner())
-        except CheckpointException as err:
-            told.failed = sorted(err.failures)
-        told.seconds = time.monotonic() - began
+            else:
+                zarrckpt.save(state, url, **MANY_BUNDLES)
+
+        told = Told(what, rank, meshes=[idle_meshes()])
+        with told.failing():
+            save()
         told.opened = opens(url)
+        told.meshes.append(idle_meshes())
         dist.barrier()
-        dcp.save(state, storage_writer=writer, planner=ZarrSavePlanner())
-        told.meshes += idle_meshes().values()
+        save()
+        told.meshes.append(idle_meshes())
         told.wrong = _wrong(url, 5)
         found.append(told)
     return found
 
 
-def test_a_rank_that_fails_within_its_exchange(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
+def test_a_rank_that_fails_within_its_exchange(how: str, tmp_path: Path) -> None:
     """It alone is named, at once; the next save works, on a mesh that all ranks made anew."""
-    for row in zip(*run_ranks(_fail_in_exchanges, str(tmp_path), timeout=200), strict=True):
+    for row in zip(*run_ranks(_fail_in_exchanges, str(tmp_path), how, timeout=200), strict=True):
         for rank, told in enumerate(row):
             assert told.failed == [told.rank] and told.seconds < SECONDS, (rank, told)
             assert not told.opened and not told.wrong, (rank, told)
-            before, after = told.meshes
-            assert before != after and told.meshes == row[0].meshes, (rank, told)
+            before, failed, after = told.meshes
+            if how == "zarrckpt":
+                assert not failed and [*after] == [(ALL, False)] and before != after, (rank, told)
+            assert told.meshes == row[0].meshes, (rank, told)
 
 
-def _fail_in_shared_reads(url: str) -> list[Told]:
-    """Every rank fails while reads are shared. The others have all that they need then, and are told who failed."""
+def _fail_in_shared_reads(url: str, how: str) -> list[Told]:
+    """Every rank fails while reads are shared. All are told who; with DCP, the others have all that they need."""
     found = []
     zarrckpt.save(uneven_state(5), url)
     target, expected = uneven_state(-1), held_of(uneven_state(5))
-    for what, rank in itertools.product(("swap 1", "swap 3", "read"), ALL):
+    for what, rank in itertools.product(("piece 1", "piece 3", "read"), ALL):
         told, reader = Told(what, rank), ZarrStorageReader(url, share_reads=True, max_inflight_bytes=4)
-        clear(target)
-        began = time.monotonic()
-        try:
-            with _fault(what) if dist.get_rank() == rank else contextlib.nullcontext():
+
+        def load(reader: ZarrStorageReader = reader) -> None:
+            clear(target)
+            if how == "dcp":
                 dcp.load(target, storage_reader=reader, planner=ZarrLoadPlanner())
-        except CheckpointException as err:
-            told.failed = sorted(err.failures)
-        told.seconds = time.monotonic() - began
-        if dist.get_rank() != rank:
+            else:
+                zarrckpt.load(target, url, share_reads=True, max_inflight_bytes=4)
+
+        with told.failing():
+            load()
+        if how == "dcp" and dist.get_rank() != rank:
             told.wrong += [name for name, held in held_of(target).items() if held != expected[name]]
-        clear(target)
-        dcp.load(target, storage_reader=reader, planner=ZarrLoadPlanner())
+        load()
         told.wrong += [name for name, held in held_of(target).items() if held != expected[name]]
         found.append(told)
     return found
 
 
-def test_a_rank_that_fails_while_reads_are_shared(tmp_path: Path) -> None:
-    for row in zip(*run_ranks(_fail_in_shared_reads, str(tmp_path / "one"), timeout=200), strict=True):
+@pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
+def test_a_rank_that_fails_while_reads_are_shared(how: str, tmp_path: Path) -> None:
+    for row in zip(*run_ranks(_fail_in_shared_reads, str(tmp_path / "one"), how, timeout=200), strict=True):
         for rank, told in enumerate(row):
             assert told.failed == [told.rank] and told.seconds < SECONDS and not told.wrong, (rank, told)
 
@@ -489,58 +614,113 @@ class SlowStore(dist.Store):
         found: int = self._store.add(key, value)
         return found
 
+    def check(self, keys: Any) -> bool:
+        time.sleep(0.05)
+        return bool(self._store.check(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._store.delete_key(key))
+
     def wait(self, keys: Any, timeout: Any = None) -> None:
         self._store.wait(keys)
 
 
-def _leave_at_once() -> str:
+def _leave_at_once(how: str, slow: int) -> str:
     """All ranks join a mesh, one of them slowly; another leaves as soon as it has joined. What went wrong."""
-    store = dist.distributed_c10d._get_default_store()
-    slow = SlowStore(store) if dist.get_rank() == 0 else store
+    default = dist.distributed_c10d._get_default_store()
+    store = SlowStore(default) if dist.get_rank() == slow else default
     with (
-        patch.object(_exchange, "JOIN_TIMEOUT", timedelta(seconds=10)),
-        patch.object(dist.distributed_c10d, "_get_default_store", lambda: slow),
+        patch.object(_channel, "JOIN_TIMEOUT", timedelta(seconds=10)),
+        patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
     ):
         try:
-            channel = Channel(MeshId(ALL, "left-at-once"))
-        except PeerLost as err:
+            if how == "dcp":
+                with contextlib.suppress(Injected), connected(ChannelName("left-at-once", ALL)):
+                    if dist.get_rank() == 1:
+                        raise Injected
+            else:
+                mesh = made(Party(ALL, dist.get_rank(), False, "left at once", 10.0))
+                if dist.get_rank() == 1:
+                    mesh.close()
+                dist.barrier()
+                mesh.close()
+        except (PeerLost, CheckpointError) as err:
             return str(err)
-        if dist.get_rank() == 1:
-            channel.close()
     return ""
 
 
-def test_nobody_leaves_a_mesh_before_all_have_joined() -> None:
-    assert run_ranks(_leave_at_once) == [""] * 4
+@pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
+@pytest.mark.parametrize("slow", [0, 2])
+def test_nobody_leaves_a_mesh_before_all_have_joined(slow: int, how: str) -> None:
+    assert run_ranks(_leave_at_once, how, slow) == [""] * 4
 
 
-def _die(folder: str, victim: int) -> None:
-    """One rank dies in its third round; the others write down what became of them."""
+@small_bundles()
+def _die(folder: str, victim: int, how: str) -> None:
+    """One rank dies within its exchange; the others write down what became of them."""
     state, url = uneven_state(victim), f"{folder}/one"
-    began, raised = time.monotonic(), False
+    began, raised = time.monotonic(), ""
     try:
-        with Swaps(3, lambda: os._exit(1)) if dist.get_rank() == victim else contextlib.nullcontext():
-            dcp.save(state, storage_writer=ZarrStorageWriter(url, **MANY_ROUNDS), planner=ZarrSavePlanner())
-    except Exception:  # no CheckpointException: there is no group any more to gather failures over
-        raised = True
+        with Moves(3, lambda: os._exit(1)) if dist.get_rank() == victim else contextlib.nullcontext():
+            if how == "dcp":
+                dcp.save(state, storage_writer=ZarrStorageWriter(url, **MANY_BUNDLES), planner=ZarrSavePlanner())
+            else:
+                zarrckpt.save(state, url, **MANY_BUNDLES)
+    except Exception as err:  # DCP has no group any more to gather failures over
+        raised = f"{type(err).__name__}: {err}"
     told = json.dumps([raised, time.monotonic() - began, opens(url)])
     Path(folder, f"survivor-{victim}-{dist.get_rank()}").write_text(told)
 
 
 def _restart(url: str) -> None:
-    dcp.save(uneven_state(8), storage_writer=ZarrStorageWriter(url, **MANY_ROUNDS), planner=ZarrSavePlanner())
+    zarrckpt.save(uneven_state(8), url, **MANY_BUNDLES)
 
 
-def test_a_rank_that_dies_within_its_exchange(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
+def test_a_rank_that_dies_within_its_exchange(how: str, tmp_path: Path) -> None:
     """The others notice, nothing is committed, and a restarted job saves to the same url."""
     for victim in (2, 0):
-        assert _job(tmp_path, _die, str(tmp_path), victim) == [int(rank == victim) for rank in ALL]
+        assert _job(tmp_path, _die, str(tmp_path), victim, how) == [int(rank == victim) for rank in ALL]
         survivors = [json.loads(path.read_text()) for path in tmp_path.glob(f"survivor-{victim}-*")]
         assert len(survivors) == 3
         for raised, seconds, opened in survivors:
             assert raised and seconds < SECONDS and not opened
+            if how == "zarrckpt":
+                assert raised.startswith("CheckpointError") and f"rank {victim} was lost" in raised, raised
     assert _job(tmp_path, _restart, str(tmp_path / "one")) == [0] * 4
     assert differing(str(tmp_path / "one"), 8) == []
+
+
+def _does_not_come(folder: str, absent: int) -> list[str]:
+    """One rank makes none of the calls. What the others are told, who give up after a second."""
+    told, state, url = [], uneven_state(1), f"{folder}/one"
+    zarrckpt.save(state, url)
+    calls: list[Callable[[], object]] = [
+        lambda: zarrckpt.save(state, f"{folder}/two", timeout=1),
+        lambda: zarrckpt.async_save(state, f"{folder}/two", timeout=1),
+        lambda: zarrckpt.load(uneven_values(1), url, timeout=1),
+    ]
+    for call in calls:
+        began = time.monotonic()
+        if dist.get_rank() != absent:
+            with pytest.raises(CheckpointError) as caught:
+                call()
+            told.append(str(caught.value))
+            assert time.monotonic() - began < SECONDS
+        dist.barrier()
+    assert not opens(f"{folder}/two")
+    zarrckpt.async_save(state, f"{folder}/two").result(timeout=60)
+    return told + _wrong(f"{folder}/two", 1)
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_does_not_make_the_call_is_named(absent: int, tmp_path: Path) -> None:
+    answers = run_ranks(_does_not_come, str(tmp_path), absent)
+    assert answers.pop(absent) == []
+    for told in answers:
+        assert len(told) == 3
+        for text, call in zip(told, ("the save to", "the background save to", "the load from"), strict=True):
+            assert call in text and f"rank {absent}" in text and "1 s" in text, text
 
 
 # -- memory and balance
@@ -549,7 +729,7 @@ BOUND = 8 << 20
 
 
 def _peaks(folder: str, inflight: int) -> tuple[int, int, float]:
-    """Peak bytes of numpy's and Python's buffers in a save; that of the process; how many rounds it had."""
+    """Peak bytes of numpy's and Python's buffers in a save; that of the process; how many pieces moved."""
     # 128 MiB, of which 32 lie here; in chunks of 1 MiB, so that three quarters of all bytes move.
     state = {f"w{i}": sharded(torch.rand(512, 512), mesh_of([0, 1, 2, 3])) for i in range(128)}
     zarrckpt.save({"w": state["w0"]}, f"{folder}/warm-{inflight}", durable=False)
@@ -559,18 +739,18 @@ def _peaks(folder: str, inflight: int) -> tuple[int, int, float]:
         nonlocal traced
         traced = traced_peak_of(lambda: zarrckpt.save(state, url, max_inflight_bytes=inflight, durable=False))
 
-    with Swaps() as swaps, _slow_puts(0.1):  # so that what was received and not put piles up, if it can
+    with Moves() as moves, _slow_puts(0.1):  # so that what was received and not put piles up, if it can
         resident = peak_of(save)
-    return traced, resident, swaps.count
+    return traced, resident, moves.count
 
 
 def test_an_exchange_stays_within_the_memory_bound(tmp_path: Path) -> None:
     for peak, _, _ in run_ranks(_peaks, str(tmp_path), 64 * BOUND):
         assert peak > 2 * BOUND  # so a bound that is not kept would show
-    for peak, resident, swaps in run_ranks(_peaks, str(tmp_path), BOUND):
+    for peak, resident, moves in run_ranks(_peaks, str(tmp_path), BOUND):
         assert peak <= BOUND + (1 << 20), peak
         assert resident <= BOUND + (12 << 20), resident
-        assert swaps > 5
+        assert moves > 40
     assert len(zarrckpt.open(tmp_path / str(BOUND))) == 128
 
 
@@ -604,7 +784,7 @@ def test_what_ranks_write_is_balanced(tmp_path: Path) -> None:
 # -- many layouts, one after the other
 
 
-OPTIONS: list[dict[str, Any]] = [{}, MANY_ROUNDS, {"min_piece_bytes": 0}, {"fill_bytes": 64}, {"max_chunk_bytes": 64}]
+OPTIONS: list[dict[str, Any]] = [{}, MANY_BUNDLES, {"min_piece_bytes": 0}, {"fill_bytes": 64}, {"max_chunk_bytes": 64}]
 
 
 def _laid_out(draw: random.Random, whole: torch.Tensor) -> Any:
@@ -632,10 +812,11 @@ def _one_after_the_other(folder: str, seed: int) -> list[str]:
         wholes = {f"t{place}": full(shape, number) for place, shape in enumerate(shapes)}
         state = {name: _laid_out(draw, whole) for name, whole in wholes.items()}
         options = {**draw.choice(OPTIONS), "durable": False}
-        if draw.random() < 0.3:
-            zarrckpt.async_save(state, url, **options).result(timeout=60)
-        else:
-            zarrckpt.save(state, url, **options)
+        with small_bundles(draw.choice([64, 500, owners.BUNDLE_BYTES])):
+            if draw.random() < 0.3:
+                zarrckpt.async_save(state, url, **options).result(timeout=60)
+            else:
+                zarrckpt.save(state, url, **options)
         expected = {name: _laid_out(draw, whole) for name, whole in wholes.items()}
         before = held_of(expected)
         clear(expected)
@@ -659,9 +840,9 @@ def test_random_layouts_one_after_the_other(tmp_path: Path) -> None:
 
 def _altered_on_its_way(url: str) -> list[str]:
     state = uneven_state(1)
-    with altered_message(2), pytest.raises(CheckpointError, match=r"rank \d.* rank 2") as caught:
+    with altered_message(2), pytest.raises(CheckpointError, match=r"what rank \d.* arrived altered") as caught:
         zarrckpt.save(state, url)
-    assert not opens(url) and "failed on rank 2" in str(caught.value.__notes__)
+    assert not opens(url) and caught.value.__notes__ == ["(failed on rank 2)"]
     zarrckpt.save(state, url)
     wrong = _wrong(url, 1)
     target = uneven_state(-1)
@@ -680,7 +861,7 @@ def test_what_is_altered_between_ranks_is_neither_saved_nor_loaded(tmp_path: Pat
     assert not any(run_ranks(_altered_on_its_way, str(tmp_path / "run")))
 
 
-# -- what fails while a round is waited for
+# -- what fails while a bundle is waited for
 
 
 class _FailingStore(MemoryStore):
@@ -696,7 +877,7 @@ class _FailingStore(MemoryStore):
 
 
 def _a_put_fails_while_others_wait_to_begin() -> None:
-    """The rank's threads are all busy with its own chunks, and the chunks of a round in line behind them."""
+    """The rank's threads are all busy with its own chunks, and the chunks of a bundle in line behind them."""
     mesh = mesh_of([0, 1])
     state = {"big": sharded(torch.randn(1024, 1024), mesh, 0)}
     state |= {f"small{number}": sharded(torch.randn(64, 64), mesh, 0) for number in range(12)}

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import make_run
-from ranks import all_ranks_raise, idle_meshes, run_ranks
+from ranks import all_ranks_raise, run_ranks
 from s3_stub import S3Stub
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -25,9 +25,14 @@ from torch.distributed.tensor import Replicate, Shard
 from uneven_states import distributed, full, sharded, uneven_state
 
 import zarrckpt
-from zarrckpt import PlanReport, SaveReport, UnsupportedLayoutError, UnsupportedValueError, _exchange
+from zarrckpt import PlanReport, SaveReport, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._catalog import Catalog
 from zarrckpt._chunk_layout import chunk_object_bytes
+from zarrckpt._plan import owners
+from zarrckpt._ranks.mesh import _places
+from zarrckpt._ranks.pieces import Pieces
+from zarrckpt._ranks.rounds import Rounds
+from zarrckpt._save import agree
 from zarrckpt._store import StoreSpec
 
 pytestmark = [
@@ -54,8 +59,8 @@ def _no_requests(*args: Any) -> Any:
 
 
 def planned(state: Mapping[str, Any], **sizes: Any) -> PlanReport:
-    """A report; it fails where that opens a store, or makes or takes a mesh."""
-    with patch.object(StoreSpec, "open", _no_requests), patch.object(_exchange, "join", _no_requests):
+    """A report; it fails where that opens a store, or a piece moves."""
+    with patch.object(StoreSpec, "open", _no_requests), patch.object(Rounds, "pieces", _no_requests):
         return zarrckpt.plan_report(state, **sizes)
 
 
@@ -95,7 +100,8 @@ def test_without_a_process_group(sizes: dict[str, Any], tmp_path: Path) -> None:
     saved = zarrckpt.save(state, url, **sizes)
     assert (report.objects, report.documents) == files(url)
     assert report.objects == saved.objects > (3 if not sizes else 30)
-    assert (report.ranks, report.tensors, report.merged, report.moved_bytes, report.rounds) == (1, 5, 0, 0, 0)
+    assert (report.ranks, report.tensors, report.merged, report.moved_bytes, report.bundles) == (1, 5, 0, 0, 0)
+    assert (report.control_rounds, report.rank_connections, report.host_bytes) == (0, (0,), None)
     assert report.nbytes == sum(report.rank_bytes) == 70 * 33 * 8 + 5 * 8 + 8 + 9 * 2 * 2
     assert report.balance == 1.0
     check_ranks(url, report, saved)
@@ -130,6 +136,7 @@ def test_puts_are_those_that_a_server_gets(s3_stub: S3Stub) -> None:
     assert sum(request.method == "PUT" for request in s3_stub.requests) == len(puts) + 1
     assert report.put_cost() == pytest.approx(len(puts) * 0.005 / 1000)
     assert report.put_cost(usd_per_1000=2) == pytest.approx(len(puts) / 500)
+    assert report.put_seconds(per_second=len(puts) / 2) == pytest.approx(2)
     assert f"{report.objects} chunk objects" in str(report) and f"{report.documents} documents" in str(report)
 
 
@@ -159,25 +166,43 @@ def _fsdp(number: float) -> dict[str, Any]:
 STATES: dict[str, Callable[[float], dict[str, Any]]] = {"fsdp": _fsdp, "uneven": uneven_state}
 
 
-def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanReport, SaveReport, int, int, int]:
-    """The report, the save's, and what this rank's messages came to: bytes sent, swaps, meshes made or taken."""
-    state = STATES[name](1)
-    report = planned(state, **sizes)
-    idle = set(idle_meshes().values())
-    sent, tags = [0], set()
-    swap = _exchange.Channel.swap
+class _Traffic:
+    """What this rank says to others in a save."""
 
-    def counted(self: Any, sends: Any, receives: Any, tag: int) -> Any:
-        # Each message ends with its checksum.
-        sizes = [data.nbytes - 4 for _, data in sends]
-        assert all(sizes) and all(nbytes > 4 for _, nbytes in receives)
-        sent[0] += sum(sizes)
-        tags.add(tag)
-        return swap(self, sends, receives, tag)
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.sent: Counter[int] = Counter()
+        """Bytes of pieces, by the rank that gets them."""
+        self.peers: set[int] = set()
+        self._merge, self._posted = Rounds.merge, Pieces._posted
 
-    with patch.object(_exchange.Channel, "swap", counted):
-        saved = zarrckpt.save(state, url, **sizes)
-    return report, saved, sent[0], max(tags, default=-1) + 1, len(set(idle_meshes().values()) - idle)
+    def merge(self, *args: Any) -> Any:
+        self.rounds += 1
+        return self._merge(*args)
+
+    def posted(self, pieces: Any, way: str, peer: int, data: Any, tag: int) -> Any:
+        self.peers.add(peer)
+        if way == "send":
+            self.sent[peer] += data.nbytes - 4  # each message ends with its checksum
+        return self._posted(pieces, way, peer, data, tag)
+
+
+Said = tuple[int, Counter[int], set[int]]
+
+
+def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanReport, SaveReport, Said]:
+    """The report, the save's, and this rank's rounds, bytes sent by rank, and connections."""
+    state, traffic = STATES[name](1), _Traffic()
+    with patch.object(owners, "BUNDLE_BYTES", 512):
+        report = planned(state, ranks_per_host=3, **sizes)
+        agree._kept.clear()  # as if nothing had been planned
+        with (
+            patch.object(Rounds, "merge", lambda *args: traffic.merge(*args)),
+            patch.object(Pieces, "_posted", lambda *args: traffic.posted(*args)),
+        ):
+            saved = zarrckpt.save(state, url, **sizes)
+    (mesh,) = (place.mesh for place in _places.values() if place.mesh is not None and place.mesh.usable(None))
+    return report, saved, (traffic.rounds, traffic.sent, traffic.peers | {*mesh.edges})
 
 
 @pytest.mark.parametrize(
@@ -206,12 +231,14 @@ def test_four_ranks(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     assert report.nbytes == sum(math.prod(node.grid.shape) * node.dtype.itemsize for node in tensors)
     if not blobs:
         check_ranks(url, report, saved)
-    assert report.moved_bytes == sum(answer[2] for answer in answers)
-    assert report.rounds == max(answer[3] for answer in answers)
-    assert (report.merged > 0) == (report.rounds > 0) == (report.moved_bytes > 0)
-    assert all(answer[4] == bool(report.rounds) for answer in answers)
-    if "max_inflight_bytes" in sizes:
-        assert report.rounds > 1
+    rounds, sent, peers = zip(*(answer[2] for answer in answers), strict=True)
+    assert {*rounds} == {report.control_rounds}
+    assert report.moved_bytes == sum(count.total() for count in sent)
+    # Ranks 0 to 2 are on one host, rank 3 on another.
+    assert report.host_bytes == sum(count[3] for count in sent) + sent[3].total()
+    assert report.rank_connections == tuple(map(len, peers))
+    assert (report.merged > 0) == (report.bundles > 0) == (report.moved_bytes > 0)
+    assert report.bundles > 1 or name == "uneven" or sizes == {"min_piece_bytes": 0}
 
 
 def _with_and_without_merging() -> list[PlanReport]:
@@ -253,7 +280,7 @@ def test_errors_are_those_of_a_save(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedValueError) as by_plan:
             planned(state)  # type: ignore[arg-type]
         assert str(by_plan.value) == str(by_save.value)
-    wrong = {"max_chunk_bytes": 0, "min_piece_bytes": -1, "fill_bytes": 0, "max_inflight_bytes": 0}
+    wrong = {"ranks_per_host": 0, "max_chunk_bytes": 0, "min_piece_bytes": -1, "fill_bytes": 0, "max_inflight_bytes": 0}
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
             planned({"w": torch.zeros(3)}, **{name: value})

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from zarrckpt._shards import Cut, Held, held_boxes
+from zarrckpt._shards import Cut, Held, Mesh, held_boxes, mesh_boxes
 
 Ints = tuple[int, ...]
 
@@ -71,3 +71,19 @@ def test_several_dimensions_and_replicas() -> None:
     assert [(h.box.offset, h.box.shape, h.local) for h in held] == [((3, 4, 0), (2, 2, 2), (0, 0, 0))]
     assert held_boxes((), (2,), (1,), [None])[0].box.size == 1
     assert held_boxes((3,), (4,), (3,), [Cut(0)]) == []
+
+
+@given(
+    shape=st.lists(st.integers(1, 20), max_size=3).map(tuple),
+    mesh=st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple),
+    data=st.data(),
+)
+def test_what_all_places_of_a_mesh_hold(shape: Ints, mesh: Ints, data: st.DataObject) -> None:
+    """The same as what each of them is asked for alone."""
+    cut = st.builds(Cut, st.integers(0, len(shape) - 1), st.integers(1, 4)) if shape else st.none()
+    cuts = tuple(data.draw(st.none() | cut) for _ in mesh)
+    expected = [
+        tuple(held.box for held in held_boxes(shape, mesh, place, cuts))
+        for place in itertools.product(*map(range, mesh))
+    ]
+    assert mesh_boxes(shape, Mesh(mesh, cuts)) == expected

@@ -6,11 +6,13 @@ What a rank holds after a load is compared, bit for bit, with what it would hold
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import RankError, all_ranks_raise, run_ranks
+from ranks import RankError, all_ranks_raise, idle_meshes, run_ranks
 from s3_stub import S3Stub
 from store_servers import S3Place
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -32,9 +34,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from uneven_states import distributed, fsdp_tp, full, held_of
 
 import zarrckpt
-from zarrckpt import CorruptCheckpointError, ZarrLoadPlanner, ZarrStorageReader, _exchange, _reading
+from zarrckpt import CheckpointError, CorruptCheckpointError, ZarrLoadPlanner, ZarrStorageReader
 from zarrckpt._catalog import Catalog
 from zarrckpt._chunk_layout import most_subchunk_stored
+from zarrckpt._dcp import channel
+from zarrckpt._load import fill
+from zarrckpt._ranks.errors import PeerLost
+from zarrckpt._ranks.pieces import Handle, Pieces
 from zarrckpt._store import StoreSpec
 
 pytestmark = [
@@ -245,19 +251,50 @@ def test_tensors_for_every_set_of_ranks(tmp_path: Path) -> None:
     assert sum(run_ranks(_of_subsets, url)) == stored_bytes(url)
 
 
+class _Flights:
+    """What one rank has on its way to and from others, from the post to the end of the wait."""
+
+    def __init__(self) -> None:
+        self.nbytes = self.peak = self.posts = self.rounds = 0
+        self._sent: dict[int, int] = {}
+
+    def posted(self, way: str, data: Any) -> None:
+        self.posts += 1
+        self.rounds += not self.nbytes  # nothing of the one before is on its way any more
+        copies = self._sent.get(id(data), 0) if way == "send" else 0
+        if way == "send":
+            self._sent[id(data)] = copies + 1
+        self.nbytes += 0 if copies else len(data)  # one memory, however many receive it
+        self.peak = max(self.peak, self.nbytes)
+
+    def ended(self, way: str, data: Any) -> None:
+        if way == "send":
+            self._sent[id(data)] -= 1
+        self.nbytes -= 0 if way == "send" and self._sent[id(data)] else len(data)
+
+
 @contextmanager
-def swaps_recorded() -> Iterator[list[tuple[int, int, int]]]:
-    """The tag, the number of messages and the bytes in and out of every swap of this rank."""
-    seen: list[tuple[int, int, int]] = []
-    swap = _exchange.Channel.swap
+def flights_recorded() -> Iterator[_Flights]:
+    """What this rank hands on and is handed."""
+    flights, post = _Flights(), Pieces._posted
 
-    def recorded(self: Any, sends: Any, receives: Any, tag: int) -> Any:
-        nbytes = sum(size for _, size in receives) + sum({id(data): data.nbytes for _, data in sends}.values())
-        seen.append((tag, len(sends) + len(receives), nbytes))
-        return swap(self, sends, receives, tag)
+    class Waited(Handle):
+        way: str
+        data: Any
 
-    with patch.object(_exchange.Channel, "swap", recorded):
-        yield seen
+        def wait(self) -> Any:
+            arrived = super().wait()
+            flights.ended(self.way, self.data)
+            return arrived
+
+    def recorded(self: Pieces, way: str, peer: int, data: Any, tag: int) -> Handle:
+        flights.posted(way, data)
+        handle = Waited(post(self, way, peer, data, tag)._future)
+        handle.way, handle.data = way, data
+        return handle
+
+    with patch.object(Pieces, "_posted", recorded):
+        yield flights
 
 
 def _other_targets(url: str) -> None:
@@ -300,20 +337,19 @@ def test_targets_of_every_kind(tmp_path: Path) -> None:
     run_ranks(_other_targets, str(tmp_path / "run"))
 
 
-def _many_rounds(url: str) -> list[tuple[int, int, int]]:
+def _many_rounds(url: str) -> _Flights:
     _save(url, "ddp", 4, {"max_chunk_bytes": 1 << 16})
-    with swaps_recorded() as swaps:
+    with flights_recorded() as flights:
         nbytes = _load(url, "ddp", 4, True, max_inflight_bytes=1 << 20)
     assert nbytes < stored_bytes(url) / 2
-    return swaps
+    return flights
 
 
 def test_rounds_stay_within_the_memory_bound(tmp_path: Path) -> None:
-    for swaps in run_ranks(_many_rounds, str(tmp_path / "run")):
+    for flights in run_ranks(_many_rounds, str(tmp_path / "run")):
         # 4 MiB in rounds of a quarter of 1 MiB.
-        assert len(swaps) >= 16
-        assert [tag for tag, _, _ in swaps] == sorted({tag for tag, _, _ in swaps})
-        assert all(nbytes <= 1 << 18 for _, _, nbytes in swaps)
+        assert flights.rounds >= 16 and flights.posts > 3 * flights.rounds
+        assert 0 < flights.peak <= 1 << 18 and flights.nbytes == 0
 
 
 def _one_subchunk_a_round(url: str) -> None:
@@ -342,27 +378,37 @@ def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
     assert min(fetched[1], fetched[3]) > 0.4 * stored_bytes(url)
 
 
-def _save_load_save(url: str) -> list[str]:
-    made = []
-    channel = _exchange.Channel
-
-    class Counted(channel):  # type: ignore[misc, valid-type]
-        def __init__(self, mesh: Any) -> None:
-            made.append(mesh.name)
-            super().__init__(mesh)
-
-    with patch.object(_exchange, "Channel", Counted):
-        _save(f"{url}/1", "fsdp", 1, {})
-        for share in (True, False, True):
-            _load(f"{url}/1", "ddp", 1, share)
-        _save(f"{url}/2", "odd", 2, {})
+def _save_load_save(url: str) -> list[dict[Any, str]]:
+    meshes = []
+    _save(f"{url}/1", "fsdp", 1, {})
+    meshes.append(idle_meshes())
+    for share in (True, False, True):
+        _load(f"{url}/1", "ddp", 1, share)
+        meshes.append(idle_meshes())
+    _save(f"{url}/2", "odd", 2, {})
+    with flights_recorded() as flights:
         _load(f"{url}/2", "hsdp", 2, True)
-    return made
+    meshes.append(idle_meshes())
+    assert flights.posts
+    return meshes
 
 
 def test_loads_and_saves_take_turns_on_one_mesh(tmp_path: Path) -> None:
-    meshes = run_ranks(_save_load_save, str(tmp_path))
-    assert all(len(names) == 1 for names in meshes) and len({names[0] for names in meshes}) == 1
+    found = run_ranks(_save_load_save, str(tmp_path))
+    (name,) = {*found[0][0].values()}
+    assert all(meshes == [{((0, 1, 2, 3), False): name}] * 5 for meshes in found), found
+
+
+def _unshared(url: str) -> int:
+    _save(url, "ddp", 1, {})
+    with flights_recorded() as flights:
+        _load(url, "ddp", 1, False)
+        _load(url, "ddp", 1, None)
+    return flights.posts
+
+
+def test_nothing_is_handed_on_where_reads_are_not_shared(tmp_path: Path) -> None:
+    assert run_ranks(_unshared, str(tmp_path / "run")) == [0] * 4
 
 
 class Changing(DefaultLoadPlanner):
@@ -384,7 +430,8 @@ class Changing(DefaultLoadPlanner):
 def _changed_plan(url: str, how: str) -> None:
     _save(url, "ddp", 3, {"max_chunk_bytes": 1 << 18})
     target = {name: torch.zeros_like(tensor) for name, tensor in wholes(0).items()}
-    dcp.load(target, storage_reader=ZarrStorageReader(url, share_reads=True), planner=Changing(how))
+    with patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=2)):
+        dcp.load(target, storage_reader=ZarrStorageReader(url, share_reads=True), planner=Changing(how))
     left_out = {"w"} if how == "fewer" and dist.get_rank() == 1 else set()
     expected = wholes(3)
     for name, tensor in target.items():
@@ -521,12 +568,17 @@ class UnwellReader(ZarrStorageReader):
         return super().read_data(plan, planner)
 
 
+PLACES: dict[str, tuple[Any, str]] = {
+    "piece": (Pieces, "_posted"),
+    "fetch": (fill, "fetch"),
+    "check": (fill, "unpacked"),
+}
+
+
 @contextmanager
 def failing(where: str, rank: int, error: Exception, after: int) -> Iterator[None]:
     """On one rank, a function fails after so many calls."""
-    place, name = {"swap": (_exchange.Channel, "swap"), "fetch": (_reading, "fetch"), "check": (_reading, "unpacked")}[
-        where
-    ]
+    place, name = PLACES[where]
     function = getattr(place, name)
     left = [after]
 
@@ -552,16 +604,18 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
     elif how == "read_data":
         reader = UnwellReader(url, share_reads=True, max_inflight_bytes=1 << 20)
         reader.unwell = rank  # type: ignore[attr-defined]
-    error = _exchange.PeerLost("made up") if how == "lost" else Unwell(how)
-    where = {"lost": "swap"}.get(how, how)
+    error = PeerLost("made up") if how == "lost" else Unwell(how)
+    where = {"lost": "piece"}.get(how, how)
     dist.barrier()
     began = time.monotonic()
 
     def load() -> None:
-        dcp.load(target, storage_reader=reader, planner=planner)
+        # Before its part is called, a rank cannot tell the others that it does not take it.
+        with patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=2 if how == "read_data" else 60)):
+            dcp.load(target, storage_reader=reader, planner=planner)
 
-    if where in ("swap", "fetch", "check"):
-        with failing(where, rank, error, after=1 if where == "swap" else 9):
+    if where in PLACES:
+        with failing(where, rank, error, after=9):
             failed = _failures(load)
     else:
         failed = _failures(load)
@@ -569,54 +623,134 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
     assert failed == ({} if how == "lost" else {rank: Unwell})
     if rank != dist.get_rank() or how == "lost":
         assert not wrong("ddp", 1, target)
-    # The next load, on a mesh of its own.
+    # The next load, on connections of its own.
     _load(url, "ddp", 1, True)
     return seconds
 
 
 @pytest.mark.parametrize(
     ("how", "rank"),
-    [("resolve", 2), ("read_data", 1), ("read_data", 0), ("swap", 3), ("fetch", 1), ("check", 0), ("lost", 2)],
+    [("resolve", 2), ("read_data", 1), ("read_data", 0), ("piece", 3), ("fetch", 1), ("check", 0), ("lost", 2)],
 )
-def test_who_fails_is_named_alone_and_the_others_read_for_themselves(how: str, rank: int, tmp_path: Path) -> None:
+def test_who_fails_in_dcp_is_named_alone_and_the_others_read_for_themselves(
+    how: str, rank: int, tmp_path: Path
+) -> None:
     """Before it reads, between two rounds, while it fetches or copies; or where it only loses its peers ("lost")."""
     assert max(run_ranks(_with_a_failing_rank, str(tmp_path / "run"), how, rank)) < QUICK
 
 
-def _killed_between_rounds(url: str, notes: str) -> None:
+class UnwellObject:
+    """On one rank, it does not say what it is, or does not take what was loaded."""
+
+    def __init__(self, fails_in: str) -> None:
+        self._fails_in = fails_in
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._fails_in == "state_dict":
+            raise Unwell("state_dict")
+        return {"n": torch.zeros(3)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._fails_in == "load_state_dict":
+            raise Unwell("load_state_dict")
+
+
+def _own_load_with_a_failing_rank(url: str, how: str, rank: int) -> float:
+    """The same in this package's own load. Returns the seconds that it took."""
+    whole = {**wholes(1), "object": {"n": torch.ones(3)}}
+    zarrckpt.save(whole, url, max_chunk_bytes=1 << 16)
+    unwell = UnwellObject(how if dist.get_rank() == rank else "")
+    target: dict[str, Any] = {**state("ddp", -1), "object": unwell}
+    before = idle_meshes()
+    began = time.monotonic()
+    fault = failing(how, rank, Unwell(how), after=9) if how in PLACES else nullcontext()
+    with fault, pytest.raises(CheckpointError, match=rf"^rank {rank} failed with Unwell: {how} ") as caught:
+        zarrckpt.load(target, url, share_reads=True, max_inflight_bytes=1 << 20)
+    seconds = time.monotonic() - began
+    assert f"(failed ranks: {rank})" in str(caught.value)
+    assert isinstance(caught.value.__cause__, Unwell) == (dist.get_rank() == rank)
+    # Where pieces may be on their way still, the connections are left, by all.
+    handed = how in PLACES or how == "load_state_dict"
+    assert idle_meshes() == ({} if handed else before)
+    dist.barrier()
+    _load(url, "ddp", 1, True, strict=False)
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("how", "rank"),
+    [("state_dict", 2), ("load_state_dict", 1), ("piece", 3), ("piece", 0), ("fetch", 1), ("check", 0)],
+)
+def test_who_fails_is_named_on_every_rank(how: str, rank: int, tmp_path: Path) -> None:
+    assert max(run_ranks(_own_load_with_a_failing_rank, str(tmp_path / "run"), how, rank)) < QUICK
+
+
+def _waits_while_another_fails(url: str) -> float:
+    """One rank fails at once, where the others would take a minute to read."""
+    _save(url, "ddp", 1, {"max_chunk_bytes": 1 << 16})
+    target, fetch = state("ddp", -1), fill.fetch
+    gate = threading.Event()
+
+    def slowly(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise Unwell("at once")
+        gate.wait(1)
+        return fetch(*args)
+
+    dist.barrier()
+    began = time.monotonic()
+    with patch.object(fill, "fetch", slowly), pytest.raises(CheckpointError, match="rank 1 failed with Unwell"):
+        zarrckpt.load(target, url, share_reads=True, max_inflight_bytes=1 << 16, concurrency=1)
+    return time.monotonic() - began
+
+
+def test_the_others_do_not_read_on_in_vain(tmp_path: Path) -> None:
+    assert max(run_ranks(_waits_while_another_fails, str(tmp_path / "run"))) < QUICK
+
+
+def _killed_between_rounds(url: str, notes: str, how: str) -> None:
     _save(url, "ddp", 1, {"max_chunk_bytes": 1 << 16})
     target = state("ddp", -1)
-    # Who waits for one that waits for the dead one hears nothing before the group's own timeout.
+    # In DCP's, who waits for one that waits for the dead one hears nothing before the group's own timeout.
     group = dist.new_group(timeout=timedelta(seconds=3))
-    swap = _exchange.Channel.swap
+    post = Pieces._posted
     calls = []
 
     def dies(*args: Any) -> Any:
         calls.append(1)
-        if dist.get_rank() == 2 and len(calls) == 3:
+        if dist.get_rank() == 2 and len(calls) == 15:
             os._exit(1)
-        return swap(*args)
+        return post(*args)
 
     dist.barrier()
     began = time.monotonic()
     error: BaseException | None = None
-    with patch.object(_exchange.Channel, "swap", dies):
+    with patch.object(Pieces, "_posted", dies):
         try:
-            zarrckpt.load(target, url, share_reads=True, max_inflight_bytes=1 << 20, process_group=group)
+            if how == "dcp":
+                reader = ZarrStorageReader(url, share_reads=True, max_inflight_bytes=1 << 20)
+                dcp.load(target, storage_reader=reader, process_group=group)
+            else:
+                zarrckpt.load(target, url, share_reads=True, max_inflight_bytes=1 << 20)
         except Exception as err:
             error = err
-    # It has read all by itself before it was to meet the others again.
     right = not wrong("ddp", 1, target)
-    Path(notes, str(dist.get_rank())).write_text(f"{time.monotonic() - began} {error is not None} {right}")
+    told = [time.monotonic() - began, right, type(error).__name__, str(error)]
+    Path(notes, str(dist.get_rank())).write_text(json.dumps(told))
 
 
-def test_the_death_of_a_rank_ends_the_others_quickly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
+def test_the_death_of_a_rank_ends_the_others_quickly(how: str, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
     with pytest.raises(RankError) as caught:
-        run_ranks(_killed_between_rounds, str(tmp_path / "run"), str(notes))
+        run_ranks(_killed_between_rounds, str(tmp_path / "run"), str(notes), how)
     assert list(caught.value.failures) == [2]
-    told = {int(path.name): path.read_text().split() for path in notes.iterdir()}
+    told = {int(path.name): json.loads(path.read_text()) for path in notes.iterdir()}
     assert told.keys() == {0, 1, 3}
-    for seconds, raised, right in told.values():
-        assert float(seconds) < QUICK and raised == right == "True"
+    for seconds, right, kind, text in told.values():
+        assert seconds < QUICK
+        if how == "dcp":  # it has read all by itself before it was to meet the others again
+            assert right and kind != "NoneType", (kind, text)
+        else:
+            assert kind == "CheckpointError" and "rank 2 was lost" in text, (kind, text)

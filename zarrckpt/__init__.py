@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from typing import Any
 
     from zarrckpt._api import load, save
-    from zarrckpt._async import async_save
     from zarrckpt._checkpoint import Checkpoint, latest, open
     from zarrckpt._cleaning import RecoverReport, recover, remove
+    from zarrckpt._dcp.planner import ZarrLoadPlanner, ZarrSavePlanner
+    from zarrckpt._dcp.reader import ZarrStorageReader
+    from zarrckpt._dcp.writer import ZarrStorageWriter
     from zarrckpt._importing import import_checkpoint
     from zarrckpt._per_rank import PerRank
     from zarrckpt._pins import pin, unpin
-    from zarrckpt._planner import ZarrLoadPlanner, ZarrSavePlanner
-    from zarrckpt._planning import plan_report
-    from zarrckpt._reader import ZarrStorageReader
+    from zarrckpt._plan_report import plan_report
     from zarrckpt._report import LoadReport, PlanReport, SaveReport
+    from zarrckpt._save.background import async_save
     from zarrckpt._verify import Damage, VerifyReport
-    from zarrckpt._writer import ZarrStorageWriter
 
 __all__ = [
     "Checkpoint",
@@ -100,23 +100,32 @@ _LAZY = {
     "RecoverReport": "_cleaning",
     "SaveReport": "_report",
     "VerifyReport": "_verify",
-    "ZarrLoadPlanner": "_planner",
-    "ZarrSavePlanner": "_planner",
-    "ZarrStorageReader": "_reader",
-    "ZarrStorageWriter": "_writer",
-    "async_save": "_async",
+    "ZarrLoadPlanner": "_dcp.planner",
+    "ZarrSavePlanner": "_dcp.planner",
+    "ZarrStorageReader": "_dcp.reader",
+    "ZarrStorageWriter": "_dcp.writer",
+    "async_save": "_save.background",
     "import_checkpoint": "_importing",
     "latest": "_checkpoint",
     "load": "_api",
     "open": "_checkpoint",
     "pin": "_pins",
-    "plan_report": "_planning",
+    "plan_report": "_plan_report",
     "recover": "_cleaning",
     "remove": "_cleaning",
     "save": "_api",
     "unpin": "_pins",
 }
-_NEED_TORCH = {"_importing", "_per_rank", "_planner", "_planning", "_reader", "_writer", "_async", "_api"}
+_NEED_TORCH = {
+    "_api",
+    "_dcp.planner",
+    "_dcp.reader",
+    "_dcp.writer",
+    "_importing",
+    "_per_rank",
+    "_plan_report",
+    "_save.background",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from zarrckpt import _state
 from zarrckpt._chunking import MAX_CHUNK_BYTES
 from zarrckpt._compression import CompressionOption
-from zarrckpt._distributed import Ranks, from_coordinator, own_errors
+from zarrckpt._distributed import TIMEOUT, Ranks, checked_timeout
 from zarrckpt._errors import UnsupportedValueError
-from zarrckpt._kept_plans import PlanForgottenError, PlanReuse, memory_of
-from zarrckpt._object_planners import ObjectLoadPlanner, ObjectSavePlanner
-from zarrckpt._reader import ZarrStorageReader
+from zarrckpt._load.run import LoadRequest, run_load
 from zarrckpt._report import LoadReport, SaveReport
-from zarrckpt._root import Root
+from zarrckpt._save.local_state import LocalState
+from zarrckpt._save.request import SaveRequest
+from zarrckpt._save.run import run_save
 from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
-from zarrckpt._writer import ZarrStorageWriter
 
 
 def save(
@@ -48,6 +40,7 @@ def save(
     concurrency: int | None = None,
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
     durable: bool = True,
+    timeout: float = TIMEOUT,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Save a state as a Zarr hierarchy at a url; return when it is committed.
@@ -92,6 +85,9 @@ def save(
             least one chunk).
         durable: local files are synced to disk before the commit (default). False is faster, and a power cut may cost
             the checkpoint. Without meaning in object stores, where a put is durable.
+        timeout: the longest time in seconds without an arrival or progress of a rank (default 1800): then all that came
+            raise an error that names it. After 30 s a warning (logger ``zarrckpt``) names what is waited for. Requests
+            to the store have their own bounds.
         progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are written.
 
     Returns a :class:`SaveReport`, the same on every rank: url, id, bytes, objects, bytes by rank, seconds.
@@ -107,7 +103,7 @@ def save(
     """
     _state.refuse_swapped(state, url, "save")
     ranks = Ranks(process_group, no_dist)
-    writer = ZarrStorageWriter(
+    request = SaveRequest.checked(
         url,
         overwrite,
         metadata=metadata,
@@ -125,38 +121,7 @@ def save(
     )
     if no_dist:
         _state.refuse_fsdp1(state)
-    return save_with(ObjectSavePlanner(alone=ranks.alone), state, writer, ranks)
-
-
-def save_with(planner: SavePlanner, state: Mapping[str, Any], writer: ZarrStorageWriter, ranks: Ranks) -> SaveReport:
-    """Save what a planner makes of a state through a writer. Collective over the ranks."""
-    with own_errors(ranks):
-        writer.reset()
-        taken = cast("dict[str, Any]", state)  # the planner checks it
-        save = partial(_save_state_dict, taken, writer, ranks.group, no_dist=ranks.alone, planner=planner)
-        try:
-            metadata = save() if ranks.alone else _with_kept_plan(save, writer, ranks.group)
-        except BaseException:
-            writer.abandon()
-            raise
-    report: SaveReport = metadata.storage_data
-    return report
-
-
-def _with_kept_plan(
-    save: Callable[[], Metadata], writer: ZarrStorageWriter, process_group: dist.ProcessGroup | None
-) -> Metadata:
-    """Save by the plan of the last save, if nothing has changed since."""
-    reuse = PlanReuse(memory_of(process_group))
-    writer.reuse_plans(reuse)
-    try:
-        return save()
-    except CheckpointException as err:
-        if not any(isinstance(error, PlanForgottenError) for error, _ in err.failures.values()):
-            raise
-    # Every rank got this error, before anything was written.
-    reuse.forget()
-    return save()
+    return run_save(partial(LocalState.saving, state), request, ranks, checked_timeout(timeout))
 
 
 def load(
@@ -175,6 +140,7 @@ def load(
     share_reads: bool | None = None,
     concurrency: int | None = None,
     max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+    timeout: float = TIMEOUT,
     progress: Progress | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a state, in place: tensors are filled where they are, values are replaced.
@@ -208,6 +174,7 @@ def load(
         concurrency: so many requests at once, a rank. Default: the store's own choice, 64 in object stores
             (``docs/how-to/speed.md``).
         max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the targets (default 512 MiB).
+        timeout: the longest time in seconds without an arrival or progress of a rank, as in :func:`save`.
         progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are read.
 
     Returns a :class:`LoadReport` of this rank: url, id, the names that were loaded, missing and unexpected, bytes,
@@ -224,44 +191,21 @@ def load(
     if not isinstance(state, MutableMapping):
         found = type(state).__name__
         raise UnsupportedValueError(f"the state is a {found}, expected a dict such as {{'model': model}} to load into")
-    began = time.monotonic()
     ranks = Ranks(process_group, no_dist)
     if no_dist:
         _state.refuse_fsdp1(state)
-    reader = ZarrStorageReader(
+    request = LoadRequest.checked(
         url,
+        strict=strict,
+        keys=keys,
         store=store,
         storage_options=storage_options,
         credential_provider=credential_provider,
         allow_pickle=allow_pickle,
+        allow_cast=allow_cast,
         share_reads=share_reads,
         concurrency=concurrency,
         max_inflight_bytes=max_inflight_bytes,
         progress=progress,
     )
-    root: Root = from_coordinator(reader.read_root, ranks)
-    reader.use_root(root)
-    planner = ObjectLoadPlanner(keys, strict=strict, allow_cast=allow_cast)
-    with own_errors(ranks):
-        _load_state_dict(state, reader, process_group, no_dist=ranks.alone, planner=planner)
-        # Gathers errors, as the steps before it do: an object that fails on one rank fails the load on all.
-        gathering = _DistWrapper(process_group, not ranks.alone, coordinator_rank=0)
-        gathering.all_gather("restore", partial(_restore, state, planner.plain))
-    return LoadReport(
-        url=reader.checkpoint_id,
-        save_id=root.save_id,
-        loaded=tuple(planner.loaded),
-        missing=tuple(planner.missing),
-        unexpected=tuple(planner.unexpected),
-        nbytes=reader.bytes_read,
-        seconds=time.monotonic() - began,
-    )
-
-
-def _restore(state: dict[str, Any], plain: _state.PlainState) -> None:
-    """Objects take their loaded state dicts back; then the user's containers the rest."""
-    plain.give_back()
-    for key, value in plain.state.items():
-        back = _state.given_back(state[key], value)
-        if back is not state[key]:
-            state[key] = back
+    return run_load(state, request, ranks, checked_timeout(timeout))

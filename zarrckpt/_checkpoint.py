@@ -431,7 +431,7 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises what :meth:`to_torch_save` raises.
         """
-        from zarrckpt._dcp_export import export
+        from zarrckpt._dcp.export import export
 
         limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
         part = self.select(*patterns)

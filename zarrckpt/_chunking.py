@@ -42,6 +42,9 @@ FILL_BYTES = 32 << 20
 
 _MIN_FILL_BYTES = 4 << 20
 
+MOST_PIECES = 1024
+"""A chunk spans about so many pieces at most: a connection to the holder of each is needed to put it together."""
+
 
 def default_min_piece_bytes(ranks: int) -> int:
     """Below how many bytes pieces of several ranks are merged into one chunk, where the caller does not say.
@@ -56,9 +59,15 @@ def default_min_piece_bytes(ranks: int) -> int:
 def default_fill_bytes(total: int, ranks: int) -> int:
     """About how large merged chunks are, where the caller does not say: ``total`` is the bytes of all tensors.
 
-    Four a rank or more, so that the ranks can be given equal parts, but none below 4 MiB.
+    Four a rank or more, so that the ranks can be given equal parts, and fewer where these would be below 4 MiB. An 8th
+    larger than just these: where there were a few chunks more, some ranks would write one more than the others.
     """
-    return min(FILL_BYTES, max(total // (4 * ranks), _MIN_FILL_BYTES))
+    mean = total // ranks
+    if mean >= 4 * FILL_BYTES:
+        return FILL_BYTES
+    part = mean * 9 // 8
+    count = min(4, max(1, part // _MIN_FILL_BYTES))
+    return min(FILL_BYTES, max(part // count, _MIN_FILL_BYTES))
 
 
 def choose_grid(
@@ -85,7 +94,7 @@ def choose_grid(
         return _with_subchunks(shape, chunk, chunk, free, itemsize)
     limit = min(fill_bytes, max_chunk_bytes)
     free = [True] * len(shape)
-    chunk = _divide(_merge(shape, least, itemsize, limit), free, itemsize, limit)
+    chunk = _divide(_merge(shape, least, itemsize, limit, len(boxes)), free, itemsize, limit)
     return _with_subchunks(shape, chunk, least, free, itemsize)
 
 
@@ -103,15 +112,18 @@ def _fits(shape: Ints, chunk: Ints, boxes: int, itemsize: int) -> bool:
     return Grid(shape, chunk).num_chunks <= 4 * max(boxes, 1) or math.prod(chunk) * itemsize >= _ODD_GRID_MIN_CHUNK
 
 
-def _merge(shape: Ints, steps: Ints, itemsize: int, limit: int) -> Ints:
+def _merge(shape: Ints, steps: Ints, itemsize: int, limit: int, boxes: int) -> Ints:
     """Steps of the boxes' cuts, put together, last dimension first, while they stay within ``limit`` bytes."""
     chunk = list(steps)
+    # There may be many steps to a box: of cuts at odd places.
+    most = max(1, MOST_PIECES * math.prod(-(-n // step) for n, step in zip(shape, steps, strict=True)) // max(boxes, 1))
     for dim in reversed(range(len(shape))):
         full = -(-shape[dim] // steps[dim])
-        room = max(1, limit // (math.prod(chunk) * itemsize))
+        room = max(1, min(limit // (math.prod(chunk) * itemsize), most))
         # Chunks of one size, instead of full ones and a small rest.
         count = -(-full // -(-full // room)) if full else 1
         chunk[dim] = min(steps[dim] * count, max(shape[dim], 1))
+        most //= count
     return tuple(chunk)
 
 

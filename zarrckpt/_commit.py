@@ -346,7 +346,9 @@ def _look(store: Store, *, above: int = 0) -> _Seen:
     """
     reads: list[Callable[[Store], Any]] = [_current_root, _claimed, _top_names, _attempts]
     reads += [partial(_inside, levels=levels) for levels in range(1, above + 1)]
-    base, claimed, names, attempts, *inside = run([partial(read, store) for read in reads], len(reads))
+    # Local files are read before a thread has started.
+    at_once = 1 if store.is_local else len(reads)
+    base, claimed, names, attempts, *inside = run([partial(read, store) for read in reads], at_once)
     refused = next((error for error in inside if error is not None), None)
     return _Seen(base, claimed, names, attempts, in_order=False, inside=refused)
 
@@ -589,21 +591,21 @@ def _lost(store: Store, save_id: str, winner: Root) -> CheckpointExistsError:
 
 
 @contextmanager
-def losing_is_named(store: Store, save_id: str, base_id: Callable[[], str]) -> Iterator[None]:
+def losing_is_named(store: Store, save_id: Callable[[], str], base_id: Callable[[], str]) -> Iterator[None]:
     """A storage failure as CheckpointExistsError where another save has committed since the attempt began.
 
     The winner's clean-up takes the objects of the others away while they may still be writing. ``base_id`` tells the
-    save that was there at begin, or ""; where the attempt has failed to begin, it raises why. One request, after a
-    failure only.
+    save that was there at begin, or "", and ``save_id`` this one; where the attempt has failed to begin, they raise
+    why. One request, after a failure only.
     """
     try:
         yield
     except StorageError as err:
         base = base_id()
         winner = _winner(store)
-        if winner is None or winner.save_id == base or save_id in (winner.save_id, *winner.history):
+        if winner is None or winner.save_id == base or save_id() in (winner.save_id, *winner.history):
             raise
-        raise _lost(store, save_id, winner) from err
+        raise _lost(store, save_id(), winner) from err
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def copy_checkpoint(
     root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
     copy = _Copy(source, root, target, max_inflight_bytes, progress)
     try:
-        with _commit.losing_is_named(target, attempt.save_id, lambda: attempt.base_id):
+        with _commit.losing_is_named(target, lambda: attempt.save_id, lambda: attempt.base_id):
             copy.run()
             root = copy.finish()
     except BaseException as err:

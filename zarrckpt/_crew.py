@@ -40,8 +40,15 @@ def run(
 
 
 @contextmanager
-def beside(call: Callable[[], T]) -> Iterator[Callable[[], T]]:
-    """Run a call in a thread of its own, until it ends. What this yields waits for the result, or raises the error."""
+def beside(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable[[], T]]:
+    """Run a call in a thread of its own, until it ends. What this yields waits for the result, or raises the error.
+
+    ``at_once``: in this thread, before anything else, where that takes no longer than the start of a thread.
+    """
+    if at_once:
+        result = call()
+        yield lambda: result
+        return
     outcome: Future[T] = Future()
 
     def work() -> None:

@@ -1,29 +1,19 @@
 """Short digests of what each rank is about to save under a name, to see whether ranks agree on it.
 
-DCP keeps one of several ranks' values, plain tensors and replicas, in silence. Digests travel with the plans, so that
-the coordinator can name what differs.
+What ranks hold under one name is saved once. The coordinator compares digests of it, and names what differs.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from zarrckpt import _json_values, _values
 from zarrckpt._tensors import raw_tensor
-
-NO_DIGEST = 0
 
 _WHOLE_BYTES = 64 << 10
 """Tensors up to this size (RNG states among them) are digested whole, larger ones by a sample."""
@@ -34,29 +24,18 @@ _PARAMETER_NAMES = re.compile(r"(^|\.)param_groups\.\d+\.params$")
 """What an optimizer's group calls its parameters: the ranks of a pipeline differ, and a load does not mind."""
 
 
-def digests_of(plan: SavePlan, lookup: Callable[[MetadataIndex], Any]) -> dict[MetadataIndex, bytes]:
-    """A digest of every item of a plan that has one. Copies at most 64 KiB of each tensor to the host."""
-    compared = (item.index for item in plan.items if not _PARAMETER_NAMES.search(item.index.fqn))
-    found = {index: _digest(index.fqn, lookup(index)) for index in compared}
-    return {index: digest for index, digest in found.items() if digest is not None}
+def is_compared(fqn: str, value: Any) -> bool:
+    """Whether a value has a digest: ranks can tell that they hold the same."""
+    return not _PARAMETER_NAMES.search(fqn) and _value_bytes(value)[0] is not None
 
 
-def as_numbers(digests: Mapping[MetadataIndex, bytes], items: Iterable[WriteItem]) -> NDArray[np.uint64]:
-    """The digest of each item as a number; NO_DIGEST where it has none."""
-    return np.array([_number(digests.get(item.index)) for item in items], np.uint64)
+def content_digest(fqn: str, value: Any) -> bytes | None:
+    """8 bytes of what is saved under a name; None where it is not to be compared.
 
-
-def _number(digest: bytes | None) -> int:
-    return NO_DIGEST if digest is None else int.from_bytes(digest, "little") or 1
-
-
-@functools.cache
-def empty_dicts() -> NDArray[np.uint64]:
-    """The numbers of the digests of empty dicts."""
-    return np.array([_number(_digest("", {})), _number(_digest("", OrderedDict()))], np.uint64)
-
-
-def _digest(fqn: str, value: Any) -> bytes | None:
+    Copies at most 64 KiB of a tensor to the host.
+    """
+    if _PARAMETER_NAMES.search(fqn):
+        return None
     if isinstance(value, torch.Tensor):
         form: object = (str(value.dtype), tuple(value.shape))
         content = raw_tensor(fqn, _sample(value.detach())).tobytes()

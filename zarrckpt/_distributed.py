@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from zarrckpt._errors import CheckpointError
 
-T = TypeVar("T")
+TIMEOUT = 1800.0
+"""Seconds without an arrival or progress after which ranks give up, where the caller says nothing."""
+
+MOST_SECONDS = 10_000_000
 
 
 def in_use() -> bool:
@@ -51,52 +52,21 @@ class Ranks:
         return 0 if self.alone else dist.get_rank(self.group)
 
 
-def from_coordinator(make: Callable[[], T], ranks: Ranks) -> T:
-    """Call ``make`` on the coordinator, rank 0; return its result, or raise its error, on every rank. Collective."""
-    if ranks.alone:
-        return make()
-    answer: list[T | BaseException | None] = [None]
-    if ranks.number == 0:
-        try:
-            answer = [make()]
-        except Exception as err:
-            answer = [err]
-    dist.broadcast_object_list(answer, src=_coordinator(ranks.group), group=ranks.group)
-    if isinstance(answer[0], BaseException):
-        raise answer[0]
-    return answer[0]  # type: ignore[return-value]
-
-
-def _coordinator(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_global_rank(group, 0)
-
-
 @contextmanager
-def own_errors(ranks: Ranks) -> Iterator[None]:
-    """Raise what DCP gathered from all ranks as one of this package's errors, the same on every rank.
-
-    But a rank that was interrupted (KeyboardInterrupt, SystemExit) raises just that: an ``except CheckpointError`` must
-    not swallow it.
-
-    The message is that of the lowest failed rank; where there are several ranks, a note names those that failed. Any
-    other exception becomes the cause of a CheckpointError that names it.
-    """
+def errors_as_ours() -> Iterator[None]:
+    """Raise what is no error of this package as the cause of one that names it. For a process alone."""
     try:
         yield
-    except CheckpointException as err:
-        failures = sorted(err.failures.items())
-        mine = err.failures.get(ranks.number)
-        if mine is not None and not isinstance(mine[0], Exception):
-            raise mine[0] from None
-        own = [(rank, error) for rank, (error, _) in failures if isinstance(error, CheckpointError)]
-        failed = ", ".join(str(rank) for rank, _ in failures)
-        alone = ranks.alone or dist.get_world_size(ranks.group) == 1
-        if own:
-            error: CheckpointError = own[0][1]
-            if not alone:
-                error.add_note(f"(failed on rank {failed})")
-            # Its own cause is the client's error; DCP's wrapper around it says nothing more.
-            raise error from error.__cause__
-        rank, (other, _) = failures[0]
-        said = f"{type(other).__name__}: {other}"
-        raise CheckpointError(said if alone else f"rank {rank} failed with {said} (failed ranks: {failed})") from other
+    except CheckpointError:
+        raise
+    except Exception as err:
+        raise CheckpointError(f"{type(err).__name__}: {err}") from err
+
+
+def checked_timeout(timeout: float) -> float:
+    """The ``timeout`` of a call. Raises TypeError and ValueError."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be a number of seconds, got {timeout!r} of type {type(timeout).__name__}")
+    if not 0 < timeout <= MOST_SECONDS:
+        raise ValueError(f"timeout must be more than 0 and at most {MOST_SECONDS} seconds, got {timeout}")
+    return float(timeout)

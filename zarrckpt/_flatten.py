@@ -10,6 +10,7 @@ import torch
 
 from zarrckpt import _values
 from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._held import HeldTensor
 from zarrckpt._state_path import DICT, LIST, ORDERED_DICT, StatePath, is_key, one_nan
 
 
@@ -80,6 +81,7 @@ def entered(items: list[Any]) -> bool:
         isinstance(item, (torch.Tensor, Mapping))
         or (isinstance(item, list) and entered(item))
         or hasattr(type(item), "__create_write_items__")
+        or isinstance(item, HeldTensor)
         for item in items
     )
 

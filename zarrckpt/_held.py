@@ -1,28 +1,68 @@
-"""Sharded tensors as the boxes that this rank really holds, for our planners."""
+"""What this rank has of a sharded tensor: the boxes of the global tensor, and the memory of each."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 
 from zarrckpt._errors import UnsupportedLayoutError
 from zarrckpt._grid import Box, Ints
-from zarrckpt._shards import Cut, Held, held_boxes
+from zarrckpt._shards import Cut, Held, Sharding, held_boxes
+from zarrckpt._torch_kinds import is_dtensor, is_sharded_tensor
 
 
 class HeldTensor:
-    """Takes a DTensor's place in a planner's flat state: DCP asks it for write items and for boxes.
+    """Takes the place of a sharded tensor in a flat state."""
 
-    DTensor's own answers come from torch's rule for offsets, which is wrong for uneven FSDP2 x TP.
+    shape: Ints
+    """Of the global tensor."""
+    dtype: torch.dtype
+    sharding: Sharding | None = None
+    """How a mesh cuts the tensor, where that tells what each of its ranks holds."""
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The boxes of the global tensor that this rank holds. None where it holds nothing of it."""
+        raise NotImplementedError
+
+    def piece(self, offset: Ints) -> torch.Tensor:
+        """The local tensor's part that is the box at a global offset: a view."""
+        raise NotImplementedError
+
+
+class _HeldInOne(HeldTensor):
+    """The boxes lie in one local tensor."""
+
+    _local: torch.Tensor
+
+    @property
+    def _held(self) -> dict[Ints, Held]:
+        """The boxes of this rank, by their global offsets."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._local.dtype
+
+    @property
+    def boxes(self) -> list[Box]:
+        return [held.box for held in self._held.values()]
+
+    def piece(self, offset: Ints) -> torch.Tensor:
+        held = self._held[offset]
+        if not held.box.size:
+            return self._local.new_empty(held.box.shape)
+        return self._local[held.box.slices(_minus(held.box.offset, held.local))]
+
+
+class HeldDTensor(_HeldInOne):
+    """What this rank has of a DTensor.
+
+    torch's own rule for the offsets of DTensors is wrong for uneven FSDP2 x TP.
 
     Args:
         fqn: the DTensor's name, for errors. local: what stands for its local tensor, a copy say (default: itself).
@@ -31,16 +71,23 @@ class HeldTensor:
     local tensor has not the size that the placements say.
     """
 
-    def __init__(self, fqn: str, tensor: DTensor, local: torch.Tensor | None = None) -> None:
+    def __init__(self, fqn: str, tensor: Any, local: torch.Tensor | None = None) -> None:
         self._fqn = fqn
         self.shape = tuple(tensor.shape)
         self._mesh, self._placements = tensor.device_mesh, tensor.placements
         self._local = tensor.to_local().detach() if local is None else local
 
     @cached_property
+    def sharding(self) -> Sharding:  # type: ignore[override]
+        cuts = tuple(
+            Cut(placement.dim, int(getattr(placement, "split_factor", 1))) if hasattr(placement, "dim") else None
+            for placement in self._placements
+        )
+        return Sharding(_ranks_of(self._mesh), tuple(self._mesh.shape), cuts)
+
+    @cached_property
     def _held(self) -> dict[Ints, Held]:
-        """The boxes of this rank, by their global offsets."""
-        found = {held.box.offset: held for held in _boxes_of(self.shape, self._mesh, self._placements)}
+        found = {held.box.offset: held for held in self._boxes_here()}
         elements = sum(held.box.size for held in found.values())
         if elements != (self._local.numel() if self._mesh.get_coordinate() is not None else 0):
             raise UnsupportedLayoutError(
@@ -50,30 +97,32 @@ class HeldTensor:
             )
         return found
 
-    def piece(self, offset: Ints) -> torch.Tensor:
-        """The local tensor's part that is the box at a global offset: a view."""
-        held = self._held[offset]
-        if not held.box.size:
-            return self._local.new_empty(held.box.shape)
-        return self._local[held.box.slices(_minus(held.box.offset, held.local))]
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, held.box.offset),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(_chunk(held.box), properties, torch.Size(self.shape)),
-            )
-            for held in self._held.values()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(held.box) for held in self._held.values()]
+    def _boxes_here(self) -> list[Held]:
+        coordinate = self._mesh.get_coordinate()
+        if coordinate is None:
+            return []
+        if 0 in self.shape:
+            # Nothing to write, but an entry to keep: every rank names it.
+            zero = (0,) * len(self.shape)
+            return [Held(Box(zero, self.shape), zero)]
+        return held_boxes(self.shape, self.sharding.mesh, tuple(coordinate), self.sharding.cuts)
 
 
-class HeldParts(HeldTensor):
-    """Takes the place of a plain tensor that says which boxes of a global tensor are in it.
+_rank_lists: dict[int, tuple[Any, Ints]] = {}
+"""By the id of a mesh, the mesh and its ranks: a model has thousands of tensors on one mesh."""
+
+
+def _ranks_of(mesh: Any) -> Ints:
+    known = _rank_lists.get(id(mesh))
+    if known is None or known[0] is not mesh:
+        if len(_rank_lists) > 64:
+            _rank_lists.clear()
+        known = _rank_lists[id(mesh)] = (mesh, tuple(mesh.mesh.flatten().tolist()))
+    return known[1]
+
+
+class HeldParts(_HeldInOne):
+    """What this rank has of a plain tensor that says which boxes of a global tensor are in it.
 
     That is torch 2.14's ``CheckpointableTensor``, see :func:`says_its_boxes`.
 
@@ -113,19 +162,66 @@ class HeldParts(HeldTensor):
 
 
 class HeldPieces(HeldTensor):
-    """Takes the place of any other sharded tensor: the write items that it gave, and for each a tensor."""
+    """What this rank has of any other sharded tensor: a tensor for each box."""
 
-    def __init__(self, pieces: Sequence[tuple[WriteItem, torch.Tensor]]) -> None:
-        self._items = [item for item, _ in pieces]
-        self._pieces = {tuple(item.index.offset or ()): piece for item, piece in pieces}
+    def __init__(self, shape: Ints, dtype: torch.dtype, pieces: Sequence[tuple[Box, torch.Tensor]]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self._pieces = pieces
+        self._by_offset = {box.offset: piece for box, piece in pieces}
+
+    @property
+    def boxes(self) -> list[Box]:
+        return [box for box, _ in self._pieces]
 
     def piece(self, offset: Ints) -> torch.Tensor:
-        """The tensor of the item at a global offset."""
-        return self._pieces[offset]
+        return self._by_offset[offset]
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        # An import may put them below another key.
-        return [replace(item, index=replace(item.index, fqn=fqn)) for item in self._items]
+    def copied(self, copy: Any) -> HeldPieces:
+        """The same boxes with copies of the tensors: ``copy(box, tensor)``."""
+        return HeldPieces(self.shape, self.dtype, [(box, copy(box, piece)) for box, piece in self._pieces])
+
+
+def hold(fqn: str, leaf: Any) -> HeldTensor | None:
+    """What this rank has of a sharded tensor; None for what is none: plain tensors and values."""
+    if isinstance(leaf, HeldTensor):
+        return leaf
+    if is_dtensor(leaf) and not _says_its_items(leaf.to_local()):
+        return HeldDTensor(fqn, leaf)
+    if is_sharded_tensor(leaf):
+        pieces = [*_local_shards(leaf, (0,) * leaf.dim())]
+        return HeldPieces(tuple(leaf.size()), leaf.dtype, pieces)
+    if says_its_boxes(leaf):
+        return HeldParts(fqn, leaf)
+    return _from_its_items(fqn, leaf) if _says_its_items(leaf) else None
+
+
+def _says_its_items(leaf: Any) -> bool:
+    """Whether a value has torch's hooks for sharded tensors, as LocalShardsWrapper does, and every DTensor."""
+    return hasattr(leaf, "__create_write_items__")
+
+
+def _local_shards(tensor: Any, origin: Ints) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The boxes of a ShardedTensor. FSDP1 in two dimensions makes ShardedTensors of ShardedTensors, and of DTensors."""
+    for shard in tensor.local_shards():
+        offset = tuple(a + b for a, b in zip(origin, shard.metadata.shard_offsets, strict=True))
+        if is_sharded_tensor(shard.tensor):
+            yield from _local_shards(shard.tensor, offset)
+            continue
+        local = shard.tensor.to_local() if is_dtensor(shard.tensor) else shard.tensor
+        yield Box(offset, tuple(shard.metadata.shard_sizes)), local.detach()
+
+
+def _from_its_items(fqn: str, leaf: Any) -> HeldPieces:
+    """By the hooks: the value makes the items, and finds the tensor of each."""
+    items = leaf.__create_write_items__(fqn, leaf)
+    shape = tuple(items[0].tensor_data.size) if items else global_shape(leaf)
+    pieces = []
+    for item in items:
+        data = item.tensor_data
+        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        pieces.append((box, leaf.__get_tensor_shard__(item.index).detach()))
+    return HeldPieces(shape, leaf.dtype, pieces)
 
 
 _BOX_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -139,25 +235,6 @@ def says_its_boxes(value: object) -> bool:
 def global_shape(tensor: Any) -> Ints:
     """The shape of a tensor; of one that says its boxes, that of the global tensor."""
     return tuple(tensor.global_shape if says_its_boxes(tensor) else tensor.shape)
-
-
-def _boxes_of(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Held]:
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return []
-    if 0 in shape:
-        # Nothing to write, but an entry to keep: every rank names it, and DCP keeps one of them.
-        zero = (0,) * len(shape)
-        return [Held(Box(zero, shape), zero)]
-    cuts = [
-        Cut(placement.dim, int(getattr(placement, "split_factor", 1))) if hasattr(placement, "dim") else None
-        for placement in placements
-    ]
-    return held_boxes(shape, tuple(mesh.shape), tuple(coordinate), cuts)
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
 
 
 def _minus(a: Ints, b: Ints) -> Ints:

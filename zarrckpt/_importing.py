@@ -5,27 +5,25 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta
 
-from zarrckpt._api import save_with
-from zarrckpt._dcp_import import ARCHIVE, METADATA, DcpFolder
-from zarrckpt._distributed import Ranks
+from zarrckpt._distributed import TIMEOUT, Ranks, checked_timeout
 from zarrckpt._documents import NODE
 from zarrckpt._errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeValueError, UnsupportedValueError
 from zarrckpt._flatten import flatten
 from zarrckpt._matching import select
-from zarrckpt._planner import ZarrSavePlanner
 from zarrckpt._report import SaveReport
 from zarrckpt._safetensors import INDEX, SUFFIX
+from zarrckpt._save.local_state import LocalState
+from zarrckpt._save.request import SaveRequest
+from zarrckpt._save.run import run_save
 from zarrckpt._state import for_save
 from zarrckpt._state_path import DICT, StatePath
 from zarrckpt._transfer import Progress
-from zarrckpt._writer import ZarrStorageWriter
 
 
 def import_checkpoint(
@@ -60,28 +58,15 @@ def import_checkpoint(
     """
     path = Path(source)
     ranks = Ranks(options.pop("process_group", None), options.pop("no_dist", False))
+    timeout = checked_timeout(options.pop("timeout", TIMEOUT))
     paths, leaf = _source(path, allow_pickle)
     wanted = select(paths, keys, str(path)) if keys else [*paths]
     above = prefix.split(".") if prefix else []
     entries = {fqn: leaf(fqn) for fqn in wanted}
     named = {fqn: _below(above, paths[fqn]) for fqn in wanted}
-    planner = _FlatPlanner({named[fqn].fqn: entries[fqn] for fqn in wanted}, named.values())
-    return save_with(planner, {}, ZarrStorageWriter(url, progress=progress, **options), ranks)
-
-
-class _FlatPlanner(ZarrSavePlanner):
-    """Saves entries that are flat already, under the paths that they are to have."""
-
-    def __init__(self, entries: Mapping[str, Any], paths: Iterable[StatePath]) -> None:
-        super().__init__()
-        self._entries = entries
-        self._paths = {path.fqn: path for path in paths}
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._take(self._entries, self._paths)
-        self.is_coordinator = is_coordinator
+    flat = {named[fqn].fqn: entries[fqn] for fqn in wanted}
+    request = SaveRequest.checked(url, progress=progress, **options)
+    return run_save(lambda: LocalState(flat, {path.fqn: path for path in named.values()}), request, ranks, timeout)
 
 
 def _below(above: Sequence[str], path: StatePath) -> StatePath:
@@ -93,7 +78,9 @@ _Source = tuple[Mapping[str, StatePath], Callable[[str], Any]]
 
 
 def _source(path: Path, allow_pickle: bool) -> _Source:
-    if path.is_dir() and (path / METADATA).is_file():
+    if path.is_dir() and (path / _DCP_METADATA).is_file():
+        from zarrckpt._dcp.folder import DcpFolder  # it knows DCP's classes, which are slow to import
+
         folder = DcpFolder(path, allow_pickle=allow_pickle)
         return folder.paths, folder.leaf
     if path.is_dir():
@@ -131,7 +118,9 @@ def _merged(folder: Path) -> dict[str, torch.Tensor]:
             raise CorruptCheckpointError(f"{index} is no index of safetensors files: {err!r}") from err
     names = sorted({*wanted.values()}) if wanted is not None else sorted(p.name for p in folder.glob("*.safetensors"))
     if not names:
-        raise CheckpointNotFoundError(f"{folder} has neither safetensors files nor DCP's {METADATA}{_instead(folder)}")
+        raise CheckpointNotFoundError(
+            f"{folder} has neither safetensors files nor DCP's {_DCP_METADATA}{_instead(folder)}"
+        )
     found: dict[str, torch.Tensor] = {}
     for name in names:
         path = folder / name
@@ -156,17 +145,23 @@ def _instead(folder: Path) -> str:
     return ": this is a checkpoint; zarrckpt cp copies it" if NODE in names else ""
 
 
+_DCP_METADATA = ".metadata"
+"""The file that makes a folder one of DCP's."""
+
+_ARCHIVE = b"PK\x03\x04"
+"""How a file of ``torch.save`` begins."""
+
 _PICKLE = b"\x80"
 """How files of ``torch.save`` before PyTorch 1.6 begin, which cannot be mapped; later ones are archives."""
 
 
 def _torch_file(path: Path, allow_pickle: bool) -> dict[Any, Any]:
     with open(path, "rb") as file:
-        head = file.read(len(ARCHIVE))
-    if head != ARCHIVE and not head.startswith(_PICKLE):
+        head = file.read(len(_ARCHIVE))
+    if head != _ARCHIVE and not head.startswith(_PICKLE):
         raise CorruptCheckpointError(f"{path} is neither a file of torch.save nor named as one of safetensors")
     try:
-        found = torch.load(path, map_location="cpu", mmap=head == ARCHIVE, weights_only=not allow_pickle)
+        found = torch.load(path, map_location="cpu", mmap=head == _ARCHIVE, weights_only=not allow_pickle)
     except pickle.UnpicklingError as err:
         raise UnsafeValueError(
             f"{path} holds more than tensors and plain values: allow_pickle=True runs its code, if you trust it"

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
+from zarrckpt._torch_kinds import fsdp1_modules, is_dtensor, is_fsdp1
 
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """The names under which torch.compile and activation checkpointing keep the module that they wrap."""
@@ -29,11 +27,11 @@ def fsdp1_of(module: nn.Module) -> nn.Module | None:
 
     That is the module itself, or the one that FSDP1 has wrapped where the module hides it from its state dict.
     """
-    if not FullyShardedDataParallel.fsdp_modules(module):
+    if not fsdp1_modules(module):
         return None
-    if isinstance(module, FullyShardedDataParallel) or type(module).state_dict is nn.Module.state_dict:
+    if is_fsdp1(module) or type(module).state_dict is nn.Module.state_dict:
         return module
-    roots = FullyShardedDataParallel.fsdp_modules(module, root_only=True)
+    roots = fsdp1_modules(module, root_only=True)
     return roots[0] if len(roots) == 1 else module
 
 
@@ -60,6 +58,8 @@ class ModuleState:
         self._keys: dict[str, str] = {}
         self._fsdp1 = fsdp1_of(module)
         if self._fsdp1 is not None:
+            from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
             self.entries = get_model_state_dict(self._fsdp1)
             return
         self._state_dict = module.state_dict()
@@ -78,6 +78,8 @@ class ModuleState:
         """Give loaded entries back to the module. Raises KeyMismatchError for some that it does not take."""
         # strict=False: what is missing or unexpected was found and reported before the load.
         if self._fsdp1 is not None:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
             result = set_model_state_dict(self._fsdp1, dict(loaded), options=StateDictOptions(strict=False))
         else:
             # The module's own object: its metadata holds the versions of the modules inside.
@@ -100,7 +102,7 @@ class ModuleState:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return local.untyped_storage().data_ptr()
 
 

@@ -11,39 +11,44 @@ import bisect
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._modules import fsdp1_of, parameter_names
 from zarrckpt._state_path import StatePath
+from zarrckpt._torch_kinds import fsdp1_modules, is_dtensor, is_sharded_tensor
+from zarrckpt._torch_private import is_over_tensor_parallelism
 
 Name = str | int
 """Of a parameter: that in its module; its number in the optimizer where the state holds no module."""
 
 
+class SavedTensor(NamedTuple):
+    """The form of a tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class SavedEntries:
-    """The entries of the checkpoint that a load asks for, with DCP's metadata of each."""
+    """The entries of the checkpoint that a load asks for: the form of each tensor, None for what is none."""
 
     def __init__(
-        self, metadata: Metadata, is_asked_for: Callable[[str], bool], *, everything: bool, allow_cast: bool
+        self,
+        entries: Mapping[str, SavedTensor | None],
+        paths: Mapping[str, StatePath],
+        is_asked_for: Callable[[str], bool],
+        *,
+        everything: bool,
+        allow_cast: bool,
     ) -> None:
-        self._entries = metadata.state_dict_metadata
-        self._paths = metadata.planner_data
+        self._entries = entries
+        self._paths = paths
         self._names = sorted(filter(is_asked_for, self._entries))
         self._left_out = sorted(self._entries.keys() - {*self._names})
         self._everything = everything
@@ -77,10 +82,9 @@ class SavedEntries:
             found[keys[depth] if nested else fqn.removeprefix(prefix).partition(".")[0]] = None
         return [*found]
 
-    def tensor(self, fqn: str) -> TensorStorageMetadata | None:
-        """The metadata of a tensor of that name; None where there is none."""
-        entry = self._entries.get(fqn)
-        return entry if isinstance(entry, TensorStorageMetadata) else None
+    def tensor(self, fqn: str) -> SavedTensor | None:
+        """The form of a tensor of that name; None where there is none."""
+        return self._entries.get(fqn)
 
 
 def _beginning_with(prefix: str, names: list[str]) -> list[str]:
@@ -161,6 +165,8 @@ class OptimizerTarget:
         self._fsdp1 = None if module is None else fsdp1_of(module)
         if self._fsdp1 is not None:
             self.state_dict = _fsdp1_state(optimizer, self._fsdp1)
+            from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
             like: dict[str, Any] = get_model_state_dict(self._fsdp1)
             parameters = {name: like[name] for group in self.state_dict["param_groups"] for name in group["params"]}
         else:
@@ -194,6 +200,8 @@ class OptimizerTarget:
             self._undo_casts((parameter, taken["state"].get(name, {})) for name, parameter in self._parameters)
             self._refuse_lost(taken, self._parameters.named(self._optimizer.state_dict()))
             return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
         given: dict[str, Any] = {}
         hook = self._optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: given.update(state_dict))
         try:
@@ -250,7 +258,7 @@ def _slots(
         if saved.holds(f"{fqn}.{slot}"):
             entry = saved.tensor(f"{fqn}.{slot}")
             in_place = not isinstance(value, torch.Tensor) or value.shape == parameter.shape
-            fits = in_place or (entry is not None and entry.size == value.shape)
+            fits = in_place or (entry is not None and entry.shape == value.shape)
             slots[slot] = value if fits and not isinstance(value, list) else None
         elif not saved.is_asked_for(f"{fqn}.{slot}"):
             slots[slot] = value
@@ -271,11 +279,11 @@ def _memory(fqn: str, parameter: torch.Tensor, saved: SavedEntries) -> torch.Ten
     So does what has another shape than a sharded parameter, and is refused for that: nothing tells how it is sharded.
     """
     entry = saved.tensor(fqn)
-    if entry is None or not entry.size or is_lazy(parameter):
+    if entry is None or not entry.shape or is_lazy(parameter):
         return None
-    if entry.size != parameter.shape and not isinstance(parameter, (DTensor, ShardedTensor)):
+    if entry.shape != parameter.shape and not is_dtensor(parameter) and not is_sharded_tensor(parameter):
         return None
-    return torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
+    return torch.empty_like(parameter.detach(), dtype=entry.dtype)
 
 
 def _unconverted(arrived: Any, loaded: Any, allow_cast: bool) -> Any:
@@ -300,7 +308,7 @@ def _is_cast_of(arrived: torch.Tensor, loaded: torch.Tensor) -> bool:
     if arrived.dtype == loaded.dtype or arrived.shape != loaded.shape:
         return False
     cast = loaded.to(device=arrived.device, dtype=arrived.dtype)
-    one, other = (part.to_local() if isinstance(part, DTensor) else part for part in (arrived, cast))
+    one, other = (part.to_local() if is_dtensor(part) else part for part in (arrived, cast))  # type: ignore[attr-defined]
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
@@ -346,6 +354,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _fsdp1_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """The state dict of an optimizer of FSDP1. Collective."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
     with _no_first_step(optimizer):
         return dict(get_optimizer_state_dict(module, optimizer))
 
@@ -386,11 +396,12 @@ def _as_fsdp1_takes_it(module: nn.Module, state_dict: dict[str, Any]) -> dict[st
     Given the DTensors, torch 2.13 gathers them over all dimensions of the mesh and then cuts out this rank's elements
     by their numbers in the TP shard: it takes other ranks' elements, in silence.
     """
-    if not any(fsdp._fsdp_extension is not None for fsdp in FullyShardedDataParallel.fsdp_modules(module)):
+    if not any(map(is_over_tensor_parallelism, fsdp1_modules(module))):
         return state_dict
+    from torch.distributed.tensor import Replicate
 
     def tp_shard(value: Any) -> Any:
-        if not isinstance(value, DTensor) or value.device_mesh.ndim < 2:
+        if not is_dtensor(value) or value.device_mesh.ndim < 2:
             return value
         placements = [*[Replicate()] * (value.device_mesh.ndim - 1), value.placements[-1]]
         return value.redistribute(placements=placements).to_local()

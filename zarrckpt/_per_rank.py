@@ -8,12 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
-
 from zarrckpt._distributed import global_rank
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
 from zarrckpt._state_path import RANKS, StatePath
+from zarrckpt._torch_kinds import is_dtensor, is_sharded_tensor
 
 NewRanks = Literal["error", "wrap", "keep"]
 
@@ -194,7 +192,7 @@ def _separate(names: Iterable[str], prefix: str) -> list[int]:
 
 def refuse_sharded(name: str, value: object) -> None:
     """Raise UnsupportedValueError for a sharded tensor in one rank's own state: no rank has it alone."""
-    if isinstance(value, DTensor | ShardedTensor):
+    if is_dtensor(value) or is_sharded_tensor(value):
         raise UnsupportedValueError(
             f"{name!r} is a {type(value).__name__} inside a PerRank: all ranks together save it, so put it, or the "
             "module or optimizer that it comes from, into the state without PerRank; or keep its local part"

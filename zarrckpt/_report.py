@@ -57,7 +57,10 @@ class PlanReport:
     ``nbytes`` counts the bytes of all tensors and ``objects`` their chunks, ``documents`` the Zarr documents and tables
     beside them (blobs of non-tensor values are not counted: they are encoded only by a save). ``rank_bytes`` holds the
     part that each rank would write, ``moved_bytes`` the bytes that would go from one rank to another before, in
-    ``rounds`` rounds; ``merged`` counts the chunks that span pieces of several ranks.
+    ``bundles`` bundles, ``host_bytes`` those that would leave a host (None where it is not known which ranks are on
+    one); ``merged`` counts the chunks that span pieces of several ranks. ``rank_connections`` has the number of other
+    ranks that each rank would be connected with; ``control_rounds`` counts how often all of them would wait for each
+    other, to agree on the plan and on the commit.
     """
 
     ranks: int
@@ -68,7 +71,10 @@ class PlanReport:
     rank_bytes: tuple[int, ...]
     moved_bytes: int
     merged: int
-    rounds: int
+    bundles: int
+    control_rounds: int = 0
+    rank_connections: tuple[int, ...] = ()
+    host_bytes: int | None = None
 
     @property
     def balance(self) -> float:
@@ -85,11 +91,17 @@ class PlanReport:
         """What the puts cost, in US dollars. The default is the price of S3 Standard in us-east-1 in 2026."""
         return self.puts * usd_per_1000 / 1000
 
+    def put_seconds(self, per_second: float = 3500) -> float:
+        """How long a store takes for the puts at least. The default is S3's rate for one prefix, from all ranks."""
+        return self.puts / per_second
+
     def __str__(self) -> str:
         share = 100 * self.moved_bytes / self.nbytes if self.nbytes else 0.0
+        hosts = "" if self.host_bytes is None else f", {self.host_bytes / 1e9:.3f} GB of them between hosts"
         return (
             f"{self.tensors} tensors, {self.nbytes / 1e9:.3f} GB from {self.ranks} ranks: {self.objects} chunk objects "
-            f"({self.merged} merged) and {self.documents} documents, ${self.put_cost():.4f} of puts at S3's price; "
-            f"{self.moved_bytes / 1e9:.3f} GB ({share:.0f} %) move between ranks in {self.rounds} rounds; "
-            f"the rank with most writes {self.balance:.2f} of the mean"
+            f"({self.merged} merged) and {self.documents} documents, ${self.put_cost():.4f} of puts at S3's price and "
+            f"{self.put_seconds():.1f} s at its rate; {self.moved_bytes / 1e9:.3f} GB ({share:.0f} %) move between "
+            f"ranks{hosts}, in {self.bundles} bundles; the rank with most writes {self.balance:.2f} of the mean, and "
+            f"the one with most connections has {max(self.rank_connections, default=0)}"
         )

@@ -8,7 +8,9 @@ order in which the tensor was really cut. This rule cuts in the true order where
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from zarrckpt._grid import Box, Ints
@@ -49,6 +51,57 @@ def held_boxes(shape: Ints, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | N
     return held
 
 
+class Sharding(NamedTuple):
+    """A mesh of ranks, and how it cuts a tensor."""
+
+    ranks: Ints
+    """Their numbers in the default process group, in C order of the mesh."""
+    mesh: Ints
+    """The sizes of the mesh."""
+    cuts: tuple[Cut | None, ...]
+    """How each dimension of the mesh cuts the tensor; None where it replicates it."""
+
+
+class Mesh(NamedTuple):
+    """The sizes of a mesh, and how each of its dimensions cuts a tensor (None: not at all)."""
+
+    sizes: Ints
+    cuts: tuple[Cut | None, ...]
+
+
+@lru_cache(maxsize=512)
+def mesh_boxes(shape: Ints, mesh: Mesh) -> list[tuple[Box, ...]]:
+    """The boxes that each place of a mesh holds, in C order of the places.
+
+    Places that differ only along dimensions that do not cut the tensor hold the same; so each is computed once.
+    """
+    if 0 in shape:
+        return [(Box((0,) * len(shape), shape),)] * math.prod(mesh.sizes)
+    by_dim = [_mesh_runs(dim, n, mesh) for dim, n in enumerate(shape)]
+    known: dict[tuple[int, ...], tuple[Box, ...]] = {}
+    found = []
+    for runs in zip(*by_dim, strict=True) if by_dim else [()] * math.prod(mesh.sizes):
+        key = tuple(map(id, runs))
+        if key not in known:
+            held = (Box(*zip(*part, strict=True)) if part else Box((), ()) for part in itertools.product(*runs))
+            known[key] = tuple(box for box in held if box.size)
+        found.append(known[key])
+    return found
+
+
+def _mesh_runs(dim: int, n: int, mesh: Mesh) -> list[list[Run]]:
+    """What each place of a mesh has of one dimension, in C order of the places; one object for what is the same."""
+    cuts = tuple(cut if cut is not None and cut.dim == dim else None for cut in mesh.cuts)
+    places = [range(size) if cut else (0,) * size for size, cut in zip(mesh.sizes, cuts, strict=True)]
+    known: dict[Ints, list[Run]] = {}
+    found = []
+    for place in itertools.product(*places):
+        if place not in known:
+            known[place] = _runs(n, mesh.sizes, place, cuts)
+        found.append(known[place])
+    return found
+
+
 def _with_starts(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
     out, start = [], 0
     for offset, length in runs:
@@ -59,7 +112,7 @@ def _with_starts(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
 
 def _runs(n: int, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | None]) -> list[Run]:
     """What is left of a dimension of length n after all cuts."""
-    order = _true_order(mesh, cuts)
+    order = _true_order(mesh, tuple(cuts))
     if order is not None:
         offset, length = 0, n
         for m in order:
@@ -74,7 +127,8 @@ def _runs(n: int, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | None]) -> l
     return runs
 
 
-def _true_order(mesh: Ints, cuts: Sequence[Cut | None]) -> list[int] | None:
+@lru_cache(maxsize=512)
+def _true_order(mesh: Ints, cuts: tuple[Cut | None, ...]) -> list[int] | None:
     """The mesh dimensions in the order in which they cut, outermost first; None where strides really interleave.
 
     A cut with a stride factor was made after (inside of) the later mesh dimensions whose sizes multiply to that factor.

@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from zarrckpt._distributed import global_rank
@@ -23,6 +21,19 @@ from zarrckpt._flatten import OwnRank
 from zarrckpt._modules import ModuleState
 from zarrckpt._optimizers import OptimizerTarget, SavedEntries, saved_state
 from zarrckpt._per_rank import PerRank, refuse_sharded
+from zarrckpt._torch_kinds import fsdp1_modules
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What has a state dict: the protocol of ``torch.distributed.checkpoint.stateful``, which is slow to import."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what was loaded."""
+
 
 Keys = tuple[Any, ...]
 """Where an object stands in the state: a key or a list's position for each level."""
@@ -248,7 +259,7 @@ def refuse_fsdp1(state: Any) -> None:
     """
     for key in state if isinstance(state, Mapping) else ():
         for value in _objects(state[key]):
-            within = FullyShardedDataParallel.fsdp_modules(value) if isinstance(value, nn.Module) else []
+            within = fsdp1_modules(value) if isinstance(value, nn.Module) else []
             if any(dist.get_world_size(fsdp.process_group) > 1 for fsdp in within):
                 raise UnsupportedValueError(
                     f"{key!r} has a module of FSDP1 (FullyShardedDataParallel), whose state dict needs all its ranks: "

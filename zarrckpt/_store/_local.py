@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,6 +60,18 @@ _NEXT_STEP = {
 }
 
 
+_pools: dict[int, ThreadPoolExecutor] = {}
+
+
+def _syncing() -> ThreadPoolExecutor:
+    """This process's threads that wait for disks, kept: a small save would take as long to start them as for the rest.
+
+    By process: a forked one has none of its parent's threads.
+    """
+    pool = _pools.get(os.getpid())
+    return pool or _pools.setdefault(os.getpid(), ThreadPoolExecutor(_THREADS, "zarrckpt-sync"))
+
+
 class LocalStore(Store):
     """Objects as files below the folder ``root`` (absolute; made by the first write).
 
@@ -78,7 +90,6 @@ class LocalStore(Store):
         # Folders above the root that got a new entry: they are synced with the rest.
         self._grown: set[str] = set()
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
         self._syncs: dict[str, Future[None]] = {}
         """Of what has been written and is not known to be durable yet."""
 
@@ -215,9 +226,7 @@ class LocalStore(Store):
     def _begin_sync(self, key: str) -> None:
         """Sync a file while others are being written: the disk works then, too, and not only at the end."""
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_THREADS, "zarrckpt-sync")
-            self._syncs[key] = self._pool.submit(self._on, "syncing", self._path(key), files.sync_path)
+            self._syncs[key] = _syncing().submit(self._on, "syncing", self._path(key), files.sync_path)
 
     # -- paths and folders
 
@@ -297,9 +306,10 @@ class LocalStore(Store):
             for path in paths:
                 self._on(verb, path, work)
             return
-        with ThreadPoolExecutor(min(_THREADS, len(paths)), "zarrckpt-files") as pool:
-            for _ in pool.map(lambda path: self._on(verb, path, work), paths):
-                pass
+        begun = [_syncing().submit(self._on, verb, path, work) for path in paths]
+        wait(begun)
+        for one in begun:
+            one.result()
 
 
 def _fill(file: int, byte_offset: int, buffers: Sequence[memoryview]) -> int:

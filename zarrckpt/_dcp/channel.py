@@ -1,0 +1,97 @@
+"""The connections on which the ranks of one DCP call hand each other pieces: DCP's own collectives carry no tensors."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from zarrckpt._distributed import global_rank
+from zarrckpt._ranks.errors import PeerLost
+from zarrckpt._ranks.links import cloned, default_store
+from zarrckpt._ranks.pieces import Pieces
+
+_c10d: Any = dist
+"""torch's type stubs lack what its compiled part brings."""
+
+JOIN_TIMEOUT = timedelta(seconds=60)
+"""All ranks join as soon as the plan reaches them, so one that takes this long is gone."""
+
+
+@dataclass(frozen=True)
+class ChannelName:
+    """What the coordinator tells all ranks with their plans: which connections, and whose."""
+
+    name: str
+    members: tuple[int, ...]
+    """The ranks by their numbers in the default process group, in the order of the group that saves or loads."""
+
+    @classmethod
+    def new(cls, members: tuple[int, ...]) -> ChannelName:
+        """A name that was never used."""
+        return cls(f"zarrckpt/dcp/{uuid.uuid4().hex}", members)
+
+
+class _Group:
+    """A private gloo group of all members, as :class:`Pieces` uses it. Collective over them. Raises PeerLost."""
+
+    def __init__(self, name: ChannelName) -> None:
+        self._rank, self._size = name.members.index(global_rank()), len(name.members)
+        # A clone: a blocked request must not hold the connection that training uses.
+        store = _c10d.PrefixStore(name.name, cloned(default_store()))
+        try:
+            self._group: Any = _c10d.ProcessGroupGloo(store, self._rank, self._size, JOIN_TIMEOUT)
+            # Nobody hangs up before all have joined: whoever still connects to others would fail, and they would wait
+            # for it until the timeout.
+            if store.add("joined", 1) == self._size:
+                store.set("complete", "")
+            store.wait(["complete"], JOIN_TIMEOUT)
+        except RuntimeError as err:
+            raise PeerLost(f"the ranks {list(name.members)} were not connected: {str(err).splitlines()[0]}") from None
+
+    def piece(self, way: str, peer: int, data: Any, tag: int) -> Any:
+        """Begin to send or receive a piece."""
+        return getattr(self._group, way)([torch.from_numpy(data)], peer, tag)
+
+    def close(self) -> None:
+        """Hang up: every rank that waits for this one is told."""
+        # gloo has no call for it, but a receive that times out closes all pairs of its group. One from a peer that has
+        # left already fails before that, and leaves the other pairs open.
+        for peer in range(self._size):
+            if peer != self._rank:
+                with contextlib.suppress(RuntimeError):
+                    self._group.recv([torch.zeros(1)], peer, 2**30).wait(timedelta(milliseconds=1))
+
+
+_in_use: list[_Group] = []
+"""Of the last calls: who hangs up early cuts off what is still on its way to others."""
+
+
+@atexit.register
+def forget_all() -> None:
+    """Let go of all connections: gloo's threads must end before the interpreter does."""
+    _in_use.clear()
+
+
+@contextlib.contextmanager
+def connected(name: ChannelName | None) -> Iterator[Pieces | None]:
+    """The connections for a block, if there are any; a rank that fails in it hangs up. Raises PeerLost."""
+    if name is None:
+        yield None
+        return
+    group = _Group(name)
+    _in_use[:] = [*_in_use[-1:], group]
+    pieces = Pieces(cast(Any, group), lambda: None)
+    try:
+        yield pieces
+    except BaseException:
+        pieces.close()
+        group.close()
+        raise

@@ -1,0 +1,194 @@
+"""Entries of a checkpoint as a folder of ``torch.distributed.checkpoint`` (DCP), by DCP's own writer."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from zarrckpt._catalog import Catalog
+from zarrckpt._dcp.folder import METADATA
+from zarrckpt._distributed import errors_as_ours
+from zarrckpt._errors import StorageError
+from zarrckpt._export import ExportReport, refuse_existing
+from zarrckpt._grid import Box
+from zarrckpt._parts import Part, batches, nbytes_of, read_parts, stored_boxes
+from zarrckpt._state_path import StatePath
+from zarrckpt._tensors import torch_dtype
+from zarrckpt._transfer import Progress, Tally
+
+SUFFIX = ".distcp"
+
+
+def export(
+    catalog: Catalog,
+    paths: Mapping[str, StatePath],
+    values: Mapping[str, object],
+    target: str,
+    *,
+    overwrite: bool,
+    max_inflight_bytes: int,
+    progress: Progress | None,
+) -> ExportReport:
+    """Write entries, fqn -> where they go, see ``Checkpoint.to_dcp``. ``values`` are the non-tensors."""
+    target = target.rstrip("/") or target
+    nodes = {fqn: catalog.root.tensors[fqn] for fqn in paths if fqn not in values}
+    for node in nodes.values():
+        catalog.refuse_unstored(node)
+    _refuse_foreign(target, overwrite)
+    total = sum(node.nbytes for node in nodes.values())
+    # A third for what is read, one for what is on its way there, one for what DCP makes of it.
+    planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), Tally(total, progress))
+    with _new_folder(target) as part, errors_as_ours():
+        _save(planner, _Writer(part, target))
+    files = tuple(sorted(os.listdir(target)))
+    return ExportReport(target, files, len(nodes), len(values), total)
+
+
+def _save(planner: DefaultSavePlanner, writer: FileSystemWriter) -> None:
+    """What ``dcp.save`` does in a process alone, without its warning that there is no process group."""
+    writer.reset()
+    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans the chunks of stored tensors as what DCP saves; they are read when the writer comes to them."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        paths: Mapping[str, StatePath],
+        values: Mapping[str, object],
+        max_bytes: int,
+        tally: Tally,
+    ) -> None:
+        super().__init__()
+        self._catalog = catalog
+        self._paths = {path.fqn: path for path in paths.values()}
+        self._fqns = {path.fqn: fqn for fqn, path in paths.items()}
+        self._values = values
+        self._max_bytes = max_bytes
+        self._tally = tally
+        self._read: dict[MetadataIndex, torch.Tensor] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """An item for each chunk, an item for each value; where they are nested, for DCP's loaders."""
+        items = [item for name, fqn in self._fqns.items() for item in self._items(name, fqn)]
+        # Plain tuples: whoever unpickles them need not have this package.
+        self.plan = SavePlan(items, planner_data={name: (*path,) for name, path in self._paths.items()})
+        return self.plan
+
+    def _items(self, name: str, fqn: str) -> Iterator[WriteItem]:
+        if fqn in self._values:
+            yield WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+            return
+        node = self._catalog.root.tensors[fqn]
+        properties = TensorProperties(dtype=torch_dtype(node))
+        size = torch.Size(node.grid.shape)
+        for box in stored_boxes(node, self._max_bytes):
+            kind = WriteItemType.TENSOR if box.shape == node.grid.shape else WriteItemType.SHARD
+            chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+            yield WriteItem(MetadataIndex(name, box.offset), kind, tensor_data=TensorWriteData(chunk, properties, size))
+
+    def files(self, items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+        """The items of one file after the other, which have been read then."""
+        values = [item for item in items if item.type == WriteItemType.BYTE_IO]
+        if values:
+            yield values
+        parts = {self._part(item): item for item in items if item.type != WriteItemType.BYTE_IO}
+        for batch in batches(parts, partial(nbytes_of, self._catalog), self._max_bytes):
+            arrays = read_parts(self._catalog, batch, self._max_bytes)
+            for part in batch:
+                array = arrays.pop(0)
+                raw = torch.from_numpy(array.reshape(-1).view(np.uint8))
+                dtype = torch_dtype(self._catalog.root.tensors[part.fqn])
+                self._read[parts[part].index] = raw.view(dtype).reshape(array.shape)
+            yield [parts[part] for part in batch]
+            self._tally.add(sum(nbytes_of(self._catalog, part) for part in batch))
+
+    def _part(self, item: WriteItem) -> Part:
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        return Part(self._fqns[item.index.fqn], Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What an item stands for: a value, or a part of a tensor, which is handed out once."""
+        return self._read.pop(index) if index in self._read else self._values[self._fqns[index.fqn]]
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer, which keeps all tensors of a file in memory until it is whole: here files are of bounded size."""
+
+    def __init__(self, path: str, target: str) -> None:
+        super().__init__(path, thread_count=1, per_thread_copy_ahead=0)
+        self._target = target
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        assert isinstance(planner, _Planner)
+        results: list[WriteResult] = []
+        for number, items in enumerate(planner.files(plan.items)):
+            prefix = dataclasses.replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            file = dataclasses.replace(plan, items=items, storage_data=prefix)
+            results += super().write_data(file, planner).wait()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What the metadata says about where they are: not the name that they are written under."""
+        return StorageMeta(checkpoint_id=self._target, save_id=self.save_id)
+
+
+def _refuse_foreign(target: str, overwrite: bool) -> None:
+    """Raise StorageError where something is there that is not to be, or must not be, replaced."""
+    if not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target)):
+        return
+    if not overwrite:
+        refuse_existing([target])
+    if not os.path.isdir(target):
+        raise StorageError(f"{target} is no folder; nothing was written")
+    names = os.listdir(target)
+    foreign = [name for name in names if name != METADATA and not name.endswith(SUFFIX)]
+    if foreign:
+        raise StorageError(f"{target} holds {foreign[0]!r}, which is no file of DCP; nothing was written")
+
+
+@contextmanager
+def _new_folder(target: str) -> Iterator[str]:
+    """A folder that gets its own name, in place of what is there, when the block ends without an error."""
+    part, replaced = f"{target}.part", f"{target}.{uuid.uuid4().hex[:8]}.replaced"
+    _refuse_foreign(part, overwrite=True)  # what an export that was broken off left is no loss; another's folder is
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        os.makedirs(part)
+        yield part
+        try:
+            if os.path.lexists(target):
+                os.rename(target, replaced)
+            os.rename(part, target)
+        finally:
+            if os.path.lexists(replaced) and not os.path.lexists(target):
+                os.rename(replaced, target)
+            shutil.rmtree(replaced, ignore_errors=True)
+    except OSError as err:
+        raise StorageError(f"writing {target} failed: {err}") from err
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

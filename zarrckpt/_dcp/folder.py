@@ -1,0 +1,221 @@
+"""A folder of ``torch.distributed.checkpoint`` (DCP), as its FileSystemWriter leaves it: entries for a save.
+
+``.metadata`` is a pickle of DCP's own classes, so only these are let out of it unless the caller trusts the folder.
+Each piece of a tensor is a small archive of ``torch.save`` within a file; its bytes are used where they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pathlib
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from zarrckpt._errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    UnsafeValueError,
+    UnsupportedFormatError,
+)
+from zarrckpt._grid import Box
+from zarrckpt._held import HeldPieces
+from zarrckpt._state_path import StatePath
+from zarrckpt._torch_private import without_data
+
+METADATA = ".metadata"
+ARCHIVE = b"PK\x03\x04"
+"""How a file of ``torch.save`` begins, as each piece of a tensor is one."""
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "zarrckpt._state_path": {"StatePath"},
+}
+"""What a ``.metadata`` is made of, besides dtypes, sizes and the path that it was saved to."""
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: io.FileIO, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._begin + self._at)
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])
+        self._at += count
+        return count
+
+
+class DcpFolder:
+    """The entries of a folder; tensors are views of its files."""
+
+    def __init__(self, path: Path, *, allow_pickle: bool) -> None:
+        self._path = path
+        self._allow_pickle = allow_pickle
+        self._metadata = _read_metadata(path, allow_pickle)
+        self._files: dict[str, torch.UntypedStorage] = {}
+        self._without_data = without_data()
+
+    @property
+    def paths(self) -> dict[str, StatePath]:
+        """Where each entry sits in the state dict that was saved, by flat name."""
+        known = self._metadata.planner_data
+        nested: Mapping[str, Any] = known if isinstance(known, Mapping) else {}
+        return {fqn: StatePath.of(nested.get(fqn, (fqn,))) for fqn in self._metadata.state_dict_metadata}
+
+    def leaf(self, fqn: str) -> Any:
+        """An entry: a tensor, the pieces of one, or a value.
+
+        Raises UnsafeValueError for a value that ``weights_only=True`` refuses, CorruptCheckpointError.
+        """
+        entry = self._metadata.state_dict_metadata[fqn]
+        if isinstance(entry, BytesStorageMetadata):
+            return self._value(fqn)
+        if not isinstance(entry, TensorStorageMetadata) or not entry.chunks:
+            raise CorruptCheckpointError(f"{self._path / METADATA} does not say where {fqn!r} is")
+        whole = [box for box in entry.chunks if box.sizes == entry.size]
+        if whole:
+            return self._piece(fqn, whole[0], entry)
+        pieces = [
+            (Box(tuple(box.offsets), tuple(box.sizes)), self._piece(fqn, box, entry))
+            for box in entry.chunks
+            if 0 not in box.sizes
+        ]
+        return HeldPieces(tuple(entry.size), entry.properties.dtype, pieces)
+
+    def _value(self, fqn: str) -> Any:
+        with self._reading(fqn, MetadataIndex(fqn)) as (file, _):
+            try:
+                return torch.load(file, map_location="cpu", weights_only=not self._allow_pickle)
+            except pickle.UnpicklingError as err:
+                raise UnsafeValueError(
+                    f"the value {fqn!r} in {self._path} is more than tensors and plain values: allow_pickle=True runs "
+                    "its code, if you trust it; or leave it out with keys="
+                ) from err
+
+    def _piece(self, fqn: str, box: ChunkStorageMetadata, entry: TensorStorageMetadata) -> torch.Tensor:
+        """One saved piece, as a view of its file."""
+        with self._reading(fqn, MetadataIndex(fqn, box.offsets)) as (file, info):
+            with self._without_data:
+                fake = torch.load(file, map_location="cpu", weights_only=True)
+            if (fake.shape, fake.dtype) != (box.sizes, entry.properties.dtype):
+                raise ValueError(
+                    f"{fake.dtype} of {tuple(fake.shape)}, expected {entry.properties.dtype} of {tuple(box.sizes)}"
+                )
+            storage = fake.untyped_storage()
+            begin, nbytes = info.offset + storage._checkpoint_offset, storage.nbytes()
+            if begin + nbytes > info.offset + info.length:
+                raise ValueError(f"{nbytes} bytes from {begin} on are more than there are")
+            # The bytes may be unaligned: numpy looks at the address, and torch does not mind.
+            memory = self._file(info.relative_path)[begin : begin + nbytes]
+            empty = torch.empty(0, dtype=fake.dtype, device="cpu")
+            return empty.set_(memory, fake.storage_offset(), fake.shape, fake.stride())
+
+    @contextmanager
+    def _reading(self, fqn: str, index: MetadataIndex) -> Iterator[tuple[Any, Any]]:
+        """What was saved of an entry, as a file, and where it is. What is wrong in it is a CorruptCheckpointError."""
+        where = f"{fqn!r}" if index.offset is None else f"the piece of {fqn!r} at {tuple(index.offset)}"
+        info: Any = (self._metadata.storage_data or {}).get(index)
+        if type(info).__name__ != "_StorageInfo":
+            raise CorruptCheckpointError(f"{self._path / METADATA} does not say where {where} is")
+        if info.transform_descriptors:
+            raise UnsupportedFormatError(
+                f"{where} in {self._path} was transformed ({', '.join(info.transform_descriptors)}): load it with "
+                "torch.distributed.checkpoint and save that"
+            )
+        try:
+            if info.offset + info.length > self._file(info.relative_path).nbytes():
+                raise ValueError(f"bytes {info.offset} to {info.offset + info.length} are not there")
+            with io.FileIO(self._path / info.relative_path) as file:
+                view = io.BufferedReader(_Part(file, info.offset, info.length))
+                if view.read(len(ARCHIVE)) != ARCHIVE:
+                    raise ValueError("no archive of torch.save")
+                view.seek(0)
+                yield view, info
+        except CheckpointError:
+            raise
+        except Exception as err:  # a parser on any input
+            raise CorruptCheckpointError(
+                f"{where} in {self._path / info.relative_path} is not what was saved: {type(err).__name__}: {err}"
+            ) from err
+
+    def _file(self, name: str) -> torch.UntypedStorage:
+        """One of the folder's files, mapped."""
+        if name not in self._files:
+            path = self._path / name
+            if Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
+                raise CorruptCheckpointError(f"{self._path / METADATA} names {name!r}, which is no file of the folder")
+            storage: Any = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+            self._files[name] = storage
+        return self._files[name]
+
+
+def _read_metadata(path: Path, allow_pickle: bool) -> Metadata:
+    try:
+        if allow_pickle:
+            found: object = FileSystemReader(path).read_metadata()
+        else:
+            with open(path / METADATA, "rb") as file:
+                found = _Unpickler(file).load()
+    except (UnsafeValueError, FileNotFoundError):
+        raise
+    except Exception as err:  # a parser on any input
+        raise CorruptCheckpointError(
+            f"{path / METADATA} is no metadata of torch.distributed.checkpoint: {type(err).__name__}: {err}"
+        ) from err
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, Mapping):
+        raise CorruptCheckpointError(f"{path / METADATA} holds a {type(found).__name__}, expected DCP's Metadata")
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Lets DCP's own classes out of a pickle, and nothing else. Raises UnsafeValueError."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()):
+            return getattr(importlib.import_module(module), name)
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if module.split(".")[0] == "pathlib" and name.endswith("Path"):
+            return pathlib.PurePath  # of whichever system it was saved on
+        raise UnsafeValueError(
+            f"the metadata need {module}.{name}, which is none of DCP's own: allow_pickle=True runs its code, if you "
+            "trust the folder"
+        )

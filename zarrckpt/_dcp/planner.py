@@ -1,0 +1,178 @@
+"""DCP planners that keep what DCP's own lose, and check all of a load before any of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from zarrckpt._dcp.held import DcpTensor, chunk_of
+from zarrckpt._dcp.items import notes_of, resolves_as_dcp
+from zarrckpt._distributed import in_use
+from zarrckpt._errors import UnsupportedLayoutError
+from zarrckpt._flatten import flatten
+from zarrckpt._held import HeldTensor, hold
+from zarrckpt._load.match import Match, Saved
+from zarrckpt._optimizers import SavedTensor
+from zarrckpt._save.local_state import refuse_unsaveable
+from zarrckpt._state_path import StatePath
+
+
+class ZarrSavePlanner(DefaultSavePlanner):
+    """DCP's default planner that also keeps empty dicts, keys that are no strings, and OrderedDicts.
+
+    Takes the arguments of :class:`~torch.distributed.checkpoint.DefaultSavePlanner` but ``flatten_state_dict``,
+    which is always true; ``enable_plan_caching`` changes nothing. Pass it as ``planner`` to ``dcp.save``.
+    """
+
+    def __init__(self, *, dedup_save_to_lowest_rank: bool = False, enable_plan_caching: bool = False) -> None:
+        # DCP's cache takes plans of other dtypes and containers for the same, and is one for all groups of a process.
+        super().__init__(dedup_save_to_lowest_rank=dedup_save_to_lowest_rank)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Flatten this rank's state. Raises UnsupportedValueError listing tensors that can't be saved."""
+        flat, paths = flatten(state_dict)
+        refuse_unsaveable(flat)
+        self.mappings = dict(paths)
+        held = {fqn: hold(fqn, leaf) for fqn, leaf in flat.items()}
+        self.state_dict = {fqn: flat[fqn] if one is None else DcpTensor(one) for fqn, one in held.items()}
+        self.is_coordinator = is_coordinator
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What an item of the plan stands for: of a tensor, the piece that begins at the index's offset."""
+        piece = _piece(self.state_dict, index)
+        return super().lookup_object(index) if piece is None else piece
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's items, with notes of what they stand for where there are other ranks to compare with."""
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, storage_data=notes_of(plan, self)) if in_use() else plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Merge all ranks' plans. Raises UnsupportedLayoutError where their boxes overlap or leave gaps."""
+        try:
+            return super().create_global_plan(all_plans)
+        except ValueError as err:
+            raise UnsupportedLayoutError(f"the shards of some tensors overlap or leave gaps: {err}") from err
+
+
+def gives_the_states_own(planner: SavePlanner) -> bool:
+    """Whether a planner gives the tensors of the state, not what it makes of them, which nobody else keeps."""
+    found = (DefaultSavePlanner.lookup_object, ZarrSavePlanner.lookup_object)
+    return resolves_as_dcp(planner) and getattr(type(planner), "lookup_object", None) in found
+
+
+def _piece(flat: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None:
+    """The piece of a sharded tensor at an index; None for what is none."""
+    leaf = flat.get(index.fqn)
+    if not isinstance(leaf, DcpTensor):
+        return None
+    assert index.offset is not None
+    return leaf.held.piece(tuple(index.offset))
+
+
+class ZarrLoadPlanner(DefaultLoadPlanner):
+    """DCP's default planner that checks every key, shape and dtype before a byte is read, and lists all that differ.
+
+    Non-tensor targets are replaced by what was saved, whole containers included; pickled values load only where the
+    reader was told so. Tensor targets are filled in place.
+
+    Args:
+        strict: a target key that the checkpoint lacks raises KeyMismatchError; otherwise that target stays as it is.
+        allow_cast: convert to the target's dtype instead of raising KeyMismatchError.
+        select: called with each flat name; targets for which it is false are left alone.
+        required: called with each flat name in the checkpoint that has no target; true makes it an error.
+    """
+
+    def __init__(
+        self,
+        *,
+        strict: bool = True,
+        allow_cast: bool = False,
+        select: Callable[[str], bool] | None = None,
+        required: Callable[[str], bool] | None = None,
+    ) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self.allow_cast = allow_cast
+        self._select = select or (lambda fqn: True)
+        self._required = required or (lambda fqn: False)
+        self.loaded: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self._values: dict[str, object] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Match this rank's targets with the checkpoint's entries. Raises KeyMismatchError listing all differences."""
+        assert metadata is not None
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        self._values = {}
+        self._match = match = Match(
+            _saved(metadata),
+            state_dict,
+            strict=not self.allow_partial_load,
+            allow_cast=self.allow_cast,
+            select=self._select,
+            required=self._required,
+        )
+        self.loaded, self.missing, self.unexpected = match.loaded, match.missing, match.unexpected
+        match.check()
+        self.mappings: dict[str, Any] = match.paths
+        self.state_dict = {
+            fqn: DcpTensor(leaf) if isinstance(leaf, HeldTensor) else leaf for fqn, leaf in match.leaves.items()
+        }
+
+    def create_local_plan(self) -> LoadPlan:
+        """One read item for each of this rank's boxes; ranks outside a DTensor's mesh have none."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        boxes: dict[str, list[Any]] = {}
+        for target in self._match.tensors():
+            boxes.setdefault(target.fqn, []).append(chunk_of(target.box))
+        for fqn in self.state_dict:
+            entry = self.metadata.state_dict_metadata[fqn]
+            if isinstance(entry, TensorStorageMetadata):
+                items += create_read_items_for_chunk_list(fqn, entry, boxes.get(fqn, []))
+            else:
+                index, nothing = MetadataIndex(fqn), torch.Size((0,))
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The memory of this rank's piece that begins at the index's offset."""
+        piece = _piece(self.state_dict, index)
+        return super().lookup_tensor(index) if piece is None else piece
+
+    def load_value(self, read_item: ReadItem, value: object) -> None:
+        """Take a non-tensor entry as the object that it is. Called by our reader in place of ``load_bytes``."""
+        self._values[read_item.dest_index.fqn] = value
+
+    def finish_load(self) -> None:
+        """Put values and rebuilt subtrees into the original state, after everything was read."""
+        self._match.finish(self._values)
+
+
+def _saved(metadata: Metadata) -> Saved:
+    entries = {
+        fqn: SavedTensor(tuple(entry.size), entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for fqn, entry in metadata.state_dict_metadata.items()
+    }
+    return Saved(entries, {fqn: StatePath.of(metadata.planner_data[fqn]) for fqn in entries})

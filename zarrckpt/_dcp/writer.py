@@ -1,0 +1,276 @@
+"""The DCP storage writer: one method a step, in the order in which DCP calls them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from zarrckpt._chunking import MAX_CHUNK_BYTES
+from zarrckpt._compression import CompressionOption
+from zarrckpt._dcp.channel import ChannelName, connected
+from zarrckpt._dcp.items import Facts, Notes, PlannerSource, check_item, told_by, whole_plans
+from zarrckpt._dcp.planner import gives_the_states_own
+from zarrckpt._distributed import global_rank
+from zarrckpt._errors import CheckpointError, IncompleteSaveError
+from zarrckpt._plan.holders import hold
+from zarrckpt._plan.plan import Layout, plan_save
+from zarrckpt._plan.rank_plan import RankPlan
+from zarrckpt._ranks.errors import PeerLost
+from zarrckpt._save.agree import differing_parts, warn_of
+from zarrckpt._save.request import SaveRequest
+from zarrckpt._save.run import AttemptName, SaveAttempt
+from zarrckpt._torch_private import sent_plans
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """What the coordinator gives each rank with its plan."""
+
+    part: RankPlan
+    attempt: AttemptName
+    channel: ChannelName | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _LostPeer:
+    """In place of results: this rank stopped, since another one failed or is gone, whose error counts."""
+
+    reason: str
+
+
+class ZarrStorageWriter(StorageWriter):
+    """Save with ``torch.distributed.checkpoint`` to a Zarr v3 hierarchy, on disk or in an object store.
+
+    Pass it as ``dcp.save(state_dict, storage_writer=ZarrStorageWriter(url))``, or give the url as
+    ``checkpoint_id``. One instance a rank, as DCP does; it may be used for many saves, one after the other, and
+    pickles without clients and without secrets.
+
+    Args:
+        url: where the checkpoint goes: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
+        overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
+            committed.
+        metadata: a dict of JSON types to keep with the checkpoint, as for :func:`zarrckpt.save`.
+        store: a ready ``zarr.abc.store.Store`` instead of a url.
+        storage_options: options of the store, under the names of fsspec or obstore (``docs/how-to/stores.md``).
+        credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
+        compression: None, ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
+            ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``); tensors are compressed, values are not.
+        max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
+            ``max_inflight_bytes``, but for 16 MiB).
+        min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks and are merged
+            into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
+            merging, except where pieces fit no regular grid).
+        fill_bytes: see there (default: a quarter of a rank's mean part, 4 to 32 MiB).
+        concurrency: so many chunks and documents in transfer at once, a rank. Default: the store's own choice, 64 in
+            object stores (``docs/how-to/speed.md``).
+        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB, at
+            least one chunk).
+        durable: local files are synced to disk before the commit.
+        progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are written.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        overwrite: bool = False,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        store: object | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        credential_provider: Callable[..., Any] | None = None,
+        compression: CompressionOption = None,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        min_piece_bytes: int | None = None,
+        fill_bytes: int | None = None,
+        concurrency: int | None = None,
+        max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+        durable: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self._request = SaveRequest.checked(
+            url,
+            overwrite,
+            metadata=metadata,
+            store=store,
+            storage_options=storage_options,
+            credential_provider=credential_provider,
+            compression=compression,
+            max_chunk_bytes=max_chunk_bytes,
+            min_piece_bytes=min_piece_bytes,
+            fill_bytes=fill_bytes,
+            concurrency=concurrency,
+            max_inflight_bytes=max_inflight_bytes,
+            durable=durable,
+            progress=progress,
+        )
+        self.save_id: str | None = None
+        """The id of the save that this writer made last, as in the checkpoint's root document."""
+        self._items: Sequence[WriteItem] = ()
+        self._attempt: SaveAttempt | None = None
+        self._layout: Layout | None = None
+        self._hollow: frozenset[str] = frozenset()
+        self._alone = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_items": (), "_attempt": None, "_layout": None}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The url, for DCP's log records."""
+        return self._request.spec.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Every path and url may be one of ours."""
+        return True
+
+    # -- all ranks, before anything is planned
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new save begins; a url given to ``dcp.save`` as ``checkpoint_id`` takes the place of the writer's own."""
+        if checkpoint_id is not None:
+            self._request = dataclasses.replace(self._request, spec=self._request.spec.at(checkpoint_id))
+
+    def set_up_storage_writer(
+        self, is_coordinator: bool, *args: Any, use_collectives: bool = True, **kwargs: Any
+    ) -> None:
+        """Begin anew. DCP passes ``use_collectives`` since the signature has ``kwargs``.
+
+        Raises ValueError for ``use_collectives=False``: every rank would then finish, and no commit could be right.
+        """
+        if not use_collectives:
+            raise ValueError(
+                "use_collectives=False is not supported: zarrckpt commits once, on one rank, after all have "
+                "written; leave it out"
+            )
+        self._attempt = SaveAttempt(self._request)
+        self._layout = None
+        self._items = ()
+        # Plans are sent whole then, with our own data in them, and this save is planned anew.
+        sent_plans(SavePlanner).clear()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse what can't be saved; add what the coordinator must know.
+
+        Raises UnsupportedValueError naming the fqn.
+        """
+        if not plan.usable:
+            raise CheckpointError(
+                "DCP's plan cache has taken this plan for one that another thread has just sent: save again, or use "
+                "another planner class in each thread"
+            )
+        for item in plan.items:
+            check_item(item)
+        self._items = plan.items
+        notes = plan.storage_data if isinstance(plan.storage_data, Notes) else None
+        return dataclasses.replace(plan, storage_data=Facts(global_rank(), plan.items, notes))
+
+    # -- the coordinator
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Lay the checkpoint out, then begin the attempt: existing checkpoint, claim, marker.
+
+        About 9 requests. Raises CheckpointExistsError, ForeignObjectsError, UnsupportedLayoutError. Warns of what ranks
+        hold differently under one name.
+        """
+        assert self._attempt is not None
+        plans = whole_plans(plans)
+        told, digests = told_by(plans)
+        only, differing = differing_parts(digests)
+        held = hold(told, only)
+        warn_of({**held.differing, **differing})
+        planned = plan_save(held, self._request.options)
+        self._layout, self._hollow = planned.layout, held.hollow
+        members = tuple(told.members)
+        self._alone = len(members) == 1
+        name = self._attempt.begin(planned.layout)
+        channel = ChannelName.new(members) if planned.moves else None
+        tasks = [_Task(planned.part(rank), name, channel) for rank in range(len(plans))]
+        return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
+
+    # -- all ranks
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's chunks, blobs and documents, many at a time, and sync them.
+
+        One put an object. Raises before the first put where a resolved tensor is not what was planned.
+        """
+        if self._attempt is None or not isinstance(plan.storage_data, _Task):
+            raise CheckpointError("this save's plan did not arrive: was write_data called outside dcp.save?")
+        task, attempt = plan.storage_data, self._attempt
+        self.save_id = task.attempt.save_id
+        source = PlannerSource(planner, [*plan.items, *self._items], gives_the_states_own(planner))
+        future: Future[list[WriteResult]] = Future()
+        try:
+            with connected(task.channel) as channel:
+                results = attempt.write(lambda: task.attempt, task.part, source, channel, lambda: None)
+        except PeerLost as err:
+            future.set_result([WriteResult(MetadataIndex(""), 0, _LostPeer(str(err)))])
+            return future
+        except BaseException:
+            if self._alone:
+                attempt.abandon()  # there is no other rank that might still write
+            raise
+        future.set_result([WriteResult(MetadataIndex(fqn), result.nbytes, result) for fqn, result in results.items()])
+        return future
+
+    # -- the coordinator
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Count what was written against the plan, write the tables, commit, clean.
+
+        Raises IncompleteSaveError where a chunk is missing, CheckpointExistsError where another save committed first.
+        """
+        assert self._attempt is not None and self._layout is not None
+        try:
+            _refuse_lost(results)
+            written = [{result.index.fqn: result.storage_data for result in rank} for rank in results]
+            _check_metadata(metadata, self._layout, self._hollow)
+            report = self._attempt.finish(self._layout, written)
+            metadata.storage_data = self._attempt.commit(report)
+        except BaseException:
+            self._attempt.abandon()
+            raise
+
+
+def _refuse_lost(results: Sequence[Sequence[WriteResult]]) -> None:
+    lost = {
+        rank: result.storage_data.reason
+        for rank, rank_results in enumerate(results)
+        for result in rank_results
+        if isinstance(result.storage_data, _LostPeer)
+    }
+    if lost:
+        raise IncompleteSaveError(
+            f"nothing was committed: ranks {sorted(lost)} lost the connection to other ranks while pieces moved "
+            f"between them ({lost[min(lost)]}); save again"
+        )
+
+
+def _check_metadata(metadata: Metadata, layout: Layout, hollow: frozenset[str]) -> None:
+    """What DCP's planner planned and what was laid out must be one set. Raises IncompleteSaveError."""
+    planned = {fqn: entry for fqn, entry in metadata.state_dict_metadata.items() if fqn not in hollow}
+    odd = sorted(planned.keys() ^ layout.paths.keys())
+    if odd:
+        raise IncompleteSaveError(
+            f"nothing was committed: {len(odd)} entries are in one of DCP's plan and this package's only "
+            f"({odd[:5]}); save again, without plan caching if the state changed"
+        )
+    for fqn, entry in planned.items():
+        node = layout.tensors.get(fqn)
+        if isinstance(entry, BytesStorageMetadata) != (node is None):
+            raise IncompleteSaveError(f"{fqn!r} changed between tensor and value since it was planned; save again")
+        if node is not None and tuple(entry.size) != node.grid.shape:  # type: ignore[union-attr]
+            raise IncompleteSaveError(f"{fqn!r} changed its shape since it was planned; save again")

@@ -1,0 +1,315 @@
+"""Fill one rank's tensors: what other ranks need too is fetched by one of them and handed on, the rest by itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from zarrckpt._catalog import Catalog
+from zarrckpt._chunk_codec import Target, copy_shared, elements_of
+from zarrckpt._chunk_layout import RawArray, raw_dtype
+from zarrckpt._crew import run
+from zarrckpt._errors import KeyMismatchError, warn
+from zarrckpt._grid import Box, Ints, intersect
+from zarrckpt._load.shared_reads import Message, Run, ShareRound, Shares, handed_bytes
+from zarrckpt._memory import BytesBudget
+from zarrckpt._messages import cut, is_intact, message_bytes, new_message, seal
+from zarrckpt._ranks.errors import Stopped
+from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype, transfer_memory
+from zarrckpt._transfer import (
+    ChunkPart,
+    Job,
+    Progress,
+    chunk_jobs,
+    fetch,
+    runs_of,
+    subchunks_in,
+    unpacked,
+    unpacking_bytes,
+)
+
+
+@dataclass(frozen=True)
+class TensorTarget:
+    """Memory to fill with a box of an array."""
+
+    fqn: str
+    box: Box
+    tensor: torch.Tensor
+    filled: Callable[[], None] = lambda: None
+    """Called when all of the load's tensors are filled."""
+
+
+class Channel(Protocol):
+    """Carries messages between ranks, given by their positions; those between two ranks keep their order."""
+
+    def send(self, to: int, array: Any, tag: int = 0) -> Any:
+        """Begin to send; what it returns has ``wait()``."""
+
+    def recv(self, source: int, nbytes: int, tag: int = 0) -> Any:
+        """Begin to receive so many bytes; what it returns has ``wait()``, which returns them. Raises PeerLost."""
+
+
+class _Target:
+    """One target, as memory: the tensor's own where it can be seen as raw CPU memory, else by copies."""
+
+    def __init__(self, catalog: Catalog, target: TensorTarget) -> None:
+        self.fqn, self.box, self.finish = target.fqn, target.box, target.filled
+        self._catalog = catalog
+        self._node = catalog.root.tensors[self.fqn]
+        self._stored = self._node.under(catalog.root.tree)
+        self._tensor = target.tensor
+        if overlaps(self._tensor):
+            raise KeyMismatchError(f"{self.fqn!r} {OVERLAPS}")
+        # Now, not for each chunk: every call to torch gives the interpreter's lock away, for which threads then wait.
+        self._memory = self._raw_memory()
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self._node.dtype.itemsize
+
+    @property
+    def memory(self) -> Target:
+        """What takes the elements of the box."""
+        return self._memory
+
+    def jobs(self, chunk: Ints, memory: BytesBudget) -> list[Job]:
+        """What fills this target's part of a chunk that no other target here needs."""
+        table = self._catalog.chunk_table(self._node, chunk)
+        return chunk_jobs(self._catalog.store, self._stored, chunk, self.box, self._memory, table, memory)
+
+    def _raw_memory(self) -> Target:
+        dtype = torch_dtype(self._node)
+        tensor = self._tensor.detach()
+        return raw_view(tensor) if can_view(tensor, dtype) else CopiedTensor(tensor, dtype)
+
+
+class TensorReads:
+    """The tensor reads of one rank in one load."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        targets: Iterable[TensorTarget],
+        max_inflight_bytes: int,
+        progress: Progress | None,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._catalog = catalog
+        self._limit = max_inflight_bytes
+        self._progress = progress
+        self._progressed = progressed
+        self._stopped = False
+        self._targets: dict[str, list[_Target]] = {}
+        for target in targets:
+            self._targets.setdefault(target.fqn, []).append(_Target(catalog, target))
+        self._delivered: dict[tuple[str, Ints, Box], set[int]] = {}
+        """By fqn, chunk and box of a target, the numbers of the subchunks that came with what ranks share."""
+        self._lock = threading.Lock()
+        self._total = sum(target.nbytes for target in self._all())
+        self._done = 0
+        # What still writes to the targets must have ended.
+        self._memory = transfer_memory(self._limit, {target.device for target in self._all()})
+        self.bytes_read = 0
+        """Bytes that this rank has fetched."""
+
+    def _all(self) -> Iterator[_Target]:
+        return (target for targets in self._targets.values() for target in targets)
+
+    def share(self, shares: Shares, channel: Channel) -> None:
+        """Fetch what this rank is to hand on, hand it on, and take what others have fetched.
+
+        Raises PeerLost; what has arrived until then is not read again by :meth:`read`.
+        """
+        pool = ThreadPoolExecutor(self._catalog.store.max_concurrency, thread_name_prefix="zarrckpt")
+        try:
+            self._rounds(pool, shares, channel)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def read(self) -> None:
+        """Fill all targets with what others have not handed on. Raises CorruptCheckpointError naming array and key."""
+        run(self._own_jobs(), self._catalog.store.useful_concurrency)
+        for target in self._all():
+            target.finish()
+
+    def stop(self) -> None:
+        """End :meth:`read` soon, with an error: another rank has failed. Called in another thread."""
+        self._stopped = True
+
+    def _own_jobs(self) -> Iterator[Callable[[], None]]:
+        """What this rank fetches for itself alone; a subchunk that several of its boxes share, once."""
+        for fqn, targets in self._targets.items():
+            if self._stopped:
+                raise Stopped
+            node = self._catalog.root.tensors[fqn]
+            self._catalog.refuse_uncounted(node)
+            wanting: dict[Ints, list[_Target]] = {}
+            for target in targets:
+                for chunk in node.grid.chunks_of(target.box):
+                    wanting.setdefault(chunk, []).append(target)
+            for chunk, those in wanting.items():
+                if len(those) == 1 and (fqn, chunk, those[0].box) not in self._delivered:
+                    for job in those[0].jobs(chunk, self._memory):
+                        yield partial(self._counted, job)
+                    continue
+                needing: dict[int, list[_Target]] = {}
+                for target in those:
+                    delivered = self._delivered.get((fqn, chunk, target.box), set())
+                    for number in {*subchunks_in(node.grid, chunk, target.box)} - delivered:
+                        needing.setdefault(number, []).append(target)
+                for numbers in runs_of(node, sorted(needing), self._memory):
+                    yield partial(self._read_run, Run(fqn, chunk, numbers), needing)
+
+    def _counted(self, job: Job) -> None:
+        self._count(*job())
+
+    def _read_run(self, wanted: Run, needing: dict[int, list[_Target]]) -> None:
+        """Fetch neighbouring subchunks, and deliver each to the targets that need it."""
+        part = self._part(wanted)
+        with self._memory.take(part.nbytes + unpacking_bytes(part.node)) as memory:
+            stored, scratch = memory[: part.nbytes], memory[part.nbytes :]
+            self._fetch(part, stored)
+            for number, one in part.each(stored):
+                elements = unpacked(self._catalog.store, part, number, one, scratch)
+                for target in needing[number]:
+                    self._copy(part, number, elements, target)
+
+    def _part(self, wanted: Run) -> ChunkPart:
+        node = self._catalog.root.tensors[wanted.fqn]
+        table = self._catalog.chunk_table(node, wanted.chunk)
+        return ChunkPart(node.under(self._catalog.root.tree), wanted.chunk, wanted.numbers, table)
+
+    def _fetch(self, part: ChunkPart, stored: RawArray) -> None:
+        fetch(self._catalog.store, part, stored)
+        self._count(len(stored), 0)
+
+    def _copy(self, part: ChunkPart, number: int, elements: RawArray, target: _Target) -> None:
+        self._count(0, copy_shared(part.node, part.chunk, number, elements, target.box, target.memory))
+
+    def _count(self, fetched: int, filled: int) -> None:
+        with self._lock:
+            self.bytes_read += fetched
+            self._done += filled
+            self._progressed()
+            if self._progress is not None and filled:
+                self._progress(self._done, self._total)
+
+    # -- together with other ranks
+
+    def _rounds(self, pool: ThreadPoolExecutor, shares: Shares, channel: Channel) -> None:
+        """One round after the other; while its messages are on their way, the next round's runs are fetched."""
+        steps = [*shares.values()]
+        ahead = self._fetching(pool, steps[0]) if steps else {}
+        for place, step in enumerate(steps):
+            if self._stopped:
+                raise Stopped
+            fetched = {wanted: fetching.result() for wanted, fetching in ahead.items()}
+            messages = [new_message(sum(self._sizes(message))) for message in step.sends]
+            packs = self._packs(step, messages)
+            unpacking = [pool.submit(self._unpack, *row, packs.get(row[0], ())) for row in fetched.items()]
+            # Behind these: others wait for this round's messages, and for none of the next.
+            ahead = self._fetching(pool, steps[place + 1]) if place + 1 < len(steps) else {}
+            _wait_for(unpacking)
+            sealed = list(map(seal, messages))
+            sends = [(rank, data) for data, message in zip(sealed, step.sends, strict=True) for rank in message.ranks]
+            sources = [(message.ranks[0], message_bytes(self._sizes(message))) for message in step.receives]
+            receives = [channel.recv(source, nbytes) for source, nbytes in sources]
+            handles = [channel.send(rank, data) for rank, data in sends]
+            received = [handle.wait() for handle in receives]
+            for handle in handles:
+                handle.wait()
+            _wait_for([pool.submit(self._take, *row) for row in zip(step.receives, received, strict=True)])
+
+    def _fetching(self, pool: ThreadPoolExecutor, step: ShareRound) -> dict[Run, Future[RawArray]]:
+        """A round's runs, which are being fetched."""
+
+        def fetched(wanted: Run) -> RawArray:
+            part = self._part(wanted)
+            stored = np.empty(part.nbytes, np.uint8)
+            self._fetch(part, stored)
+            return stored
+
+        return {wanted: pool.submit(fetched, wanted) for wanted in step.reads}
+
+    def _sizes(self, message: Message) -> list[int]:
+        """The bytes of each part of a message."""
+        nodes = self._catalog.root.tensors
+        return [handed_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for run, box in message.parts]
+
+    def _packs(self, step: ShareRound, messages: Sequence[RawArray]) -> dict[Run, list[_Pack]]:
+        """Where what others need of each run goes."""
+        packs: dict[Run, list[_Pack]] = {}
+        for message, data in zip(step.sends, messages, strict=True):
+            for (wanted, box), out in zip(message.parts, cut(data, self._sizes(message)), strict=True):
+                packs.setdefault(wanted, []).append((box, out))
+        return packs
+
+    def _unpack(self, wanted: Run, stored: RawArray, packs: Sequence[_Pack]) -> None:
+        """Check a run that was fetched here, deliver what this rank needs of it, pack what others do."""
+        part, targets = self._part(wanted), self._targets.get(wanted.fqn, [])
+        begins = [0] * len(packs)
+        with self._memory.take(unpacking_bytes(part.node)) as scratch:
+            for number, one in part.each(stored):
+                elements = unpacked(self._catalog.store, part, number, one, scratch)
+                for target in targets:
+                    self._copy(part, number, elements, target)
+                for place, (box, out) in enumerate(packs):
+                    shared = intersect(elements_of(part.node, part.chunk, number), box)
+                    if shared is not None:
+                        begin = begins[place]
+                        begins[place] += shared.size * part.node.dtype.itemsize
+                        cells = _as_elements(part, out[begin : begins[place]], shared)
+                        copy_shared(part.node, part.chunk, number, elements, shared, cells)
+        for target in targets:
+            self._note(wanted, target.box)
+
+    def _take(self, message: Message, data: RawArray) -> None:
+        """Deliver what another rank has handed on, where it has arrived as it was sent."""
+        if not is_intact(data):
+            source = message.ranks[0]
+            warn(f"what rank {source} of the load handed on has arrived altered, and is read from the store instead")
+            return
+        for (wanted, box), packed in zip(message.parts, cut(data, self._sizes(message)), strict=True):
+            part, begin = self._part(wanted), 0
+            targets = [target for target in self._targets.get(wanted.fqn, ()) if target.box == box]
+            for number in wanted.numbers:
+                shared = intersect(elements_of(part.node, part.chunk, number), box)
+                if shared is None:
+                    continue
+                end = begin + shared.size * part.node.dtype.itemsize
+                for target in targets:
+                    target.memory[shared.region(box.offset)] = _as_elements(part, packed[begin:end], shared)
+                    self._count(0, end - begin)
+                begin = end
+            self._note(wanted, box)
+
+    def _note(self, wanted: Run, box: Box) -> None:
+        """Note that a box has what it needs of a run."""
+        with self._lock:
+            self._delivered.setdefault((wanted.fqn, wanted.chunk, box), set()).update(wanted.numbers)
+
+
+_Pack = tuple[Box, RawArray]
+"""A box that another rank fills, and the memory in its message for what it needs of a run."""
+
+
+def _as_elements(part: ChunkPart, data: RawArray, box: Box) -> RawArray:
+    return data.view(raw_dtype(part.node.dtype.itemsize)).reshape(box.shape)
+
+
+def _wait_for(jobs: Sequence[Future[None]]) -> None:
+    """Wait for jobs of a pool. Raises what one of them raised."""
+    for job in jobs:
+        job.result()

@@ -1,0 +1,449 @@
+"""Which entries of a checkpoint a rank's targets take: every key, shape and dtype is checked before a byte is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from zarrckpt import _state
+from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedValueError, warn
+from zarrckpt._flatten import build, flatten, set_leaf
+from zarrckpt._grid import Box
+from zarrckpt._held import HeldTensor, global_shape, hold
+from zarrckpt._load.fill import TensorTarget
+from zarrckpt._matching import matches
+from zarrckpt._optimizers import SavedEntries, SavedTensor
+from zarrckpt._per_rank import LoadedRanks, OwnPart, PerRank
+from zarrckpt._plan.description import REPLICATED, Description, Entry
+from zarrckpt._save.local_state import LAZY, PER_RANK, listed
+from zarrckpt._shards import Sharding
+from zarrckpt._state_path import DICT, StatePath
+from zarrckpt._tensors import OVERLAPS, overlaps
+from zarrckpt._torch_kinds import is_dtensor, is_sharded_tensor
+
+_GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
+"""What the name of an option of an optimizer's parameter group begins with."""
+
+_ONE_SIDED = "strict=False skips what only one side has"
+
+_STEPS = {
+    " has shape ": "shapes must match: build the model with the checkpoint's sizes, or leave these out",
+    " has dtype ": "allow_cast=True converts dtypes",
+    " is not in the checkpoint": _ONE_SIDED,
+    " has no target": _ONE_SIDED,
+}
+"""What a difference between target and checkpoint says -> the next step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """The entries of a checkpoint, in its order: the form of each tensor, None for what is none; and their paths."""
+
+    entries: Mapping[str, SavedTensor | None]
+    paths: Mapping[str, StatePath]
+
+
+class Match:
+    """One rank's targets, and the entries that they take.
+
+    Non-tensor targets are replaced by what was saved, whole containers included. Tensor targets are filled in place.
+
+    Args:
+        strict: a target key that the checkpoint lacks raises KeyMismatchError; otherwise that target stays as it is.
+        allow_cast: convert to the target's dtype instead of raising KeyMismatchError.
+        select: called with each flat name; targets for which it is false are left alone.
+        required: called with each flat name in the checkpoint that has no target; true makes it an error.
+        closed: flat names of dicts that take nothing where they are empty.
+    """
+
+    def __init__(
+        self,
+        saved: Saved,
+        state: Any,
+        *,
+        strict: bool = True,
+        allow_cast: bool = False,
+        select: Callable[[str], bool] = lambda fqn: True,
+        required: Callable[[str], bool] = lambda fqn: False,
+        closed: Collection[str] = (),
+    ) -> None:
+        self._state = state
+        self._strict, self._allow_cast, self._required = strict, allow_cast, required
+        entries = self._entries = saved.entries
+        flat, paths = flatten(state)
+        for fqn, leaf in flat.items():
+            if isinstance(leaf, PerRank):
+                raise UnsupportedValueError(f"{fqn!r} {PER_RANK}")
+        selected = {fqn: leaf for fqn, leaf in flat.items() if select(fqn)}
+        # The empty state of a module or an optimizer stands for nothing.
+        for fqn in selected.keys() & {*closed} - entries.keys():
+            del selected[fqn]
+        self._expand(selected, paths, saved)
+        self.missing = sorted(selected.keys() - entries.keys())
+        self.unexpected = sorted(filter(select, entries.keys() - flat.keys() - selected.keys()))
+        self.loaded = sorted(selected.keys() & entries.keys())
+        self._selected = selected
+        self.paths = {fqn: paths[fqn] for fqn in self.loaded}
+        """Where each of these sits in the state."""
+        # In the checkpoint's order, which rebuilt dicts then have.
+        self._replaced = [f for f in entries if f in selected and not isinstance(selected[f], torch.Tensor)]
+        self.leaves: dict[str, Any] = {}
+        """By flat name what takes each entry, once checked: a sharded tensor as what is held here of it."""
+
+    def check(self) -> None:
+        """Raise KeyMismatchError listing all differences between targets and entries."""
+        self._refuse({fqn: self._selected[fqn] for fqn in self.loaded})
+        for fqn in self.loaded:
+            leaf = self._target(fqn, self._selected[fqn])
+            self.leaves[fqn] = leaf if (held := hold(fqn, leaf)) is None else held
+
+    def _expand(self, selected: dict[str, Any], paths: dict[str, StatePath], saved: Saved) -> None:
+        """Where a non-tensor target stands for a whole subtree of the checkpoint, ask for the entries below it."""
+        absent = {fqn for fqn in selected if fqn not in self._entries and not isinstance(selected[fqn], torch.Tensor)}
+        self._subtrees: dict[str, StatePath] = {}
+        self._stem_of: dict[str, str] = {}
+        if not absent:
+            return
+        for fqn in self._entries:
+            path = saved.paths[fqn]
+            for depth in range(1, len(path)):
+                stem = ".".join(map(str, path[:depth]))
+                if stem in absent:
+                    self._subtrees[stem] = paths[stem]
+                    self._stem_of[fqn] = stem
+                    selected[fqn] = None
+                    paths[fqn] = path
+                    break
+        for stem in self._subtrees:
+            del selected[stem]
+
+    def _target(self, fqn: str, leaf: Any) -> Any:
+        """The memory to fill: the target itself, or a new CPU tensor where a value is to become one."""
+        entry = self._entries[fqn]
+        if entry is not None and not isinstance(leaf, torch.Tensor):
+            return _new_tensor(fqn, entry)
+        return leaf
+
+    def _refuse(self, targets: Mapping[str, Any]) -> None:
+        faults = [fault for fqn, leaf in targets.items() if (fault := self._fault(fqn, leaf, self._entries[fqn]))]
+        if self._strict:
+            faults += [f"{fqn!r} is not in the checkpoint" for fqn in self.missing]
+            faults += [without_target(fqn) for fqn in self.unexpected if self._required(fqn)]
+        if faults:
+            steps = {step: None for words, step in _STEPS.items() if any(words in fault for fault in faults)}
+            raise KeyMismatchError(
+                f"{len(faults)} entries of the target and the checkpoint differ; nothing was loaded:{listed(faults)}\n"
+                f"{'; '.join([*steps, 'keys=[...] loads a part'])}"
+            )
+
+    def _fault(self, fqn: str, leaf: Any, entry: SavedTensor | None) -> str | None:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        if is_lazy(leaf):
+            return f"{fqn!r} {LAZY}"
+        shape = global_shape(leaf)
+        if entry is None:
+            return f"{fqn!r} is a tensor of shape {shape} in the target and a plain value in the checkpoint"
+        if shape != entry.shape:
+            return f"{fqn!r} has shape {shape}, the checkpoint has {entry.shape}"
+        if leaf.dtype != entry.dtype and not self._allow_cast:
+            return f"{fqn!r} has dtype {leaf.dtype}, the checkpoint has {entry.dtype}"
+        if is_sharded_tensor(leaf):
+            return None
+        if leaf.is_meta:
+            return f"{fqn!r} is on the meta device and has no memory to fill: materialise it (to_empty) first"
+        local: Any = leaf.to_local() if is_dtensor(leaf) else leaf  # type: ignore[attr-defined]
+        if not is_sharded_tensor(local) and local.layout == torch.strided and overlaps(local):
+            return f"{fqn!r} {OVERLAPS}"
+        return None
+
+    # -- what is read
+
+    def tensors(self) -> Iterator[TensorTarget]:
+        """The memory to fill: a target for each box of a tensor that this rank holds."""
+        for fqn, leaf in self.leaves.items():
+            if self._entries[fqn] is None:
+                continue
+            if isinstance(leaf, HeldTensor):
+                yield from (TensorTarget(fqn, box, leaf.piece(box.offset)) for box in leaf.boxes)
+            else:
+                yield TensorTarget(fqn, Box((0,) * leaf.ndim, tuple(leaf.shape)), leaf)
+
+    def values(self) -> list[str]:
+        """The entries to read that are no tensors."""
+        return [fqn for fqn in self.leaves if self._entries[fqn] is None]
+
+    def finish(self, values: Mapping[str, object]) -> None:
+        """Put values and rebuilt subtrees into the state, after everything was read."""
+        found = {**self.leaves, **values}
+        below: dict[str, list[tuple[StatePath, Any]]] = {stem: [] for stem in self._subtrees}
+        for fqn in self._replaced:
+            path = self.paths[fqn]
+            stem = self._stem_of.get(fqn)
+            if stem is None:
+                set_leaf(self._state, path, found[fqn])
+            else:
+                below[stem].append((path, found[fqn]))
+        for stem, rows in below.items():
+            path = self._subtrees[stem]
+            set_leaf(self._state, path, build(rows, len(path)))
+
+
+def _new_tensor(fqn: str, entry: SavedTensor) -> torch.Tensor:
+    try:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    except RuntimeError as err:
+        raise CheckpointError(
+            f"{fqn!r} has the shape {entry.shape} in the checkpoint, more than can be allocated here: load it "
+            "into a sharded tensor, or leave the key out"
+        ) from err
+
+
+def without_target(fqn: str) -> str:
+    """The difference that an entry is which nothing takes."""
+    return f"{fqn!r} is in the checkpoint and has no target"
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What one rank tells the coordinator of a load, about names that no rank may be left without.
+
+    A pattern, or an entry of a module, may have its target on another rank: the stages of a pipeline, experts. Entries
+    are bits of a mask over all of the checkpoint's, in its order: 500 bytes a rank for 4,000 entries.
+    """
+
+    idle: list[str]
+    """Patterns that match no target of this rank."""
+    owed: np.ndarray[Any, Any]
+    """Entries below its modules and optimizers for which it has no target."""
+    targets: np.ndarray[Any, Any]
+    """Entries for which it has one."""
+
+
+class ObjectMatch:
+    """The targets of ``load``: modules, optimizers and other Stateful objects too, through their state dicts.
+
+    Args:
+        keys: as for :func:`zarrckpt.load`. strict, allow_cast: as for :class:`Match`.
+
+    Raises KeyMismatchError.
+    """
+
+    def __init__(
+        self, saved: Saved, state: Mapping[str, Any], keys: Sequence[str] | None, *, strict: bool, allow_cast: bool
+    ) -> None:
+        self._saved = saved.entries
+        """The checkpoint's own entries: without the parts of stacks, which differ between ranks."""
+        self._strict = strict
+        self._patterns = keys
+        self._differs = False
+        self._group_names: set[str] = set()
+        self.plain = _state.PlainState({})
+        self._ranks = LoadedRanks(saved.paths)
+        known = _with_parts(saved, self._ranks.parts)
+        self._refuse_idle_patterns({*known.entries})
+        # Only by the names of its parameters does a group of the checkpoint tell whose options it has.
+        if keys is not None:
+            groups = (_GROUP.match(name) for name in known.entries if self._is_asked_for(name))
+            self._group_names = {f"{group[0]}params" for group in groups if group}
+        asked = SavedEntries(
+            known.entries, known.paths, self._is_asked_for, everything=keys is None, allow_cast=allow_cast
+        )
+        self.plain = _state.for_load(state, asked, self._ranks.source, self.plain)
+        for name in [name for name in self._ranks.parts if not self._ranks.is_own(name)]:
+            del self._ranks.parts[name]
+        self._match = Match(
+            _with_parts(saved, self._ranks.parts),
+            self.plain.state,
+            strict=strict,
+            allow_cast=allow_cast,
+            select=self._is_asked_for,
+            required=self._is_required,
+            closed=self.plain.closed,
+        )
+        self._check()
+        self.unexpected = self._ranks.without_others(self._match.unexpected)
+
+    def _check(self) -> None:
+        """What differs on this rank; and only then also its modules' entries that have no target here."""
+        try:
+            self._match.check()
+        except KeyMismatchError:
+            self._differs = True
+        else:
+            return
+        try:
+            self._match.check()
+        except KeyMismatchError as err:
+            raise self._ranks.explained(err, self.missing) from None
+
+    @property
+    def loaded(self) -> list[str]:
+        """The names that have a target here, sorted."""
+        return self._match.loaded
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of targets that the checkpoint lacks, sorted."""
+        return self._match.missing
+
+    def description(self) -> Description:
+        """The boxes that this rank is to fill, as other ranks must know them to share what they read.
+
+        Parts of stacks are not among them: each rank reads its own.
+        """
+        shardings: dict[Sharding, int] = {}
+        entries = []
+        for fqn, leaf in self._match.leaves.items():
+            if fqn in self._ranks.parts or self._saved.get(fqn) is None:
+                continue
+            path = StatePath((fqn,), (DICT,))
+            if not isinstance(leaf, HeldTensor):
+                entries.append(Entry(path, "tensor", tuple(leaf.shape)))
+            elif leaf.sharding is None:
+                entries.append(Entry(path, "tensor", leaf.shape, "", REPLICATED, tuple(leaf.boxes)))
+            else:
+                number = shardings.setdefault(leaf.sharding, len(shardings))
+                entries.append(Entry(path, "tensor", leaf.shape, "", number))
+        return Description(tuple(entries), tuple(shardings))
+
+    def tensors(self) -> Iterator[TensorTarget]:
+        """The memory to fill."""
+        for target in self._match.tensors():
+            part = self._ranks.parts.get(target.fqn)
+            yield target if part is None else _in_stack(target, part)
+
+    def values(self) -> list[str]:
+        """The entries to read that are no tensors."""
+        return self._match.values()
+
+    def finish(self, values: Mapping[str, object]) -> None:
+        """Put values and rebuilt subtrees into the plain state, after everything was read."""
+        self._match.finish(values)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Objects take their state dicts back; then the user's state has the rest."""
+        self.plain.give_back()
+        for key, loaded in self.plain.state.items():
+            back = _state.given_back(state[key], loaded)
+            if back is not state[key]:
+                state[key] = back
+
+    # -- what no rank may be left without
+
+    def findings(self) -> Findings:
+        """What the coordinator must know of this rank's targets."""
+        names = [*self.loaded, *self.missing]
+        idle = [p for p in self._patterns or () if not any(matches(name, p) for name in names)]
+        owed = _mask(self._saved, {name for name in self.unexpected if self._is_of_an_object(name)})
+        return Findings(idle, owed, _mask(self._saved, {*self.loaded}))
+
+    def check_all(self, found: Sequence[Findings]) -> None:
+        """Raise KeyMismatchError, if strict, for a pattern or a module's entry that has no target on any rank."""
+        if self._strict:
+            self._refuse_left(found)
+        else:
+            self._warn_of_idle_objects(found)
+
+    def _refuse_left(self, found: Sequence[Findings]) -> None:
+        idle = [p for p in self._patterns or () if all(p in one.idle for one in found)]
+        if idle:
+            raise KeyMismatchError(
+                f"keys={idle} match no target in the state, so nothing would be loaded for them; it has, for example, "
+                f"{sorted(flatten(self.plain.state)[0])[:5]}"
+            )
+        owed = np.bitwise_or.reduce([one.owed for one in found])
+        left = owed & ~np.bitwise_or.reduce([one.targets for one in found])
+        names = [name for name, bit in zip(self._saved, np.unpackbits(left), strict=False) if bit]
+        if names:
+            shown = listed([without_target(name) for name in names])
+            raise KeyMismatchError(
+                f"the modules and optimizers of the state lack {len(names)} of their entries in the checkpoint, on all "
+                f"ranks; nothing was loaded:{shown}\n{self._close_names(names)}"
+                "strict=False leaves these out, keys=[...] loads a part"
+            )
+
+    def _warn_of_idle_objects(self, found: Sequence[Findings]) -> None:
+        """Modules and optimizers that get nothing are none of the checkpoint's, by their names."""
+        taken = np.unpackbits(np.bitwise_or.reduce([one.targets for one in found]))
+        names = [name for name, bit in zip(self._saved, taken, strict=False) if bit]
+        names += self._ranks.parts
+        for prefix in self.plain.exact:
+            if any(map(_below(prefix), self.missing)) and not any(map(_below(prefix), names)):
+                some = sorted({name.partition(".")[0] for name in self._saved})[:5]
+                warn(f"{prefix[:-1]!r} got none of its entries from the checkpoint, which has, for example, {some}")
+
+    def _close_names(self, names: list[str]) -> str:
+        """What the optimizers here call the parameters that entries without a target may be of."""
+        for target in self.plain.optimizers:
+            stem = f"{target.prefix}state."
+            named = any(name.startswith(stem) and not name[len(stem) :].partition(".")[0].isdigit() for name in names)
+            if named and all(isinstance(name, int) for group in target.groups for name in group):
+                return (
+                    f"Without its module in the state, the parameters of {target.prefix[:-1]!r} have only numbers, and "
+                    "the checkpoint has names: put the module into the state, too\n"
+                )
+        close = {
+            name: own
+            for target in self.plain.optimizers
+            for name in names
+            if name.startswith(f"{target.prefix}state.") and (own := target.close_names(name))
+        }
+        shown = [f"\n  {name!r}: {', '.join(map(repr, own))}" for name, own in itertools.islice(close.items(), 5)]
+        return f"Parameters of the state with names like these:{''.join(shown)}\n" if shown else ""
+
+    # -- what is asked for
+
+    def _is_asked_for(self, fqn: str) -> bool:
+        if fqn in self._ranks.kept:
+            return False
+        if self._patterns is None or fqn in self._group_names:
+            return True
+        return any(matches(fqn, pattern) for pattern in self._patterns)
+
+    def _is_required(self, fqn: str) -> bool:
+        # Of what it keeps for itself, no other rank can have the target.
+        return (self._differs or fqn in self._ranks.parts) and self._is_of_an_object(fqn)
+
+    def _is_of_an_object(self, fqn: str) -> bool:
+        return any(fqn.startswith(prefix) for prefix in self.plain.exact)
+
+    def _refuse_idle_patterns(self, names: set[str]) -> None:
+        idle = [p for p in self._patterns or () if not any(matches(name, p) for name in names)]
+        if idle:
+            raise KeyMismatchError(
+                f"keys={idle} match nothing in the checkpoint; it has, for example, {sorted(names)[:5]}"
+            )
+
+
+def _below(prefix: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(prefix)
+
+
+def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
+    """Entries among which a rank's parts of stacks are entries of their own."""
+    entries, paths = dict(saved.entries), dict(saved.paths)
+    for name, part in parts.items():
+        stack = entries[part.stack]
+        assert stack is not None
+        entries[name] = SavedTensor(stack.shape[1:], stack.dtype)
+        paths[name] = part.path
+    return Saved(entries, paths)
+
+
+def _in_stack(target: TensorTarget, part: OwnPart) -> TensorTarget:
+    """What fills a rank's own tensor, as what is filled with its part of a stack."""
+    box = Box((part.place, *target.box.offset), (1, *target.box.shape))
+    return TensorTarget(part.stack, box, target.tensor[None])
+
+
+def _mask(entries: Collection[str], names: Iterable[str]) -> np.ndarray[Any, Any]:
+    known = {*names}
+    return np.packbits([entry in known for entry in entries]) if entries else np.zeros(0, np.uint8)

@@ -1,0 +1,200 @@
+"""One load, from the committed checkpoint into the state in memory. Every rank of the group calls it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zarrckpt._catalog import Catalog
+from zarrckpt._crew import run
+from zarrckpt._distributed import Ranks, errors_as_ours
+from zarrckpt._documents import ArrayNode
+from zarrckpt._load.fill import TensorReads
+from zarrckpt._load.match import Findings, ObjectMatch, Saved
+from zarrckpt._load.shared_reads import Shares, share_of
+from zarrckpt._optimizers import SavedTensor
+from zarrckpt._plan.description import Description
+from zarrckpt._plan.holders import Told, wanted
+from zarrckpt._plan.owners import Numbers
+from zarrckpt._ranks.rounds import Rounds, joined
+from zarrckpt._report import LoadReport
+from zarrckpt._root import Root
+from zarrckpt._store import StoreSpec
+from zarrckpt._tensors import torch_dtype
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """Where to load from, and how: the arguments of ``load``, checked."""
+
+    spec: StoreSpec
+    strict: bool
+    keys: Sequence[str] | None
+    allow_pickle: bool
+    allow_cast: bool
+    share_reads: bool | None
+    max_inflight_bytes: int
+    progress: Progress | None
+
+    @classmethod
+    def checked(
+        cls,
+        url: str | os.PathLike[str] | None,
+        *,
+        strict: bool = True,
+        keys: str | Iterable[str] | None = None,
+        store: object | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        credential_provider: Callable[..., Any] | None = None,
+        allow_pickle: bool = False,
+        allow_cast: bool = False,
+        share_reads: bool | None = None,
+        concurrency: int | None = None,
+        max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+        progress: Progress | None = None,
+    ) -> LoadRequest:
+        """From the arguments of :func:`zarrckpt.load`. Raises TypeError and ValueError naming the argument."""
+        check_limits(max_inflight_bytes=max_inflight_bytes)
+        if concurrency is not None:
+            check_limits(concurrency=concurrency)
+        spec = StoreSpec(url, store, storage_options, credential_provider, concurrency=concurrency)
+        patterns = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
+        return cls(spec, strict, patterns, allow_pickle, allow_cast, share_reads, max_inflight_bytes, progress)
+
+
+def run_load(state: dict[str, Any], request: LoadRequest, ranks: Ranks, timeout: float) -> LoadReport:
+    """Load into a state, in place. An error on one rank is raised on all."""
+    began = time.monotonic()
+    with joined(ranks, f"the load from {request.spec.url}", timeout) as rounds:
+        if rounds.size == 1:
+            with errors_as_ours():
+                load = _load_together(state, request, rounds)
+        else:
+            load = _load_together(state, request, rounds)
+    match = load.match
+    return LoadReport(
+        url=request.spec.url,
+        save_id=load.catalog.root.save_id,
+        loaded=tuple(match.loaded),
+        missing=tuple(match.missing),
+        unexpected=tuple(match.unexpected),
+        nbytes=load.bytes_read,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _load_together(state: dict[str, Any], request: LoadRequest, rounds: Rounds) -> _Load:
+    root: Root = rounds.merge("the root document", lambda: None, lambda _: Catalog(request.spec).root)
+    load = _Load(state, request, root, rounds)
+    asked = rounds.merge("what they load", load.matched, load.check_all)
+    shares = _shares(load, asked, rounds) if asked is not None else None
+    rounds.merge("what they read", partial(load.read, shares), lambda _: None, load.stop)
+    # Not before all have read: an error on one rank leaves the objects of all as they are.
+    rounds.merge("their objects' load_state_dict", lambda: load.match.restore(state), lambda _: None)
+    return load
+
+
+class _Asked(NamedTuple):
+    """The answer where ranks share what they read: who is to describe its targets."""
+
+    senders: frozenset[int]
+    given: Numbers
+
+
+def _shares(load: _Load, asked: _Asked, rounds: Rounds) -> Shares:
+    """What this rank fetches for others, and gets from them: every rank deals all, and takes its part."""
+    packed = rounds.merge(
+        "the descriptions of their targets",
+        lambda: load.description.packed if rounds.rank in asked.senders else None,
+        lambda found: [data for data in found if data is not None],
+    )
+    told = Told([Description.unpacked(data) for data in packed], asked.given, rounds.members)
+    limit = max(1, load.request.max_inflight_bytes // 4)
+    return share_of(rounds.rank, load.catalog.root.tensors, wanted(told), rounds.size, limit)
+
+
+class _Load:
+    """One rank's part of a load."""
+
+    def __init__(self, state: dict[str, Any], request: LoadRequest, root: Root, rounds: Rounds) -> None:
+        self.request = request
+        self._state = state
+        self._rounds = rounds
+        self.catalog = Catalog(request.spec, root)
+        self._reads: TensorReads | None = None
+        self._stopped = False
+        self.bytes_read = 0
+
+    def matched(self) -> tuple[Findings, bytes]:
+        """Match this rank's targets with the entries; what the coordinator must know of them."""
+        request = self.request
+        self.match = ObjectMatch(
+            saved_entries(self.catalog.root),
+            self._state,
+            request.keys,
+            strict=request.strict,
+            allow_cast=request.allow_cast,
+        )
+        if self._rounds.size == 1:
+            return self.match.findings(), b""
+        self.description = self.match.description()
+        return self.match.findings(), self.description.digest
+
+    def check_all(self, found: Sequence[tuple[Findings, bytes]]) -> _Asked | None:
+        """Raise KeyMismatchError for what no rank loads; say who describes its targets, if ranks share their reads."""
+        self.match.check_all([findings for findings, _ in found])
+        wish = self.request.share_reads
+        share = not self.catalog.store.is_local if wish is None else wish
+        if not share or len(found) == 1:
+            return None
+        numbers: dict[bytes, int] = {}
+        given = [numbers.setdefault(digest, len(numbers)) for _, digest in found]
+        senders = frozenset(given.index(number) for number in numbers.values())
+        return _Asked(senders, np.array(given, np.int64))
+
+    def read(self, shares: Shares | None) -> None:
+        """Read this rank's values, and fill its tensors."""
+        catalog, match = self.catalog, self.match
+        names = match.values()
+        read = partial(catalog.read_object, allow_pickle=self.request.allow_pickle)
+        # Several at once: each blob is a request.
+        values = run((partial(read, fqn) for fqn in names), catalog.store.max_concurrency)
+        with catalog.guard():
+            reads = self._reads = TensorReads(
+                catalog,
+                match.tensors(),
+                self.request.max_inflight_bytes,
+                self.request.progress,
+                self._rounds.progressed,
+            )
+            if self._stopped:
+                reads.stop()
+            try:
+                if shares:
+                    reads.share(shares, self._rounds.pieces())
+                reads.read()
+            finally:
+                self.bytes_read = reads.bytes_read
+        match.finish(dict(zip(names, values, strict=True)))
+
+    def stop(self) -> None:
+        """End :meth:`read` soon. Called in another thread."""
+        self._stopped = True
+        if self._reads is not None:
+            self._reads.stop()
+
+
+def saved_entries(root: Root) -> Saved:
+    """The entries of a checkpoint in the form in which targets are matched with them."""
+    entries = {
+        fqn: SavedTensor(entry.grid.shape, torch_dtype(entry)) if isinstance(entry, ArrayNode) else None
+        for fqn, entry in root.entries.items()
+    }
+    return Saved(entries, {fqn: root.state_path(fqn) for fqn in entries})

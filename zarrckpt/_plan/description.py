@@ -1,0 +1,76 @@
+"""What a rank says of its state: names, shapes, and where in the global tensors its parts lie; no contents.
+
+A rank describes a sharded tensor by its mesh and placements, so all ranks of a mesh give one and the same description,
+from which anybody knows what each of them holds. Descriptions are compared by their digests, and each is sent once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from zarrckpt._grid import Box, Ints
+from zarrckpt._shards import Sharding
+from zarrckpt._state_path import StatePath
+from zarrckpt._version import __version__
+
+Kind = Literal["tensor", "value", "opaque", "empty"]
+"""``value``: compared between ranks by its contents. ``opaque``: cannot be. ``empty``: a dict without entries."""
+
+REPLICATED = -1
+"""In the place of a sharding: every rank that describes the tensor holds all of it."""
+
+
+class Entry(NamedTuple):
+    """One entry of a rank's state."""
+
+    path: StatePath
+    """Of what a rank keeps for itself, with RANKS in the place of its number."""
+    kind: Kind
+    shape: Ints = ()
+    """Of the global tensor."""
+    dtype: str = ""
+    """Torch's name, as in ``torch.float32``."""
+    sharding: int = REPLICATED
+    """The number of the tensor's sharding in the description."""
+    boxes: tuple[Box, ...] | None = None
+    """This rank's parts of the tensor, where no sharding tells them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """All entries of a rank's state, in its order."""
+
+    entries: Sequence[Entry]
+    shardings: Sequence[Sharding] = ()
+    compared: bool = True
+    """Whether contents are compared with other ranks'; otherwise replicas are written by one rank, as it has them."""
+    lowest_rank_saves: bool = False
+    """Whether replicas are all saved by the lowest rank that holds them, instead of being dealt."""
+    version: str = __version__
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes: the same for the same description, in every process."""
+        rows = [
+            (path.keys, path.containers, path.rank_at, kind, shape, dtype, sharding, boxes)
+            for path, kind, shape, dtype, sharding, boxes in self.entries
+        ]
+        told = (rows, [*self.shardings], self.compared, self.lowest_rank_saves, self.version)
+        return hashlib.blake2b(repr(told).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+    @property
+    def packed(self) -> bytes:
+        """As it is sent."""
+        fields = (self.entries, self.shardings, self.compared, self.lowest_rank_saves, self.version)
+        return zlib.compress(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL), 1)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Description:
+        """What packed bytes stand for."""
+        return cls(*pickle.loads(zlib.decompress(data)))

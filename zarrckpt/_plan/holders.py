@@ -1,0 +1,440 @@
+"""Who holds what: the descriptions of all ranks, by entry and by box, before anything is decided about them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from zarrckpt import _dtypes
+from zarrckpt._chunking import overlapping
+from zarrckpt._documents import MAX_DIMENSIONS
+from zarrckpt._errors import UnsupportedLayoutError, UnsupportedValueError
+from zarrckpt._grid import Box, Ints
+from zarrckpt._plan.description import REPLICATED, Description, Entry
+from zarrckpt._plan.owners import Held, Holders, Numbers
+from zarrckpt._shards import Mesh, mesh_boxes
+from zarrckpt._state_path import RANKS, StatePath
+
+Part = tuple[str, Ints | None]
+"""What ranks may hold alike: a name, and the offset of a box; None for what is no tensor."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What all ranks said: the different descriptions, and which of them each rank gave."""
+
+    descriptions: Sequence[Description]
+    given: Numbers
+    """The number of each rank's description, by its position in the group."""
+    members: Sequence[int]
+    """The ranks' numbers in the default process group, by position."""
+
+    def ranks_of(self, description: int) -> Numbers:
+        """The positions of the ranks that gave a description."""
+        found: Numbers = np.flatnonzero(self.given == description)
+        return found
+
+    @property
+    def in_order(self) -> list[int]:
+        """The numbers of the descriptions, as the lowest ranks gave them."""
+        numbers, first = np.unique(self.given, return_index=True)
+        return [int(numbers[place]) for place in np.argsort(first)]
+
+
+@dataclass(frozen=True)
+class TensorHolders:
+    """One tensor, and who holds which of its boxes."""
+
+    fqn: str
+    shape: Ints
+    dtype: _dtypes.DType
+    held: Holders
+    """One object for all tensors of this shape and dtype that are held alike."""
+    whole: bool = False
+    """Whether one rank must write all of it, see ``owners.Spread``."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The state of all ranks. Ranks are positions in the group."""
+
+    paths: Mapping[str, StatePath]
+    """Every entry's place in the state dict, in the order of the lowest rank's."""
+    tensors: Mapping[str, TensorHolders]
+    values: Mapping[str, Numbers]
+    """Non-tensor entries, with the ranks that hold them; those that may write it, where that is not all the same."""
+    compared: Mapping[str, Numbers]
+    """Non-tensor entries whose contents must be the same on these ranks."""
+    ranks: int
+    """How many ranks save."""
+    differing: Mapping[str, Sequence[int]]
+    """fqns of tensors to which ranks give different forms, and these ranks: only the lowest one's counts."""
+    hollow: frozenset[str] = frozenset()
+    """fqns of empty dicts that are no entries, since other ranks have what is in them."""
+
+    def replicas(self, rank: int) -> dict[bytes, list[Part]]:
+        """What a rank holds that other ranks hold, too, by the ranks that do (their positions, as int64 bytes)."""
+        found: dict[bytes, list[Part]] = {}
+        for fqn, ranks in self.compared.items():
+            if len(ranks) > 1 and rank in ranks:
+                found.setdefault(ranks.tobytes(), []).append((fqn, None))
+        known: dict[int, list[tuple[bytes, Ints]]] = {}
+        for tensor in self.tensors.values():
+            if tensor.held.alone:
+                continue
+            if id(tensor.held) not in known:
+                known[id(tensor.held)] = [*_shared_boxes(tensor.held, rank)]
+            for ranks_key, offset in known[id(tensor.held)]:
+                found.setdefault(ranks_key, []).append((tensor.fqn, offset))
+        return found
+
+
+def _shared_boxes(held: Holders, rank: int) -> Iterator[tuple[bytes, Ints]]:
+    for number in held.boxes_of(rank).tolist():
+        ranks = held.ranks_of(number)
+        if len(ranks) > 1:
+            yield ranks.tobytes(), held.boxes[number].offset
+
+
+class _Claim(NamedTuple):
+    """What a description says of a name."""
+
+    description: int
+    entry: Entry
+
+
+class _Own(NamedTuple):
+    """What one rank keeps for itself."""
+
+    number: int
+    """Of the rank, in the default process group."""
+    rank: int
+    entry: Entry
+
+    @property
+    def path(self) -> StatePath:
+        return self.entry.path.with_rank(str(self.number))
+
+
+def hold(told: Told, only: Mapping[Part, int] | None = None) -> Holdings:
+    """Gather what all ranks hold. No I/O.
+
+    ``only`` names parts that ranks hold differently, and the one rank whose part counts. Raises UnsupportedLayoutError
+    naming the fqn where ranks have another shape, dtype or kind under one name, or boxes that overlap or leave gaps.
+    """
+    return _Gathering(told, only or {}).holdings()
+
+
+class _Gathering:
+    def __init__(self, told: Told, only: Mapping[Part, int]) -> None:
+        self._told = told
+        self._only = only
+        self._paths: dict[str, StatePath] = {}
+        self._claims: dict[str, list[_Claim]] = {}
+        self._own: dict[StatePath, list[_Own]] = {}
+        """By the path with RANKS in the place of the rank's number."""
+        self.ranks = {number: told.ranks_of(number) for number in told.in_order}
+        self._position = {number: place for place, number in enumerate(told.members)}
+        self._lowest = any(description.lowest_rank_saves for description in told.descriptions)
+        self._differing: dict[str, list[int]] = {}
+        self._known: dict[object, tuple[Holders, bool]] = {}
+
+    def holdings(self) -> Holdings:
+        self._read_descriptions()
+        tensors = self._tensors()
+        stacks, stack_of = self._stacks()
+        for rows in self._own.values():
+            for own in rows:
+                if own.entry.kind == "tensor" and own.path.fqn not in stack_of:
+                    tensors[own.path.fqn] = self._alone(own)
+        values = {fqn: self._ranks_with(rows) for fqn, rows in self._claims.items() if rows[0].entry.kind != "tensor"}
+        compared = {
+            fqn: ranks for fqn, ranks in values.items() if all(self._is_compared(row) for row in self._claims[fqn])
+        }
+        hollow = frozenset(fqn for fqn in values if self._is_hollow(fqn, values[fqn]))
+        writers = {
+            fqn: self._writers(fqn, ranks, fqn in compared) for fqn, ranks in values.items() if fqn not in hollow
+        }
+        for rows in self._own.values():
+            writers |= {own.path.fqn: np.array([own.rank]) for own in rows if own.entry.kind != "tensor"}
+        paths: dict[str, StatePath] = {}
+        for fqn, path in self._paths.items():
+            name = stack_of.get(fqn, fqn)
+            if name in stacks or name in tensors or name in writers:
+                paths.setdefault(name, stacks[name][0] if name in stacks else path)
+        tensors |= {name: holders for name, (_, holders) in stacks.items()}
+        ordered = {name: tensors[name] for name in paths if name in tensors}
+        values = {name: writers[name] for name in paths if name in writers}
+        return Holdings(paths, ordered, values, compared, len(self._told.given), self._differing, hollow)
+
+    def _read_descriptions(self) -> None:
+        """Gather claims by name. The paths come in the order of the lowest rank's state; then what only others have."""
+        for number, ranks in self.ranks.items():
+            lowest = int(ranks[0])
+            for entry in self._told.descriptions[number].entries:
+                if entry.path.rank_at is None:
+                    self._paths.setdefault(entry.path.fqn, entry.path)
+                    self._claims.setdefault(entry.path.fqn, []).append(_Claim(number, entry))
+                else:
+                    path = entry.path.with_rank(str(self._told.members[lowest]))
+                    self._paths.setdefault(path.fqn, path)
+        kept = [_kept_by_ranks(description) for description in self._told.descriptions]
+        for rank, number in enumerate(self._told.given.tolist()):
+            for entry in kept[number]:
+                own = _Own(self._told.members[rank], rank, entry)
+                self._own.setdefault(entry.path.with_rank(RANKS), []).append(own)
+                self._paths.setdefault(own.path.fqn, own.path)
+        both = {own.path.fqn for rows in self._own.values() for own in rows} & self._claims.keys()
+        if both:
+            raise UnsupportedLayoutError(
+                f"{min(both)!r} is what one rank keeps for itself (PerRank), and an entry of all on another: give the "
+                "two different names"
+            )
+
+    # -- tensors
+
+    def _tensors(self) -> dict[str, TensorHolders]:
+        found = {}
+        for fqn, claims in self._claims.items():
+            if any(claim.entry.kind == "tensor" for claim in claims):
+                found[fqn] = self._tensor(fqn, self._of_one_form(fqn, claims))
+        return found
+
+    def _of_one_form(self, fqn: str, claims: list[_Claim]) -> list[_Claim]:
+        """Claims of one shape and dtype. Of plain tensors that differ, which nothing says to be one, the lowest's."""
+        first = claims[0].entry
+        odd = [claim for claim in claims if claim.entry[1:4] != first[1:4]]
+        if not odd:
+            return claims
+        if (
+            any(claim.entry[1] != first.kind for claim in odd)
+            or not all(_is_plain(claim.entry) and len(claim.entry.shape) == len(first.shape) for claim in claims)
+            or not all(self._told.descriptions[claim.description].compared for claim in claims)
+        ):
+            self._refuse(fqn, claims[0], odd[0])
+        self._differing[fqn] = sorted(int(rank) for claim in claims for rank in self.ranks[claim.description])
+        self._claims[fqn] = kept = [claim for claim in claims if claim not in odd]
+        return kept
+
+    def _refuse(self, fqn: str, known: _Claim, other: _Claim) -> NoReturn:
+        rank = int(self.ranks[other.description][0])
+        if known.entry.kind != other.entry.kind:
+            rank = rank if other.entry.kind != "tensor" else int(self.ranks[known.description][0])
+            raise UnsupportedLayoutError(
+                f"{fqn!r} is a tensor on one rank and a value on rank {rank}: give the two different names"
+            )
+        raise UnsupportedLayoutError(
+            f"{fqn!r} is {known.entry.dtype} {known.entry.shape} on one rank and {other.entry.dtype} "
+            f"{other.entry.shape} on rank {rank}: give the two different names"
+        )
+
+    def _tensor(self, fqn: str, claims: Sequence[_Claim]) -> TensorHolders:
+        entry = claims[0].entry
+        only = {at: rank for (name, at), rank in self._only.items() if name == fqn and at is not None}
+        rows = tuple((claim.description, claim.entry.sharding, claim.entry.boxes) for claim in claims)
+        key = (entry.shape, entry.dtype, rows, tuple(only.items()))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._held(fqn, entry.shape, claims, only)
+        return TensorHolders(fqn, entry.shape, _dtype(fqn, entry.dtype), *known)
+
+    def _held(self, fqn: str, shape: Ints, claims: Sequence[_Claim], only: Mapping[Ints, int]) -> tuple[Holders, bool]:
+        """The holders of a tensor's boxes, and whether one rank must write all."""
+        ranks_of: dict[Box, list[int]] = {}
+        whole = tiled = False
+        for description, entry in claims:
+            ranks = self.ranks[description]
+            plain = _is_plain(entry)
+            whole |= plain and not self._told.descriptions[description].compared
+            tiled = len(claims) == 1 and entry.sharding != REPLICATED
+            for box, rank in self.boxes(entry, self._told.descriptions[description], ranks):
+                ranks_of.setdefault(box, []).append(rank)
+        twice = [box for box, ranks in ranks_of.items() if len({*ranks}) < len(ranks) and box.size]
+        if twice:
+            raise UnsupportedLayoutError(f"shards of {fqn!r} (shape {shape}) overlap: {_shown([*twice, *twice])}")
+        for box in [box for box in ranks_of if box.offset in only]:
+            ranks_of[box] = [only[box.offset]]
+        least = min if self._lowest else None
+        rows = [
+            Held(box, (least(ranks),) if least else tuple(sorted({*ranks})))
+            for box, ranks in ranks_of.items()
+            if box.size
+        ]
+        held = Holders(rows)
+        _check_cover(fqn, shape, held.boxes, tiled)
+        return held, whole and not held.alone
+
+    def boxes(self, entry: Entry, description: Description, ranks: Numbers) -> Iterator[tuple[Box, int]]:
+        """The boxes of a tensor that each of the ranks holds that gave a description."""
+        if entry.sharding == REPLICATED:
+            own = entry.boxes if entry.boxes is not None else (Box((0,) * len(entry.shape), entry.shape),)
+            yield from ((box, rank) for box in own for rank in ranks.tolist())
+            return
+        sharding = description.shardings[entry.sharding]
+        said = {*ranks.tolist()}
+        places = [self._position.get(number, -1) for number in sharding.ranks]
+        for place, boxes in zip(places, mesh_boxes(entry.shape, Mesh(sharding.mesh, sharding.cuts)), strict=True):
+            if place in said:
+                yield from ((box, place) for box in boxes)
+
+    def wanted(self, claims: Iterable[_Claim]) -> list[Held]:
+        """The boxes of a tensor, each with all ranks that have it."""
+        ranks_of: dict[Box, list[int]] = {}
+        for number, entry in claims:
+            for box, rank in self.boxes(entry, self._told.descriptions[number], self.ranks[number]):
+                ranks_of.setdefault(box, []).append(rank)
+        return [Held(box, tuple(sorted({*ranks}))) for box, ranks in ranks_of.items() if box.size]
+
+    # -- what each rank keeps for itself
+
+    def _stacks(self) -> tuple[dict[str, tuple[StatePath, TensorHolders]], dict[str, str]]:
+        """Stack the tensors of ranks under one name, where those of at least two, or of all, have one form.
+
+        Of several forms, the one that most ranks have; the others' tensors stay as they are.
+        """
+        made: dict[str, tuple[StatePath, TensorHolders]] = {}
+        stack_of: dict[str, str] = {}
+        known: dict[object, Holders] = {}
+        for path, rows in self._own.items():
+            forms: dict[tuple[Ints, str], list[_Own]] = {}
+            for own in rows:
+                if own.entry.kind == "tensor" and len(own.entry.shape) < MAX_DIMENSIONS:
+                    forms.setdefault((own.entry.shape, own.entry.dtype), []).append(own)
+            if not forms:
+                continue
+            largest: list[_Own] = max(forms.values(), key=lambda those: len(those))
+            most = sorted(largest, key=lambda own: own.number)
+            if len(most) == 1 < len(forms):
+                continue
+            stack = StatePath(path.keys, path.containers, [own.number for own in most], path.rank_at)
+            if stack.fqn in self._paths or stack.fqn in made:
+                raise UnsupportedValueError(
+                    f"what ranks keep for themselves in {most[0].path.fqn!r} is saved under the name {stack.fqn!r}, "
+                    "which another entry has; rename that one"
+                )
+            made[stack.fqn] = (stack, _stacked(stack.fqn, most, known))
+            stack_of |= {own.path.fqn: stack.fqn for own in most}
+        return made, stack_of
+
+    def _alone(self, own: _Own) -> TensorHolders:
+        shape = own.entry.shape
+        box = Box((0,) * len(shape), shape)
+        held = Holders([Held(box, (own.rank,))] if box.size else [])
+        return TensorHolders(own.path.fqn, shape, _dtype(own.path.fqn, own.entry.dtype), held)
+
+    # -- values
+
+    def _ranks_with(self, claims: Iterable[_Claim]) -> Numbers:
+        ranks: Numbers = np.sort(np.concatenate([self.ranks[claim.description] for claim in claims]))
+        return ranks
+
+    def _is_compared(self, claim: _Claim) -> bool:
+        return claim.entry.kind != "opaque" and self._told.descriptions[claim.description].compared
+
+    def _writers(self, fqn: str, ranks: Numbers, compared: bool) -> Numbers:
+        """Who may write a value. What is known to be alike, anybody; of others the lowest rank's is taken."""
+        if (fqn, None) in self._only:
+            return np.array([self._only[fqn, None]])
+        return ranks if compared and not self._lowest else ranks[:1]
+
+    def _is_hollow(self, fqn: str, ranks: Numbers) -> bool:
+        """Whether a name is an empty dict where other ranks have entries in it.
+
+        A full state dict is rank 0's alone, and empty on the others: the same group, and no entry beside it.
+        """
+        if any(claim.entry.kind != "empty" for claim in self._claims[fqn]):
+            return False
+        below = [rows for name, rows in self._claims.items() if name.startswith(f"{fqn}.")]
+        others = [self._ranks_with(rows) for rows in below]
+        return any(not np.isin(those, ranks).all() for those in others)
+
+
+def wanted(told: Told) -> dict[str, list[Held]]:
+    """Who is to fill which boxes, by fqn: for loads, whose targets may overlap and need not cover anything.
+
+    One object for all tensors of one shape that are held alike.
+    """
+    gathering = _Gathering(told, {})
+    claims: dict[str, list[_Claim]] = {}
+    for number in gathering.ranks:
+        for entry in told.descriptions[number].entries:
+            claims.setdefault(entry.path.fqn, []).append(_Claim(number, entry))
+    known: dict[object, list[Held]] = {}
+    found = {}
+    for fqn, rows in claims.items():
+        key = tuple((row.description, row.entry.shape, row.entry.sharding, row.entry.boxes) for row in rows)
+        if key not in known:
+            known[key] = gathering.wanted(rows)
+        found[fqn] = known[key]
+    return found
+
+
+def _kept_by_ranks(description: Description) -> list[Entry]:
+    return [entry for entry in description.entries if entry.path.rank_at is not None]
+
+
+def _is_plain(entry: Entry) -> bool:
+    return entry.kind == "tensor" and entry.sharding == REPLICATED and entry.boxes is None
+
+
+def _stacked(fqn: str, rows: Sequence[_Own], known: dict[object, Holders]) -> TensorHolders:
+    shape = rows[0].entry.shape
+    ranks = tuple(own.rank for own in rows)
+    dtype = _dtype(fqn, rows[0].entry.dtype)
+    key = (shape, ranks)
+    if key not in known:
+        origin = (0,) * len(shape)
+        boxes = (Box((place, *origin), (1, *shape)) for place in range(len(rows)))
+        known[key] = Holders([Held(box, (rank,)) for box, rank in zip(boxes, ranks, strict=True) if box.size])
+    return TensorHolders(fqn, (len(rows), *shape), dtype, known[key])
+
+
+@lru_cache(maxsize=256)
+def _known_dtype(name: str) -> _dtypes.DType:
+    return _dtypes.by_torch_name(name)
+
+
+def _dtype(fqn: str, name: str) -> _dtypes.DType:
+    try:
+        return _known_dtype(name)
+    except UnsupportedValueError as err:
+        raise UnsupportedValueError(f"{fqn!r}: {err}") from err
+
+
+def _check_cover(fqn: str, shape: Ints, boxes: Sequence[Box], tiled: bool) -> None:
+    """The boxes must tile the tensor: every element has one place that it comes from.
+
+    ``tiled``: they are some of those that one mesh cuts, which do not overlap.
+    """
+    for box in () if tiled else boxes:
+        if any(o < 0 or o + n > s for o, n, s in zip(*box, shape, strict=True)):
+            raise UnsupportedLayoutError(f"a shard of {fqn!r} is outside its shape {shape}: {_shown([box])}")
+    pair = None if tiled or _side_by_side(shape, boxes) else overlapping(boxes)
+    if pair is not None:
+        raise UnsupportedLayoutError(f"shards of {fqn!r} (shape {shape}) overlap: {_shown(pair)}")
+    size, found = Box((0,) * len(shape), shape).size, sum(box.size for box in boxes)
+    if size != found:
+        raise UnsupportedLayoutError(
+            f"the shards of {fqn!r} hold {found} of the {size} elements of shape {shape}: {_shown(boxes)}; is a rank "
+            "missing from the save, or its state dict without this key?"
+        )
+
+
+def _side_by_side(shape: Ints, boxes: Sequence[Box]) -> bool:
+    """Whether boxes that are cut along one dimension only follow one another. Of others it is not known."""
+    cut = [dim for dim, n in enumerate(shape) if any(box.shape[dim] != n for box in boxes)]
+    if len(cut) != 1:
+        return False
+    spans = sorted((box.offset[cut[0]], box.offset[cut[0]] + box.shape[cut[0]]) for box in boxes)
+    return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
+def _shown(boxes: Iterable[Box]) -> str:
+    ordered = sorted(boxes)
+    shown = [f"offset {box.offset} shape {box.shape}" for box in ordered[:6]]
+    return "; ".join(shown) + ("; ..." if len(ordered) > 6 else "")

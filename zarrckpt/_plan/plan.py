@@ -1,0 +1,176 @@
+"""A whole save as planned: which array each tensor becomes, which rank writes which chunk. The same on every rank."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+from zarrckpt import _names
+from zarrckpt._chunking import (
+    MAX_CHUNK_BYTES,
+    choose_grid,
+    default_fill_bytes,
+    default_min_piece_bytes,
+)
+from zarrckpt._compression import Compression
+from zarrckpt._documents import ArrayNode, compressible
+from zarrckpt._grid import Box, Grid, Ints
+from zarrckpt._markers import Marker
+from zarrckpt._plan.holders import Holdings, TensorHolders
+from zarrckpt._plan.owners import Dealt, Spread, deal
+from zarrckpt._plan.rank_plan import RankPlan, rank_plan
+from zarrckpt._root import parent_groups
+from zarrckpt._state_path import StatePath
+from zarrckpt._transfer import check_limits
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole checkpoint as planned: every entry's place in the state dict and in the tree."""
+
+    paths: Mapping[str, StatePath]
+    node_paths: Mapping[str, str]
+    tensors: Mapping[str, ArrayNode]
+    objects: frozenset[str]
+    """fqns of non-tensor entries; whether each becomes a value or a blob is known when it is written."""
+    world_size: int
+
+    def marker(self, attempt: str, started: str) -> Marker:
+        """What an attempt with this layout may write."""
+        arrays = sorted([*(n.path for n in self.tensors.values()), *(self.node_paths[f] for f in self.objects)])
+        return Marker(attempt, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
+
+
+LEAST_FITTING = 16 << 20
+"""For a smaller bound of memory, no smaller chunks are made: they would be too many."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of bytes that steer a plan, see :func:`zarrckpt.save`. None: chosen from ranks and state."""
+
+    max_chunk: int = MAX_CHUNK_BYTES
+    min_piece: int | None = None
+    fill: int | None = None
+
+    @classmethod
+    def checked(cls, max_chunk: int, min_piece: int | None, fill: int | None, max_inflight: int) -> Sizes:
+        """From the arguments of a save. Raises TypeError and ValueError naming the argument."""
+        check_limits(max_chunk_bytes=max_chunk, max_inflight_bytes=max_inflight)
+        if fill is not None:
+            check_limits(fill_bytes=fill)
+        if min_piece is not None:
+            check_limits(0, min_piece_bytes=min_piece)
+        # A chunk that is copied is in memory as a whole, but for local files; an eighth is for what is rounded up.
+        fits = max(max_inflight - max_inflight // 8, LEAST_FITTING)
+        return cls(min(max_chunk, fits), min_piece, fill)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the coordinator decides for all ranks."""
+
+    compression: Compression | None = None
+    sizes: Sizes = Sizes()
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """A whole save as planned."""
+
+    holdings: Holdings
+    layout: Layout
+    dealt: Dealt
+    writers: Mapping[str, int]
+    """Non-tensor entries, with the rank that writes each."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether any piece moves between ranks."""
+        return bool((self.dealt.bundle >= 0).any())
+
+    def part(self, rank: int) -> RankPlan:
+        """What one rank does."""
+        paths = {fqn: self.layout.node_paths[fqn] for fqn, writer in self.writers.items() if writer == rank}
+        return rank_plan(rank, self.layout.tensors, self.dealt, paths)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes of all that ranks must have computed alike."""
+        nodes = [(fqn, n.path, n.grid, n.dtype.name, n.compression) for fqn, n in self.layout.tensors.items()]
+        told = repr((nodes, sorted(self.writers.items()), [*self.layout.node_paths.items()]))
+        made = hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=16)
+        made.update(self.dealt.owner.astype("<i8").tobytes())
+        return made.digest()
+
+
+def plan_save(held: Holdings, options: Options) -> SavePlan:
+    """Lay out a checkpoint from what all ranks hold, and choose the rank that writes each chunk and each value.
+
+    No I/O. Every rank calls it with the same arguments.
+    """
+    with _no_collection():
+        by_path = _names.unique_paths([tuple(path) for path in held.paths.values()])
+        node_paths = {fqn: by_path[tuple(path)] for fqn, path in held.paths.items()}
+        grids = _Grids(options.sizes, held)
+        tensors: dict[str, ArrayNode] = {}
+        spreads = []
+        for fqn, tensor in held.tensors.items():
+            grid = grids.of(tensor)
+            chosen = options.compression if compressible(grid, tensor.dtype) else None
+            tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, compression=chosen)
+            spreads.append(Spread(fqn, grid, tensor.dtype.itemsize, tensor.held, tensor.whole))
+        layout = Layout(held.paths, node_paths, tensors, frozenset(held.values), held.ranks)
+        # In turn: they are small, and whoever writes them all would be the last.
+        writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(held.values.items())}
+        return SavePlan(held, layout, deal(spreads, held.ranks), writers)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hold the garbage collector off: it would look through millions of live objects again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _Grids:
+    """The grids of tensors: the same for the same boxes, so that thousands of alike layers are looked at once."""
+
+    def __init__(self, sizes: Sizes, held: Holdings) -> None:
+        total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in held.tensors.values())
+        self._max_chunk = sizes.max_chunk
+        self._min_piece = default_min_piece_bytes(held.ranks) if sizes.min_piece is None else sizes.min_piece
+        self._fill = default_fill_bytes(total, held.ranks) if sizes.fill is None else sizes.fill
+        self._known: dict[tuple[Ints, int, Sequence[Box]], Grid] = {}
+        self._alike: dict[tuple[int, int], Grid] = {}
+
+    def of(self, tensor: TensorHolders) -> Grid:
+        """The grid of a tensor."""
+        key = (id(tensor.held), tensor.dtype.itemsize)
+        if key not in self._alike:
+            self._alike[key] = self._of_boxes(tensor)
+        return self._alike[key]
+
+    def _of_boxes(self, tensor: TensorHolders) -> Grid:
+        boxes = tensor.held.boxes
+        key = (tensor.shape, tensor.dtype.itemsize, boxes)
+        if key not in self._known:
+            self._known[key] = choose_grid(
+                tensor.shape,
+                boxes,
+                tensor.dtype.itemsize,
+                max_chunk_bytes=self._max_chunk,
+                min_piece_bytes=self._min_piece,
+                fill_bytes=self._fill,
+            )
+        return self._known[key]

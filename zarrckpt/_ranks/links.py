@@ -1,0 +1,126 @@
+"""What torch gives to connect ranks: its store, and gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
+
+import torch.distributed as dist
+
+from zarrckpt._errors import CheckpointError
+from zarrckpt._torch_private import lazy_gloo_options
+
+# torch's stubs lack what its compiled part brings; a torch built without it still imports this.
+_c10d: Any = dist
+_Store: Any = getattr(dist, "Store", object)
+
+CONNECT_TIMEOUT = timedelta(seconds=60)
+
+
+def default_store() -> Any:
+    """The store that the default process group was made with: the only one that all ranks surely have."""
+    return _c10d.group.WORLD.get_group_store()
+
+
+def cloned(store: Any) -> Any:
+    """A connection of one's own to a store: a request that waits must not hold the one that training uses."""
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError) as err:
+        raise CheckpointError(
+            f"the default process group's store ({type(store).__name__}) cannot be used by zarrckpt to bring the ranks "
+            f"together: {str(err).splitlines()[0]}. Initialize torch.distributed with an address (env://, tcp:// or "
+            "file://), which the backends gloo and nccl do; the backend mpi has no such store"
+        ) from err
+
+
+class Addresses(_Store):  # type: ignore[misc]
+    """The store as one mesh sees it: under the mesh's name, and held only as long as a call is going on.
+
+    A mesh is kept between calls. If it held the store itself, the port of rank 0's store would stay in use after
+    destroy_process_group.
+    """
+
+    def __init__(self, name: str, store: Any) -> None:
+        super().__init__()
+        self.name = name
+        self.store = store
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._held().get(f"{self.name}/{key}")
+        return value
+
+    def set(self, key: str, value: Any) -> None:
+        self._held().set(f"{self.name}/{key}", value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = CONNECT_TIMEOUT) -> None:
+        self._held().wait([f"{self.name}/{key}" for key in keys], timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._held().check([f"{self.name}/{key}" for key in keys]))
+
+    def _held(self) -> Any:
+        if self.store is None:
+            raise RuntimeError("the store was let go of")
+        return self.store
+
+
+def lazy_group(addresses: Addresses, rank: int, size: int) -> Any:
+    """A gloo group of its own, whose connections are made on demand. It is registered nowhere.
+
+    It has a device (a listening socket and a thread) of its own: gloo's lazy groups cannot share one, since the first
+    that goes shuts it down.
+    """
+    if not dist.is_gloo_available():
+        raise CheckpointError("this torch was built without gloo, which zarrckpt needs to connect ranks")
+    gloo = _c10d.ProcessGroupGloo
+    return gloo(addresses, rank, size, lazy_gloo_options(gloo, _device(addresses.store), CONNECT_TIMEOUT))
+
+
+def _device(store: Any) -> Any:
+    gloo = _c10d.ProcessGroupGloo
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+    if interface:
+        return gloo.create_device(interface=interface, lazy_init=True)
+    address = local_address(store)
+    if address is not None:
+        return gloo.create_device(hostname=address, lazy_init=True)
+    return gloo.create_default_device(lazy_init=True)
+
+
+def local_address(store: Any) -> str | None:
+    """This host's address towards the store's host: the others reach the store, so this network connects all of them.
+
+    None where the store is no server (a file), or nothing tells.
+    """
+    while isinstance(store, _c10d.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, _c10d.TCPStore):
+        return None
+    address = _source_towards(store.host, store.port)
+    if address is None or (ip_address(address).is_loopback and not _means_loopback(store.host)):
+        # On the store's own host its name may stand for a loopback address; the others need the one they can reach.
+        address = _source_towards("192.0.2.1", 9) or address
+    return address
+
+
+def _source_towards(host: str, port: int) -> str | None:
+    try:
+        for family, kind, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                probe.connect(target)  # sends nothing
+                return str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None
+
+
+def _means_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host in ("localhost", "ip6-localhost", "localhost.localdomain")

@@ -1,0 +1,314 @@
+"""A private mesh of connections between ranks: control messages along a tree, pieces between any two.
+
+Never the user's group: nothing here is a collective, and training may be in the midst of one. The mesh is kept between
+calls. gloo tells of a dead peer only who has a receive pending on it, so one is pending on every edge at all times, in
+a thread of its own; gloo's waits are calls into C++ that Ctrl-C does not reach, so none is made in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zarrckpt._errors import CheckpointError
+from zarrckpt._ranks.joining import Party, connected
+from zarrckpt._ranks.links import CONNECT_TIMEOUT, Addresses, default_store
+
+FANOUT = 32
+"""Children of a rank in the tree: up to 33 ranks it is a star."""
+
+FLUSH_SECONDS = 2.0
+"""How long a rank that leaves waits for its last messages to be sent."""
+
+FOREVER = timedelta(days=3650)
+"""What gloo is asked to wait: a wait that times out closes all pairs of its group."""
+
+_FRAME = 512
+_HEAD = struct.Struct(">QQ")
+"""The length of a message, and how many messages the sender has received on this edge."""
+_CONTROL, _CLOSING, _FIRST_PIECE = 0, 1, 2
+"""gloo's tags: those of the pieces come after."""
+
+
+class Message(NamedTuple):
+    kind: str
+    call: int
+    round: int
+    body: Any
+
+
+Sink = Callable[["Mesh", int, Message | None], None]
+"""What takes an edge's messages: the mesh, the peer's position, and None where its connection is closed."""
+
+
+class Mesh:
+    """One rank's end of a mesh. Positions are those in the order of the members."""
+
+    def __init__(self, party: Party, group: Any, addresses: Addresses) -> None:
+        self.position = party.position
+        size = len(party.members)
+        self.parent = None if self.position == 0 else (self.position - 1) // FANOUT
+        first = self.position * FANOUT + 1
+        self.children = range(min(first, size), min(first + FANOUT, size))
+        self.edges = [*([] if self.parent is None else [self.parent]), *self.children]
+        self.calls = 0
+        """Calls that were begun on it: the same number on all ranks."""
+        self._group: Any = group
+        self._addresses = addresses
+        self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else None
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._sink: Sink | None = None
+        self._left = False
+        self._early: list[tuple[int, Message | None]] = []
+        self._sending = threading.Lock()
+        self._received = dict.fromkeys(self.edges, 0)
+        self._numbers = dict.fromkeys(self.edges, 0)
+        self._sent: dict[int, deque[tuple[int, Any, Any]]] = {peer: deque() for peer in self.edges}
+        self._connected: set[int] = set()
+        self._reached: set[int] = set()
+        began: SimpleQueue[None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._read, args=(group, peer, began.put), name="zarrckpt-edge", daemon=True)
+            for peer in self.edges
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+            # All connections of the tree are there before it is used: the store is at hand now, and what is sent on
+            # one that is only being made would wait. Each is made, or fails, within CONNECT_TIMEOUT.
+            for _ in self.edges:
+                began.get(timeout=2 * CONNECT_TIMEOUT.total_seconds())
+        except BaseException:
+            self.close()
+            raise
+
+    def fit(self) -> bool:
+        """Whether it was made in this process, within the default group of now."""
+        world = None if self._world is None else self._world()
+        return not self._closed and self._pid == os.getpid() and world is not None and world is dist.group.WORLD
+
+    def usable(self, call: str | None) -> bool:
+        """Whether nobody has left it; or else whether who left it came to this call before, and is to end it so."""
+        with self._lock:
+            messages = [message for _, message in self._early]
+        if any(
+            message is not None and message[:2] == ("abort", self.calls + 1) and message.body[1] == call
+            for message in messages
+        ):
+            return self.fit()
+        left = self._left or any(message is not None and message.kind in ("abort", "rejoin") for message in messages)
+        return self.fit() and not left
+
+    def attach(self, sink: Sink) -> None:
+        """Hand all messages to a call, beginning with those that came before it."""
+        with self._lock:
+            self._sink = sink
+            early, self._early = self._early, []
+            for peer, message in early:
+                sink(self, peer, message)
+
+    def detach(self) -> None:
+        """The call is over: what comes from now on belongs to the next."""
+        with self._lock:
+            self._sink = None
+        self._addresses.store = None
+
+    def put_back(self, ahead: list[tuple[int, Message]]) -> None:
+        """Messages of the next call that came to this one, which was detached."""
+        with self._lock:
+            self._early = [*ahead, *self._early]
+
+    def begin(self) -> None:
+        """One more call uses it."""
+        self.calls += 1
+        self._addresses.store = default_store()
+
+    def send(self, peers: Iterable[int], message: Message) -> None:
+        """Send along edges. Never waits; that a peer is gone is told by what is received from it."""
+        data = pickle.dumps(tuple(message), protocol=5)
+        inline = min(len(data), _FRAME - _HEAD.size)
+        rest = np.frombuffer(data[inline:], np.uint8).copy()
+        for peer in peers:
+            with self._sending, contextlib.suppress(RuntimeError):
+                if peer not in self._connected or self._group is None:
+                    continue
+                head = _HEAD.pack(len(data), self._received[peer]) + data[:inline]
+                frame = np.frombuffer(head.ljust(_FRAME, b"\0"), np.uint8).copy()
+                self._numbers[peer] += 1
+                for part in (frame, rest) if len(rest) else (frame,):
+                    tensor = torch.from_numpy(part)
+                    # Held until the peer says that it came: gloo's own waits for it may never end.
+                    work = self._group.send([tensor], peer, _CONTROL)
+                    self._sent[peer].append((self._numbers[peer], work, tensor))
+
+    def piece(self, way: str, peer: int, data: Any, tag: int) -> Any:
+        """Begin to send ('send') or receive ('recv') a piece. Raises RuntimeError where the peer is gone.
+
+        With a peer's first one, this waits until it is connected.
+        """
+        group = self._group
+        if group is None:
+            raise RuntimeError("the mesh is closed")
+        work = getattr(group, way)([torch.from_numpy(data)], peer, _FIRST_PIECE + tag)
+        self._reached.add(peer)
+        return work
+
+    def close(self, flush: float = FLUSH_SECONDS) -> None:
+        """Leave for good: every peer is told by its closed connection."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._pid != os.getpid():
+            _inherited.append(self)
+            return
+        self._flush(flush)
+        with self._sending:
+            group, self._group = self._group, None
+        # gloo has no call for it, but a receive that times out closes all pairs of its group. One from a peer that has
+        # left fails before that, and closes none; one from a peer that is not connected would wait for it.
+        for peer in [*self._connected, *self._reached]:
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.zeros(1, dtype=torch.uint8)], peer, _CLOSING).wait(timedelta(milliseconds=1))
+        del group
+        self._addresses.store = None
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(1.0)
+
+    def _flush(self, seconds: float) -> None:
+        """Wait until what was said last is on its way."""
+        with self._sending:
+            works = [work for sent in self._sent.values() for _, work, _ in sent]
+        if works:
+            # In a thread: it takes for ever where a peer is stopped.
+            waiter = threading.Thread(target=_wait_for, args=(works,), name="zarrckpt-flush", daemon=True)
+            waiter.start()
+            waiter.join(seconds)
+
+    def _read(self, group: Any, peer: int, began: Callable[[None], None]) -> None:
+        """Take what comes along an edge, until it is closed; a receive is pending all the time."""
+        frame = torch.empty(_FRAME, dtype=torch.uint8)
+        with contextlib.suppress(RuntimeError):
+            receive = group.recv([frame], peer, _CONTROL)
+            self._connected.add(peer)
+            began(None)
+            while True:
+                receive.wait(FOREVER)
+                data = frame.numpy().tobytes()
+                length, known = _HEAD.unpack_from(data)
+                self._forget_sent(peer, known)
+                data = data[_HEAD.size : _HEAD.size + length]
+                if len(data) < length:
+                    rest = np.empty(length - len(data), np.uint8)
+                    group.recv([torch.from_numpy(rest)], peer, _CONTROL).wait(FOREVER)
+                    data += rest.tobytes()
+                self._received[peer] += 1
+                self._deliver(peer, Message(*pickle.loads(data)))
+                receive = group.recv([frame], peer, _CONTROL)
+        began(None)
+        self._connected.discard(peer)
+        self._forget_sent(peer, self._numbers[peer])
+        self._deliver(peer, None)
+
+    def _deliver(self, peer: int, message: Message | None) -> None:
+        with self._lock:
+            self._left = self._left or message is None
+            if self._sink is not None:
+                self._sink(self, peer, message)
+            else:
+                self._early.append((peer, message))
+
+    def _forget_sent(self, peer: int, known: int) -> None:
+        with self._sending:
+            sent = self._sent[peer]
+            while sent and sent[0][0] <= known:
+                sent.popleft()
+
+
+def _wait_for(works: list[Any]) -> None:
+    while works:
+        with contextlib.suppress(RuntimeError):
+            works.pop().wait(FOREVER)
+
+
+class Place:
+    """Where a process keeps the mesh of some members between calls. One call at a time uses it."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.mesh: Mesh | None = None
+
+    def clear(self) -> None:
+        mesh, self.mesh = self.mesh, None
+        if mesh is not None:
+            mesh.close()
+
+
+_places: dict[tuple[tuple[int, ...], bool], Place] = {}
+_places_lock = threading.Lock()
+_inherited: list[Mesh] = []
+"""Meshes of the process that this one was forked from: they are neither used nor let go of."""
+
+
+@contextlib.contextmanager
+def place_of(party: Party) -> Iterator[Place]:
+    """The place of a party, for this call alone. Raises CheckpointError where another call does not end."""
+    with _places_lock:
+        place = _places.setdefault((party.members, party.background), Place())
+        others = [other for other in _places.values() if other is not place]
+    if not place.turn.acquire(timeout=min(party.timeout, threading.TIMEOUT_MAX)):
+        raise CheckpointError(
+            f"{party.call}: another call of the same ranks, in another thread of this process, has not ended within "
+            f"{party.timeout:g} s. Wait for it before this one, or wait longer with timeout="
+        )
+    try:
+        for other in others:
+            _let_go(other)
+        if place.mesh is not None and not place.mesh.usable(party.call):
+            place.clear()
+        yield place
+    finally:
+        place.turn.release()
+
+
+def made(party: Party, cancelled: Callable[[], bool] = lambda: False) -> Mesh:
+    """A fresh mesh. Every member must call it; raises CheckpointError where one does not within the timeout."""
+    with connected(party, cancelled) as (group, addresses):
+        return Mesh(party, group, addresses)
+
+
+def _let_go(place: Place) -> None:
+    """Close what another group of before has left."""
+    if place.turn.acquire(blocking=False):
+        try:
+            if place.mesh is not None and not place.mesh.fit():
+                place.clear()
+        finally:
+            place.turn.release()
+
+
+@atexit.register
+def forget_all() -> None:
+    """Close all meshes that are kept: gloo's threads must end before the interpreter does."""
+    began = time.monotonic()
+    for place in [*_places.values()]:
+        mesh, place.mesh = place.mesh, None
+        if mesh is not None:
+            mesh.close(max(0.0, FLUSH_SECONDS - (time.monotonic() - began)))

@@ -1,0 +1,138 @@
+"""Pieces of data that ranks hand each other within a call, on connections that are made when first used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from zarrckpt._ranks.errors import PeerLost
+from zarrckpt._ranks.mesh import FOREVER, Mesh
+
+Bytes = npt.NDArray[np.uint8]
+
+_POLL_SECONDS = 0.5
+
+_Queue = SimpleQueue[tuple[int, Bytes, Future[Bytes]] | None]
+
+
+class Handle:
+    """A piece on its way."""
+
+    def __init__(self, future: Future[Bytes], waiting: Callable[[float], None]) -> None:
+        self._future = future
+        self._waiting = waiting
+
+    def wait(self) -> Bytes:
+        """Its bytes, once it has arrived, or its memory may be used again. Raises PeerLost; Ctrl-C interrupts it."""
+        began = time.monotonic()
+        while True:
+            try:
+                return self._future.result(_POLL_SECONDS)
+            except TimeoutError:
+                self._waiting(time.monotonic() - began)
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` returns, or raises, at once."""
+        return self._future.done()
+
+
+class Pieces:
+    """One rank's pieces of one call. Any thread may use it. Ranks are positions in the group.
+
+    Two ranks post what goes from one to the other in the same order; it ends in that order. Tags only tell it apart.
+    """
+
+    def __init__(self, mesh: Mesh | None, progressed: Callable[[], None], patience: float = 0.0) -> None:
+        """``progressed`` is called when a piece ends, and while one is waited for, for so many seconds of ``patience``.
+
+        Who waits for a silent rank is not silent itself.
+        """
+        self._mesh = mesh
+        self._progressed = progressed
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._queues: dict[tuple[str, int], _Queue] = {}
+        self._open: set[Future[Bytes]] = set()
+        self._closed = False
+
+    def send(self, to: int, array: Bytes, tag: int = 0) -> Handle:
+        """Begin to send flat bytes, which must stay as they are until the handle was waited for. Raises PeerLost."""
+        return self._posted("send", to, array, tag)
+
+    def recv(self, source: int, nbytes: int, tag: int = 0) -> Handle:
+        """Begin to receive a piece of a known length. Raises PeerLost."""
+        return self._posted("recv", source, np.empty(nbytes, np.uint8), tag)
+
+    def close(self) -> None:
+        """End every wait with PeerLost. The memory is held until gloo has let go of it."""
+        with self._lock:
+            self._closed = True
+            left, self._open = self._open, set()
+            for queue in self._queues.values():
+                queue.put(None)
+            self._queues.clear()
+        for future in left:
+            future.set_exception(PeerLost("another rank failed, or is gone"))
+
+    def _posted(self, way: str, peer: int, data: Bytes, tag: int) -> Handle:
+        future: Future[Bytes] = Future()
+        with self._lock:
+            if self._closed or self._mesh is None:
+                raise PeerLost("another rank failed, or is gone")
+            queue = self._queues.get((way, peer))
+            if queue is None:
+                queue = self._queues[way, peer] = SimpleQueue()
+                args = (self._mesh, way, peer, queue)
+                threading.Thread(target=self._move, args=args, name="zarrckpt-pieces", daemon=True).start()
+            self._open.add(future)
+            queue.put((tag, data, future))
+        return Handle(future, self._waiting)
+
+    def _waiting(self, seconds: float) -> None:
+        if seconds < self._patience:
+            self._progressed()
+
+    def _move(self, mesh: Mesh, way: str, peer: int, queue: _Queue) -> None:
+        """Post and wait for what goes one way between two ranks. Both may wait in C++ until the mesh is closed."""
+        posted: deque[tuple[Any, Bytes, Future[Bytes]]] = deque()
+        while True:
+            while not posted or not queue.empty():
+                entry = queue.get()
+                if entry is None:
+                    break
+                tag, data, future = entry
+                try:
+                    posted.append((mesh.piece(way, peer, data, tag), data, future))
+                except RuntimeError as err:
+                    self._ended(future, err)
+                del entry, data, future  # nothing is held while this waits for the next
+            if not posted:
+                return
+            work, data, future = posted.popleft()
+            try:
+                work.wait(FOREVER)
+            except RuntimeError as err:
+                self._ended(future, err)
+            else:
+                self._ended(future, data)
+            del work, data, future
+
+    def _ended(self, future: Future[Bytes], outcome: Bytes | RuntimeError) -> None:
+        self._progressed()
+        with self._lock:
+            if future not in self._open:
+                return  # it was told by close()
+            self._open.discard(future)
+        if isinstance(outcome, RuntimeError):
+            future.set_exception(PeerLost(str(outcome).splitlines()[0]))
+        else:
+            future.set_result(outcome)

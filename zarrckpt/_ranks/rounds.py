@@ -1,0 +1,552 @@
+"""Rounds: every rank says something, the coordinator decides, every rank has its answer, or the same error.
+
+What goes wrong is told in one of two ways. An error of a rank's own work is data: it goes up at once, the others stop,
+and it comes down as the answer of the round; the connections stay as they are. A rank that is gone, silent, interrupted
+or out of step breaks the mesh: whoever notices tells all its neighbours, and so on, and every rank closes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from zarrckpt._distributed import Ranks, global_rank
+from zarrckpt._ranks import joining
+from zarrckpt._ranks.errors import Failure, Stopped, causes, common, failure_of, raise_together
+from zarrckpt._ranks.joining import Party, log, ranks_text
+from zarrckpt._ranks.mesh import Mesh, Message, Place, made, place_of
+from zarrckpt._ranks.pieces import Pieces
+
+DRAIN_SECONDS = 60.0
+"""How long the coordinator waits, once it knows of an error, for the work of the others to end."""
+
+BEAT_SECONDS = 10.0
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+_FAILED, _STOPPED, _RESULT = "failed", "stopped", "result"
+Item = tuple[str, Any]
+"""What one rank has to say in a round: its result (pickled), its failure, or that it stopped."""
+
+
+@contextlib.contextmanager
+def joined(ranks: Ranks, call: str, timeout: float, *, background: bool = False) -> Iterator[Rounds]:
+    """The rounds of one call ('save to s3://..') of these ranks: all of them must make it.
+
+    ``timeout`` is the longest time, in seconds, without an arrival or progress. Calls in the background and others are
+    apart from each other, and may go on side by side. Raises CheckpointError.
+    """
+    members = (global_rank(),) if ranks.alone else tuple(dist.get_process_group_ranks(ranks.group))
+    if len(members) == 1:
+        yield Alone(Party(members, 0, background, call, timeout))
+        return
+    party = Party(members, ranks.number, background, call, timeout)
+    with place_of(party) as place:
+        rounds = Rounds(party)
+        try:
+            rounds._enter(place)
+            yield rounds
+        except BaseException as err:
+            rounds._leave(err)
+            raise
+        finally:
+            rounds._end(place)
+
+
+class Rounds:
+    """One rank's side of the rounds of one call. One thread at a time calls :meth:`merge`."""
+
+    def __init__(self, party: Party) -> None:
+        self.rank = party.position
+        """This process's position in the group."""
+        self.size = len(party.members)
+        self.members = party.members
+        """The ranks by global number."""
+        self._party = party
+        self._changed = threading.Condition()
+        self._mesh: Mesh | None = None
+        self._kept = False
+        self._over = threading.Event()
+        self._progress = False
+        self._waiting = False
+        self._broken: list[Failure] | None = None
+        self._in_step = False
+        self._discard = False
+        self._gone: list[int] = []
+        self._pieces: Pieces | None = None
+        self._interval = min(BEAT_SECONDS, party.timeout / 4)
+        self._ahead: list[tuple[int, Message]] = []
+        self._number = 0
+        self._open = False
+        self._told = [party.members[0]]
+        self._own: Item | None = None
+        self._reset(party.call, None)
+        self._new_edges()
+
+    def merge(
+        self,
+        what: str,
+        mine: Callable[[], A],
+        decide: Callable[[list[A]], B],
+        stop: Callable[[], None] | None = None,
+    ) -> B:
+        """One round: ``mine()`` on every rank; ``decide(results by rank)`` on the coordinator; its answer on all.
+
+        An error in any of them is raised on every rank, once the work of all of them has ended. ``stop`` is called,
+        once and in another thread, where this rank is in ``mine`` when another's error, or its loss, is known: what
+        ``mine`` raises then is not reported. Results and answers are pickled.
+        """
+        self._begin(what, stop)
+        item, error = self._work(mine)
+        with self._changed:
+            self._say(item)
+            self._used |= self._pieces is not None
+            self._since = time.monotonic()
+            self._advance()
+            self._wait(lambda: self._answer is not None or self._all_in())
+            answer = self._answer
+        value: Any = None
+        if answer is None:
+            answer, value, error = self._decided(decide, error)
+        kind, body, used = answer
+        if kind == _RESULT:
+            return value if self.rank == 0 else pickle.loads(body)  # type: ignore[no-any-return]
+        self._in_step = True
+        self._discard = self._discard or used
+        raise_together(body, self.members[self.rank], error)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the last error came as the answer of a round: all ranks have it, and their work has ended."""
+        return self._in_step
+
+    def progressed(self) -> None:
+        """The work goes on: the others need not take this rank for a silent one. Any thread may call it, often."""
+        self._progress = True
+
+    def pieces(self) -> Pieces:
+        """The pieces of this call. Not in its first round, in which the connections may still be made anew."""
+        with self._changed:
+            if self._pieces is None:
+                self._pieces = Pieces(self._mesh, self.progressed, 2 * self._party.timeout)
+                if self._stopping or self._broken:
+                    self._pieces.close()
+            return self._pieces
+
+    # The parts of a round, in the caller's thread.
+
+    def _begin(self, what: str, stop: Callable[[], None] | None) -> None:
+        with self._changed:
+            self._in_step = False
+            if self._broken:
+                self._raise_broken()
+            self._number += 1
+            self._open = True
+            self._reset(what, stop)
+            ahead, self._ahead = self._ahead, []
+            for peer, message in ahead:
+                self._take(peer, message)
+            for peer in self._gone:
+                self._lost(peer)
+
+    def _reset(self, what: str, stop: Callable[[], None] | None) -> None:
+        self._what = what
+        self._stop, self._stoppable = stop, stop is not None
+        self._stopping = False
+        self._drain: float | None = None
+        self._own = None
+        self._answer: tuple[str, Any, bool] | None = None
+        self._failures: list[Failure] = []
+        self._since = self._begun = time.monotonic()
+        self._warned = False
+        self._clear_arrived()
+
+    def _clear_arrived(self) -> None:
+        own = self._own
+        self._arrived: set[int] = set()
+        self._finals: dict[int, Item] = {} if own is None else {self.rank: own}
+        self._calls: dict[str, list[int]] = {self._party.call: [self.rank]}
+        self._used: bool = False
+        self._sent = False
+        self._reported: dict[int, list[int]] = {}
+
+    def _work(self, mine: Callable[[], A]) -> tuple[Item, BaseException | None]:
+        try:
+            if self._is_to_stop():
+                raise Stopped
+            return (_RESULT, pickle.dumps(mine(), protocol=5)), None
+        except Exception as err:
+            with self._changed:
+                if self._is_to_stop():
+                    return (_STOPPED, None), None
+                failure = failure_of(err, self.members[self.rank])
+                item = (_FAILED, failure)
+                self._say(item)  # first: its own work needs no stop
+                self._error_known(failure)
+                return item, err
+
+    def _is_to_stop(self) -> bool:
+        """Whether this rank's work is in vain. Work that cannot be stopped is done on all ranks, whatever others say.
+
+        It may have collectives in it; and which ranks failed does then not depend on which was first.
+        """
+        return self._broken is not None or (self._stopping and self._stoppable)
+
+    def _say(self, item: Item) -> None:
+        self._own = item
+        self._finals[self.rank] = item
+
+    def _decided(
+        self, decide: Callable[[list[Any]], Any], error: BaseException | None
+    ) -> tuple[tuple[str, Any, bool], Any, BaseException | None]:
+        """The coordinator's answer, which it has sent; with its result, and its own error."""
+        value: Any = None
+        failures = self._failed()
+        if not failures:
+            try:
+                items = [self._finals[position][1] for position in range(self.size)]
+                value = decide([pickle.loads(item) for item in items])
+                body = pickle.dumps(value, protocol=5)
+            except Exception as err:
+                failures, error = [failure_of(err, self.members[self.rank])], err
+        with self._changed:
+            answer = (_FAILED, causes(failures), self._used) if failures else (_RESULT, body, self._used)
+            self._answered(answer)
+        return answer, value, error
+
+    def _failed(self) -> list[Failure]:
+        failures = [item[1] for _, item in sorted(self._finals.items()) if item[0] == _FAILED]
+        if not failures and self._number == 1 and len(self._calls) > 1:
+            said = [
+                f"{self._party.named(sorted(positions))} in {call!r}"
+                for call, positions in sorted(self._calls.items(), key=lambda entry: min(entry[1]))
+            ]
+            return [
+                common(
+                    f"the ranks are in different calls: {'; '.join(said)}. All ranks must make the same calls with the "
+                    "same paths, in the same order"
+                )
+            ]
+        return failures
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Wait for others, under the lock. Raises what broke the mesh."""
+        self._waiting = True
+        try:
+            while not done():
+                if self._broken:
+                    self._raise_broken()
+                self._changed.wait(1.0)
+        finally:
+            self._waiting = False
+
+    def _raise_broken(self) -> NoReturn:
+        assert self._broken is not None
+        raise_together(self._broken, self.members[self.rank], None)
+
+    # What other threads do, under the lock: take messages, notice losses, watch the time.
+
+    def _received(self, mesh: Mesh, peer: int, message: Message | None) -> None:
+        with self._changed:
+            if mesh is not self._mesh:
+                return
+            if message is None:
+                self._lost(peer)
+            elif message.call == mesh.calls:
+                self._seen[peer] = time.monotonic()
+                self._here.add(peer)
+                self._take(peer, message)
+            elif message.call > mesh.calls:
+                self._ahead.append((peer, message))
+                if self._open and message.kind == "here":
+                    self._break([self._out_of_step(peer)])
+
+    def _take(self, peer: int, message: Message) -> None:
+        kind, _, number, body = message
+        if kind == "abort":
+            self._break(body[0], peer, body[1])
+        elif kind == "rejoin":
+            self._anew(peer) if self._number <= 1 else self._lost(peer)
+        elif kind == "beat":
+            if peer == self._mesh_now().parent:
+                self._told = body
+            else:
+                self._reported[peer] = body
+        elif number > self._number:
+            self._ahead.append((peer, message))
+            if self._open and kind in ("final", "error", "answer"):
+                self._break([self._out_of_step(peer)])
+        elif number == self._number and self._open:
+            if kind == "final":
+                self._final(peer, *body)
+            elif kind == "error":
+                self._error_known(body)
+            elif kind == "stop":
+                self._stop_all(peer)
+            elif kind == "answer":
+                self._answered(body)
+
+    def _final(self, peer: int, items: dict[int, Item], calls: dict[str, list[int]], used: bool) -> None:
+        self._arrived.add(peer)
+        self._finals.update(items)
+        for call, positions in calls.items():
+            self._calls.setdefault(call, []).extend(positions)
+        self._used |= used
+        self._advance()
+
+    def _all_in(self) -> bool:
+        """Whether the coordinator can decide."""
+        mesh = self._mesh
+        return self.rank == 0 and mesh is not None and self._arrived.issuperset(mesh.children)
+
+    def _advance(self) -> None:
+        """Send the part of this rank and of those below it, once it is complete."""
+        mesh = self._mesh
+        if mesh is None or self._own is None or not self._arrived.issuperset(mesh.children):
+            return
+        if mesh.parent is not None and not self._sent:
+            self._sent = True
+            self._since = time.monotonic()
+            calls = self._calls if self._number == 1 else {}
+            self._send([mesh.parent], "final", (self._finals, calls, self._used))
+        self._changed.notify_all()
+
+    def _answered(self, answer: tuple[str, Any, bool]) -> None:
+        if self._mesh is not None:
+            self._send(self._mesh.children, "answer", answer)
+        self._answer = answer
+        self._open = False
+        if answer[0] == _FAILED and self._pieces is not None:
+            self._pieces.close()
+        self._changed.notify_all()
+
+    def _error_known(self, failure: Failure) -> None:
+        """A rank's own work has failed: tell the coordinator, which tells all."""
+        self._failures.append(failure)
+        mesh = self._mesh
+        if mesh is None:
+            return
+        if mesh.parent is not None:
+            self._send([mesh.parent], "error", failure)
+        elif not self._stopping:
+            self._drain = time.monotonic() + DRAIN_SECONDS
+            self._stop_all(None)
+
+    def _stop_all(self, source: int | None) -> None:
+        if not self._stopping:
+            self._stopping = True
+            if self._mesh is not None:
+                self._send([child for child in self._mesh.children if child != source], "stop", None)
+            self._stop_own()
+
+    def _stop_own(self) -> None:
+        if self._pieces is not None:
+            self._pieces.close()
+        stop, self._stop = self._stop, None
+        if stop is not None and self._open and self._own is None:
+            threading.Thread(target=stop, name="zarrckpt-stop", daemon=True).start()
+
+    def _break(self, failures: list[Failure], source: int | None = None, call: str | None = None) -> None:
+        """The mesh is of no more use: every rank ends with this, as soon as its own work has ended.
+
+        So does a rank that comes to ``call`` only later.
+        """
+        if self._broken:
+            return
+        self._broken = failures
+        if self._mesh is not None:
+            self._send([peer for peer in self._mesh.edges if peer != source], "abort", (failures, call))
+        self._stop_own()
+        self._changed.notify_all()
+
+    def _lost(self, peer: int) -> None:
+        if self._broken or self._over.is_set():
+            return
+        if self._kept and self._number <= 1 and peer not in self._here:
+            # It left the mesh before this call, and may well be in it.
+            self._anew(peer)
+            return
+        if self._open and (self._all_in() if self.rank == 0 else self._sent and peer in self._arrived):
+            # All that it had to say is here, and the answer is being made: that counts.
+            self._gone.append(peer)
+            self._discard = True
+            return
+        known = causes(self._failures)
+        gone = common(
+            f"{self._party.call}: the connection to rank {self.members[peer]} was lost ({self._what}). Its process was "
+            "killed, or has ended, or its host is gone: see its log"
+        )
+        self._break([failure for failure in known if not failure.lost] or [gone], None, self._party.call)
+
+    def _out_of_step(self, peer: int) -> Failure:
+        return common(
+            f"{self._party.call}: rank {self.members[peer]} is in another round or call while this rank, "
+            f"{self.members[self.rank]}, is in {self._what!r}. All ranks must make the same calls in the same order"
+        )
+
+    def _send(self, to: Iterable[int], kind: str, body: Any) -> None:
+        mesh = self._mesh_now()
+        mesh.send(to, Message(kind, mesh.calls, self._number, body))
+
+    def _mesh_now(self) -> Mesh:
+        assert self._mesh is not None
+        return self._mesh
+
+    # The time: beats, silence, warnings.
+
+    def _watch(self) -> None:
+        beat = 0.0
+        while not self._over.wait(min(1.0, self._interval)):
+            with self._changed:
+                now = time.monotonic()
+                if self._mesh is None or self._broken:
+                    continue
+                if now >= beat:
+                    beat = now + self._interval
+                    self._beat(self._mesh)
+                if self._open:
+                    self._watch_others(self._mesh, now)
+
+    def _beat(self, mesh: Mesh) -> None:
+        """Tell the neighbours that this rank's work goes on, or that it waits, and for whom."""
+        if not (self._progress or self._waiting):
+            return
+        self._progress = False
+        missing = self._missing(mesh)
+        if mesh.parent is None:
+            self._told = missing
+        elif not self._sent:
+            self._send([mesh.parent], "beat", missing[:32])
+        self._send(mesh.children, "beat", self._told[:32])
+
+    def _missing(self, mesh: Mesh) -> list[int]:
+        """Whose part is not here yet, of this rank and those below it."""
+        missing = [self.members[self.rank]] if self._own is None else []
+        for child in mesh.children:
+            if child not in self._arrived:
+                missing += self._reported.get(child) or [self.members[child]]
+        return missing
+
+    def _watch_others(self, mesh: Mesh, now: float) -> None:
+        timeout = self._party.timeout
+        expected = [child for child in mesh.children if child not in self._arrived]
+        if mesh.parent is not None:
+            # Also while this rank's own work goes on: it would be in vain.
+            expected.append(mesh.parent)
+        silent = [peer for peer in expected if now - max(self._since, self._seen.get(peer, 0.0)) > timeout]
+        if silent:
+            text = (
+                f"{self._party.call}: nothing came from {self._party.named(silent)} for {timeout:g} s (waited for in "
+                f"{self._what!r}). It does not make this call, or is stuck or stopped, or its host is gone: see its "
+                "log. A call that needs more time takes a longer timeout="
+            )
+            self._break([common(text)])
+        elif self._drain is not None and now > self._drain:
+            self._break(causes(self._failures))
+        elif self._waiting and not self._warned and now - self._since > joining.WARN_SECONDS:
+            self._warned = True
+            whom = self._told if self._sent else self._missing(mesh)
+            log.warning("%s: waiting for %s (%s)", self._party.call, ranks_text(whom), self._what)
+
+    # The beginning and the end, and a mesh in place of a kept one that somebody has left.
+
+    def _enter(self, place: Place) -> None:
+        self._place = place
+        mesh = place.mesh
+        self._kept = mesh is not None
+        if mesh is None:
+            mesh = place.mesh = made(self._party)
+        self._use(mesh)
+        threading.Thread(target=self._watch, name="zarrckpt-watch", daemon=True).start()
+
+    def _new_edges(self) -> None:
+        self._seen: dict[int, float] = {}
+        self._here: set[int] = set()
+
+    def _use(self, mesh: Mesh) -> None:
+        mesh.begin()
+        with self._changed:
+            self._mesh = mesh
+            self._new_edges()
+            self._send(mesh.edges, "here", None)
+        mesh.attach(self._received)
+
+    def _anew(self, source: int) -> None:
+        """Leave the kept mesh, together with all that came to this call on it, and join another one."""
+        mesh = self._mesh
+        if mesh is None or self._broken or self._over.is_set():
+            self._discard = True
+            return
+        self._send([peer for peer in mesh.edges if peer != source], "rejoin", None)
+        self._mesh, self._kept = None, False
+        threading.Thread(target=self._join_again, args=(mesh,), name="zarrckpt-join", daemon=True).start()
+
+    def _join_again(self, old: Mesh) -> None:
+        old.close()
+        try:
+            mesh = made(self._party, self._over.is_set)
+        except Exception as err:
+            with self._changed:
+                self._break([failure_of(err, None)])
+            return
+        with self._changed:
+            if self._over.is_set():
+                mesh.close()
+                return
+            self._place.mesh = mesh
+            self._ahead.clear()
+            self._clear_arrived()
+            self._since = time.monotonic()
+        self._use(mesh)
+        with self._changed:
+            if self._own is not None and self._own[0] == _FAILED:
+                self._error_known(self._own[1])
+            self._advance()
+
+    def _leave(self, error: BaseException) -> None:
+        """This rank's caller ends with an error. The others must know, unless they all have it."""
+        if self._in_step and isinstance(error, Exception):
+            return
+        rank = self.members[self.rank]
+        failure = failure_of(error, rank)
+        if not isinstance(error, Exception):
+            failure = common(f"{self._party.call}: rank {rank} was interrupted ({type(error).__name__})")
+        with self._changed:
+            self._break([failure], None, self._party.call)
+
+    def _end(self, place: Place) -> None:
+        with self._changed:
+            self._over.set()
+            mesh = self._mesh
+        if self._pieces is not None:
+            self._pieces.close()
+        if mesh is not None:
+            mesh.detach()
+            mesh.put_back([(peer, message) for peer, message in self._ahead if message.call > mesh.calls])
+        if mesh is None or self._broken or self._discard or not mesh.fit():
+            place.clear()
+
+
+class Alone(Rounds):
+    """The rounds of a process alone: nothing is said, and errors are raised as they are."""
+
+    def merge(
+        self,
+        what: str,
+        mine: Callable[[], A],
+        decide: Callable[[list[A]], B],
+        stop: Callable[[], None] | None = None,
+    ) -> B:
+        return decide([mine()])
+
+    def pieces(self) -> Pieces:
+        if self._pieces is None:
+            self._pieces = Pieces(None, self.progressed)
+        return self._pieces

@@ -1,0 +1,1 @@
+"""One save, step by step. ``run`` is the story; the other modules are its steps. Knows no class of DCP."""

@@ -1,0 +1,331 @@
+"""How the ranks of a save come to one plan: each describes its state, and each computes the whole plan.
+
+1. Digests of descriptions go up, and the name of a plan that a rank keeps from the last save of the same state. Where
+   all keep one plan, and what several hold is alike, it is used again.
+2. Descriptions go up, one for each different digest, and all of them come down.
+3. The digest of the plan that each rank has computed goes up, and digests of what several hold. Where contents differ,
+   details follow, and the lowest rank's count. Then the coordinator begins the attempt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+
+from zarrckpt._errors import CheckpointError, warn
+from zarrckpt._plan.description import Description
+from zarrckpt._plan.holders import Part, Told, hold
+from zarrckpt._plan.owners import Numbers
+from zarrckpt._plan.plan import Layout, Options, SavePlan, plan_save
+from zarrckpt._plan.rank_plan import RankPlan
+from zarrckpt._ranks.rounds import Rounds
+from zarrckpt._save.local_state import LocalState
+
+A = TypeVar("A")
+
+Replicas = Mapping[bytes, Sequence[Part]]
+"""What a rank holds that others hold, too, by the ranks that do."""
+
+_NO_PLAN = bytes(8)
+_DIGEST_BYTES, _NAME_BYTES, _FOLD_BYTES = 16, 8, 8
+_PRIME = (1 << 61) - 1
+
+
+@dataclass(frozen=True)
+class Agreed(Generic[A]):
+    """A plan that all ranks have, and the attempt that the coordinator has begun with it."""
+
+    state: LocalState
+    plan: SavePlan
+    part: RankPlan
+    """What this rank does."""
+    attempt: A
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a rank keeps of a plan for the next save of the same state."""
+
+    name: bytes
+    """8 bytes: the same on all ranks that have the plan."""
+    digest: bytes
+    """Of this rank's description."""
+    options: Options
+    plan: SavePlan
+    part: RankPlan
+    replicas: Replicas
+
+
+_kept: dict[tuple[int, ...], tuple[Callable[[], object], _Kept]] = {}
+"""By the members of a group: the default group in which they had it, and their last plan."""
+
+
+def _default_group() -> Callable[[], object]:
+    """The default group, which is not held by this: after destroy_process_group, its threads and sockets must go."""
+    world = dist.group.WORLD
+    return (lambda: None) if world is None else weakref.ref(world)
+
+
+def _kept_of(members: tuple[int, ...]) -> _Kept | None:
+    known = _kept.get(members)
+    # Of ranks that have joined anew, nothing is known.
+    return known[1] if known is not None and known[0]() is dist.group.WORLD else None
+
+
+class _Hello(NamedTuple):
+    """What a rank says first, in 32 bytes."""
+
+    digest: bytes
+    plan: bytes
+    """The name of the plan that it keeps for this description."""
+    balance: int
+    """Those of all ranks add up to 0 where each holds alike, by that plan, what it should: see :func:`_balance`."""
+
+    def packed(self) -> bytes:
+        """As it is sent."""
+        return self.digest + self.plan + self.balance.to_bytes(8, "little")
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> _Hello:
+        """What packed bytes stand for."""
+        plan = data[_DIGEST_BYTES : _DIGEST_BYTES + len(_NO_PLAN)]
+        return cls(data[:_DIGEST_BYTES], plan, int.from_bytes(data[-8:], "little"))
+
+
+@dataclass(frozen=True)
+class _Begun(Generic[A]):
+    """The answer where there is a plan."""
+
+    attempt: A
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """The answer where descriptions are needed."""
+
+    senders: frozenset[int]
+    given: Numbers
+    """The number of each rank's description."""
+
+
+@dataclass(frozen=True)
+class _Compare:
+    """What is compared between ranks, and what is known to differ."""
+
+    wanted: frozenset[bytes] = frozenset()
+    """Of these groups of ranks, by name, every part; of all others one digest."""
+    only: Mapping[Part, int] = field(default_factory=dict)
+    """Parts that differ, with the rank whose part counts."""
+    differing: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Their names, with the ranks that hold them."""
+    ended: bool = False
+
+
+class _Checked(NamedTuple):
+    """What a rank says of the plan that it has computed."""
+
+    plan: bytes
+    folds: bytes
+    details: Mapping[Part, bytes]
+
+
+def agree(rounds: Rounds, take: Callable[[], LocalState], options: Options, begin: Callable[[Layout], A]) -> Agreed[A]:
+    """Come to a plan. ``begin`` is called on the coordinator once there is one; all ranks get what it returns.
+
+    Raises on every rank what ``take`` and ``begin`` raise on one, and UnsupportedLayoutError where what ranks hold does
+    not fit together. Warns, on the coordinator, of what ranks hold differently under one name.
+    """
+    return _Agreement(rounds, take, options, begin).reached()
+
+
+def plan_together(rounds: Rounds, take: Callable[[], LocalState], options: Options) -> SavePlan:
+    """The plan of a save that is not made. Raises what :func:`agree` raises."""
+    if rounds.size == 1:
+        return plan_alone(take(), options, rounds.members)
+    return agree(rounds, take, options, lambda layout: None).plan
+
+
+def plan_alone(state: LocalState, options: Options, members: tuple[int, ...]) -> SavePlan:
+    """The plan of a process alone. Raises UnsupportedLayoutError for a state of which it has only parts."""
+    state.refuse_parts()
+    return plan_save(hold(Told([state.description()], np.zeros(1, np.int64), members)), options)
+
+
+class _Agreement(Generic[A]):
+    def __init__(
+        self, rounds: Rounds, take: Callable[[], LocalState], options: Options, begin: Callable[[Layout], A]
+    ) -> None:
+        self._rounds = rounds
+        self._take = take
+        self._options = options
+        self._begin = begin
+        self._last = _kept_of(rounds.members)
+        self._plan: SavePlan
+        self._part: RankPlan
+        self._replicas: Replicas
+
+    def reached(self) -> Agreed[A]:
+        first = self._rounds.merge("the digests of their states", self._hello, self._answer_to_hellos)
+        if isinstance(first, _Begun):
+            assert self._last is not None
+            return Agreed(self._state, self._last.plan, self._last.part, first.attempt)
+        packed, options = self._rounds.merge(
+            "the descriptions of their states", partial(self._described, first), self._answer_to_descriptions
+        )
+        told = Told([Description.unpacked(data) for data in packed], first.given, self._rounds.members)
+        compare = _Compare()
+        while True:
+            answer = self._rounds.merge(
+                "their plans", partial(self._check, told, options, compare), partial(self._answer_to_plans, compare)
+            )
+            if isinstance(answer, _Begun):
+                break
+            compare = answer
+        if not compare.only and not self._plan.holdings.differing:
+            name = _name_of(told, options, self._plan)
+            kept = _Kept(name, self._description.digest, options, self._plan, self._part, self._replicas)
+            _kept[self._rounds.members] = (_default_group(), kept)
+        return Agreed(self._state, self._plan, self._part, answer.attempt)
+
+    # -- all ranks
+
+    def _hello(self) -> bytes:
+        self._state = self._take()
+        self._description = self._state.description()
+        digest = self._description.digest
+        if self._last is None or self._last.digest != digest:
+            return _Hello(digest, _NO_PLAN, 0).packed()
+        balance = _balance(self._state, self._last.replicas, self._rounds.rank)
+        return _Hello(digest, self._last.name, balance).packed()
+
+    def _described(self, asked: _Ask) -> tuple[str, bytes] | None:
+        """The version that packed the description, and the description."""
+        own = self._description
+        return (own.version, own.packed) if self._rounds.rank in asked.senders else None
+
+    def _check(self, told: Told, options: Options, compare: _Compare) -> _Checked:
+        if compare.wanted:
+            return _Checked(self._plan.digest, b"", _details(self._state, self._replicas, compare.wanted))
+        held = hold(told, compare.only)
+        self._plan = plan_save(held, options)
+        self._part = self._plan.part(self._rounds.rank)
+        self._replicas = held.replicas(self._rounds.rank)
+        folds = b"" if compare.ended else _folded(self._state, self._replicas)
+        return _Checked(self._plan.digest, folds, {})
+
+    # -- the coordinator
+
+    def _answer_to_hellos(self, packed: Sequence[bytes]) -> _Begun[A] | _Ask:
+        hellos, last = [_Hello.unpacked(data) for data in packed], self._last
+        known = last is not None and last.options == self._options and {hello.plan for hello in hellos} == {last.name}
+        # Else who holds what is as before, but not that they hold the same.
+        if last is not None and known and sum(hello.balance for hello in hellos) % _PRIME == 0:
+            return _Begun(self._begin(last.plan.layout))
+        first: dict[bytes, int] = {}
+        for rank, hello in enumerate(hellos):
+            first.setdefault(hello.digest, rank)
+        numbers = {digest: number for number, digest in enumerate(first)}
+        given = [numbers[hello.digest] for hello in hellos]
+        return _Ask(frozenset(first.values()), np.array(given, np.min_scalar_type(len(first))))
+
+    def _answer_to_descriptions(self, told: Sequence[tuple[str, bytes] | None]) -> tuple[list[bytes], Options]:
+        found = [one for one in told if one is not None]
+        versions = sorted({version for version, _ in found})
+        if len(versions) > 1:
+            raise CheckpointError(f"the ranks have different versions of zarrckpt, {versions}: install one")
+        return [packed for _, packed in found], self._options
+
+    def _answer_to_plans(self, compare: _Compare, found: Sequence[_Checked]) -> _Begun[A] | _Compare:
+        others = [rank for rank, checked in enumerate(found) if checked.plan != found[0].plan]
+        if others:
+            raise CheckpointError(
+                f"ranks {[self._rounds.members[rank] for rank in others]} have computed another plan than rank "
+                f"{self._rounds.members[0]} from the same descriptions; nothing was written: do they run the same "
+                "versions of Python, numpy and zarrckpt?"
+            )
+        if not compare.ended:
+            if compare.wanted:
+                only, differing = differing_parts([checked.details for checked in found])
+                return _Compare(only=only, differing=differing, ended=True)
+            if unlike := _unlike([checked.folds for checked in found]):
+                return _Compare(wanted=unlike)
+        warn_of({**self._plan.holdings.differing, **compare.differing})
+        return _Begun(self._begin(self._plan.layout))
+
+
+def _group_name(ranks: bytes) -> bytes:
+    return hashlib.blake2b(ranks, digest_size=_NAME_BYTES).digest()
+
+
+def _folded(state: LocalState, replicas: Replicas) -> bytes:
+    """For each group of ranks, its name and a digest of all that this rank holds alike with it: 16 bytes."""
+    return b"".join(_group_name(ranks) + state.fold(parts) for ranks, parts in replicas.items())
+
+
+def _balance(state: LocalState, replicas: Replicas, rank: int) -> int:
+    """This rank's share of a sum over all ranks, which is 0 where each group of ranks holds the same.
+
+    Of a group of n ranks, the first counts its digest 1 - n times, the others count theirs once.
+    """
+    balance = 0
+    for ranks, parts in replicas.items():
+        said = hashlib.blake2b(_group_name(ranks) + state.fold(parts), digest_size=_FOLD_BYTES).digest()
+        positions = np.frombuffer(ranks, np.int64)
+        balance += int.from_bytes(said, "little") * (1 - len(positions) if positions[0] == rank else 1)
+    return balance % _PRIME
+
+
+def _details(state: LocalState, replicas: Replicas, wanted: frozenset[bytes]) -> dict[Part, bytes]:
+    groups = [parts for ranks, parts in replicas.items() if _group_name(ranks) in wanted]
+    return {part: state.digest(part) for parts in groups for part in parts}
+
+
+def _unlike(folds: Iterable[bytes]) -> frozenset[bytes]:
+    """The names of the groups of ranks that do not all hold the same."""
+    known: dict[bytes, bytes] = {}
+    unlike = set()
+    for row in folds:
+        for begin in range(0, len(row), _NAME_BYTES + _FOLD_BYTES):
+            name, fold = row[begin : begin + _NAME_BYTES], row[begin + _NAME_BYTES : begin + _NAME_BYTES + _FOLD_BYTES]
+            if known.setdefault(name, fold) != fold:
+                unlike.add(name)
+    return frozenset(unlike)
+
+
+def differing_parts(details: Sequence[Mapping[Part, bytes]]) -> tuple[dict[Part, int], dict[str, list[int]]]:
+    """The parts that are not alike, with the lowest rank that has each; their names, with all ranks that have them."""
+    found: dict[Part, dict[int, bytes]] = {}
+    for rank, own in enumerate(details):
+        for part, digest in own.items():
+            found.setdefault(part, {})[rank] = digest
+    only, differing = {}, dict[str, set[int]]()
+    for part, digests in found.items():
+        if len({*digests.values()}) > 1:
+            only[part] = min(digests)
+            differing.setdefault(part[0], set()).update(digests)
+    return only, {fqn: sorted(ranks) for fqn, ranks in differing.items()}
+
+
+def _name_of(told: Told, options: Options, plan: SavePlan) -> bytes:
+    digests = [description.digest for description in told.descriptions]
+    said = repr((digests, told.given.tolist(), options)).encode()
+    return hashlib.blake2b(said + plan.digest, digest_size=len(_NO_PLAN)).digest()
+
+
+def warn_of(differing: Mapping[str, Sequence[int]]) -> None:
+    """Warn of names under which ranks hold different contents, if there are any."""
+    if not differing:
+        return
+    shown = ", ".join(f"{fqn!r} (ranks {', '.join(map(str, ranks))})" for fqn, ranks in list(differing.items())[:10])
+    more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
+    warn(
+        f"{len(differing)} entries differ between ranks, and each is saved once, as the lowest of these ranks has it: "
+        f"{shown}{more}; to keep every rank's, wrap it: zarrckpt.PerRank(value)"
+    )

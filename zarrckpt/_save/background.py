@@ -1,0 +1,221 @@
+"""``async_save``: copy the state, return, and save the copy in the background."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from zarrckpt import _state
+from zarrckpt._chunking import MAX_CHUNK_BYTES
+from zarrckpt._compression import CompressionOption
+from zarrckpt._crew import beside
+from zarrckpt._distributed import TIMEOUT, Ranks, checked_timeout
+from zarrckpt._ranks.rounds import joined
+from zarrckpt._report import SaveReport
+from zarrckpt._save.local_state import LocalState
+from zarrckpt._save.request import SaveRequest
+from zarrckpt._save.run import run_save
+from zarrckpt._save.staging import Stager
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
+
+_log = logging.getLogger("zarrckpt")
+
+
+class _SaveFuture(Future[SaveReport]):
+    """Knows whether anybody has asked for the outcome. Can't be cancelled: the other ranks would wait."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self._asked = False
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        self.exception(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self._asked = True
+        return error
+
+    def run(self, save: Callable[[], SaveReport]) -> None:
+        """Make the save, in the background's thread."""
+        try:
+            report = save()
+        except BaseException as err:
+            self.set_exception(err)
+        else:
+            self.set_result(report)
+
+    def end(self) -> None:
+        """Wait, and log an error that nobody has asked for."""
+        if not self._asked and (error := self.exception()) is not None:
+            _log.error(
+                "the background save to %s failed, and nothing asked its future: %s: %s",
+                self._url,
+                type(error).__name__,
+                error,
+            )
+
+
+class _Saver:
+    """The one background save of a process at a time, with what it keeps between saves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stager = Stager()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zarrckpt-async")
+        self._last: _SaveFuture | None = None
+
+    def save(
+        self, state: Mapping[str, Any], request: SaveRequest, ranks: Ranks, timeout: float, keep_buffers: bool
+    ) -> Future[SaveReport]:
+        with self._lock:
+            self.finish()
+            url = request.spec.url
+            with joined(ranks, f"the background save to {url}", timeout) as rounds:
+                look = request.refuse_committed if rounds.rank == 0 else lambda: None
+                with beside(look) as looked:
+                    staged = self._staged(state, keep_buffers)
+                rounds.merge("their copies of the state", lambda: None, lambda _: looked())
+
+            def take() -> LocalState:
+                if isinstance(staged, Exception):
+                    raise staged  # here, it reaches all ranks
+                return LocalState.of(staged)
+
+            self._last = last = _SaveFuture(url)
+            self._thread.submit(last.run, lambda: run_save(take, request, ranks, timeout, background=True))
+            return last
+
+    def _staged(self, state: Mapping[str, Any], keep_buffers: bool) -> dict[Any, Any] | Exception:
+        """A copy of a state, or why there is none: the background tells all ranks."""
+        try:
+            return self._stager.stage(_state.for_save(state).state, keep=keep_buffers)
+        except Exception as err:
+            return err
+
+    def finish(self) -> None:
+        """Wait for the save under way, if any."""
+        if self._last is not None:
+            self._last.end()
+
+
+_savers: dict[int, _Saver] = {}
+
+
+def _finish_all() -> None:
+    saver = _savers.get(os.getpid())
+    if saver is not None:
+        saver.finish()
+
+
+# Not atexit: that comes after concurrent.futures has stopped taking jobs, and a save under way has some to give.
+# Registered after the hook of concurrent.futures, this one runs before it.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
+
+
+def async_save(
+    state: Mapping[str, Any],
+    url: str | os.PathLike[str] | None = None,
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    store: object | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    credential_provider: Callable[..., Any] | None = None,
+    compression: CompressionOption = None,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    min_piece_bytes: int | None = None,
+    fill_bytes: int | None = None,
+    concurrency: int | None = None,
+    max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+    durable: bool = True,
+    timeout: float = TIMEOUT,
+    progress: Progress | None = None,
+    keep_buffers: bool = True,
+) -> Future[SaveReport]:
+    """Copy a state to CPU memory, return, and save the copy in the background.
+
+    Training is held up for the copy only, and for the end of the previous background save if that still runs: there are
+    never two at once. Beside its copy the coordinator asks the store whether a checkpoint is committed there (one
+    request, none with ``overwrite``), and all ranks wait for its answer. The background has connections of its own,
+    made by the first call and kept: no collective runs on the group that trains. At the end of the process a save under
+    way is finished. Requests and bytes are otherwise those of :func:`zarrckpt.save`; memory for the copy, as much as
+    this rank's part of the state takes, comes on top.
+
+    Args:
+        state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
+            Python values. It may change as soon as the call returns.
+        url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
+        overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
+            committed. False, the default: CheckpointExistsError.
+        metadata: what to keep with the checkpoint, for people and programs that choose among several: a dict of JSON
+            types such as ``{"step": 7, "val_loss": 2.1}``, at most 64 KiB. Tensors and numpy values of one element are
+            taken as numbers. ``Checkpoint.metadata``, ``zarrckpt info`` and ``ls`` show it. The coordinator's counts.
+        process_group: the ranks that save together (default: all); each of them calls, the others do not.
+        no_dist: this process saves alone, as in :func:`zarrckpt.save`.
+        store: a ready ``zarr.abc.store.Store`` instead of a url.
+        storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
+            (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
+        credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
+        compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec
+            (``docs/how-to/compression.md``); tensors are compressed, values are not.
+        max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
+            ``max_inflight_bytes``, but for 16 MiB).
+        min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks and are merged
+            into chunks of about ``fill_bytes``. Default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
+            merging, except where pieces fit no regular grid.
+        fill_bytes: the size of merged chunks (default: a quarter of a rank's mean part, 4 to 32 MiB).
+        concurrency: exactly so many chunks and documents in transfer at once, a rank. Default: the store's own choice,
+            which leaves one processor to training (``docs/how-to/speed.md``).
+        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the copy (default 512 MiB, at least
+            one chunk).
+        durable: local files are synced to disk before the commit (default). Without meaning in object stores.
+        timeout: the longest time in seconds without an arrival or progress of a rank, as in :func:`save` (default
+            1800), for this call and for the background each.
+        progress: called on each rank as ``progress(bytes_done, bytes_total)``, in the background's threads.
+        keep_buffers: keep the memory of the copy for the next call, which then takes about a third of the time: new
+            memory is slow to touch, and slower to pin (default). False frees it, when this save is done.
+
+    Raises CheckpointExistsError at once, on all ranks, where a checkpoint is committed and ``overwrite`` is false.
+
+    Returns a future of :class:`SaveReport`; its ``result()`` raises what else :func:`zarrckpt.save` would, the same on
+    all ranks, what cannot be saved included. An error for which no one has asked the future is logged (logger
+    ``zarrckpt``) by the next call, or at the end of the process. The save cannot be cancelled.
+
+    The call itself raises TypeError and ValueError for arguments that make no sense, StorageError for an unknown option
+    of the store, and CheckpointError where a rank does not come.
+    """
+    _state.refuse_swapped(state, url, "async_save")
+    ranks = Ranks(process_group, no_dist)
+    if no_dist:
+        _state.refuse_fsdp1(state)
+    request = SaveRequest.checked(
+        url,
+        overwrite,
+        metadata=metadata,
+        store=store,
+        storage_options=storage_options,
+        credential_provider=credential_provider,
+        compression=compression,
+        max_chunk_bytes=max_chunk_bytes,
+        min_piece_bytes=min_piece_bytes,
+        fill_bytes=fill_bytes,
+        concurrency=concurrency,
+        max_inflight_bytes=max_inflight_bytes,
+        durable=durable,
+        progress=progress,
+    )
+    # By process: a forked child has neither the thread nor the group.
+    saver = _savers.get(os.getpid()) or _savers.setdefault(os.getpid(), _Saver())
+    return saver.save(state, request, ranks, checked_timeout(timeout), keep_buffers)

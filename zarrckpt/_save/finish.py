@@ -1,0 +1,158 @@
+"""The coordinator's last part: count what was written, write the tables, build the root document."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from zarrckpt import _names
+from zarrckpt._chunk_layout import RawArray
+from zarrckpt._commit import Attempt, tables_of
+from zarrckpt._crew import run
+from zarrckpt._documents import NODE, ArrayNode, group_document, join
+from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
+from zarrckpt._json_values import dumps
+from zarrckpt._plan.plan import Layout
+from zarrckpt._report import SaveReport
+from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, BlobEntry, Root, Stack, ValueEntry, parent_groups
+from zarrckpt._save.write import ArrayResult, ObjectResult, Results
+from zarrckpt._sealed import now
+from zarrckpt._state_path import DICT, LIST, StatePath
+from zarrckpt._store import Store
+from zarrckpt._version import __version__
+
+
+def finish_save(
+    store: Store,
+    attempt: Attempt,
+    layout: Layout,
+    results: Sequence[Results],
+    kept: Mapping[str, Any],
+) -> tuple[Root, SaveReport]:
+    """Everything of a save but its commit: check, tables, the documents of blobs' groups. ``kept`` is the user's.
+
+    Raises IncompleteSaveError naming an entry that is missing from what the ranks wrote.
+    """
+    values, blobs, written = _collect(results)
+    _check_entries(layout, {*written, *values})
+    entries: dict[str, ArrayNode | ValueEntry | BlobEntry] = {**layout.tensors, **values, **blobs}
+    nodes = {**layout.tensors, **{fqn: blob.array for fqn, blob in blobs.items()}}
+    numbers = _tables(nodes, written)
+    planned = parent_groups(node.path for node in layout.tensors.values())
+    late = parent_groups(blob.array.path for blob in blobs.values()) - planned
+    tables, puts = tables_of(attempt.save_id, numbers)
+    puts |= {join(attempt.tree, path, NODE): [dumps(group_document())] for path in sorted(late)}
+    at_once = 1 if store.is_local else store.max_concurrency
+    run((partial(store.put, key, buffers) for key, buffers in puts.items()), at_once)
+    store.sync(puts)
+    root = Root(
+        save_id=attempt.save_id,
+        tree=attempt.tree,
+        entries={fqn: entries[fqn] for fqn in layout.paths},
+        checksums=tables[CHECKSUMS],
+        sizes=tables.get(SIZES),
+        history=attempt.history,
+        created=now(),
+        software={"zarrckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        world_size=layout.world_size,
+        keys={fqn: path.keys for fqn, path in layout.paths.items() if not _spelled(path)},
+        containers=_containers(layout),
+        stacks={
+            fqn: Stack(path.ranks, path.rank_at)
+            for fqn, path in layout.paths.items()
+            if path.rank_at is not None and path.ranks
+        },
+        metadata=kept,
+    )
+    rank_bytes = tuple(sum(result.nbytes for result in rank.values()) for rank in results)
+    report = SaveReport(store.url, attempt.save_id, sum(rank_bytes), len(numbers[WRITERS]), rank_bytes)
+    return root, report
+
+
+def _collect(
+    results: Sequence[Results],
+) -> tuple[dict[str, ValueEntry], dict[str, BlobEntry], dict[str, list[tuple[int, ArrayResult]]]]:
+    values: dict[str, ValueEntry] = {}
+    blobs: dict[str, BlobEntry] = {}
+    written: dict[str, list[tuple[int, ArrayResult]]] = {}
+    for rank, rank_results in enumerate(results):
+        for fqn, result in rank_results.items():
+            array = result if isinstance(result, ArrayResult) else result.array
+            if isinstance(result, ObjectResult):
+                if result.value is not None:
+                    values[fqn] = result.value
+                if result.blob is not None:
+                    blobs[fqn] = result.blob
+            if array is not None:
+                written.setdefault(fqn, []).append((rank, array))
+    return values, blobs, written
+
+
+def _check_entries(layout: Layout, written: set[str]) -> None:
+    """What was laid out and what was written must be one set."""
+    empty = {fqn for fqn, node in layout.tensors.items() if node.grid.num_chunks == 0}
+    missing = sorted(layout.paths.keys() - written - empty)
+    unknown = sorted(written - layout.paths.keys())
+    if missing or unknown:
+        raise IncompleteSaveError(
+            f"nothing was committed: {len(missing)} entries were not written ({missing[:5]}) and {len(unknown)} were "
+            f"not planned ({unknown[:5]}); save again"
+        )
+
+
+def _tables(nodes: dict[str, ArrayNode], written: dict[str, list[tuple[int, ArrayResult]]]) -> dict[str, RawArray]:
+    """The checksum of every subchunk, the rank that wrote every chunk, and stored sizes; arrays sorted by path.
+
+    The sizes are those of compressed arrays' subchunks, and absent where no array is compressed. Raises
+    IncompleteSaveError for a chunk that no rank, or more than one, has written.
+    """
+    parts: dict[str, list[RawArray]] = {CHECKSUMS: [], WRITERS: []}
+    for fqn, node in sorted(nodes.items(), key=lambda item: item[1].path):
+        chunks, per_chunk = node.grid.num_chunks, node.grid.subchunks_per_chunk
+        crcs = np.zeros((chunks, per_chunk), "<u4")
+        ranks = np.zeros(chunks, "<u4")
+        times = np.zeros(chunks, np.int64)
+        sizes = np.zeros_like(crcs) if node.compression is not None else None
+        for rank, result in written.get(fqn, []):
+            crcs[result.chunks] = result.checksums.reshape(-1, per_chunk)
+            ranks[result.chunks] = rank
+            np.add.at(times, result.chunks, 1)
+            if sizes is not None:
+                sizes[result.chunks] = result.sizes.reshape(-1, per_chunk)
+        if (times != 1).any():
+            raise IncompleteSaveError(
+                f"nothing was committed: of the {chunks} chunks of {fqn!r}, {int((times == 0).sum())} were not written "
+                f"and {int((times > 1).sum())} by more than one rank; save again"
+            )
+        parts[CHECKSUMS].append(crcs.reshape(-1))
+        parts[WRITERS].append(ranks)
+        if sizes is not None:
+            parts.setdefault(SIZES, []).append(sizes.reshape(-1))
+    empty = np.zeros(0, "<u4")
+    return {name: np.concatenate([empty, *arrays]) for name, arrays in parts.items()}
+
+
+def _spelled(path: StatePath) -> bool:
+    """Whether the keys are the components of the node path: strings that nothing escapes, and positions in lists."""
+    return all(
+        container == LIST or (type(key) is str and _names.escape(key) == key)
+        for key, container in zip(path.keys, path.containers, strict=True)
+    )
+
+
+def _containers(layout: Layout) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for fqn, path in layout.paths.items():
+        names = layout.node_paths[fqn].split("/")
+        for depth, container in enumerate(path.containers):
+            where = "/".join(names[:depth])
+            if container == DICT:
+                continue
+            if found.setdefault(where, container) != container:
+                raise UnsupportedValueError(f"{where!r} is a {found[where]} on one rank and a {container} on another")
+    return dict(sorted(found.items()))

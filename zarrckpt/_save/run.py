@@ -1,0 +1,188 @@
+"""One save, from the state in memory to the committed checkpoint. Every rank of the group calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+from zarrckpt import _commit
+from zarrckpt._crew import beside
+from zarrckpt._distributed import Ranks, errors_as_ours
+from zarrckpt._errors import CheckpointError, CheckpointExistsError, warn
+from zarrckpt._plan.plan import Layout
+from zarrckpt._plan.rank_plan import RankPlan
+from zarrckpt._ranks.rounds import Rounds, joined
+from zarrckpt._report import SaveReport
+from zarrckpt._root import Root
+from zarrckpt._save.agree import agree, plan_alone
+from zarrckpt._save.exchange import Channel
+from zarrckpt._save.finish import finish_save
+from zarrckpt._save.items import Source
+from zarrckpt._save.local_state import LocalState
+from zarrckpt._save.request import SaveRequest
+from zarrckpt._save.write import RankWork, Results
+from zarrckpt._sealed import now
+
+
+class AttemptName(NamedTuple):
+    """Which attempt a save is, as all ranks know it."""
+
+    save_id: str
+    tree: str
+    base_id: str
+
+
+def run_save(
+    take: Callable[[], LocalState], request: SaveRequest, ranks: Ranks, timeout: float, *, background: bool = False
+) -> SaveReport:
+    """Save what ``take`` gives on each rank; return when it is committed. An error on one rank is raised on all.
+
+    ``background``: beside training, to which it leaves a processor.
+    """
+    with joined(ranks, f"the save to {request.spec.url}", timeout, background=background) as rounds:
+        attempt = SaveAttempt(request, background=background)
+        if rounds.size == 1:
+            with errors_as_ours():
+                return _save_alone(take(), attempt, rounds)
+        agreed = agree(rounds, take, request.options, attempt.begin)
+        name, layout = agreed.attempt, agreed.plan.layout
+        try:
+            channel = rounds.pieces() if agreed.plan.moves else None
+            report = rounds.merge(
+                "what they have written",
+                lambda: attempt.write(lambda: name, agreed.part, agreed.state, channel, rounds.progressed),
+                partial(attempt.finish, layout),
+                attempt.stop,
+            )
+            return _commit_together(rounds, attempt, name, report)
+        except BaseException:
+            attempt.abandon()
+            raise
+
+
+def _save_alone(state: LocalState, attempt: SaveAttempt, rounds: Rounds) -> SaveReport:
+    """The same without other ranks: nothing to agree on. The attempt begins beside the first chunks."""
+    plan = plan_alone(state, attempt.request.options, rounds.members)
+    try:
+        with beside(partial(attempt.begin, plan.layout), at_once=attempt.is_local) as begun:
+            results = attempt.write(begun, plan.part(0), state, None, lambda: None)
+        return attempt.commit(attempt.finish(plan.layout, [results]))
+    except BaseException:
+        attempt.abandon()
+        raise
+
+
+def _commit_together(rounds: Rounds, attempt: SaveAttempt, name: AttemptName, report: SaveReport) -> SaveReport:
+    """The last round. A rank that has lost the coordinator looks whether its root document was put."""
+    try:
+        return rounds.merge("the commit", lambda: None, lambda _: attempt.commit(report))
+    except CheckpointError:
+        if rounds.rank and not rounds.in_step and attempt.is_committed(name.save_id):
+            return report
+        raise
+
+
+class SaveAttempt:
+    """The steps of one save on one rank. The middle ones, from :meth:`begin` on, are the coordinator's."""
+
+    def __init__(self, request: SaveRequest, *, background: bool = False) -> None:
+        self.request = request
+        self._store = request.spec.open()
+        # A number of the caller's own is kept to.
+        self._store.beside_training = background and request.spec.concurrency is None
+        self._started = time.monotonic()
+        self._work: RankWork | None = None
+        self._stopped = False
+        self._attempt: _commit.Attempt | None = None
+        self._root: Root | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it goes to local files."""
+        return self._store.is_local
+
+    # -- all ranks
+
+    def write(
+        self,
+        name: Callable[[], AttemptName],
+        part: RankPlan,
+        source: Source,
+        channel: Channel | None,
+        progressed: Callable[[], None],
+    ) -> Results:
+        """Write this rank's chunks, values and documents, many at a time, and sync them. One put an object.
+
+        ``name`` tells the attempt, once it has begun. Raises before the first put where a tensor is not as planned.
+        """
+        self._work = RankWork(self._store, lambda: name().tree, part, source, self.request, progressed)
+        if self._stopped:
+            self._work.stop()
+        with _commit.losing_is_named(self._store, lambda: name().save_id, lambda: name().base_id):
+            return self._work.write(channel)
+
+    def stop(self) -> None:
+        """End :meth:`write` soon. Called in another thread."""
+        self._stopped = True
+        if self._work is not None:
+            self._work.stop()
+
+    # -- the coordinator
+
+    def begin(self, layout: Layout) -> AttemptName:
+        """Look for what is there, claim the url, mark the attempt. About 9 requests.
+
+        Raises CheckpointExistsError, ForeignObjectsError.
+        """
+        marker = layout.marker(_commit.new_id(), now())
+        self._attempt = _commit.begin(self._store, marker, overwrite=self.request.overwrite)
+        return AttemptName(self._attempt.save_id, self._attempt.tree, self._attempt.base_id)
+
+    def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
+        """Count what was written against the plan, write the tables.
+
+        Raises IncompleteSaveError where a chunk is missing, CheckpointExistsError where another save committed first.
+        """
+        assert self._attempt is not None
+        store, attempt = self._store, self._attempt
+        try:
+            with _commit.losing_is_named(store, lambda: attempt.save_id, lambda: attempt.base_id):
+                self._root, report = finish_save(store, attempt, layout, results, self.request.metadata)
+                return report
+        except CheckpointExistsError:
+            self._attempt = None
+            _commit.abandon(store, attempt, lost=True)
+            raise
+
+    def commit(self, report: SaveReport) -> SaveReport:
+        """Put the root document, then clean up what it replaces. Raises CheckpointExistsError."""
+        assert self._attempt is not None and self._root is not None
+        # From here on nobody else removes anything: the root may have been put, whatever is heard of it.
+        attempt, self._attempt = self._attempt, None
+        _commit.commit(self._store, attempt, self._root)
+        _commit.clean_after(self._store, attempt)
+        if not self._root.entries:
+            warn(f"the checkpoint saved to {self._store.url} has no entry: the state was empty")
+        return dataclasses.replace(report, seconds=time.monotonic() - self._started)
+
+    def abandon(self) -> None:
+        """Remove what all ranks of a save wrote that has failed. Nothing once the root document may have been put.
+
+        Only the coordinator has an attempt. Raises no CheckpointError.
+        """
+        attempt, self._attempt = self._attempt, None
+        # Each request to a store that does not answer takes minutes, and the error waits for them.
+        if attempt is not None and (self._work is None or self._work.could_remove):
+            _commit.abandon(self._store, attempt)
+
+    # -- the other ranks
+
+    def is_committed(self, save_id: str) -> bool:
+        """Whether the root document is that of a save. One request."""
+        with suppress(CheckpointError):
+            return _commit.read_root(self._store).save_id == save_id
+        return False

@@ -1,0 +1,321 @@
+"""What one rank writes: its tensors' chunks, its values and blobs, its share of the node documents."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from zarrckpt import _values
+from zarrckpt._chunk_codec import ArrayElements, ChunkEncoder, Elements
+from zarrckpt._chunk_layout import RawArray, raw_dtype
+from zarrckpt._chunking import MAX_CHUNK_BYTES
+from zarrckpt._crew import run
+from zarrckpt._documents import NODE, ArrayNode, Json, join
+from zarrckpt._dtypes import by_name
+from zarrckpt._errors import CheckpointError
+from zarrckpt._grid import Box, Grid, Ints, intersect
+from zarrckpt._json_values import dumps
+from zarrckpt._plan.rank_plan import ChunkPlan, Part, RankPlan
+from zarrckpt._ranks.errors import Stopped
+from zarrckpt._root import BlobEntry, ValueEntry
+from zarrckpt._save.exchange import Channel, Exchange, Received
+from zarrckpt._save.items import Items, Source
+from zarrckpt._save.request import SaveRequest
+from zarrckpt._store import Store
+from zarrckpt._tensors import transfer_memory
+
+Group = Sequence[memoryview | bytes]
+"""Buffers of a chunk that go to the store together."""
+
+
+@dataclass(frozen=True)
+class ArrayResult:
+    """What one rank wrote of one array: chunk numbers (int64), and their subchunks' checksums (uint32, C order).
+
+    ``sizes`` are the stored sizes of these subchunks (uint32), of a compressed array only.
+    """
+
+    chunks: np.ndarray[Any, Any]
+    checksums: np.ndarray[Any, Any]
+    sizes: np.ndarray[Any, Any]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ObjectResult:
+    """What became of a non-tensor entry: its JSON value, or a blob and the chunks that hold it."""
+
+    value: ValueEntry | None = None
+    blob: BlobEntry | None = None
+    array: ArrayResult | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its chunk objects."""
+        return 0 if self.array is None else self.array.nbytes
+
+
+@dataclass
+class _Written:
+    """Results of one tensor, gathered from its chunk jobs in whatever order they end."""
+
+    chunks: list[int] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, node: ArrayNode, cell: Ints, encoder: ChunkEncoder) -> None:
+        self.chunks.append(node.grid.chunk_number(cell))
+        self.checksums.extend(encoder.checksums)
+        if node.compression is not None:
+            self.sizes.extend(encoder.sizes)
+        self.nbytes += encoder.nbytes
+
+    def result(self) -> ArrayResult:
+        checksums, sizes = np.array(self.checksums, "<u4"), np.array(self.sizes, "<u4")
+        return ArrayResult(np.array(self.chunks, "<i8"), checksums, sizes, self.nbytes)
+
+
+Results = Mapping[str, ObjectResult | ArrayResult]
+"""What one rank has written, by fqn."""
+
+
+class PartElements:
+    """The elements of a chunk that lie in several places: in this rank's own items, and in what others sent."""
+
+    def __init__(self, chunk: Box, parts: Sequence[Part], items: Items, received: Received) -> None:
+        self.shape = chunk.shape
+        self._origin = np.array(chunk.offset, np.int64)
+        self._parts = parts
+        self._items = items
+        self._received = received
+        # A chunk may have hundreds of parts, and as many subchunks.
+        self._begins = np.array([part.box.offset for part in parts], np.int64) - self._origin
+        self._ends = self._begins + np.array([part.box.shape for part in parts], np.int64)
+        self._memory: dict[int, RawArray | None] = {}
+        """By place, the elements of each part that was looked at; None where they are on another device."""
+
+    def view(self, box: Box) -> RawArray | None:
+        places = self._sharing(box)
+        if len(places) != 1 or (memory := self._elements(places[0])) is None:
+            return None
+        view: RawArray = memory[self._in_array(box).region(self._parts[places[0]].box.offset)]
+        return view
+
+    def copy(self, box: Box, out: RawArray) -> None:
+        wanted = self._in_array(box)
+        for place in self._sharing(box):
+            part, memory = self._parts[place], self._elements(place)
+            shared = intersect(part.box, wanted)
+            assert shared is not None
+            region = out[shared.region(wanted.offset)]
+            if memory is not None:
+                region[...] = memory[shared.region(part.box.offset)]
+            elif part.item is not None:
+                self._items.copy(part.item, shared, region)
+
+    def _sharing(self, box: Box) -> list[int]:
+        """The places of the parts that have elements of a box."""
+        end = np.add(box.offset, box.shape)
+        found = np.flatnonzero(((self._begins < end) & (self._ends > box.offset)).all(axis=1))
+        places: list[int] = found.tolist()
+        return places
+
+    def _in_array(self, box: Box) -> Box:
+        return Box(tuple((self._origin + box.offset).tolist()), box.shape)
+
+    def _elements(self, place: int) -> RawArray | None:
+        if place not in self._memory:
+            part = self._parts[place]
+            if part.item is not None:
+                self._memory[place] = self._items.view(part.item, part.box)
+            else:
+                data = self._received[place]
+                cells = data.view(raw_dtype(len(data) // part.box.size)).reshape(part.box.shape)
+                self._memory[place] = cells
+        return self._memory[place]
+
+
+class RankWork:
+    """The writes of one rank in one save.
+
+    ``tree`` tells the tree that they go to, and may wait for that: until then chunks are made, and nothing is put.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tree: Callable[[], str],
+        plan: RankPlan,
+        source: Source,
+        request: SaveRequest,
+        progressed: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._tree = tree
+        self._plan = plan
+        self._source = source
+        self._items = Items(plan, source)
+        # What moves between ranks may take the other half.
+        limit = request.max_inflight_bytes
+        self._limit = max(1, limit // 2 if plan.bundles else limit)
+        self._progress = request.progress
+        self._progressed = progressed
+        self._lock = threading.Lock()
+        self._keys: dict[str, None] = {}
+        """Of all that was put, or may have been."""
+        self._written: dict[str, _Written] = {}
+        self._done = self._total = 0
+        self._exchange: Exchange | None = None
+        self._stopped = False
+        self.could_remove = True
+        """False where what was put could not be deleted after a failure."""
+
+    def write(self, channel: Channel | None) -> Results:
+        """Write everything and make it durable; return what was written of each entry.
+
+        ``channel`` carries pieces between ranks; None where none move. Raises PeerLost. What was put is deleted where
+        anything fails here: the commit waits for all ranks.
+        """
+        try:
+            return self._write(channel)
+        except BaseException:
+            self._remove()
+            raise
+
+    def stop(self) -> None:
+        """End soon, with an error: another rank has failed. Called in another thread."""
+        self._stopped = True
+        if self._exchange is not None:
+            self._exchange.stop()
+
+    def _remove(self) -> None:
+        """Delete what was put: this save will never be committed, and its threads have ended."""
+        try:
+            self._store.delete(self._keys)
+        except CheckpointError:  # the error that ended the save matters more
+            self.could_remove = False
+
+    def _write(self, channel: Channel | None) -> dict[str, ObjectResult | ArrayResult]:
+        self._memory = transfer_memory(self._limit, self._items.check())
+        bundles = self._plan.bundles.values()
+        chunks = [*self._plan.chunks, *(chunk for bundle in bundles for chunk in bundle.chunks)]
+        self._written = {chunk.fqn: _Written() for chunk in chunks}
+        self._total = sum(self._chunk_bytes(chunk) for chunk in chunks)
+        # Values first: what can't be kept is found before gigabytes are on their way.
+        paths = self._plan.object_paths
+        written = run((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
+        concurrency = self._store.useful_concurrency
+        if channel is None:
+            run(self._jobs(), concurrency)
+        else:
+            self._exchange = Exchange(channel, self._plan, self._items, self._limit)
+            run(self._jobs(), concurrency, drawn_here=True, stopping=self._exchange.stop)
+        # Also where nothing was put: what is synced is there only once the attempt has begun.
+        self._tree()
+        self._store.sync(self._keys)
+        return {**dict(zip(paths, written, strict=True)), **{fqn: part.result() for fqn, part in self._written.items()}}
+
+    def _jobs(self) -> Iterator[Callable[[], None]]:
+        """Jobs for the threads, until this rank is to stop."""
+        for job in self._all_jobs():
+            if self._stopped:
+                raise Stopped
+            yield job
+        if self._stopped:
+            raise Stopped
+
+    def _all_jobs(self) -> Iterator[Callable[[], None]]:
+        """With an exchange, whoever draws the jobs moves pieces in between: other ranks wait for those."""
+        # The largest first, so that no large one is left alone at the end.
+        ordered = sorted(self._plan.chunks, key=self._chunk_bytes, reverse=True)
+        own = (partial(self._put_chunk, chunk, {}) for chunk in ordered)
+        some = self._store.useful_concurrency()
+        # The first are made while documents are on their way, and before it is known where to.
+        yield from itertools.islice(own, some // 2)
+        for path, document in self._plan.documents.items():
+            yield partial(self._put_document, path, document)
+        yield from itertools.islice(own, some)
+        if self._exchange is not None:
+            for chunks in self._exchange.bundles():
+                while chunks:
+                    # Not kept here: what was received is freed with its job.
+                    chunk, received = chunks.pop()
+                    nbytes = self._exchange.received_bytes(chunk)
+                    yield self._exchange.counted(nbytes, partial(self._put_chunk, chunk, received))
+                    del received
+                yield from itertools.islice(own, some)
+        yield from own
+
+    def _chunk_bytes(self, chunk: ChunkPlan) -> int:
+        node = self._plan.arrays[chunk.fqn]
+        return node.grid.chunk_box(chunk.cell).size * node.dtype.itemsize
+
+    def _put_chunk(self, chunk: ChunkPlan, received: Received) -> None:
+        node = self._plan.arrays[chunk.fqn]
+        elements = PartElements(node.grid.chunk_box(chunk.cell), chunk.parts, self._items, received)
+        encoder = self._put_elements(node, chunk.cell, elements)
+        with self._lock:
+            self._written[chunk.fqn].add(node, chunk.cell, encoder)
+            self._done += self._chunk_bytes(chunk)
+            self._progressed()
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    def _put_elements(self, node: ArrayNode, cell: Ints, elements: Elements) -> ChunkEncoder:
+        """Put a chunk."""
+        encoder: ChunkEncoder | None = None
+
+        def key() -> str:
+            return self._noted(join(self._tree(), node.chunk_key(cell)))
+
+        with ExitStack() as held:
+
+            def groups() -> Iterable[Group]:
+                nonlocal encoder
+                # Taken when the store asks for the bytes: by then it has freed the memory of chunks before.
+                held.close()
+                encoder = ChunkEncoder(node, elements)
+                scratch = held.enter_context(self._memory.take(*encoder.memory(in_parts=self._store.is_local)))
+                return encoder.groups(scratch)
+
+            self._store.put_parts(key, groups)
+        assert encoder is not None
+        return encoder
+
+    def _put_document(self, path: str, document: Json) -> None:
+        self._store.put(self._noted(join(self._tree(), path, NODE)), [dumps(document)])
+
+    def _noted(self, key: str) -> str:
+        """A key that is about to be put."""
+        with self._lock:
+            self._keys[key] = None
+        return key
+
+    def _write_object(self, fqn: str, path: str) -> ObjectResult:
+        value = self._source.value(fqn)
+        encoded = _values.encode_json(value)
+        if encoded is not _values.NOT_JSON and _values.json_size(encoded) <= _values.MAX_JSON_VALUE:
+            return ObjectResult(value=ValueEntry(path, encoded))
+        blob = _values.encode_blob(fqn, value)
+        payload = np.frombuffer(blob.payload, np.uint8)
+        node = ArrayNode(path, blob_grid(len(payload)), by_name("uint8"))
+        written = _Written()
+        for chunk in node.grid.chunks_of(Box((0,), node.grid.shape)):
+            elements = ArrayElements(payload[node.grid.chunk_box(chunk).slices()])
+            encoder = self._put_elements(node, chunk, elements)
+            written.add(node, chunk, encoder)
+        self._put_document(path, node.document())
+        return ObjectResult(blob=BlobEntry(node, blob.encoding, blob.kind), array=written.result())
+
+
+def blob_grid(nbytes: int) -> Grid:
+    """The grid of a blob: one dimension, one chunk as long as that is not too large."""
+    return Grid((nbytes,), (min(max(nbytes, 1), MAX_CHUNK_BYTES),))

@@ -1,0 +1,37 @@
+"""torch's sharded tensors and wrappers, told apart without importing what defines them: until then there are none.
+
+The modules that define them take a second to import, which a process that saves plain tensors does not need.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor."""
+    return _is(value, "torch.distributed.tensor", "DTensor")
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether a value is a ShardedTensor, as FSDP1 makes them."""
+    # By what it has: no public module of torch has its class.
+    return hasattr(value, "local_shards") and hasattr(value, "sharding_spec")
+
+
+def fsdp1_modules(module: object, *, root_only: bool = False) -> list[Any]:
+    """The modules inside a module that FSDP1 has wrapped, itself included."""
+    found: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    kind = getattr(found, "FullyShardedDataParallel", None)
+    return [] if kind is None else kind.fsdp_modules(module, root_only=root_only)
+
+
+def is_fsdp1(module: object) -> bool:
+    """Whether FSDP1 has wrapped a module."""
+    return _is(module, "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+
+
+def _is(value: object, module: str, name: str) -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)

@@ -1,0 +1,52 @@
+"""Every private name of torch that this package uses, and why: five. Nothing is imported before it is used."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+
+def lazy_gloo_options(gloo: Any, device: Any, timeout: timedelta) -> Any:
+    """Options of a gloo group that connects ranks on demand.
+
+    The public constructor of ``ProcessGroupGloo`` takes no device, and connects every rank with every other.
+    """
+    options = gloo._Options()
+    options._devices = [device]
+    options._timeout = timeout
+    return options
+
+
+def sent_plans(save_planner: Any) -> dict[str, Any]:
+    """DCP's cache of the plans that this rank sent last, by planner class. Empty, it has DCP send a plan whole.
+
+    A planner with ``enable_plan_caching`` leaves out a plan that looks like the last one, and with it what a storage
+    writer adds.
+    """
+    plans: dict[str, Any] = save_planner._cached_save_plan
+    return plans
+
+
+def merged_plans(save_planner: Any) -> dict[str, Any]:
+    """DCP's cache of the merged plans of all ranks, by planner class.
+
+    A planner with ``enable_plan_caching`` hands those that have not changed to nobody but this cache.
+    """
+    plans: dict[str, Any] = save_planner._cached_global_plan
+    return plans
+
+
+def is_over_tensor_parallelism(fsdp1: Any) -> bool:
+    """Whether FSDP1 shards the shards of tensor parallelism: nothing public tells it from HSDP's two dimensions."""
+    return getattr(fsdp1, "_fsdp_extension", None) is not None
+
+
+def without_data() -> AbstractContextManager[Any]:
+    """``torch.load`` within it gives shapes, strides and places in the file, and reads no data.
+
+    The meta device gives no places, and reads the data.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
