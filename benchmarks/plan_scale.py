@@ -1,212 +1,442 @@
-"""What the coordinator of a save does between ranks' plans and their tasks, beside DCP's default planner.
+"""How the planning of a save grows with ranks and tensors: what the coordinator gets, and each rank's own part.
 
-    python benchmarks/plan_scale.py                2,200 tensors of a Llama-like model with Adam, FSDP over 8 to 1,024
-    python benchmarks/plan_scale.py --dcp 64       DCP's planner up to 64 ranks only: it takes minutes at 1,024
-    python benchmarks/plan_scale.py --groups 8     HSDP: each weight sharded over groups, replicated over 8 of them
+    python benchmarks/plan_scale.py                                     "2214" (see MODELS) on 8 to 10,240 ranks
+    python benchmarks/plan_scale.py --models 70B 405B --ranks 10240     other models and worlds
+    python benchmarks/plan_scale.py --layouts hsdp-tp pipeline          see LAYOUTS; the default is FSDP x TP
+    python benchmarks/plan_scale.py --quick                             no processes for the ranks' own parts
 
-Ranks are simulated: their plans are made here and pickled as DCP's gather does it. Timed is all that the coordinator
-does from there: unpickling what was gathered, the planner's and the writer's global steps (for DCP the planner's alone:
-dedup, metadata, validation), pickling what is scattered. "again" is a repeated save of the same state. Prints a table.
+No rank is started: descriptions are made here, as ranks make theirs, and messages are encoded as rounds send them. A
+rank's own part (all that it does between two rounds: the whole plan, its digest, what is compared, its own piece of it)
+is measured in a fresh process each, for the first, the middle and the last rank. Times are those of the processor, in
+which other processes do not count. The last table is of loads on the mesh that saved, where ranks share their reads:
+each rank computes which of them fetches what several need. Prints three tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
+import itertools
 import pickle
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
-from unittest.mock import patch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+import numpy as np
 
-from zarrckpt import ZarrSavePlanner, ZarrStorageWriter, _mail, _plan
+from zarrckpt._documents import ArrayNode
 from zarrckpt._grid import Ints
-from zarrckpt._kept_plans import Memory, PlanReuse
-from zarrckpt._mail import Notes
-from zarrckpt._plan_items import KnownItems
-from zarrckpt._root import Root, Table
-from zarrckpt._shards import Cut, held_boxes
-from zarrckpt._state_path import StatePath
+from zarrckpt._load.shared_reads import _shared_runs, share_of
+from zarrckpt._plan.description import REPLICATED, Description, Entry
+from zarrckpt._plan.holders import Holdings, Told, hold, wanted
+from zarrckpt._plan.owners import Numbers
+from zarrckpt._plan.plan import Options, SavePlan, plan_save
+from zarrckpt._plan_report import report_of
+from zarrckpt._ranks.mesh import FANOUT, Message
+from zarrckpt._save import agree
+from zarrckpt._shards import Cut, Mesh, Sharding, mesh_boxes
+from zarrckpt._state_path import RANKS, StatePath
+from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES
 
-WIDTH, KEYS, FORWARD, VOCABULARY = 8192, 1024, 28672, 128256
+MODELS = {
+    "1B": (2048, 16, 512, 8192),
+    "8B": (4096, 32, 1024, 14336),
+    "2214": (4096, 61, 1024, 14336),
+    "70B": (8192, 80, 1024, 28672),
+    "405B": (16384, 126, 1024, 53248),
+}
+"""Width, layers, width of keys and values, width of the feed-forward part: those of Llama 3. "2214" is 8B with more
+layers, so that it has 2,214 entries."""
 
+VOCABULARY, TENSOR_PARALLEL, STAGES, REPLICAS, HOST = 128256, 8, 8, 10, 8
+LAYOUTS = ("fsdp", "fsdp-tp", "hsdp-tp", "pipeline", "per-rank", "irregular")
+"""FSDP over all ranks; with tensor parallelism over each 8 ranks; that with replicas; that in 8 pipeline stages; that
+with a PerRank of each rank's own tensors and a value; FSDP as ShardedTensors, one description a rank."""
 
-def tensors(count: int) -> dict[str, Ints]:
-    """Names and shapes of a Llama-like model's weights and Adam's two moments: as many as asked for."""
-    weights: dict[str, Ints] = {"embed": (VOCABULARY, WIDTH), "norm": (WIDTH,), "output": (VOCABULARY, WIDTH)}
-    layer = 0
-    while 3 * len(weights) < count:
-        parts = {"q": (WIDTH, WIDTH), "k": (KEYS, WIDTH), "v": (KEYS, WIDTH), "o": (WIDTH, WIDTH), "n1": (WIDTH,)}
-        parts |= {"n2": (WIDTH,), "gate": (FORWARD, WIDTH), "up": (FORWARD, WIDTH), "down": (WIDTH, FORWARD)}
-        weights |= {f"layers.{layer}.{name}": shape for name, shape in parts.items()}
-        layer += 1
-    kinds = {"model.": weights, "optim.state.exp_avg.": weights, "optim.state.exp_avg_sq.": weights}
-    return dict([(kind + name, shape) for kind, own in kinds.items() for name, shape in own.items()][:count])
-
-
-def items_of(rank: int, mesh: Ints, shapes: dict[str, Ints]) -> list[WriteItem]:
-    """What DCP plans for one rank: float32, replicated over the first mesh dimension and sharded over the second."""
-    place, known = (rank // mesh[1], rank % mesh[1]), dict[Ints, Any]()
-    properties = TensorProperties(dtype=torch.float32)
-    items = []
-    for name, shape in shapes.items():
-        if shape not in known:
-            known[shape] = [held.box for held in held_boxes(shape, mesh, place, [None, Cut(0)])]
-        for box in known[shape]:
-            chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-            data = TensorWriteData(chunk, properties, torch.Size(shape))
-            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-    return items
+VALUES = ("epoch", "step", "lr", "betas", "eps", "weight_decay")
+"""Beside the tensors, on every rank."""
 
 
-def sent_to_dcp(mesh: Ints, shapes: dict[str, Ints]) -> list[bytes]:
-    """The plans of all ranks as DCP gathers them."""
-    paths = {name: tuple(name.split(".")) for name in shapes}
-    ranks = range(mesh[0] * mesh[1])
-    return [pickle.dumps(SavePlan(items_of(rank, mesh, shapes), planner_data=paths)) for rank in ranks]
+class Weight(NamedTuple):
+    """A weight: its name, its shape, and the dimension that tensor parallelism cuts (None: none)."""
+
+    name: str
+    shape: Ints
+    cut: int | None
 
 
-def sent_to_us(mesh: Ints, shapes: dict[str, Ints], writer: ZarrStorageWriter) -> list[bytes]:
-    """The plans of all ranks as DCP gathers them, with our planner's notes and our writer's facts."""
-    sent = []
-    paths = {name: StatePath.of(name.split(".")) for name in shapes}
-    for rank in range(mesh[0] * mesh[1]):
-        items = items_of(rank, mesh, shapes)
-        # Replicas are alike.
-        digests = {
-            item.index: hash((item.index.fqn, rank % mesh[1])).to_bytes(8, "little", signed=True) for item in items
-        }
-        plan = SavePlan(items, Notes(digests, False, True), paths)
-        with patch.object(_mail, "global_rank", lambda rank=rank: rank):
-            sent.append(pickle.dumps(writer.prepare_local_plan(plan)))
-    return sent
+def weights(model: str, stage: int = 0, stages: int = 1) -> list[Weight]:
+    """Those of a model that a pipeline stage has, cut as Llama's plan of tensor parallelism in torchtitan does it."""
+    width, layers, keys, ffn = MODELS[model]
+    parts: list[tuple[str, Ints, int | None]]
+    found = [Weight("embed", (VOCABULARY, width), 0)] if stage == 0 else []
+    for layer in range(layers * stage // stages, layers * (stage + 1) // stages):
+        parts = [("q", (width, width), 0), ("k", (keys, width), 0), ("v", (keys, width), 0), ("o", (width, width), 1)]
+        parts += [("gate", (ffn, width), 0), ("up", (ffn, width), 0), ("down", (width, ffn), 1)]
+        parts += [("attention_norm", (width,), None), ("ffn_norm", (width,), None)]
+        found += [Weight(f"layers.{layer}.{name}", shape, cut) for name, shape, cut in parts]
+    if stage == stages - 1:
+        found.append(Weight("norm", (width,), None))
+        if model != "1B":  # there the embedding is the output's weight, too
+            found.append(Weight("output", (VOCABULARY, width), 0))
+    return found
 
 
-def sent_again(sent: Sequence[bytes], key: str) -> list[bytes]:
-    """What the same ranks send in the next save, when they name the plan that they have got."""
-    again = []
-    for data in sent:
-        plan: SavePlan = pickle.loads(data)
-        items: Any = KnownItems(key, plan.storage_data.rank)
-        facts = dataclasses.replace(plan.storage_data, items=items)
-        again.append(pickle.dumps(dataclasses.replace(plan, items=items, planner_data=None, storage_data=facts)))
-    return again
+@dataclass(frozen=True)
+class Case:
+    """A model on many ranks."""
+
+    model: str
+    layout: str
+    ranks: int
+
+    @property
+    def stages(self) -> int:
+        """Each on as many ranks, one after the other."""
+        return min(STAGES, self.ranks // 8) if self.layout == "pipeline" else 1
+
+    @property
+    def mesh(self) -> Ints:
+        """Of one stage: replicas, shards, tensor parallelism."""
+        ranks = self.ranks // self.stages
+        parallel = TENSOR_PARALLEL if ranks >= 64 and self.layout not in ("fsdp", "irregular") else 1
+        replicas = min(REPLICAS, ranks // parallel // 2) if self.layout == "hsdp-tp" else 1
+        while ranks % (parallel * replicas):
+            replicas -= 1
+        return replicas, ranks // parallel // replicas, parallel
+
+    def told(self) -> Told:
+        """The descriptions that all ranks give."""
+        given = np.repeat(np.arange(self.stages), self.ranks // self.stages)
+        found = [self._description(stage) for stage in range(self.stages)]
+        if self.layout == "irregular":
+            given, found = np.arange(self.ranks), _one_for_each_rank(found[0])
+        return Told(found, given, range(self.ranks))
+
+    def _description(self, stage: int) -> Description:
+        """Of weights and moments in float32, which FSDP2 cuts within tensor parallelism; and of plain steps."""
+        replicas, shards, parallel = self.mesh
+        kinds = ("model", "optim.exp_avg", "optim.exp_avg_sq")
+        sharded = [Weight(f"{kind}.{name}", shape, cut) for kind in kinds for name, shape, cut in self._own(stage)]
+        shardings: dict[tuple[Cut | None, ...], int] = {}
+        entries = []
+        for name, shape, cut in sharded:
+            # As FSDP2 over tensor parallelism does it: rows that are cut already are cut again within each part.
+            inner = None if cut is None else Cut(cut)
+            cuts = (None, Cut(0, parallel if cut == 0 else 1), inner)
+            number = shardings.setdefault(cuts, len(shardings))
+            entries.append(Entry(_path(name), "tensor", shape, "torch.float32", number))
+        entries += [Entry(_path(f"optim.step.{w.name}"), "tensor", (), "torch.float32") for w in self._own(stage)]
+        entries += [Entry(_path(name), "value") for name in VALUES]
+        if self.layout == "per-rank":
+            entries += _OF_EACH_RANK
+        size = self.ranks // self.stages
+        members = tuple(range(stage * size, (stage + 1) * size))
+        found = [Sharding(members, (replicas, shards, parallel), cuts) for cuts in shardings]
+        return Description(tuple(entries), tuple(found))
+
+    def _own(self, stage: int) -> list[Weight]:
+        return weights(self.model, stage, self.stages)
 
 
-def timed(steps: Callable[[], tuple[list[SavePlan], Metadata]]) -> tuple[float, list[bytes], Metadata]:
-    """Seconds for steps and for pickling their plans; the pickles; DCP's metadata."""
-    gc.collect()
-    began = time.perf_counter()
-    plans, metadata = steps()
-    scattered = [pickle.dumps(plan) for plan in plans]
-    return time.perf_counter() - began, scattered, metadata
+def _path(name: str) -> StatePath:
+    return StatePath.of(name.split("."))
 
 
-def by_dcp(sent: Sequence[bytes]) -> tuple[list[SavePlan], Metadata]:
-    """The coordinator's work with DCP's default planner."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner({}, is_coordinator=True)
-    return planner.create_global_plan([pickle.loads(data) for data in sent])
+def _own_path(name: str) -> StatePath:
+    return StatePath(("loader", RANKS, name), ("dict",) * 3, (), 1)
 
 
-def by_us(sent: Sequence[bytes], writer: ZarrStorageWriter) -> tuple[list[SavePlan], Metadata]:
-    """The coordinator's work with our planner and writer, the attempt's beginning in an empty folder included."""
-    planner = ZarrSavePlanner()
-    planner.set_up_planner({}, is_coordinator=True)
-    plans, metadata = planner.create_global_plan([pickle.loads(data) for data in sent])
-    return writer.prepare_global_plan(plans), metadata
+_OF_EACH_RANK = [
+    Entry(_own_path("generator"), "tensor", (5056,), "torch.uint8"),
+    Entry(_own_path("cuda_generator"), "tensor", (16,), "torch.uint8"),
+    Entry(_own_path("order"), "tensor", (1000,), "torch.int64"),
+    Entry(_own_path("position"), "opaque"),
+]
 
 
-def root_bytes(writer: ZarrStorageWriter) -> int:
-    """The size of the root document of a save as planned."""
-    layout = writer._layout
-    assert layout is not None
-    root = Root("0" * 32, "", layout.tensors, Table(0, 0), world_size=layout.world_size)
-    return len(root.to_bytes())
+def _one_for_each_rank(told: Description) -> list[Description]:
+    """The same, as ranks say it that have no mesh: each its own boxes."""
+    boxes = {
+        (entry.shape, entry.sharding): mesh_boxes(entry.shape, Mesh(*told.shardings[entry.sharding][1:]))
+        for entry in told.entries
+        if entry.sharding != REPLICATED
+    }
+    found = []
+    for rank in range(len(told.shardings[0].ranks)):
+        own = {key: of_all[rank] for key, of_all in boxes.items()}
+        rows = (
+            entry
+            if entry.sharding == REPLICATED
+            else entry._replace(sharding=REPLICATED, boxes=own[entry.shape, entry.sharding])
+            for entry in told.entries
+        )
+        found.append(Description(tuple(rows)))
+    return found
 
 
-def begin(writer: ZarrStorageWriter, url: str, memory: Memory) -> None:
-    """A save begins on the coordinator, as :func:`zarrckpt.save` does it."""
-    writer.reset(url)
-    writer.reuse_plans(PlanReuse(memory))
-    writer.set_up_storage_writer(True)
+# -- a rank's own part
 
 
-def measure(ranks: int, groups: int, shapes: dict[str, Ints], with_dcp: bool) -> list[str]:
-    """One row of the table."""
-    mesh = (min(groups, ranks), ranks // min(groups, ranks))
-    with tempfile.TemporaryDirectory() as folder:
-        writer = ZarrStorageWriter(f"{folder}/save", durable=False)
-        sent = sent_to_us(mesh, shapes, writer)
-        memory = Memory()
-        begin(writer, f"{folder}/save", memory)
-        ours, scattered, metadata = timed(lambda: by_us(sent, writer))
-        (key,) = memory.plans
-        named = sent_again(sent, key)
-        begin(writer, f"{folder}/again", memory)
-        again, _, _ = timed(lambda: by_us(named, writer))
-        document = root_bytes(writer)
-        assert writer._layout is not None
-        _plan.describe(metadata, writer._layout)
-    row = [
-        f"{ranks:,}",
-        "-",
-        f"{ours:.2f}",
-        "-",
-        f"{again:.2f}",
-        _mb(sent),
-        "-",
-        _mb(scattered),
-        "-",
-        f"{document / 1e6:.2f}",
+class Part(NamedTuple):
+    """What one rank's own part took."""
+
+    seconds: float
+    megabytes: float
+
+
+def own_part(packed: Sequence[bytes], given: Any, rank: int) -> Part:
+    """In a fresh process: from the descriptions as they came to what the rank is to do."""
+    ranks = range(len(given))
+    before = most_memory()
+    began = time.process_time()
+    told = Told([Description.unpacked(data) for data in packed], given, ranks)
+    held = hold(told)
+    plan = plan_save(held, Options())
+    held.replicas(rank)
+    assert plan.digest and plan.part(rank)
+    return Part(time.process_time() - began, most_memory() - before)
+
+
+def most_memory() -> float:
+    """The most memory that this process has had so far, in MB. (That of getrusage counts its parent's, too.)"""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def own_parts(told: Told) -> list[Part]:
+    """The first, the middle and the last rank's."""
+    size = len(told.given)
+    packed = [description.packed for description in told.descriptions]
+    given = told.given.astype(np.min_scalar_type(len(packed)))
+    found = []
+    for rank in sorted({0, size // 2, size - 1}):
+        with get_context("spawn").Pool(1) as pool:
+            found.append(pool.apply(own_part, (packed, given, rank)))
+    return found
+
+
+def loads_part(packed: Sequence[bytes], given: Any, nodes: Mapping[str, ArrayNode], rank: int) -> tuple[Part, int]:
+    """In a fresh process: what one rank computes in a load; and how many gets are of what several ranks need."""
+    before = most_memory()
+    began = time.process_time()
+    told = Told([Description.unpacked(data) for data in packed], given, range(len(given)))
+    held, limit = wanted(told), DEFAULT_MAX_INFLIGHT_BYTES // 4
+    share_of(rank, nodes, held, len(given), limit)
+    part = Part(time.process_time() - began, most_memory() - before)
+    return part, sum(1 for _ in _shared_runs(nodes, held, limit))
+
+
+def load_of(told: Told, plan: SavePlan) -> tuple[Part, int]:
+    """That of the middle rank, of a load of the tensors."""
+    targets = [
+        Description([entry for entry in description.entries if entry.kind == "tensor"], description.shardings)
+        for description in told.descriptions
     ]
-    row += [f"{len(pickle.dumps(metadata)) / 1e6:.2f}", "-"]
-    del scattered, metadata
-    if with_dcp:
-        theirs = sent_to_dcp(mesh, shapes)
-        seconds, scattered, metadata = timed(lambda: by_dcp(theirs))
-        row[1], row[3] = f"{seconds:.2f}", f"{seconds / ours:.1f}"
-        row[6], row[8], row[11] = _mb(theirs), _mb(scattered), f"{len(pickle.dumps(metadata)) / 1e6:.2f}"
-    return row
+    packed = [description.packed for description in targets]
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(loads_part, (packed, told.given, plan.layout.tensors, len(told.given) // 2))
 
 
-def _mb(parts: Sequence[bytes]) -> str:
-    return f"{sum(map(len, parts)) / 1e6:.1f}"
+# -- the coordinator
+
+
+class _Ranks:
+    """In place of rounds: who they are, and no more."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self.members = 0, size, tuple(range(size))
+
+
+class Coordinator:
+    """What reaches the coordinator, and what it does with that: its side of the rounds, with real messages."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.received = 0
+        self.sent = 0
+        self.seconds = 0.0
+        self._round = 0
+
+    def decide(self, said: Sequence[Any], decide: Any) -> Any:
+        """One round: what all ranks say comes up the tree, and the answer goes down."""
+        self._round += 1
+        below = [list(_below(child, self.size)) for child in _children(0, self.size)]
+        items = [("result", pickle.dumps(one, protocol=5)) for one in said]
+        calls = "the save to s3://bucket/runs/step-001000"
+        bodies = [
+            ({place: items[place] for place in places}, {calls: places} if self._round == 1 else {}, False)
+            for places in below
+        ]
+        messages = [pickle.dumps(tuple(Message("final", 1, self._round, body)), protocol=5) for body in bodies]
+        self.received += sum(map(len, messages))
+        gc.collect()
+        began = time.process_time()
+        finals = {0: items[0]}
+        for message in messages:
+            finals.update(pickle.loads(message)[3][0])
+        answer = decide([pickle.loads(finals[place][1]) for place in range(self.size)])
+        body = ("result", pickle.dumps(answer, protocol=5), False)
+        down = [pickle.dumps(("answer", 1, self._round, body), protocol=5) for _ in below]
+        self.seconds += time.process_time() - began
+        self.sent += sum(map(len, down))
+        return answer
+
+
+def _children(place: int, size: int) -> range:
+    first = place * FANOUT + 1
+    return range(min(first, size), min(first + FANOUT, size))
+
+
+def _below(place: int, size: int) -> Iterator[int]:
+    yield place
+    for child in _children(place, size):
+        yield from _below(child, size)
+
+
+def _agreement(size: int) -> Any:
+    began = ("3f1c6a0e9b7d4c52a8e0f6b1d2c3a495", "@trees/3f1c6a0e", "")
+    made: Any = agree._Agreement(_Ranks(size), None, Options(), lambda layout: began)  # type: ignore[arg-type]
+    made._last = None
+    return made
+
+
+def first_save(told: Told, plan: SavePlan, folds: Sequence[bytes]) -> Coordinator:
+    """All three rounds."""
+    size = len(told.given)
+    agreement, coordinator = _agreement(size), Coordinator(size)
+    agreement._plan = plan
+    digests = [description.digest for description in told.descriptions]
+    hellos = [agree._Hello(digests[number], agree._NO_PLAN, 0).packed() for number in told.given.tolist()]
+    asked = coordinator.decide(hellos, agreement._answer_to_hellos)
+    own = [told.descriptions[number] for number in told.given.tolist()]
+    said = [(own[rank].version, own[rank].packed) if rank in asked.senders else None for rank in range(size)]
+    coordinator.decide(said, agreement._answer_to_descriptions)
+    checks = [agree._Checked(plan.digest, fold, {}) for fold in folds]
+    began = coordinator.decide(checks, partial(agreement._answer_to_plans, agree._Compare()))
+    assert isinstance(began, agree._Begun)
+    return coordinator
+
+
+def next_save(told: Told, plan: SavePlan) -> tuple[Coordinator, int]:
+    """The one round of a save of the same state; and the bytes of what a rank says."""
+    size = len(told.given)
+    agreement, coordinator = _agreement(size), Coordinator(size)
+    digests = [description.digest for description in told.descriptions]
+    agreement._last = agree._Kept(b"the plan", digests[0], Options(), plan, plan.part(0), {})
+    # Random but for the last, as digests are; their sum is 0.
+    balances = [int.from_bytes(blake2b(b"%d" % rank, digest_size=8).digest(), "little") for rank in range(size - 1)]
+    balances = [balance % agree._PRIME for balance in balances]
+    balances.append(-sum(balances) % agree._PRIME)
+    rows = zip(told.given.tolist(), balances, strict=True)
+    hellos = [agree._Hello(digests[number], b"the plan", balance).packed() for number, balance in rows]
+    began = coordinator.decide(hellos, agreement._answer_to_hellos)
+    assert isinstance(began, agree._Begun)
+    return coordinator, max(len(pickle.dumps(hello, protocol=5)) for hello in hellos)
+
+
+def folds_of(held: Holdings) -> list[bytes]:
+    """What each rank says of what it holds alike with others: for each group its name, and a digest."""
+    found: list[dict[bytes, None]] = [{} for _ in range(held.ranks)]
+    for ranks in {ranks.tobytes(): ranks for ranks in held.compared.values()}.values():
+        _add(found, ranks)
+    for one in {id(tensor.held): tensor.held for tensor in held.tensors.values()}.values():
+        for number in range(len(one.boxes) if not one.alone else 0):
+            _add(found, one.ranks_of(number))
+    return [b"".join(name + bytes(agree._FOLD_BYTES) for name in names) for names in found]
+
+
+def _add(found: list[dict[bytes, None]], ranks: Numbers) -> None:
+    if len(ranks) > 1:
+        name = agree._group_name(ranks.tobytes())
+        for rank in ranks.tolist():
+            found[rank][name] = None
+
+
+# -- the tables
+
+PLANNING = [
+    "model",
+    "layout",
+    "ranks",
+    "entries",
+    "descriptions",
+    "to the coordinator, KB",
+    "its time, s",
+    "a rank's own part, s",
+    "MB",
+    "again: bytes a rank",
+    "the coordinator's time, s",
+]
+RESULT = [
+    "model",
+    "layout",
+    "ranks",
+    "GB",
+    "objects",
+    "puts",
+    "puts at 3,500/s, s",
+    "puts, $",
+    "max/mean written",
+    "moved",
+    "between hosts",
+    "connections of a rank, mean",
+    "most",
+    "of a host, most",
+]
+LOADS = ["model", "layout", "ranks", "a rank's own part, s", "MB", "gets of what ranks share", "at 5,500/s, s"]
+
+
+def measure(case: Case, quick: bool) -> tuple[list[str], list[str], list[str]]:
+    """A row of each table."""
+    told = case.told()
+    held = hold(told)
+    plan = plan_save(held, Options())
+    first = first_save(told, plan, folds_of(held))
+    again, nbytes = next_save(told, plan)
+    parts = [] if quick else own_parts(told)
+    name = [case.model, case.layout, f"{case.ranks:,}"]
+    entries = len({entry.path for description in told.descriptions for entry in description.entries})
+    planning = [*name, f"{entries:,}", str(len(told.descriptions)), f"{first.received / 1e3:,.0f}"]
+    planning += [f"{first.seconds:.2f}", f"{max((part.seconds for part in parts), default=0):.2f}"]
+    planning += [f"{max((part.megabytes for part in parts), default=0):.0f}", str(nbytes), f"{again.seconds:.2f}"]
+    load, gets = (Part(0, 0), 0) if quick or case.layout == "per-rank" else load_of(told, plan)
+    loads = [*name, f"{load.seconds:.2f}", f"{load.megabytes:.0f}", f"{gets:,}", f"{gets / 5500:.1f}"]
+    return planning, [*name, *results(plan)], loads
+
+
+def results(plan: SavePlan) -> list[str]:
+    """What a plan comes to."""
+    report = report_of(plan, range(plan.layout.world_size), HOST)
+    found = [f"{report.nbytes / 1e9:,.0f}", f"{report.objects:,}", f"{report.puts:,}", f"{report.put_seconds():.1f}"]
+    found += [f"{report.put_cost():.3f}", f"{report.balance:.3f}"]
+    found += [f"{100 * moved / report.nbytes:.1f} %" for moved in (report.moved_bytes, report.host_bytes or 0)]
+    connections = np.array(report.rank_connections)
+    hosts = np.add.reduceat(connections, np.arange(0, len(connections), HOST))
+    return [*found, f"{connections.mean():,.0f}", f"{connections.max():,}", f"{hosts.max():,}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256, 1024])
-    parser.add_argument("--tensors", type=int, default=2200)
-    parser.add_argument("--groups", type=int, default=1, metavar="N", help="replicate over N groups of ranks")
-    parser.add_argument("--dcp", type=int, default=1024, metavar="N", help="DCP's planner for up to N ranks")
+    parser.add_argument("--models", nargs="+", default=["2214"], choices=list(MODELS))
+    parser.add_argument("--layouts", nargs="+", default=["fsdp-tp"], choices=LAYOUTS)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512, 1024, 4096, 10240])
+    parser.add_argument("--quick", action="store_true", help="do not measure the ranks' own parts")
     args = parser.parse_args()
-    shapes = tensors(args.tensors)
-    gc.disable()  # it would look at all ranks' plans again and again; they are not what is measured
-    heads = [
-        "ranks",
-        "DCP, s",
-        "ours, s",
-        "ratio",
-        "again, s",
-        "gathered, MB",
-        "DCP",
-        "scattered, MB",
-        "DCP",
-        "root document, MB",
-    ]
-    heads += ["metadata, MB", "DCP"]
-    print(f"| {' | '.join(heads)} |")
-    print(f"|{'---|' * len(heads)}")
-    for ranks in args.ranks:
-        print(f"| {' | '.join(measure(ranks, args.groups, shapes, ranks <= args.dcp))} |", flush=True)
+    cases = [Case(*case) for case in itertools.product(args.models, args.layouts, args.ranks)]
+    rows = []
+    for case in cases:
+        rows.append(measure(case, args.quick))
+        print(f"{case.model} {case.layout} {case.ranks}", file=sys.stderr, flush=True)
+    for heads, own in zip((PLANNING, RESULT, LOADS), zip(*rows, strict=True), strict=True):
+        print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+        print("".join(f"| {' | '.join(row)} |\n" for row in own))
 
 
 if __name__ == "__main__":

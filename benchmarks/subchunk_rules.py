@@ -25,7 +25,7 @@ from zarrckpt._chunking import choose_grid, default_min_piece_bytes
 from zarrckpt._documents import ArrayNode
 from zarrckpt._dtypes import by_name
 from zarrckpt._grid import Box, Ints
-from zarrckpt._sharing import handed_bytes, plan_shares, wanted_boxes
+from zarrckpt._load.shared_reads import handed_bytes, plan_shares, wanted_boxes
 from zarrckpt._transfer import subchunks_in
 
 Cuts = Callable[[int], dict[int, int]]
