@@ -150,20 +150,22 @@ def save_drawing() -> str:
     rank, lead, store = 0, 1, 2
     plan = [
         Step("1", rank, rank, "flatten the state, refuse"),
-        Step("2", rank, lead, "boxes of this rank"),
-        Step("3", lead, lead, "grids, owners, rounds"),
+        Step("2", rank, lead, "digest, description"),
+        Step("", lead, rank, "all descriptions"),
+        Step("3", rank, rank, "the whole plan, its own part"),
+        Step("4", rank, lead, "digests of plan and contents"),
     ]
-    begin = [Step("4", lead, store, "root? claim, marker"), Step("5", lead, rank, "plan, and the save's id")]
+    begin = [Step("", lead, store, "root? claim, marker"), Step("", lead, rank, "the save's id")]
     write = [
-        Step("6", rank, rank, "pieces to owners"),
+        Step("5", rank, rank, "pieces to owners"),
         Step("", rank, store, "values, chunks, node documents: every rank its own"),
-        Step("7", rank, lead, "numbers, checksums"),
+        Step("6", rank, lead, "numbers, checksums"),
     ]
     commit = [
-        Step("8", lead, lead, "count against the plan"),
+        Step("", lead, lead, "count against the plan"),
         Step("", lead, store, "tables of checksums"),
-        Step("9", lead, store, "THE ROOT DOCUMENT"),
-        Step("10", lead, store, "clean what is replaced"),
+        Step("7", lead, store, "THE ROOT DOCUMENT"),
+        Step("", lead, store, "clean what is replaced"),
     ]
     phases: list[Phase] = [("plan", plan), ("begin", begin), ("write", write), ("commit", commit)]
     return sequence("A save, step by step", ("every rank", "coordinator", "store"), phases)
@@ -171,14 +173,18 @@ def save_drawing() -> str:
 
 def load_drawing() -> str:
     rank, lead, store = 0, 1, 2
-    find = [Step("1", store, lead, "the root document"), Step("2", lead, rank, "broadcast")]
-    plan = [Step("3", rank, rank, "match keys, shapes, dtypes"), Step("4", rank, lead, "errors, wanted boxes")]
+    find = [Step("1", store, lead, "the root document"), Step("", lead, rank, "to all ranks")]
+    plan = [
+        Step("2", rank, rank, "match keys, shapes, dtypes"),
+        Step("", rank, lead, "what found no target"),
+        Step("3", rank, rank, "who fetches what several need"),
+    ]
     read = [
-        Step("5", store, rank, "the table of checksums"),
-        Step("6", store, rank, "ranges of chunks, checked, into the targets"),
+        Step("", store, rank, "the table of checksums"),
+        Step("4", store, rank, "ranges of chunks, checked, into the targets"),
         Step("", rank, rank, "hand on what others need"),
     ]
-    done = [Step("7", rank, rank, "values, then objects take state")]
+    done = [Step("5", rank, rank, "values, then objects take state")]
     phases: list[Phase] = [("find", find), ("plan", plan), ("read", read), ("restore", done)]
     return sequence("A load, step by step", ("every rank", "coordinator", "store"), phases)
 
