@@ -26,7 +26,7 @@ _Queue = SimpleQueue[tuple[int, Bytes, Future[Bytes]] | None]
 class Handle:
     """A piece on its way."""
 
-    def __init__(self, future: Future[Bytes], waiting: Callable[[float], None]) -> None:
+    def __init__(self, future: Future[Bytes], waiting: Callable[[float], None] = lambda seconds: None) -> None:
         self._future = future
         self._waiting = waiting
 
