@@ -77,6 +77,11 @@ def no_answer(error: BaseException) -> bool:
     return _NO_ANSWER.search(str(error)) is not None
 
 
+def never_sent(error: BaseException) -> bool:
+    """Whether the server closed the connection before any of the request was on its way."""
+    return "connection was not ready" in str(error)
+
+
 def _address_fault(error: BaseException, known: Sequence[str]) -> str:
     """A sentence for what is usually a wrong address, with the next step; "" for anything else."""
     text = scrub(f"{error} {error.__cause__ or ''}", known)

@@ -139,7 +139,8 @@ class ObstoreStore(ClientStore):
         while batch:
             for item in batch:
                 yield ObjectInfo(item["path"].removeprefix(f"{self._client.prefix}/"), item["size"])
-            batch = self.run(what, lambda: next(stream, None))
+            # Not with our own repeats: after an error a stream is at its end, and the rest would be missing.
+            batch = super().run(what, lambda: next(stream, None))
 
     def list_dir(self, prefix: str = "") -> Listing:
         def fetch() -> Any:
@@ -164,4 +165,5 @@ class ObstoreStore(ClientStore):
 
     def run(self, what: str, call: Callable[[], T], key: str | None = None) -> T:
         check_fork()
-        return super().run(what, call if self._bucket.answered else partial(self._bucket.reach, call), key)
+        ask = self._bucket.send if self._bucket.answered else self._bucket.reach
+        return super().run(what, partial(ask, call), key)

@@ -38,6 +38,8 @@ _FIRST_RETRY = {
 """How a server is asked that has not answered this process yet: its address may be wrong."""
 _FIRST_ANSWER = timedelta(seconds=10)
 """So long it may be silent."""
+_SENDS = 3
+"""How often a request is made that could not be sent."""
 _answered: set[str] = set()
 """The servers and buckets that have answered this process."""
 
@@ -89,6 +91,16 @@ class Bucket:
             return call()
         _answered.add(self._server)
         return result
+
+    def send(self, call: Callable[[], T]) -> T:
+        """A call whose request was sent: obstore does not repeat one whose connection was closed before that."""
+        for _ in range(_SENDS - 1 if self.repeats else 0):
+            try:
+                return call()
+            except GenericError as error:
+                if not _failures.never_sent(error):
+                    raise
+        return call()
 
 
 @dataclass(frozen=True)
