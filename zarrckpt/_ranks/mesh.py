@@ -45,6 +45,21 @@ _CONTROL, _CLOSING, _FIRST_PIECE = 0, 1, 2
 """gloo's tags: those of the pieces come after."""
 
 
+END_SECONDS = 5.0
+"""How long the end of the process waits for calls, which it breaks, and for their threads."""
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def started(name: str, work: Callable[..., object], *args: Any) -> threading.Thread:
+    """A daemon thread that calls into torch: the end of the process waits for it, as long as for a call."""
+    thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
+    return thread
+
+
 class Message(NamedTuple):
     kind: str
     call: int
@@ -81,16 +96,12 @@ class Mesh:
         self._received = dict.fromkeys(self.edges, 0)
         self._numbers = dict.fromkeys(self.edges, 0)
         self._sent: dict[int, deque[tuple[int, Any, Any]]] = {peer: deque() for peer in self.edges}
+        self._threads: list[threading.Thread] = []
         self._connected: set[int] = set()
         self._reached: set[int] = set()
         began: SimpleQueue[None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._read, args=(group, peer, began.put), name="zarrckpt-edge", daemon=True)
-            for peer in self.edges
-        ]
         try:
-            for thread in self._threads:
-                thread.start()
+            self._threads = [started("zarrckpt-edge", self._read, group, peer, began.put) for peer in self.edges]
             # All connections of the tree are there before it is used: the store is at hand now, and what is sent on
             # one that is only being made would wait. Each is made, or fails, within CONNECT_TIMEOUT.
             for _ in self.edges:
@@ -189,8 +200,7 @@ class Mesh:
         del group
         self._addresses.store = None
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(1.0)
+            thread.join(1.0)
 
     def _flush(self, seconds: float) -> None:
         """Wait until what was said last is on its way."""
@@ -198,9 +208,7 @@ class Mesh:
             works = [work for sent in self._sent.values() for _, work, _ in sent]
         if works:
             # In a thread: it takes for ever where a peer is stopped.
-            waiter = threading.Thread(target=_wait_for, args=(works,), name="zarrckpt-flush", daemon=True)
-            waiter.start()
-            waiter.join(seconds)
+            started("zarrckpt-flush", _wait_for, works).join(seconds)
 
     def _read(self, group: Any, peer: int, began: Callable[[None], None]) -> None:
         """Take what comes along an edge, until it is closed; a receive is pending all the time."""
@@ -263,6 +271,7 @@ class Place:
 
 _places: dict[tuple[tuple[int, ...], bool], Place] = {}
 _places_lock = threading.Lock()
+_ending = threading.Event()
 _inherited: list[Mesh] = []
 """Meshes of the process that this one was forked from: they are neither used nor let go of."""
 
@@ -271,6 +280,8 @@ _inherited: list[Mesh] = []
 def place_of(party: Party) -> Iterator[Place]:
     """The place of a party, for this call alone. Raises CheckpointError where another call does not end."""
     with _places_lock:
+        if _ending.is_set():
+            raise CheckpointError(f"{party.call}: the process is ending. Save and load before that")
         place = _places.setdefault((party.members, party.background), Place())
         others = [other for other in _places.values() if other is not place]
     if not place.turn.acquire(timeout=min(party.timeout, threading.TIMEOUT_MAX)):
@@ -290,7 +301,7 @@ def place_of(party: Party) -> Iterator[Place]:
 
 def made(party: Party, cancelled: Callable[[], bool] = lambda: False) -> Mesh:
     """A fresh mesh. Every member must call it; raises CheckpointError where one does not within the timeout."""
-    with connected(party, cancelled) as (group, addresses):
+    with connected(party, lambda: cancelled() or _ending.is_set()) as (group, addresses):
         return Mesh(party, group, addresses)
 
 
@@ -304,11 +315,26 @@ def _let_go(place: Place) -> None:
             place.turn.release()
 
 
-@atexit.register
 def forget_all() -> None:
-    """Close all meshes that are kept: gloo's threads must end before the interpreter does."""
+    """Close all meshes that are kept, and those in use: their calls end with an error."""
     began = time.monotonic()
     for place in [*_places.values()]:
         mesh, place.mesh = place.mesh, None
         if mesh is not None:
             mesh.close(max(0.0, FLUSH_SECONDS - (time.monotonic() - began)))
+
+
+@atexit.register
+def _end_all() -> None:
+    """End calls in daemon threads, and wait until they and gloo's threads are out of C++.
+
+    A thread that comes back from C++ to an interpreter that has ended takes the process down (before Python 3.14).
+    """
+    with _places_lock:
+        _ending.set()
+    forget_all()
+    until = time.monotonic() + END_SECONDS
+    for place in _places.values():
+        place.turn.acquire(timeout=max(0.0, until - time.monotonic()))
+    for thread in [*_threads]:
+        thread.join(max(0.0, until - time.monotonic()))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zarrckpt._ranks.errors import PeerLost
-from zarrckpt._ranks.mesh import FOREVER, Mesh
+from zarrckpt._ranks.mesh import FOREVER, Mesh, started
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -91,8 +91,7 @@ class Pieces:
             queue = self._queues.get((way, peer))
             if queue is None:
                 queue = self._queues[way, peer] = SimpleQueue()
-                args = (self._mesh, way, peer, queue)
-                threading.Thread(target=self._move, args=args, name="zarrckpt-pieces", daemon=True).start()
+                started("zarrckpt-pieces", self._move, self._mesh, way, peer, queue)
             self._open.add(future)
             queue.put((tag, data, future))
         return Handle(future, self._waiting)

@@ -20,7 +20,7 @@ from zarrckpt._distributed import Ranks, global_rank
 from zarrckpt._ranks import joining
 from zarrckpt._ranks.errors import Failure, Stopped, causes, common, failure_of, raise_together
 from zarrckpt._ranks.joining import Party, log, ranks_text
-from zarrckpt._ranks.mesh import Mesh, Message, Place, made, place_of
+from zarrckpt._ranks.mesh import Mesh, Message, Place, made, place_of, started
 from zarrckpt._ranks.pieces import Pieces
 
 DRAIN_SECONDS = 60.0
@@ -351,7 +351,7 @@ class Rounds:
             self._pieces.close()
         stop, self._stop = self._stop, None
         if stop is not None and self._open and self._own is None:
-            threading.Thread(target=stop, name="zarrckpt-stop", daemon=True).start()
+            started("zarrckpt-stop", stop)
 
     def _break(self, failures: list[Failure], source: int | None = None, call: str | None = None) -> None:
         """The mesh is of no more use: every rank ends with this, as soon as its own work has ended.
@@ -464,7 +464,7 @@ class Rounds:
         if mesh is None:
             mesh = place.mesh = made(self._party)
         self._use(mesh)
-        threading.Thread(target=self._watch, name="zarrckpt-watch", daemon=True).start()
+        started("zarrckpt-watch", self._watch)
 
     def _new_edges(self) -> None:
         self._seen: dict[int, float] = {}
@@ -486,7 +486,7 @@ class Rounds:
             return
         self._send([peer for peer in mesh.edges if peer != source], "rejoin", None)
         self._mesh, self._kept = None, False
-        threading.Thread(target=self._join_again, args=(mesh,), name="zarrckpt-join", daemon=True).start()
+        started("zarrckpt-join", self._join_again, mesh)
 
     def _join_again(self, old: Mesh) -> None:
         old.close()
