@@ -290,7 +290,31 @@ def test_conditional_puts_are_durable_on_return(tmp_path: Path, synced: list[str
     synced.clear()
     store.replace("zarr.json", b"2", store.get_versioned("zarr.json").version)
     assert synced[0].endswith(".part")
-    assert {str(tmp_path / "root"), str(tmp_path)} <= set(synced[1:])
+    assert synced[1:] == [str(tmp_path / "root")]  # the folder above has not changed since
+
+
+def test_a_folder_whose_sync_failed_is_synced_again(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, sync = open_store(tmp_path), os.fsync
+
+    def refuse(file: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file}") == str(tmp_path / "a"):
+            raise OSError(errno.EIO, "no")
+        sync(file)
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="syncing"):
+        patch.setattr(os, "fsync", refuse)
+        store.create("a/k", b"1")
+    store.create("a/k", b"1")
+    assert str(tmp_path / "a") in synced
+    synced.clear()
+    store.sync(["a/k"])
+    assert synced == [str(tmp_path / "a/k")]
+    store.delete(["a/k"])
+    store.put("a/k", [b"1"])
+    store.sync(["a/k"])
+    assert {str(tmp_path / "a"), str(tmp_path)} <= set(synced)  # both were changed: "a" was removed, and made again
 
 
 def test_a_failed_sync_is_an_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,8 @@ def reason(error: BaseException, known: Sequence[str]) -> str:
     if error.__cause__ is not None and str(error.__cause__) not in text:
         # s3fs puts the server's error code into the cause only.
         text = f"{text} ({error.__cause__})"
-    text = _cut(" ".join(_PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_said, scrub(text, known))).split()))
+    if not _is_system_s(error):
+        text = _cut(" ".join(_PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_said, scrub(text, known))).split()))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -146,9 +147,20 @@ def _titled(page: re.Match[str]) -> str:
 
 def clean_cause(error: BaseException, known: Sequence[str]) -> BaseException:
     """The exception itself, or a stand-in where it or one that it came from quotes a secret."""
-    if all(scrub(text, known) == text for item in _chain(error) for text in (str(item), repr(item))):
+    texts = (text for item in _chain(error) for text in (str(item), repr(item)))
+    if _is_system_s(error) or all(scrub(text, known) == text for text in texts):
         return error
     return RuntimeError(reason(error, known))
+
+
+def _is_system_s(error: BaseException) -> bool:
+    """Whether an error is the operating system's own: it quotes a path, and no secret. A save meets many of these."""
+    return (
+        isinstance(error, OSError)
+        and error.filename is not None
+        and error.__cause__ is None
+        and error.__context__ is None
+    )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

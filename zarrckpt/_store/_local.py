@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import StorageError
@@ -87,8 +88,13 @@ class LocalStore(Store):
         self._root = root
         self._durable = durable
         self._folders: set[str] = set()
-        # Folders above the root that got a new entry: they are synced with the rest.
         self._grown: set[str] = set()
+        """Folders above the root that got a new entry: they are synced with the rest."""
+        self._changes: dict[str, int] = {}
+        """How often this store has changed a folder's entries, or may have."""
+        self._synced: dict[str, int] = {}
+        """Up to which change a folder is durable."""
+        self._mount_is_known = False
         self._lock = threading.Lock()
         self._syncs: dict[str, Future[None]] = {}
         """Of what has been written and is not known to be durable yet."""
@@ -150,7 +156,7 @@ class LocalStore(Store):
 
     def create(self, key: str, data: bytes) -> None:
         def work(path: str) -> None:
-            files.refuse_mount(path)
+            self._refuse_mount(path)
             if not files.create_file(path, data) and files.read_file(path) != data:
                 raise _failures.conflict(key, self.url, replacing=False)
 
@@ -159,7 +165,7 @@ class LocalStore(Store):
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
         def work(path: str) -> None:
-            files.refuse_mount(path)
+            self._refuse_mount(path)
             if not files.replace_file(path, data, version):
                 raise _failures.conflict(key, self.url, replacing=True)
 
@@ -242,12 +248,14 @@ class LocalStore(Store):
     def _make_folder(self, folder: str) -> None:
         if folder in self._folders:
             return
-        _refuse_links("writing", {folder, *self._parents(folder)} - {self._root})
+        new = [folder, *takewhile(lambda outer: outer not in self._folders, self._parents(folder))]
+        _refuse_links("writing", {*new} - {self._root})
         if not self._folders:
             above = self._root
             while not os.path.isdir(above) and above != os.path.dirname(above):
                 above = os.path.dirname(above)
                 self._grown.add(above)
+            self._grown.add(os.path.dirname(self._root))
         try:
             os.makedirs(folder, exist_ok=True)
         except FileExistsError as error:
@@ -255,7 +263,9 @@ class LocalStore(Store):
                 raise
             # It was there, and a clean-up has removed it since.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
-        self._folders.add(folder)
+        # Whoever has made them may die before it syncs them.
+        self._changed({os.path.dirname(inner) for inner in new} | (self._grown if self._root in new else set()))
+        self._folders.update(new)
 
     def _remove_folders(self, folders: Iterable[str]) -> None:
         """Remove those that are empty."""
@@ -265,9 +275,25 @@ class LocalStore(Store):
             self._on("deleting", folder, _remove_folder)
 
     def _sync_folders(self, keys: Iterable[str]) -> None:
-        """The folders of the keys up to the root, its parent, and what grew above it."""
+        """The folders of the keys up to the root, and those above that it grew in, where they may have changed."""
         folders = {folder for key in keys for folder in self._parents(self._path(key))}
-        self._each("syncing", sorted(folders | {os.path.dirname(self._root), *self._grown}), files.sync_path)
+        folders |= {os.path.dirname(self._root), *self._grown}
+        with self._lock:
+            changes = {folder: self._changes.get(folder, 0) for folder in folders}
+            changes = {folder: count for folder, count in changes.items() if self._synced.get(folder) != count}
+        self._each("syncing", [*changes], files.sync_path)
+        with self._lock:
+            self._synced.update(changes)
+
+    def _refuse_mount(self, path: str) -> None:
+        if not self._mount_is_known:
+            files.refuse_mount(path)
+            self._mount_is_known = True
+
+    def _changed(self, folders: Iterable[str]) -> None:
+        with self._lock:
+            for folder in folders:
+                self._changes[folder] = self._changes.get(folder, 0) + 1
 
     def _scan(self, prefix: str) -> Entries:
         return self._on("listing", self._path(prefix) if prefix else self._root, _entries)
@@ -288,9 +314,10 @@ class LocalStore(Store):
             try:
                 self._make_folder(folder)
                 work(path)
+                self._changed([folder])
             except FileNotFoundError:
-                # A clean-up took the folder away while it was empty.
-                self._folders.discard(folder)
+                # A clean-up took the folder away while it was empty, perhaps with others.
+                self._folders.clear()
                 return False
             return True
 
@@ -302,12 +329,13 @@ class LocalStore(Store):
 
     def _each(self, verb: str, paths: Sequence[str], work: Callable[[str], None]) -> None:
         """The same call on many paths, several at a time: one fsync after the other is many times slower."""
-        if len(paths) <= 1:
-            for path in paths:
-                self._on(verb, path, work)
+        if not paths:
             return
-        begun = [_syncing().submit(self._on, verb, path, work) for path in paths]
-        wait(begun)
+        begun = [_syncing().submit(self._on, verb, path, work) for path in paths[1:]]
+        try:
+            self._on(verb, paths[0], work)
+        finally:
+            wait(begun)
         for one in begun:
             one.result()
 
