@@ -196,7 +196,7 @@ def own_part(packed: Sequence[bytes], given: Any, rank: int) -> Part:
     ranks = range(len(given))
     before = most_memory()
     began = time.process_time()
-    told = Told([Description.unpacked(data) for data in packed], given, ranks)
+    told = Told.sent(packed, given, ranks)
     held = hold(told)
     plan = plan_save(held, Options())
     held.replicas(rank)
@@ -226,7 +226,7 @@ def loads_part(packed: Sequence[bytes], given: Any, nodes: Mapping[str, ArrayNod
     """In a fresh process: what one rank computes in a load; and how many gets are of what several ranks need."""
     before = most_memory()
     began = time.process_time()
-    told = Told([Description.unpacked(data) for data in packed], given, range(len(given)))
+    told = Told.sent(packed, given, range(len(given)))
     held, limit = wanted(told), DEFAULT_MAX_INFLIGHT_BYTES // 4
     share_of(rank, nodes, held, len(given), limit)
     part = Part(time.process_time() - began, most_memory() - before)

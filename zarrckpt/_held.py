@@ -182,8 +182,8 @@ class HeldPieces(HeldTensor):
         return HeldPieces(self.shape, self.dtype, [(box, copy(box, piece)) for box, piece in self._pieces])
 
 
-def hold(fqn: str, leaf: Any) -> HeldTensor | None:
-    """What this rank has of a sharded tensor; None for what is none: plain tensors and values."""
+def held_of(fqn: str, leaf: Any) -> Any:
+    """What this rank has of a sharded tensor, as a HeldTensor; plain tensors and values as they are."""
     if isinstance(leaf, HeldTensor):
         return leaf
     if is_dtensor(leaf) and not _says_its_items(leaf.to_local()):
@@ -193,7 +193,7 @@ def hold(fqn: str, leaf: Any) -> HeldTensor | None:
         return HeldPieces(tuple(leaf.size()), leaf.dtype, pieces)
     if says_its_boxes(leaf):
         return HeldParts(fqn, leaf)
-    return _from_its_items(fqn, leaf) if _says_its_items(leaf) else None
+    return _from_its_items(fqn, leaf) if _says_its_items(leaf) else leaf
 
 
 def _says_its_items(leaf: Any) -> bool:

@@ -22,7 +22,7 @@ from zarrckpt._dcp.items import notes_of, resolves_as_dcp
 from zarrckpt._distributed import in_use
 from zarrckpt._errors import UnsupportedLayoutError
 from zarrckpt._flatten import flatten
-from zarrckpt._held import HeldTensor, hold
+from zarrckpt._held import HeldTensor, held_of
 from zarrckpt._load.match import Match, Saved
 from zarrckpt._optimizers import SavedTensor
 from zarrckpt._save.local_state import refuse_unsaveable
@@ -47,8 +47,8 @@ class ZarrSavePlanner(DefaultSavePlanner):
         flat, paths = flatten(state_dict)
         refuse_unsaveable(flat)
         self.mappings = dict(paths)
-        held = {fqn: hold(fqn, leaf) for fqn, leaf in flat.items()}
-        self.state_dict = {fqn: flat[fqn] if one is None else DcpTensor(one) for fqn, one in held.items()}
+        held = {fqn: held_of(fqn, leaf) for fqn, leaf in flat.items()}
+        self.state_dict = {fqn: DcpTensor(leaf) if isinstance(leaf, HeldTensor) else leaf for fqn, leaf in held.items()}
         self.is_coordinator = is_coordinator
 
     def lookup_object(self, index: MetadataIndex) -> Any:

@@ -16,13 +16,13 @@ from zarrckpt import _state
 from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedValueError, warn
 from zarrckpt._flatten import build, flatten, set_leaf
 from zarrckpt._grid import Box
-from zarrckpt._held import HeldTensor, global_shape, hold
+from zarrckpt._held import HeldTensor, global_shape, held_of
 from zarrckpt._load.fill import TensorTarget
 from zarrckpt._matching import matches
 from zarrckpt._optimizers import SavedEntries, SavedTensor
 from zarrckpt._per_rank import LoadedRanks, OwnPart, PerRank
-from zarrckpt._plan.description import REPLICATED, Description, Entry
-from zarrckpt._save.local_state import LAZY, PER_RANK, listed
+from zarrckpt._plan.description import Description
+from zarrckpt._save.local_state import LAZY, PER_RANK, listed, tensor_entry
 from zarrckpt._shards import Sharding
 from zarrckpt._state_path import DICT, StatePath
 from zarrckpt._tensors import OVERLAPS, overlaps
@@ -101,8 +101,7 @@ class Match:
         """Raise KeyMismatchError listing all differences between targets and entries."""
         self._refuse({fqn: self._selected[fqn] for fqn in self.loaded})
         for fqn in self.loaded:
-            leaf = self._target(fqn, self._selected[fqn])
-            self.leaves[fqn] = leaf if (held := hold(fqn, leaf)) is None else held
+            self.leaves[fqn] = held_of(fqn, self._target(fqn, self._selected[fqn]))
 
     def _expand(self, selected: dict[str, Any], paths: dict[str, StatePath], saved: Saved) -> None:
         """Where a non-tensor target stands for a whole subtree of the checkpoint, ask for the entries below it."""
@@ -304,14 +303,8 @@ class ObjectMatch:
         for fqn, leaf in self._match.leaves.items():
             if fqn in self._ranks.parts or self._saved.get(fqn) is None:
                 continue
-            path = StatePath((fqn,), (DICT,))
-            if not isinstance(leaf, HeldTensor):
-                entries.append(Entry(path, "tensor", tuple(leaf.shape)))
-            elif leaf.sharding is None:
-                entries.append(Entry(path, "tensor", leaf.shape, "", REPLICATED, tuple(leaf.boxes)))
-            else:
-                number = shardings.setdefault(leaf.sharding, len(shardings))
-                entries.append(Entry(path, "tensor", leaf.shape, "", number))
+            # Casts are each rank's own: dtypes may differ.
+            entries.append(tensor_entry(StatePath((fqn,), (DICT,)), leaf, "", shardings))
         return Description(tuple(entries), tuple(shardings))
 
     def tensors(self) -> Iterator[TensorTarget]:

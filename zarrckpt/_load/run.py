@@ -7,21 +7,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from zarrckpt._catalog import Catalog
 from zarrckpt._crew import run
-from zarrckpt._distributed import Ranks, errors_as_ours
+from zarrckpt._distributed import Ranks
 from zarrckpt._documents import ArrayNode
 from zarrckpt._load.fill import TensorReads
 from zarrckpt._load.match import Findings, ObjectMatch, Saved
 from zarrckpt._load.shared_reads import Shares, share_of
 from zarrckpt._optimizers import SavedTensor
-from zarrckpt._plan.description import Description
-from zarrckpt._plan.holders import Told, wanted
-from zarrckpt._plan.owners import Numbers
+from zarrckpt._plan.holders import Asked, Told, wanted
 from zarrckpt._ranks.rounds import Rounds, joined
 from zarrckpt._report import LoadReport
 from zarrckpt._root import Root
@@ -73,11 +69,7 @@ def run_load(state: dict[str, Any], request: LoadRequest, ranks: Ranks, timeout:
     """Load into a state, in place. An error on one rank is raised on all."""
     began = time.monotonic()
     with joined(ranks, f"the load from {request.spec.url}", timeout) as rounds:
-        if rounds.size == 1:
-            with errors_as_ours():
-                load = _load_together(state, request, rounds)
-        else:
-            load = _load_together(state, request, rounds)
+        load = _load_together(state, request, rounds)
     match = load.match
     return LoadReport(
         url=request.spec.url,
@@ -101,21 +93,14 @@ def _load_together(state: dict[str, Any], request: LoadRequest, rounds: Rounds) 
     return load
 
 
-class _Asked(NamedTuple):
-    """The answer where ranks share what they read: who is to describe its targets."""
-
-    senders: frozenset[int]
-    given: Numbers
-
-
-def _shares(load: _Load, asked: _Asked, rounds: Rounds) -> Shares:
+def _shares(load: _Load, asked: Asked, rounds: Rounds) -> Shares:
     """What this rank fetches for others, and gets from them: every rank deals all, and takes its part."""
     packed = rounds.merge(
         "the descriptions of their targets",
         lambda: load.description.packed if rounds.rank in asked.senders else None,
         lambda found: [data for data in found if data is not None],
     )
-    told = Told([Description.unpacked(data) for data in packed], asked.given, rounds.members)
+    told = Told.sent(packed, asked.given, rounds.members)
     limit = max(1, load.request.max_inflight_bytes // 4)
     return share_of(rounds.rank, load.catalog.root.tensors, wanted(told), rounds.size, limit)
 
@@ -147,17 +132,14 @@ class _Load:
         self.description = self.match.description()
         return self.match.findings(), self.description.digest
 
-    def check_all(self, found: Sequence[tuple[Findings, bytes]]) -> _Asked | None:
+    def check_all(self, found: Sequence[tuple[Findings, bytes]]) -> Asked | None:
         """Raise KeyMismatchError for what no rank loads; say who describes its targets, if ranks share their reads."""
         self.match.check_all([findings for findings, _ in found])
         wish = self.request.share_reads
         share = not self.catalog.store.is_local if wish is None else wish
         if not share or len(found) == 1:
             return None
-        numbers: dict[bytes, int] = {}
-        given = [numbers.setdefault(digest, len(numbers)) for _, digest in found]
-        senders = frozenset(given.index(number) for number in numbers.values())
-        return _Asked(senders, np.array(given, np.int64))
+        return Asked.by([digest for _, digest in found])
 
     def read(self, shares: Shares | None) -> None:
         """Read this rank's values, and fill its tensors."""

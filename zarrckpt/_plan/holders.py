@@ -25,6 +25,26 @@ Part = tuple[str, Ints | None]
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Which ranks are to send their descriptions: the lowest of those that have one digest."""
+
+    senders: frozenset[int]
+    given: Numbers
+    """The number of each rank's description, by its position in the group."""
+
+    @classmethod
+    def by(cls, digests: Sequence[bytes]) -> Asked:
+        """From the digest of each rank's description."""
+        first: dict[bytes, int] = {}
+        for rank, digest in enumerate(digests):
+            first.setdefault(digest, rank)
+        numbers = {digest: number for number, digest in enumerate(first)}
+        # A small type: this goes to every rank.
+        given = np.array([numbers[digest] for digest in digests], np.min_scalar_type(len(first)))
+        return cls(frozenset(first.values()), given)
+
+
+@dataclass(frozen=True)
 class Told:
     """What all ranks said: the different descriptions, and which of them each rank gave."""
 
@@ -33,6 +53,11 @@ class Told:
     """The number of each rank's description, by its position in the group."""
     members: Sequence[int]
     """The ranks' numbers in the default process group, by position."""
+
+    @classmethod
+    def sent(cls, packed: Iterable[bytes], given: Numbers, members: Sequence[int]) -> Told:
+        """From the packed descriptions of those that were asked, in the order of their ranks."""
+        return cls([Description.unpacked(data) for data in packed], given, members)
 
     def ranks_of(self, description: int) -> Numbers:
         """The positions of the ranks that gave a description."""
@@ -134,6 +159,10 @@ class _Gathering:
     def __init__(self, told: Told, only: Mapping[Part, int]) -> None:
         self._told = told
         self._only = only
+        self._only_boxes: dict[str, dict[Ints, int]] = {}
+        for (fqn, offset), rank in only.items():
+            if offset is not None:
+                self._only_boxes.setdefault(fqn, {})[offset] = rank
         self._paths: dict[str, StatePath] = {}
         self._claims: dict[str, list[_Claim]] = {}
         self._own: dict[StatePath, list[_Own]] = {}
@@ -235,7 +264,7 @@ class _Gathering:
 
     def _tensor(self, fqn: str, claims: Sequence[_Claim]) -> TensorHolders:
         entry = claims[0].entry
-        only = {at: rank for (name, at), rank in self._only.items() if name == fqn and at is not None}
+        only = self._only_boxes.get(fqn, {})
         rows = tuple((claim.description, claim.entry.sharding, claim.entry.boxes) for claim in claims)
         key = (entry.shape, entry.dtype, rows, tuple(only.items()))
         known = self._known.get(key)
@@ -245,31 +274,29 @@ class _Gathering:
 
     def _held(self, fqn: str, shape: Ints, claims: Sequence[_Claim], only: Mapping[Ints, int]) -> tuple[Holders, bool]:
         """The holders of a tensor's boxes, and whether one rank must write all."""
-        ranks_of: dict[Box, list[int]] = {}
-        whole = tiled = False
-        for description, entry in claims:
-            ranks = self.ranks[description]
-            plain = _is_plain(entry)
-            whole |= plain and not self._told.descriptions[description].compared
-            tiled = len(claims) == 1 and entry.sharding != REPLICATED
-            for box, rank in self.boxes(entry, self._told.descriptions[description], ranks):
-                ranks_of.setdefault(box, []).append(rank)
+        whole = any(
+            _is_plain(claim.entry) and not self._told.descriptions[claim.description].compared for claim in claims
+        )
+        tiled = len(claims) == 1 and claims[0].entry.sharding != REPLICATED
+        ranks_of = self._ranks_by_box(claims)
         twice = [box for box, ranks in ranks_of.items() if len({*ranks}) < len(ranks) and box.size]
         if twice:
             raise UnsupportedLayoutError(f"shards of {fqn!r} (shape {shape}) overlap: {_shown([*twice, *twice])}")
         for box in [box for box in ranks_of if box.offset in only]:
             ranks_of[box] = [only[box.offset]]
-        least = min if self._lowest else None
-        rows = [
-            Held(box, (least(ranks),) if least else tuple(sorted({*ranks})))
-            for box, ranks in ranks_of.items()
-            if box.size
-        ]
-        held = Holders(rows)
+        most = 1 if self._lowest else None
+        held = Holders([Held(box, tuple(sorted({*ranks})[:most])) for box, ranks in ranks_of.items() if box.size])
         _check_cover(fqn, shape, held.boxes, tiled)
         return held, whole and not held.alone
 
-    def boxes(self, entry: Entry, description: Description, ranks: Numbers) -> Iterator[tuple[Box, int]]:
+    def _ranks_by_box(self, claims: Iterable[_Claim]) -> dict[Box, list[int]]:
+        found: dict[Box, list[int]] = {}
+        for number, entry in claims:
+            for box, rank in self._boxes(entry, self._told.descriptions[number], self.ranks[number]):
+                found.setdefault(box, []).append(rank)
+        return found
+
+    def _boxes(self, entry: Entry, description: Description, ranks: Numbers) -> Iterator[tuple[Box, int]]:
         """The boxes of a tensor that each of the ranks holds that gave a description."""
         if entry.sharding == REPLICATED:
             own = entry.boxes if entry.boxes is not None else (Box((0,) * len(entry.shape), entry.shape),)
@@ -284,10 +311,7 @@ class _Gathering:
 
     def wanted(self, claims: Iterable[_Claim]) -> list[Held]:
         """The boxes of a tensor, each with all ranks that have it."""
-        ranks_of: dict[Box, list[int]] = {}
-        for number, entry in claims:
-            for box, rank in self.boxes(entry, self._told.descriptions[number], self.ranks[number]):
-                ranks_of.setdefault(box, []).append(rank)
+        ranks_of = self._ranks_by_box(claims)
         return [Held(box, tuple(sorted({*ranks}))) for box, ranks in ranks_of.items() if box.size]
 
     # -- what each rank keeps for itself

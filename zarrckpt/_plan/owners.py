@@ -217,7 +217,7 @@ class Geometry:
 
     def moves_anyway(self, chunk: int) -> bool:
         """Whether nobody holds all of a chunk: something of it moves, whoever owns it."""
-        return bool(self.candidates[chunk].held.max() < self.pieces.elements[chunk])
+        return not len(self.with_all(chunk))
 
 
 def _candidates(pieces: Pieces, held: Holders, chunk: int) -> Candidates:
@@ -304,10 +304,8 @@ class Dealt:
         Bundles are in the order of the chunks: every rank sends and receives in that order, so none waits in a circle.
         """
         moves = np.zeros(len(self.owner), np.bool_)
-        for kind in self.kinds:
-            for chunk in range(len(kind.geometry.pieces)):
-                column = kind.chunks[:, chunk]
-                moves[column] = ~np.isin(self.owner[column], kind.geometry.with_all(chunk))
+        for kind, chunk, moving in self._moving():
+            moves[kind.chunks[:, chunk]] = moving
         found: Numbers = np.full(len(self.owner), -1)
         ends = np.cumsum(self.nbytes[moves])
         found[moves] = (ends - self.nbytes[moves]) // BUNDLE_BYTES
@@ -320,13 +318,17 @@ class Dealt:
 
     def moves(self) -> Iterator[Moves]:
         """The pieces that move, and others of the same chunks."""
+        for kind, chunk, moving in self._moving():
+            if moving.any():
+                owners = self.owner[kind.chunks[moving, chunk]]
+                sources = kind.geometry.sources(kind.tensors[moving], chunk, owners)
+                yield Moves(owners, sources, kind.piece_bytes(chunk))
+
+    def _moving(self) -> Iterator[tuple[Kind, int, NDArray[np.bool_]]]:
+        """The chunks of each kind, with the tensors in which something of a chunk moves."""
         for kind in self.kinds:
             for chunk in range(len(kind.geometry.pieces)):
-                owners = self.owner[kind.chunks[:, chunk]]
-                moving = ~np.isin(owners, kind.geometry.with_all(chunk))
-                if moving.any():
-                    sources = kind.geometry.sources(kind.tensors[moving], chunk, owners[moving])
-                    yield Moves(owners[moving], sources, kind.piece_bytes(chunk))
+                yield kind, chunk, ~np.isin(self.owner[kind.chunks[:, chunk]], kind.geometry.with_all(chunk))
 
     def moved_bytes(self, hosts: Numbers | None = None) -> int:
         """What goes from one rank to another; with the number of each rank's host, from one host to another."""

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from zarrckpt._distributed import Ranks, global_rank
+from zarrckpt._distributed import Ranks, errors_as_ours, global_rank
 from zarrckpt._ranks import joining
 from zarrckpt._ranks.errors import Failure, Stopped, causes, common, failure_of, raise_together
 from zarrckpt._ranks.joining import Party, log, ranks_text
@@ -45,7 +45,8 @@ def joined(ranks: Ranks, call: str, timeout: float, *, background: bool = False)
     """
     members = (global_rank(),) if ranks.alone else tuple(dist.get_process_group_ranks(ranks.group))
     if len(members) == 1:
-        yield Alone(Party(members, 0, background, call, timeout))
+        with errors_as_ours():
+            yield Alone(Party(members, 0, background, call, timeout))
         return
     party = Party(members, ranks.number, background, call, timeout)
     with place_of(party) as place:
@@ -535,7 +536,7 @@ class Rounds:
 
 
 class Alone(Rounds):
-    """The rounds of a process alone: nothing is said, and errors are raised as they are."""
+    """The rounds of a process alone: nothing is said, and errors are raised where they are made."""
 
     def merge(
         self,

@@ -20,9 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError, warn
-from zarrckpt._plan.description import Description
-from zarrckpt._plan.holders import Part, Told, hold
-from zarrckpt._plan.owners import Numbers
+from zarrckpt._plan.holders import Asked, Part, Told, hold
 from zarrckpt._plan.plan import Layout, Options, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds
@@ -107,15 +105,6 @@ class _Begun(Generic[A]):
 
 
 @dataclass(frozen=True)
-class _Ask:
-    """The answer where descriptions are needed."""
-
-    senders: frozenset[int]
-    given: Numbers
-    """The number of each rank's description."""
-
-
-@dataclass(frozen=True)
 class _Compare:
     """What is compared between ranks, and what is known to differ."""
 
@@ -179,7 +168,7 @@ class _Agreement(Generic[A]):
         packed, options = self._rounds.merge(
             "the descriptions of their states", partial(self._described, first), self._answer_to_descriptions
         )
-        told = Told([Description.unpacked(data) for data in packed], first.given, self._rounds.members)
+        told = Told.sent(packed, first.given, self._rounds.members)
         compare = _Compare()
         while True:
             answer = self._rounds.merge(
@@ -205,7 +194,7 @@ class _Agreement(Generic[A]):
         balance = _balance(self._state, self._last.replicas, self._rounds.rank)
         return _Hello(digest, self._last.name, balance).packed()
 
-    def _described(self, asked: _Ask) -> tuple[str, bytes] | None:
+    def _described(self, asked: Asked) -> tuple[str, bytes] | None:
         """The version that packed the description, and the description."""
         own = self._description
         return (own.version, own.packed) if self._rounds.rank in asked.senders else None
@@ -222,18 +211,13 @@ class _Agreement(Generic[A]):
 
     # -- the coordinator
 
-    def _answer_to_hellos(self, packed: Sequence[bytes]) -> _Begun[A] | _Ask:
+    def _answer_to_hellos(self, packed: Sequence[bytes]) -> _Begun[A] | Asked:
         hellos, last = [_Hello.unpacked(data) for data in packed], self._last
         known = last is not None and last.options == self._options and {hello.plan for hello in hellos} == {last.name}
         # Else who holds what is as before, but not that they hold the same.
         if last is not None and known and sum(hello.balance for hello in hellos) % _PRIME == 0:
             return _Begun(self._begin(last.plan.layout))
-        first: dict[bytes, int] = {}
-        for rank, hello in enumerate(hellos):
-            first.setdefault(hello.digest, rank)
-        numbers = {digest: number for number, digest in enumerate(first)}
-        given = [numbers[hello.digest] for hello in hellos]
-        return _Ask(frozenset(first.values()), np.array(given, np.min_scalar_type(len(first))))
+        return Asked.by([hello.digest for hello in hellos])
 
     def _answer_to_descriptions(self, told: Sequence[tuple[str, bytes] | None]) -> tuple[list[bytes], Options]:
         found = [one for one in told if one is not None]

@@ -16,7 +16,7 @@ from zarrckpt._documents import MAX_DIMENSIONS
 from zarrckpt._errors import UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._flatten import flatten
 from zarrckpt._grid import Box, Ints
-from zarrckpt._held import HeldTensor, hold
+from zarrckpt._held import HeldTensor, held_of
 from zarrckpt._per_rank import PerRank
 from zarrckpt._plan.description import REPLICATED, Description, Entry, Kind
 from zarrckpt._plan.holders import Part
@@ -42,7 +42,7 @@ class LocalState:
 
     def __init__(self, leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> None:
         refuse_unsaveable(leaves)
-        self._leaves = {fqn: leaf if (held := hold(fqn, leaf)) is None else held for fqn, leaf in leaves.items()}
+        self._leaves = {fqn: held_of(fqn, leaf) for fqn, leaf in leaves.items()}
         self._paths = paths
         self._in_stacks = {path.with_rank(RANKS).fqn: fqn for fqn, path in paths.items() if path.rank_at is not None}
 
@@ -61,25 +61,14 @@ class LocalState:
     def description(self) -> Description:
         """What this rank says of its state. Raises UnsupportedValueError for a dtype that has no place in Zarr."""
         shardings: dict[Sharding, int] = {}
-        known: dict[int, int] = {}
         entries = []
         for fqn, leaf in self._leaves.items():
             path = self._paths[fqn]
             path = path if path.rank_at is None else path.with_rank(RANKS)
-            if not isinstance(leaf, HeldTensor | torch.Tensor):
-                entries.append(Entry(path, _kind_of(fqn, leaf)))
-                continue
-            dtype = _checked_dtype(fqn, leaf.dtype)
-            if not isinstance(leaf, HeldTensor):
-                entries.append(Entry(path, "tensor", tuple(leaf.shape), dtype))
-            elif leaf.sharding is None:
-                entries.append(Entry(path, "tensor", leaf.shape, dtype, REPLICATED, tuple(leaf.boxes)))
+            if isinstance(leaf, HeldTensor | torch.Tensor):
+                entries.append(tensor_entry(path, leaf, _checked_dtype(fqn, leaf.dtype), shardings))
             else:
-                leaf.boxes  # noqa: B018 - what the mesh says must be what is there
-                number = known.get(id(leaf.sharding))
-                if number is None:
-                    number = known[id(leaf.sharding)] = shardings.setdefault(leaf.sharding, len(shardings))
-                entries.append(Entry(path, "tensor", leaf.shape, dtype, number))
+                entries.append(Entry(path, _kind_of(fqn, leaf)))
         return Description(tuple(entries), tuple(shardings))
 
     def digest(self, part: Part) -> bytes:
@@ -119,6 +108,19 @@ class LocalState:
         leaf = self._leaves[self._in_stacks.get(fqn, fqn)]
         tensor: torch.Tensor = leaf.piece(offset) if isinstance(leaf, HeldTensor) else leaf.detach()
         return tensor
+
+
+def tensor_entry(path: StatePath, leaf: HeldTensor | torch.Tensor, dtype: str, shardings: dict[Sharding, int]) -> Entry:
+    """What a description says of a tensor. A sharding gets its number where it is new.
+
+    Raises UnsupportedLayoutError for a local tensor that has not the size that its mesh says.
+    """
+    if not isinstance(leaf, HeldTensor):
+        return Entry(path, "tensor", tuple(leaf.shape), dtype)
+    boxes = tuple(leaf.boxes)
+    if leaf.sharding is None:
+        return Entry(path, "tensor", leaf.shape, dtype, REPLICATED, boxes)
+    return Entry(path, "tensor", leaf.shape, dtype, shardings.setdefault(leaf.sharding, len(shardings)))
 
 
 def refuse_parts(parts: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zarrckpt import _commit
 from zarrckpt._crew import beside
-from zarrckpt._distributed import Ranks, errors_as_ours
+from zarrckpt._distributed import Ranks
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, warn
 from zarrckpt._plan.plan import Layout
 from zarrckpt._plan.rank_plan import RankPlan
@@ -46,8 +46,7 @@ def run_save(
     with joined(ranks, f"the save to {request.spec.url}", timeout, background=background) as rounds:
         attempt = SaveAttempt(request, background=background)
         if rounds.size == 1:
-            with errors_as_ours():
-                return _save_alone(take(), attempt, rounds)
+            return _save_alone(take(), attempt, rounds)
         agreed = agree(rounds, take, request.options, attempt.begin)
         name, layout = agreed.attempt, agreed.plan.layout
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zarrckpt._flatten import OwnRank, entered
-from zarrckpt._held import HeldDTensor, HeldParts, HeldPieces, hold, says_its_boxes
+from zarrckpt._held import HeldDTensor, HeldParts, HeldPieces, held_of, says_its_boxes
 from zarrckpt._torch_kinds import is_dtensor, is_sharded_tensor
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -121,7 +121,7 @@ class _Copies:
     def _sharded(self, tensor: Any, name: str) -> Any:
         if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
             return tensor  # for the save to refuse
-        held = hold(name[1:], tensor)
+        held = held_of(name[1:], tensor)
         if isinstance(held, HeldPieces):
             return held.copied(lambda box, piece: self._tensor(piece, f"{name}@{box.offset}"))
         local = tensor.to_local()
