@@ -1,7 +1,7 @@
 # make demo     train, kill and resume a model, look into its checkpoint (ARGS=--s3, ARGS="--tp 2 --async", ...)
 # make test     all tests (ARGS="-k name" for some)
 # make test-readers  those that need no torch, with newer zarr: in .venv-readers (PYTHON=python3.13, constraints-readers.txt)
-# make lint     ruff and mypy
+# make lint     ruff, mypy and import-linter
 # make docs     the documentation as a site, into build/docs; warnings are errors
 # make bench    speed beside others, into docs/explanation/speed.md (ARGS="--only local s3", ARGS=--quick, ...)
 # make clean    remove what these made
@@ -36,6 +36,7 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 docs: .venv/.docs
 	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs build/docs

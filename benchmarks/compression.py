@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from zarrckpt._compression import Compression, CompressionOption, parse_option
+from zarrckpt._format.compression import Compression, CompressionOption, parse_option
 
 NBYTES = 4 << 20
 OPTIONS: list[CompressionOption] = [

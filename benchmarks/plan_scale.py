@@ -30,19 +30,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zarrckpt._documents import ArrayNode
-from zarrckpt._grid import Ints
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.grid import Ints
+from zarrckpt._format.state_path import RANKS, StatePath
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES
 from zarrckpt._load.shared_reads import _shared_runs, share_of
-from zarrckpt._plan.description import REPLICATED, Description, Entry
+from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
 from zarrckpt._plan.holders import Holdings, Told, hold, wanted
-from zarrckpt._plan.owners import Numbers
+from zarrckpt._plan.owners import RankArray
 from zarrckpt._plan.plan import Options, SavePlan, plan_save
-from zarrckpt._plan_report import report_of
+from zarrckpt._plan.shards import Cut, CutMesh, Sharding, mesh_boxes
 from zarrckpt._ranks.mesh import FANOUT, Message
 from zarrckpt._save import agree
-from zarrckpt._shards import Cut, Mesh, Sharding, mesh_boxes
-from zarrckpt._state_path import RANKS, StatePath
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES
+from zarrckpt._save.plan_report import report_of
 
 MODELS = {
     "1B": (2048, 16, 512, 8192),
@@ -131,9 +131,11 @@ class Case:
             inner = None if cut is None else Cut(cut)
             cuts = (None, Cut(0, parallel if cut == 0 else 1), inner)
             number = shardings.setdefault(cuts, len(shardings))
-            entries.append(Entry(_path(name), "tensor", shape, "torch.float32", number))
-        entries += [Entry(_path(f"optim.step.{w.name}"), "tensor", (), "torch.float32") for w in self._own(stage)]
-        entries += [Entry(_path(name), "value") for name in VALUES]
+            entries.append(DescribedEntry(_path(name), "tensor", shape, "torch.float32", number))
+        entries += [
+            DescribedEntry(_path(f"optim.step.{w.name}"), "tensor", (), "torch.float32") for w in self._own(stage)
+        ]
+        entries += [DescribedEntry(_path(name), "value") for name in VALUES]
         if self.layout == "per-rank":
             entries += _OF_EACH_RANK
         size = self.ranks // self.stages
@@ -154,17 +156,17 @@ def _own_path(name: str) -> StatePath:
 
 
 _OF_EACH_RANK = [
-    Entry(_own_path("generator"), "tensor", (5056,), "torch.uint8"),
-    Entry(_own_path("cuda_generator"), "tensor", (16,), "torch.uint8"),
-    Entry(_own_path("order"), "tensor", (1000,), "torch.int64"),
-    Entry(_own_path("position"), "opaque"),
+    DescribedEntry(_own_path("generator"), "tensor", (5056,), "torch.uint8"),
+    DescribedEntry(_own_path("cuda_generator"), "tensor", (16,), "torch.uint8"),
+    DescribedEntry(_own_path("order"), "tensor", (1000,), "torch.int64"),
+    DescribedEntry(_own_path("position"), "opaque"),
 ]
 
 
 def _one_for_each_rank(told: Description) -> list[Description]:
     """The same, as ranks say it that have no mesh: each its own boxes."""
     boxes = {
-        (entry.shape, entry.sharding): mesh_boxes(entry.shape, Mesh(*told.shardings[entry.sharding][1:]))
+        (entry.shape, entry.sharding): mesh_boxes(entry.shape, CutMesh(*told.shardings[entry.sharding][1:]))
         for entry in told.entries
         if entry.sharding != REPLICATED
     }
@@ -352,7 +354,7 @@ def folds_of(held: Holdings) -> list[bytes]:
     return [b"".join(name + bytes(agree._FOLD_BYTES) for name in names) for names in found]
 
 
-def _add(found: list[dict[bytes, None]], ranks: Numbers) -> None:
+def _add(found: list[dict[bytes, None]], ranks: RankArray) -> None:
     if len(ranks) > 1:
         name = agree._group_name(ranks.tobytes())
         for rank in ranks.tolist():

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks.plan_scale import LAYOUTS, MODELS, Case
 from zarrckpt._plan.holders import hold
 from zarrckpt._plan.plan import Options, Sizes, plan_save
-from zarrckpt._plan_report import report_of
+from zarrckpt._save.plan_report import report_of
 
 
 def main() -> None:

@@ -169,7 +169,7 @@ def _read_all(layer: tuple[int, int, int, str], folder: str) -> dict[str, tuple[
 
     import zarrckpt
     from benchmarks.subchunk_rules import fetched_together
-    from zarrckpt._grid import Box
+    from zarrckpt._format.grid import Box
 
     warnings.filterwarnings("ignore")
     found = {}

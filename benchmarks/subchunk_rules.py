@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from unittest.mock import patch
 
-from zarrckpt import _chunking
-from zarrckpt._chunk_layout import CRC_BYTES, subchunk_bytes
-from zarrckpt._chunking import choose_grid, default_min_piece_bytes
-from zarrckpt._documents import ArrayNode
-from zarrckpt._dtypes import by_name
-from zarrckpt._grid import Box, Ints
+from zarrckpt._format.chunk_layout import CRC_BYTES, subchunk_bytes
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.dtypes import by_name
+from zarrckpt._format.grid import Box, Ints
 from zarrckpt._load.shared_reads import handed_bytes, plan_shares, wanted_boxes
-from zarrckpt._transfer import subchunks_in
+from zarrckpt._plan import chunking
+from zarrckpt._plan.chunking import choose_grid, default_min_piece_bytes
+from zarrckpt._read.chunks import subchunks_in
 
 Cuts = Callable[[int], dict[int, int]]
 
@@ -135,8 +135,8 @@ def geometry() -> None:
         print(f"\n| {8 * itemsize} bits | " + " | ".join(CHANGES) + " | subchunks a GB |")
         print("|---" * (len(CHANGES) + 2) + "|")
         for name, nbytes in SIZES.items():
-            _chunking._subchunks.cache_clear()
-            with patch.object(_chunking, "SUBCHUNK_BYTES", nbytes):
+            chunking._subchunks.cache_clear()
+            with patch.object(chunking, "SUBCHUNK_BYTES", nbytes):
                 by_itself = [alone(*change, itemsize) for change in CHANGES.values()]
                 shared = [together(*change, itemsize) for change in CHANGES.values()]
                 nodes = layer(rows(8), itemsize)
@@ -145,7 +145,7 @@ def geometry() -> None:
             print(f"| {name}: alone | " + " | ".join(f"{value:.2f}" for value in by_itself) + f" | {count_a_gb:.0f} |")
             print(f"| {name}: together | " + " | ".join(f"{value:.2f}" for value, _ in shared) + " | |")
             print(f"| {name}: handed on | " + " | ".join(f"{value:.2f}" for _, value in shared) + " | |")
-        _chunking._subchunks.cache_clear()
+        chunking._subchunks.cache_clear()
 
 
 def zarr_reads(rounds: int) -> None:

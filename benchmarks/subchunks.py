@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from benchmarks.measure import Options, alternate, fresh, medians, seconds
 from benchmarks.results import Figure, Results
-from zarrckpt import _chunking
+from zarrckpt._plan import chunking
 
 GROUP = "cost of subchunks"
 WITH, WITHOUT = "with", "without"
@@ -30,7 +30,7 @@ def _measure(options: Options, folder: str) -> Results:
     state: Any = states.make_state(options.gigabytes, options.dtype)
     target = states.like(state)
     calls = {
-        WITH: _round(state, target, folder, _chunking.SUBCHUNK_ABOVE),
+        WITH: _round(state, target, folder, chunking.SUBCHUNK_ABOVE),
         WITHOUT: _round(state, target, folder, 1 << 62),
     }
     times = alternate(calls, max(3, options.rounds))
@@ -50,7 +50,7 @@ def _round(state: Any, target: Any, folder: str, above: int) -> Callable[[int], 
     def once(number: int) -> tuple[float, ...]:
         path = f"{folder}/{above}"
         os.sync()
-        with patch.object(_chunking, "SUBCHUNK_ABOVE", above):
+        with patch.object(chunking, "SUBCHUNK_ABOVE", above):
             saved = seconds(lambda: zarrckpt.save(state, path, durable=False))
         loaded = seconds(lambda: zarrckpt.load(target, path))
         states.clear(target)

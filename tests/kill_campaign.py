@@ -49,7 +49,7 @@ from uneven_states import full, mesh_of, same_bits, sharded, uneven_state, uneve
 
 import zarrckpt
 from benchmarks.s3_server import served
-from zarrckpt import _commit
+from zarrckpt._commit import protocol
 from zarrckpt._save import run as save_run
 from zarrckpt._save.exchange import Exchange
 from zarrckpt._save.run import SaveAttempt
@@ -68,7 +68,7 @@ AGENT_SECONDS = 0.1
 OPTIONS: dict[str, Any] = {"fill_bytes": 8 << 10, "max_inflight_bytes": 64 << 10, "timeout": 15.0}
 """Of the saves: pieces move in many bundles, and who waits for a rank that never came gives up while it is watched."""
 
-LATE = ("_api", "_checkpoint", "_cleaning", "_verify", "_store._local", "_store._obstore")
+LATE = ("_api", "_checkpoint", "_ops.recover", "_ops.verify", "_store._local", "_store._obstore")
 """This package's modules that are imported when they are needed: here before processes are forked."""
 
 _context = multiprocessing.get_context("fork")
@@ -220,14 +220,14 @@ def _watch(rank: int, board: Board) -> None:
 
         setattr(owner, name, call)
 
-    marked(_commit, "begin", Place.BEGINS, Place.SENDS_PLANS)
+    marked(protocol, "begin", Place.BEGINS, Place.SENDS_PLANS)
     marked(save_run, "agree", None, Place.AGREED)
     marked(SaveAttempt, "write", Place.WRITES, Place.WAITS)
     marked(Exchange, "_begun", Place.EXCHANGES)
     marked(Exchange, "_opened", Place.WRITES)
     marked(SaveAttempt, "finish", Place.COUNTS)
     marked(save_run, "_commit_together", Place.ALL_WRITTEN)
-    marked(_commit, "commit", Place.COMMITS, Place.CLEANS)
+    marked(protocol, "commit", Place.COMMITS, Place.CLEANS)
     marked(SaveAttempt, "commit", None, Place.ANSWERS)
 
 

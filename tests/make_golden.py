@@ -38,8 +38,8 @@ from ranks import run_ranks, stop_ranks
 from simulated import simulate
 
 import zarrckpt
-from zarrckpt._json_values import encode_json
-from zarrckpt._root import BlobEntry
+from zarrckpt._format.json_values import encode_json
+from zarrckpt._format.root import BlobEntry
 
 GOLDEN = Path(__file__).parent / "golden"
 WORLD_SIZE = 4

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
-from zarrckpt import _memory
+from zarrckpt import _jobs
 
 
 def _status(name: str) -> int:
@@ -29,7 +29,7 @@ def traced_peak_of(action: Callable[[], object]) -> int:
     """The most bytes that Python's objects and numpy's arrays take while an action runs."""
     tracemalloc.start()
     try:
-        with patch.object(_memory, "MAPPED", 1 << 62):  # tracemalloc does not see memory that is mapped
+        with patch.object(_jobs, "MAPPED", 1 << 62):  # tracemalloc does not see memory that is mapped
             action()
         return tracemalloc.get_traced_memory()[1]
     finally:

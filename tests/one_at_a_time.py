@@ -23,12 +23,13 @@ import zarrckpt
 import zarrckpt._api  # it is loaded late, and must be there to be patched
 import zarrckpt._save.finish
 import zarrckpt._save.run
-from zarrckpt import _commit, _crew, _markers, _pins
+from zarrckpt import _jobs as _crew
+from zarrckpt._commit import marker, pins, protocol
 from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._save.agree import plan_alone
-from zarrckpt._save.local_state import LocalState
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.run import SaveAttempt
+from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Buffer, ObjectInfo, Store, Versioned
 from zarrckpt._store._base import Listing
 from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
@@ -196,11 +197,11 @@ def one_thread() -> Iterator[None]:
         for module, (name, (original, other)) in itertools.product(modules, instead.items()):
             if getattr(module, name, None) is original:
                 patches.enter_context(mock.patch.object(module, name, other))
-        for module in (zarrckpt._save.run, zarrckpt._save.finish, _pins):
+        for module in (zarrckpt._save.run, zarrckpt._save.finish, pins):
             patches.enter_context(mock.patch.object(module, "now", lambda: "2026-01-01T00:00:00.000000Z"))
         # Of a removal's record, which is no other's.
-        patches.enter_context(mock.patch.object(_markers, "now", lambda: f"2026-01-01T00:00:0{running.number}.000000Z"))
-        patches.enter_context(mock.patch.object(_commit, "new_id", lambda: save_id(running.number)))
+        patches.enter_context(mock.patch.object(marker, "now", lambda: f"2026-01-01T00:00:0{running.number}.000000Z"))
+        patches.enter_context(mock.patch.object(protocol, "new_id", lambda: save_id(running.number)))
         patches.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield
@@ -244,7 +245,7 @@ class Save:
         try:
             # One after the other, as ranks do it: a process alone would begin in a thread.
             name = attempt.begin(self.layout)
-            with _commit.losing_is_named(store, lambda: name.save_id, lambda: name.base_id):
+            with protocol.losing_is_named(store, lambda: name.save_id, lambda: name.base_id):
                 self._put(store, name.tree)
             attempt.commit(attempt.finish(self.layout, [self.results]))
         except zarrckpt.CheckpointError as err:
@@ -325,7 +326,7 @@ class Judge:
         """What is committed is one save's, whole: the save's id, "" for none. Raises Broken."""
         if ROOT not in content:
             return ""
-        own = _commit.parse_committed(content[ROOT], "")
+        own = protocol.parse_committed(content[ROOT], "")
         prefixes = (f"{own.tree}/", f"@zarrckpt/{own.save_id}/") if own.tree else ("w/", f"@zarrckpt/{own.save_id}/")
         key = frozenset(item for item in content.items() if item[0] in (ROOT, CLAIM) or item[0].startswith(prefixes))
         if key not in self._known:
@@ -368,7 +369,7 @@ def check_outcomes(content: Content, outcomes: Sequence[str]) -> None:
     """When all saves have ended: those that won are committed one after the other, the others are not."""
     history: tuple[str, ...] = ()
     if ROOT in content:
-        root = _commit.parse_committed(content[ROOT], "")
+        root = protocol.parse_committed(content[ROOT], "")
         history = (root.save_id, *root.history)
     for number, outcome in enumerate(outcomes, FIRST + 1):
         if (outcome == "won") != (save_id(number) in history) and outcome not in ("failed", "dead"):

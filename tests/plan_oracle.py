@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zarrckpt._grid import Box, Grid, Ints, intersect
-from zarrckpt._plan.owners import Held, Ranks
+from zarrckpt._format.grid import Box, Grid, Ints, intersect
+from zarrckpt._plan.owners import HeldBox, RankNumbers
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Spread:
     name: str
     grid: Grid
     itemsize: int
-    held: Sequence[Held]
+    held: Sequence[HeldBox]
     whole: bool = False
     """Whether one rank must write all of it: its replicas may differ, and a mixture of them is what no rank had."""
 
@@ -63,7 +63,7 @@ class Owned:
         return found
 
     @property
-    def candidates(self) -> Ranks:
+    def candidates(self) -> RankNumbers:
         """The ranks that hold at least half as much of it as any rank does."""
         held = self.held
         return tuple(sorted(rank for rank, size in held.items() if 2 * size >= max(held.values())))
@@ -153,12 +153,12 @@ def _dealt_together(tensors: Sequence[list[Owned]]) -> Iterator[list[Unit]]:
         yield from ([*units] for units in zip(*alike, strict=True))
 
 
-def _give(units: Iterable[Unit], candidates: Ranks, nbytes: int, loads: list[int]) -> None:
+def _give(units: Iterable[Unit], candidates: RankNumbers, nbytes: int, loads: list[int]) -> None:
     for unit in units:
         _own(unit, min(candidates, key=loads.__getitem__), nbytes, loads)
 
 
-def _give_until(units: list[Unit], candidates: Ranks, nbytes: int, loads: list[int], enough: int) -> list[Unit]:
+def _give_until(units: list[Unit], candidates: RankNumbers, nbytes: int, loads: list[int], enough: int) -> list[Unit]:
     """Give units to the candidates until none has room for one more. What is left."""
     left = [*units]
     while left and loads[owner := min(candidates, key=loads.__getitem__)] + nbytes <= enough:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from zarrckpt._dtypes import DTYPES
+from zarrckpt._format.dtypes import DTYPES
 
 
 def random_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -234,7 +234,7 @@ def _forget_meshes() -> None:
     if "zarrckpt._dcp.channel" in sys.modules:
         from zarrckpt._dcp import channel
 
-        channel.forget_all()
+        channel.forget_channels()
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor._redistribute import _gen_transform_infos
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache

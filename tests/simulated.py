@@ -34,11 +34,11 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 import zarrckpt._api  # it is loaded late, and must be there to be patched
 import zarrckpt._dcp.reader
 import zarrckpt._dcp.writer
-import zarrckpt._plan_report  # noqa: F401
+import zarrckpt._save.plan_report  # noqa: F401
 from zarrckpt import ObjectExistsError, ObjectNotFoundError
 from zarrckpt._dcp.channel import ChannelName
-from zarrckpt._distributed import Ranks
-from zarrckpt._ranks.errors import Failure, PeerLost, Stopped, causes, failure_of, raise_together
+from zarrckpt._ranks.errors import Failure, PeerLost, StoppedByOthers, causes, failure_of, raise_together
+from zarrckpt._ranks.group import Ranks
 from zarrckpt._save import agree
 from zarrckpt._store import ObjectInfo, Store, StoreSpec, Versioned
 from zarrckpt._store._base import Listing
@@ -267,7 +267,7 @@ def _world() -> World:
 
 @contextlib.contextmanager
 def _connected(name: ChannelName | None) -> Iterator[Pieces | None]:
-    """Takes the place of ``_dcp.channel.connected``."""
+    """Takes the place of ``_dcp.channel.pieces_connected``."""
     if name is None:
         yield None
         return
@@ -337,7 +337,7 @@ class Rounds:
     ) -> tuple[bytes | list[Failure], BaseException | None]:
         found = [_world().receive(0, ("up", rank)) for rank in range(self.size)]
         assert {call for call, _ in found} == {self._call}, f"the ranks are in different calls: {found}"
-        failures = [said for _, said in found if isinstance(said, Failure) and said.kind != Stopped.__name__]
+        failures = [said for _, said in found if isinstance(said, Failure) and said.kind != StoppedByOthers.__name__]
         if failures:
             return causes(failures), error
         try:
@@ -422,14 +422,14 @@ def kept() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in caches:
             stack.enter_context(patch.object(SavePlanner, name, _PerRank()))
-        stack.enter_context(patch.object(agree, "_kept", _PerRank()))
+        stack.enter_context(patch.object(agree, "_kept_plans", _PerRank()))
         yield
 
 
 @contextlib.contextmanager
 def _replaced(inline: bool) -> Iterator[None]:
     """Everything that would need a process group, in every module that has it, as what works between the threads."""
-    ours: dict[str, Any] = {"in_use": lambda: True, "joined": _joined, "connected": _connected}
+    ours: dict[str, Any] = {"in_use": lambda: True, "joined": _joined, "pieces_connected": _connected}
     if inline:
         ours |= {"ThreadPoolExecutor": _Inline, "run": _run}
     places: list[tuple[Any, str, Any]] = [
@@ -439,10 +439,11 @@ def _replaced(inline: bool) -> Iterator[None]:
         # It makes a record of every step, and pytest keeps them all.
         (_dcp_logger, "disabled", True),
     ]
-    if not isinstance(agree._kept, _PerRank):
-        places.append((agree, "_kept", _PerRank()))
+    if not isinstance(agree._kept_plans, _PerRank):
+        places.append((agree, "_kept_plans", _PerRank()))
     for name, module in list(sys.modules.items()):
-        if name.startswith("zarrckpt.") and not name.startswith(("zarrckpt._store", "zarrckpt._ranks")):
+        skipped = name.startswith(("zarrckpt._store", "zarrckpt._ranks")) and name != "zarrckpt._ranks.group"
+        if name.startswith("zarrckpt.") and not skipped:
             places += [(module, attribute, ours[attribute]) for attribute in ours.keys() & vars(module).keys()]
     before = [getattr(place, name) for place, name, _ in places]
     for place, name, new in places:

@@ -43,10 +43,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import zarrckpt
-from zarrckpt import _chunking, _transfer
-from zarrckpt._dtypes import DTYPES
+from zarrckpt._format.dtypes import DTYPES
 from zarrckpt._load import shared_reads as _sharing
-from zarrckpt._plan import owners
+from zarrckpt._plan import chunking, owners
+from zarrckpt._read import chunks as _transfer
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -345,20 +345,20 @@ class Memory:
 def small_sizes(small: bool) -> Iterator[None]:
     """Subchunks in chunks of more than a hundred bytes, and requests of a few of them."""
     sizes = {
-        _chunking: {"SUBCHUNK_ABOVE": 60, "SUBCHUNK_BYTES": 30, "USUAL_SUBCHUNK": (20, 80), "ANY_SUBCHUNK": (4, 160)},
+        chunking: {"SUBCHUNK_ABOVE": 60, "SUBCHUNK_BYTES": 30, "USUAL_SUBCHUNK": (20, 80), "ANY_SUBCHUNK": (4, 160)},
         _transfer: {"READ_BYTES": 100},
         _sharing: {"READ_BYTES": 60, "_LEAST_RUN_BYTES": 20},
         owners: {"BUNDLE_BYTES": 50},
     }
-    sizes[_chunking] |= {"_ODD_GRID_MIN_CHUNK": 20, "_PADDING": 4}
+    sizes[chunking] |= {"_ODD_GRID_MIN_CHUNK": 20, "_PADDING": 4}
     with contextlib.ExitStack() as stack:
         for module, values in sizes.items():
             for name, value in values.items():
                 stack.enter_context(patch.object(module, name, value if small else getattr(module, name)))
         # Made for other sizes.
-        _chunking._subchunks.cache_clear()
+        chunking._subchunks.cache_clear()
         yield
-    _chunking._subchunks.cache_clear()
+    chunking._subchunks.cache_clear()
 
 
 def saved_state(case: Case, full: Mapping[str, torch.Tensor], rank: int) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import torch
 from s3_stub import S3Stub
 
 import zarrckpt
-from zarrckpt import _commit
-from zarrckpt._crew import beside
+from zarrckpt._commit import protocol
+from zarrckpt._jobs import beside
 from zarrckpt._save import write
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
@@ -45,9 +45,9 @@ def test_nothing_is_put_before_the_marker(s3_stub: S3Stub) -> None:
 
 def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     place, made = s3_stub.bucket(), threading.Event()
-    begin, new_encoder = _commit.begin, write.ChunkEncoder
+    begin, new_encoder = protocol.begin, write.ChunkEncoder
 
-    def late(*args: Any, **kwargs: Any) -> _commit.Attempt:
+    def late(*args: Any, **kwargs: Any) -> protocol.Attempt:
         assert made.wait(60)
         return begin(*args, **kwargs)
 
@@ -55,7 +55,7 @@ def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypat
         made.set()
         return new_encoder(*args)
 
-    monkeypatch.setattr(_commit, "begin", late)
+    monkeypatch.setattr(protocol, "begin", late)
     monkeypatch.setattr(write, "ChunkEncoder", making)
     zarrckpt.save(STATE, place.url("run"), storage_options=place.storage_options)
     found = zarrckpt.open(place.url("run"), storage_options=place.storage_options)
@@ -63,13 +63,13 @@ def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypat
 
 
 def test_a_save_of_values_alone_waits_for_the_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = _commit.begin
+    begin = protocol.begin
 
-    def late(*args: Any, **kwargs: Any) -> _commit.Attempt:
+    def late(*args: Any, **kwargs: Any) -> protocol.Attempt:
         threading.Event().wait(0.3)
         return begin(*args, **kwargs)
 
-    monkeypatch.setattr(_commit, "begin", late)
+    monkeypatch.setattr(protocol, "begin", late)
     # No folder above it is there, and no chunk waits for one.
     zarrckpt.save({"step": 7}, tmp_path / "runs" / "one" / "step-7")
     assert zarrckpt.open(tmp_path / "runs" / "one" / "step-7")["step"] == 7

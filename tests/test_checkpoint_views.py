@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zarrckpt
-from zarrckpt._numbers import Moments
+from zarrckpt._inspect.stats import Moments
 
 
 def _state() -> dict[str, Any]:

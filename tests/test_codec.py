@@ -25,18 +25,17 @@ from subchunk_shapes import subchunks_of
 from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
-from zarrckpt._chunk_codec import encode_chunk
-from zarrckpt._chunk_layout import CRC_BYTES, ChunkTable, chunk_object_bytes, raw_dtype, subchunk_bytes
-from zarrckpt._crc32c import crc32c
-from zarrckpt._crew import run
-from zarrckpt._documents import ArrayNode
-from zarrckpt._dtypes import DTYPES, by_name
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
-from zarrckpt._grid import Box, Grid
-from zarrckpt._json_values import dumps
-from zarrckpt._memory import BytesBudget
+from zarrckpt._format.chunk_codec import encode_chunk
+from zarrckpt._format.chunk_layout import CRC_BYTES, ChunkTable, chunk_object_bytes, raw_dtype, subchunk_bytes
+from zarrckpt._format.crc32c import crc32c
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.dtypes import DTYPES, by_name
+from zarrckpt._format.grid import Box, Grid
+from zarrckpt._format.json_values import dumps
+from zarrckpt._jobs import BytesBudget, run
+from zarrckpt._read.chunks import chunk_jobs, neighbours, read_box, runs_of
 from zarrckpt._store import Store
-from zarrckpt._transfer import chunk_jobs, neighbours, read_box, runs_of
 
 Ints = tuple[int, ...]
 

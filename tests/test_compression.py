@@ -36,16 +36,16 @@ from zarr.storage import MemoryStore
 
 import zarrckpt
 from zarrckpt import CorruptCheckpointError, UnsupportedFormatError
-from zarrckpt._chunk_codec import ArrayElements, ChunkEncoder
-from zarrckpt._chunk_layout import ChunkTable, raw_dtype
-from zarrckpt._compression import MAX_BYTES, Blosc, Compression, DecodeError, Zstd, most_stored, parse_option
-from zarrckpt._documents import ArrayNode, parse_array
-from zarrckpt._dtypes import DTYPES, by_name
-from zarrckpt._grid import Box, Grid
-from zarrckpt._json_values import dumps
-from zarrckpt._memory import BytesBudget
+from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder
+from zarrckpt._format.chunk_layout import ChunkTable, raw_dtype
+from zarrckpt._format.compression import MAX_BYTES, Blosc, Compression, DecodeError, Zstd, most_stored, parse_option
+from zarrckpt._format.documents import ArrayNode, parse_array
+from zarrckpt._format.dtypes import DTYPES, by_name
+from zarrckpt._format.grid import Box, Grid
+from zarrckpt._format.json_values import dumps
+from zarrckpt._jobs import BytesBudget
+from zarrckpt._read.chunks import chunk_jobs, read_box
 from zarrckpt._store import Store
-from zarrckpt._transfer import chunk_jobs, read_box
 
 CODECS: list[tuple[Any, Any]] = [
     ("zstd", ZstdCodec(level=1)),

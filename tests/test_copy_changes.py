@@ -24,7 +24,7 @@ from random_tensors import random_tensor
 from store_servers import S3Place
 
 import zarrckpt
-from zarrckpt._dtypes import DTYPES
+from zarrckpt._format.dtypes import DTYPES
 from zarrckpt.cli import main
 
 CHANGES: dict[str, dict[str, Any]] = {

@@ -27,9 +27,9 @@ from packaging.version import Version
 from zarr.codecs import BytesCodec
 from zarr.dtype import data_type_registry
 
-from zarrckpt import _zarr_dtypes
-from zarrckpt._dtypes import DTYPES, DType, by_name, by_torch_name
 from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._format.dtypes import DTYPES, DType, by_name, by_torch_name
+from zarrckpt._read import zarr_dtypes
 
 # One element of each fill value, little-endian. For NaN these are the bits that Zarr's specification and the
 # pages of zarr-extensions give, and for float8_e4m3fn, which has no page, the type's only NaN without a sign.
@@ -240,7 +240,7 @@ def test_data_types_pickle_as_equals() -> None:
 
 def test_the_table_imports_none_of_the_libraries_it_names() -> None:
     heavy = "{'numpy', 'ml_dtypes', 'torch', 'zarr'}"
-    assert succeed(f"import sys, zarrckpt._dtypes; print({heavy} & set(sys.modules))") == "set()"
+    assert succeed(f"import sys, zarrckpt._format.dtypes; print({heavy} & set(sys.modules))") == "set()"
 
 
 # --- readers -------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def test_each_type_that_zarr_lacks_has_an_entry_point() -> None:
 
 def test_the_second_entry_point_gives_zarr_its_own_buffer_back() -> None:
     (entry,) = (entry for entry in entry_points(group="zarr.buffer") if entry.dist.name == "zarrckpt")
-    assert entry.load() is _zarr_dtypes.Buffer is zarr.buffer.cpu.Buffer
+    assert entry.load() is zarr_dtypes.Buffer is zarr.buffer.cpu.Buffer
 
 
 TAKEN = """
@@ -425,4 +425,4 @@ print(data_type_registry.contents["float8_e5m2"].__module__)
 
 
 def test_a_type_that_zarr_has_already_is_left_alone() -> None:
-    assert succeed(TAKEN) == "zarrckpt._zarr_dtypes"
+    assert succeed(TAKEN) == "zarrckpt._read.zarr_dtypes"

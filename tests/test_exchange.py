@@ -53,7 +53,7 @@ from uneven_states import (
 import zarrckpt
 from zarrckpt import CheckpointError, ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
 from zarrckpt._dcp import channel as _channel
-from zarrckpt._dcp.channel import ChannelName, connected
+from zarrckpt._dcp.channel import ChannelName, pieces_connected
 from zarrckpt._plan import owners
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.joining import Party
@@ -635,7 +635,7 @@ def _leave_at_once(how: str, slow: int) -> str:
     ):
         try:
             if how == "dcp":
-                with contextlib.suppress(Injected), connected(ChannelName("left-at-once", ALL)):
+                with contextlib.suppress(Injected), pieces_connected(ChannelName("left-at-once", ALL)):
                     if dist.get_rank() == 1:
                         raise Injected
             else:

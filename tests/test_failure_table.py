@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import zarrckpt
 from zarrckpt._plan.plan import SavePlan
-from zarrckpt._save.local_state import LocalState
 from zarrckpt._save.run import SaveAttempt
+from zarrckpt._state.local_state import LocalState
 
 WORLD = 4
 TIMEOUT = 4.0
@@ -211,15 +211,15 @@ def _save_with(fault: Fault, rank: int, folder: str, answers: Connection) -> Non
 @contextmanager
 def _after_the_root(act: Callable[[], None]) -> Iterator[None]:
     """On the coordinator: the root document is put, and nobody has heard of it."""
-    from zarrckpt import _commit
+    from zarrckpt._commit import protocol
 
-    commit = _commit.commit
+    commit = protocol.commit
 
     def committed(*args: Any) -> None:
         commit(*args)
         act()
 
-    with patch.object(_commit, "commit", committed):
+    with patch.object(protocol, "commit", committed):
         yield
 
 

@@ -17,7 +17,7 @@ from random_tensors import random_tensor
 from store_servers import REGION, S3Place
 
 import zarrckpt
-from zarrckpt._dtypes import DTYPES
+from zarrckpt._format.dtypes import DTYPES
 
 NAMES = ["layers.0.weight", "a%b", "a/b", "@home", "__meta", "c", "c.0", "ünï✓", "zarr.json", "x y", "q?*#1"]
 

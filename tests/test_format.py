@@ -21,8 +21,8 @@ from random_tensors import random_tensor
 from ranks import run_ranks
 
 import zarrckpt
-from zarrckpt._dtypes import DTYPES, by_name, by_torch_name
 from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._format.dtypes import DTYPES, by_name, by_torch_name
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "format.md"
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from subchunk_shapes import subchunks_of
 
 from benchmarks.subchunk_rules import CHANGES, alone, together
-from zarrckpt._chunking import (
+from zarrckpt._format.grid import Box, Grid, intersect, is_run, ravel, unravel
+from zarrckpt._plan.chunking import (
     ANY_SUBCHUNK,
     MAX_CHUNK_BYTES,
     SUBCHUNK_ABOVE,
@@ -21,7 +22,6 @@ from zarrckpt._chunking import (
     choose_grid,
     subchunk_shape,
 )
-from zarrckpt._grid import Box, Grid, intersect, is_run, ravel, unravel
 
 Ints = tuple[int, ...]
 

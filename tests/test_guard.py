@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zarrckpt
-from zarrckpt import ZarrStorageReader, ZarrStorageWriter, _commit
+from zarrckpt import ZarrStorageReader, ZarrStorageWriter
+from zarrckpt._commit import protocol
 from zarrckpt._store import Store, StoreSpec
 from zarrckpt.testing import FaultyStore
 
@@ -349,7 +350,7 @@ def _die_while_writing(url: str, ranks: Sequence[int]) -> None:
 
 def _die_before_the_commit(url: str) -> None:
     if dist.get_rank() == 0:
-        _commit.commit = lambda *args: os._exit(1)
+        protocol.commit = lambda *args: os._exit(1)
     _save(url, 1.0)
 
 

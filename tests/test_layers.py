@@ -1,9 +1,10 @@
-"""Imports point down only, by the table of modules in the documentation, which names every module."""
+"""What import-linter's contracts in ``pyproject.toml`` do not say of imports; and that names are defined once."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,19 +12,10 @@ import zarrckpt
 
 PACKAGE = Path(zarrckpt.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
-ROW = re.compile(r"\| (\d+) \| `(\w+)` \| (torch)? ?\| .+ \|")
-
-PACKAGES = {"_dcp", "_load", "_page", "_plan", "_ranks", "_save", "_store", "cli"}
-"""Their modules import each other."""
-
-TORCH_ON_REQUEST = {"_checkpoint": {"_dcp", "_loading", "_torch_file"}}
-"""What a module that runs without torch imports within a function that says that it needs it."""
-
-LAZY_TORCH = {"_torch_private", "_values"}
-"""Modules that use torch where it has been imported already, from inside functions."""
+ROOM = re.compile(r"^\| (\d+) \| `(\w+)/?` \| (torch)? ?\|", re.MULTILINE)
 
 CLIENTS = {
-    "zarr": {"_strict_store", "_zarr_dtypes", "_store._zarr", "_store._zarr_readers"},
+    "zarr": {"_read.zarr_view", "_read.zarr_dtypes", "_store._zarr", "_store._zarr_readers"},
     "obstore": {"_store._obstore", "_store._obstore_client"},
     "fsspec": {"_store._fsspec_filesystem"},
 }
@@ -39,12 +31,8 @@ class Import:
     typing: bool
 
 
-def layers() -> dict[str, int]:
-    return {name: int(layer) for layer, name, _ in ROW.findall(PAGE.read_text())}
-
-
-def torch_modules() -> set[str]:
-    return {name for _, name, torch in ROW.findall(PAGE.read_text()) if torch}
+def contracts() -> list[dict[str, list[str]]]:
+    return tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]  # type: ignore[no-any-return]
 
 
 def modules() -> dict[str, Path]:
@@ -79,45 +67,13 @@ def _inside(tree: ast.AST, is_outer: object) -> set[int]:
     return {id(inner) for node in outer for inner in ast.walk(node)}
 
 
-def own(name: str) -> str:
-    """The module of the table that an import of this package names."""
-    return name.split(".")[1] if "." in name else "__init__"
-
-
-def test_the_table_names_every_module() -> None:
-    assert {name.partition(".")[0] for name in modules()} == set(layers())
-
-
-def test_imports_point_down() -> None:
-    table, wrong = layers(), []
-    for name, file in modules().items():
-        here = name.partition(".")[0]
-        for item in imports(file):
-            if not item.name.startswith("zarrckpt"):
-                continue
-            target = own(item.name)
-            if target == here and target in PACKAGES:
-                continue
-            if table[target] >= table[here]:
-                wrong.append(f"{name} (layer {table[here]}) imports {target} (layer {table[target]})")
-    assert not wrong, wrong
-
-
-def test_stores_know_nothing_but_errors() -> None:
-    for name, file in modules().items():
-        if name.startswith("_store"):
-            used = {own(item.name) for item in imports(file) if item.name.startswith("zarrckpt")}
-            assert used <= {"_errors", "_store"}, (name, used)
-
-
-def test_torch_is_imported_where_the_table_says() -> None:
-    eager, lazy = set(), set()
-    for name, file in modules().items():
-        for item in imports(file):
-            if item.name.split(".")[0] == "torch" and not item.typing:
-                (eager if item.eager else lazy).add(name.partition(".")[0])
-    assert eager == torch_modules()
-    assert lazy <= LAZY_TORCH | torch_modules()
+def test_the_page_on_the_architecture_has_the_rooms_of_the_contracts() -> None:
+    layers, without_torch = contracts()[0]["layers"], contracts()[1]["source_modules"]
+    rooms = {room: floor for floor, row in enumerate(reversed(layers)) for room in row.split(" | ")}
+    told = ROOM.findall(PAGE.read_text())
+    assert {room: int(floor) for floor, room, _ in told} == rooms
+    assert {name.partition(".")[0] for name in modules()} == {*rooms, "__init__"}
+    assert {f"zarrckpt.{room}" for _, room, torch in told if not torch} == {*without_torch}
 
 
 def test_clients_are_imported_by_the_modules_that_are_about_them() -> None:
@@ -129,17 +85,6 @@ def test_clients_are_imported_by_the_modules_that_are_about_them() -> None:
             if item.eager and item.name.split(".")[0] == client
         }
         assert eager <= allowed, (client, eager - allowed)
-
-
-def test_nothing_without_torch_imports_what_needs_it() -> None:
-    needs = torch_modules()
-    for name, file in modules().items():
-        if name.partition(".")[0] not in {*needs, "_per_rank", "__init__"}:
-            own_imports = [item for item in imports(file) if item.name.startswith("zarrckpt") and not item.typing]
-            used = {own(item.name) for item in own_imports if item.eager}
-            lazy = {own(item.name) for item in own_imports if not item.eager}
-            assert not used & needs, (name, used & needs)
-            assert lazy & needs <= TORCH_ON_REQUEST.get(name, set()), (name, lazy & needs)
 
 
 def test_only_the_side_door_knows_dcp() -> None:
@@ -157,4 +102,21 @@ def test_private_names_of_torch_are_in_one_module() -> None:
     for name, file in modules().items():
         found = [match[0] for match in private.finditer(file.read_text())]
         # The last two name modules of torch whose classes pickles hold, and import none of them.
-        assert not found or name in ("_torch_private", "_values", "_dcp.folder"), (name, found)
+        assert not found or name in ("_torch_private", "_format.values", "_dcp.folder"), (name, found)
+
+
+def test_a_name_is_defined_in_one_module() -> None:
+    defined: dict[str, list[str]] = {}
+    for name, file in modules().items():
+        for node in ast.parse(file.read_text()).body:
+            targets: list[ast.expr] = []
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined.setdefault(node.name, []).append(name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    defined.setdefault(target.id, []).append(name)
+    # Type variables have one letter.
+    twice = {name: places for name, places in defined.items() if len(places) > 1 and len(name) > 1}
+    assert twice.keys() <= {"__all__"}, twice

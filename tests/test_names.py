@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zarrckpt._errors import CorruptCheckpointError, UnsupportedValueError
-from zarrckpt._names import check_paths, escape, node_path, unique_paths
+from zarrckpt._format.names import check_paths, escape, node_path, unique_paths
 
 LONG = "encoder.layers.0." * 40
 NASTY = [

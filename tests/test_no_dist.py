@@ -29,7 +29,7 @@ def _traces() -> dict[str, Any]:
         "groups": (world.group_count, [*world.pg_names.values()]),
         "meshes": idle_meshes(),
         "collectives": {name: group._get_sequence_number_for_group() for group, name in world.pg_names.items()},
-        "plans": dict(agree._kept),
+        "plans": dict(agree._kept_plans),
     }
 
 
@@ -120,7 +120,7 @@ def _each_rank_its_own(folder: str) -> None:
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (3,))
     shared = {"w": distribute_tensor(torch.arange(7.0), mesh, [Shard(0)], src_data_rank=None)}
     zarrckpt.save(shared, f"{folder}/shared-1")
-    before, kept = idle_meshes(), agree._kept[0, 1, 2]
+    before, kept = idle_meshes(), agree._kept_plans[0, 1, 2]
     assert [*before] == [((0, 1, 2), False)]
     # The same names and forms as in the group's plan, and other numbers on each rank, which nobody compares.
     own = {"w": torch.arange(7.0) + 100 * rank, "step": rank}
@@ -130,7 +130,7 @@ def _each_rank_its_own(folder: str) -> None:
             warnings.simplefilter("error")
             zarrckpt.save(own, f"{folder}/{number + 2}/own-{rank}", no_dist=True)
     zarrckpt.save(shared, f"{folder}/shared-2")
-    assert idle_meshes() == before and agree._kept[0, 1, 2] is kept
+    assert idle_meshes() == before and agree._kept_plans[0, 1, 2] is kept
     for number in range(4):
         target = {"w": torch.zeros(7), "step": -1}
         zarrckpt.load(target, f"{folder}/{number}/own-{(rank + number) % 3}", no_dist=True)

@@ -20,8 +20,21 @@ from hypothesis import strategies as st
 from plan_oracle import Owned, Spread
 from subchunk_shapes import subchunks_of
 
-from zarrckpt._chunk_layout import most_subchunk_stored
-from zarrckpt._chunking import (
+from zarrckpt._format.chunk_layout import most_subchunk_stored
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.dtypes import by_name
+from zarrckpt._format.grid import Box, Grid, Ints, is_run
+from zarrckpt._load.shared_reads import (
+    ShareRound,
+    Shares,
+    SubchunkRun,
+    handed_bytes,
+    plan_shares,
+    share_of,
+    wanted_boxes,
+)
+from zarrckpt._plan import owners as _owners
+from zarrckpt._plan.chunking import (
     ANY_SUBCHUNK,
     FILL_BYTES,
     MAX_CHUNK_BYTES,
@@ -29,12 +42,7 @@ from zarrckpt._chunking import (
     default_min_piece_bytes,
     overlapping,
 )
-from zarrckpt._documents import ArrayNode
-from zarrckpt._dtypes import by_name
-from zarrckpt._grid import Box, Grid, Ints, is_run
-from zarrckpt._load.shared_reads import Run, ShareRound, Shares, handed_bytes, plan_shares, share_of, wanted_boxes
-from zarrckpt._plan import owners as _owners
-from zarrckpt._plan.owners import BUNDLE_BYTES, Dealt, Held, Holders, Pieces
+from zarrckpt._plan.owners import BUNDLE_BYTES, ChunkPieces, Dealt, HeldBox, Holders
 
 KIB, MIB = 1 << 10, 1 << 20
 ALWAYS = 1 << 62
@@ -228,7 +236,7 @@ def test_overlapping_finds_a_pair_if_there_is_one(dims: int, data: st.DataObject
 def pieces_of(grid: Grid, boxes: Sequence[Box]) -> dict[Ints, list[tuple[int, Box]]]:
     """For each chunk its pieces: the number of a box, and what it has of the chunk."""
     found: dict[Ints, list[tuple[int, Box]]] = {}
-    pieces = Pieces(grid, boxes)
+    pieces = ChunkPieces(grid, boxes)
     places = list(itertools.product(*map(range, grid.counts)))
     columns = (pieces.chunk, pieces.held, pieces.offset, pieces.shape)
     for chunk, number, offset, shape in zip(*(column.tolist() for column in columns), strict=True):
@@ -290,7 +298,7 @@ def scattered(draw: st.DrawFn, name: str, itemsize: int, world_size: int) -> Spr
     boxes = cut(shape, (draw(st.integers(3, 6)), 1))
     ranks = draw(st.permutations(range(world_size)))
     grid = choose_grid(shape, boxes, itemsize, min_piece_bytes=ALWAYS, fill_bytes=1 << 20)
-    return Spread(name, grid, itemsize, [Held(box, (rank,)) for box, rank in zip(boxes, itertools.cycle(ranks))])
+    return Spread(name, grid, itemsize, [HeldBox(box, (rank,)) for box, rank in zip(boxes, itertools.cycle(ranks))])
 
 
 @st.composite
@@ -316,7 +324,7 @@ def spread_out(draw: st.DrawFn) -> tuple[list[Spread], int]:
             fill_bytes=limit,
             max_chunk_bytes=limit,
         )
-        spreads.append(Spread(f"t{number}", grid, itemsize, [Held(box, draw(some)) for box in boxes], whole))
+        spreads.append(Spread(f"t{number}", grid, itemsize, [HeldBox(box, draw(some)) for box in boxes], whole))
     return spreads, world_size
 
 
@@ -348,13 +356,13 @@ def test_every_chunk_has_one_owner_that_holds_much_of_it(case: tuple[list[Spread
 def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int, int]], data: st.DataObject) -> None:
     everyone = tuple(range(world))
     spreads = [
-        Spread(str(number), Grid((n,), (min(n, chunk),)), 4, [Held(Box((0,), (n,)), everyone)])
+        Spread(str(number), Grid((n,), (min(n, chunk),)), 4, [HeldBox(Box((0,), (n,)), everyone)])
         for number, (n, chunk) in enumerate(tensors)
     ]
     # And what only one rank has.
     alone = data.draw(st.lists(st.integers(0, 2000), min_size=world, max_size=world))
     spreads += [
-        Spread(f"own{r}", Grid((n,), (max(n, 1),)), 4, [Held(Box((0,), (n,)), (r,))]) for r, n in enumerate(alone)
+        Spread(f"own{r}", Grid((n,), (max(n, 1),)), 4, [HeldBox(Box((0,), (n,)), (r,))]) for r, n in enumerate(alone)
     ]
     owned = deal(spreads, world)
     loads = Counter({rank: 0 for rank in everyone})
@@ -371,7 +379,9 @@ def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int
 
 def test_the_largest_are_dealt_first() -> None:
     sizes = [1, 1, 1, 1, 1, 1, 6, 2, 2, 2, 6]
-    spreads = [Spread(str(k), Grid((n,), (n,)), 4, [Held(Box((0,), (n,)), (0, 1, 2, 3))]) for k, n in enumerate(sizes)]
+    spreads = [
+        Spread(str(k), Grid((n,), (n,)), 4, [HeldBox(Box((0,), (n,)), (0, 1, 2, 3))]) for k, n in enumerate(sizes)
+    ]
     loads = Counter[int]()
     for chunk in deal(spreads, 4):
         loads[chunk.owner] += chunk.nbytes
@@ -485,11 +495,11 @@ def needed(nodes: dict[str, ArrayNode], own: list[tuple[str, Box]]) -> set[Place
     }
 
 
-def places(run: Run) -> list[Place]:
+def places(run: SubchunkRun) -> list[Place]:
     return [(run.fqn, run.chunk, number) for number in run.numbers]
 
 
-def run_bytes(nodes: dict[str, ArrayNode], run: Run) -> int:
+def run_bytes(nodes: dict[str, ArrayNode], run: SubchunkRun) -> int:
     return len(run.numbers) * most_subchunk_stored(nodes[run.fqn])
 
 

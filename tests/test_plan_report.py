@@ -26,12 +26,12 @@ from uneven_states import distributed, full, sharded, uneven_state
 
 import zarrckpt
 from zarrckpt import PlanReport, SaveReport, UnsupportedLayoutError, UnsupportedValueError
-from zarrckpt._catalog import Catalog
-from zarrckpt._chunk_layout import chunk_object_bytes
+from zarrckpt._format.chunk_layout import chunk_object_bytes
 from zarrckpt._plan import owners
 from zarrckpt._ranks.mesh import _places
 from zarrckpt._ranks.pieces import Pieces
 from zarrckpt._ranks.rounds import Rounds
+from zarrckpt._read.catalog import Catalog
 from zarrckpt._save import agree
 from zarrckpt._store import StoreSpec
 
@@ -195,7 +195,7 @@ def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanRepo
     state, traffic = STATES[name](1), _Traffic()
     with patch.object(owners, "BUNDLE_BYTES", 512):
         report = planned(state, ranks_per_host=3, **sizes)
-        agree._kept.clear()  # as if nothing had been planned
+        agree._kept_plans.clear()  # as if nothing had been planned
         with (
             patch.object(Rounds, "merge", lambda *args: traffic.merge(*args)),
             patch.object(Pieces, "_posted", lambda *args: traffic.posted(*args)),

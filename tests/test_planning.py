@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor
 from uneven_states import fsdp_tp, full, mesh_of, sharded
 
 import zarrckpt
-from zarrckpt._grid import Box, intersect
+from zarrckpt._format.grid import Box, intersect
+from zarrckpt._format.root import Root, Table
 from zarrckpt._plan.holders import Told, hold
 from zarrckpt._plan.plan import Options, SavePlan, Sizes, plan_save
-from zarrckpt._root import Root, Table
 from zarrckpt._save import agree
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -293,11 +293,11 @@ def _forgotten(folder: str) -> None:
     saves(_state(0), 1)
     # As when another process takes the coordinator's place, or some ranks'.
     if rank == 0:
-        agree._kept.clear()
+        agree._kept_plans.clear()
     saves(_state(1), 1)
     saves(_state(2), 0)
     if rank in (1, 2):
-        agree._kept.clear()
+        agree._kept_plans.clear()
     saves(_state(3), 1)
     saves(_state(4), 0)
     group = dist.new_group([1, 2, 3])

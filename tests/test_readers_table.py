@@ -21,7 +21,7 @@ from store_servers import REGION, S3Place
 from test_foreign_readers import bits
 
 import zarrckpt
-from zarrckpt._dtypes import DTYPES
+from zarrckpt._format.dtypes import DTYPES
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "readers.md"
 COLUMNS = {

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from store_servers import S3Place
 
 import zarrckpt
-from zarrckpt._page.histogram import Histogram
-from zarrckpt._page.layout import runs
+from zarrckpt._inspect.page.histogram import Histogram
+from zarrckpt._inspect.page.layout import runs
 from zarrckpt.cli import main
 
 STATS = ("count", "nan", "inf", "zeros", "min", "max", "mean", "std", "norm")

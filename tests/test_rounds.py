@@ -26,11 +26,11 @@ import torch.distributed as dist
 from ranks import context, run_ranks
 
 from zarrckpt import CheckpointError
-from zarrckpt._distributed import Ranks
 from zarrckpt._errors import KeyMismatchError, StorageError
 from zarrckpt._ranks import joining, links, mesh
 from zarrckpt._ranks import rounds as rounds_module
-from zarrckpt._ranks.errors import PeerLost, Stopped
+from zarrckpt._ranks.errors import PeerLost, StoppedByOthers
+from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import Rounds, joined
 
 c10d: Any = dist  # whose stubs lack the stores
@@ -288,7 +288,7 @@ def _stopped() -> Any:
         if me() == 1:
             return 1  # done already: nothing to stop
         assert ended.wait(20)
-        raise PeerLost("this only follows") if me() == 2 else Stopped
+        raise PeerLost("this only follows") if me() == 2 else StoppedByOthers
 
     with narrow_tree():
         error, took = said(lambda: in_call(mine, stop=stop))
@@ -714,7 +714,7 @@ def test_a_rank_killed_amid_pieces_is_named() -> None:
 SCRIPT = """
 import sys, threading, time
 import torch.distributed as dist
-from zarrckpt._distributed import Ranks
+from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import joined
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 def calls():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from zarrckpt._shards import Cut, Held, Mesh, held_boxes, mesh_boxes
+from zarrckpt._plan.shards import Cut, CutMesh, LocalBox, held_boxes, mesh_boxes
 
 Ints = tuple[int, ...]
 
@@ -21,7 +21,7 @@ def _chunk(n: range, parts: int, mine: int) -> range:
     return n[mine * step : (mine + 1) * step]
 
 
-def _indices(held: list[Held], dim: int = 0) -> list[int]:
+def _indices(held: list[LocalBox], dim: int = 0) -> list[int]:
     return [i for h in held for i in range(h.box.offset[dim], h.box.offset[dim] + h.box.shape[dim])]
 
 
@@ -86,4 +86,4 @@ def test_what_all_places_of_a_mesh_hold(shape: Ints, mesh: Ints, data: st.DataOb
         tuple(held.box for held in held_boxes(shape, mesh, place, cuts))
         for place in itertools.product(*map(range, mesh))
     ]
-    assert mesh_boxes(shape, Mesh(mesh, cuts)) == expected
+    assert mesh_boxes(shape, CutMesh(mesh, cuts)) == expected

@@ -35,12 +35,12 @@ from uneven_states import distributed, fsdp_tp, full, held_of
 
 import zarrckpt
 from zarrckpt import CheckpointError, CorruptCheckpointError, ZarrLoadPlanner, ZarrStorageReader
-from zarrckpt._catalog import Catalog
-from zarrckpt._chunk_layout import most_subchunk_stored
 from zarrckpt._dcp import channel
+from zarrckpt._format.chunk_layout import most_subchunk_stored
 from zarrckpt._load import fill
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.pieces import Handle, Pieces
+from zarrckpt._read.catalog import Catalog
 from zarrckpt._store import StoreSpec
 
 pytestmark = [

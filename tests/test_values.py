@@ -37,7 +37,7 @@ from zarrckpt._errors import (
     UnsupportedFormatError,
     UnsupportedValueError,
 )
-from zarrckpt._values import (
+from zarrckpt._format.values import (
     MAX_DEPTH,
     NOT_JSON,
     Blob,
@@ -794,7 +794,8 @@ class Refuse:
         if name.partition(".")[0] in ("torch", "zarr"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
-from zarrckpt import _names, _values
+from zarrckpt._format import names
+from zarrckpt._format import values as _values
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, UnsafeValueError
 assert "numpy" not in sys.modules
 assert _values.find_tensors([1]) == []

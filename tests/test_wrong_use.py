@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import zarrckpt
-from zarrckpt import _state
+from zarrckpt._state import objects
 
 
 @pytest.mark.parametrize("name", ["concurrency", "max_inflight_bytes", "max_chunk_bytes"])
@@ -168,6 +168,6 @@ def test_long_lists_of_numbers_are_not_searched_for_objects_one_by_one(
             asked.append(value)
             return False
 
-    monkeypatch.setattr(_state, "Stateful", Asking("Stateful", (), {}))
+    monkeypatch.setattr(objects, "Stateful", Asking("Stateful", (), {}))
     zarrckpt.save({"seen": list(range(5000)), "names": ["a"] * 5000}, tmp_path / "one")
     assert len(asked) < 100

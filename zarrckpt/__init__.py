@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
     from zarrckpt._api import load, save
     from zarrckpt._checkpoint import Checkpoint, latest, open
-    from zarrckpt._cleaning import RecoverReport, recover, remove
+    from zarrckpt._commit.pins import pin, unpin
+    from zarrckpt._convert.importing import import_checkpoint
     from zarrckpt._dcp.planner import ZarrLoadPlanner, ZarrSavePlanner
     from zarrckpt._dcp.reader import ZarrStorageReader
     from zarrckpt._dcp.writer import ZarrStorageWriter
-    from zarrckpt._importing import import_checkpoint
-    from zarrckpt._per_rank import PerRank
-    from zarrckpt._pins import pin, unpin
-    from zarrckpt._plan_report import plan_report
-    from zarrckpt._report import LoadReport, PlanReport, SaveReport
+    from zarrckpt._ops.recover import RecoverReport, recover, remove
+    from zarrckpt._ops.verify import Damage, VerifyReport
+    from zarrckpt._reports import LoadReport, PlanReport, SaveReport
     from zarrckpt._save.background import async_save
-    from zarrckpt._verify import Damage, VerifyReport
+    from zarrckpt._save.plan_report import plan_report
+    from zarrckpt._state.per_rank import PerRank
 
 __all__ = [
     "Checkpoint",
@@ -93,37 +93,37 @@ __all__ = [
 
 _LAZY = {
     "Checkpoint": "_checkpoint",
-    "Damage": "_verify",
-    "LoadReport": "_report",
-    "PerRank": "_per_rank",
-    "PlanReport": "_report",
-    "RecoverReport": "_cleaning",
-    "SaveReport": "_report",
-    "VerifyReport": "_verify",
+    "Damage": "_ops.verify",
+    "LoadReport": "_reports",
+    "PerRank": "_state.per_rank",
+    "PlanReport": "_reports",
+    "RecoverReport": "_ops.recover",
+    "SaveReport": "_reports",
+    "VerifyReport": "_ops.verify",
     "ZarrLoadPlanner": "_dcp.planner",
     "ZarrSavePlanner": "_dcp.planner",
     "ZarrStorageReader": "_dcp.reader",
     "ZarrStorageWriter": "_dcp.writer",
     "async_save": "_save.background",
-    "import_checkpoint": "_importing",
+    "import_checkpoint": "_convert.importing",
     "latest": "_checkpoint",
     "load": "_api",
     "open": "_checkpoint",
-    "pin": "_pins",
-    "plan_report": "_plan_report",
-    "recover": "_cleaning",
-    "remove": "_cleaning",
+    "pin": "_commit.pins",
+    "plan_report": "_save.plan_report",
+    "recover": "_ops.recover",
+    "remove": "_ops.recover",
     "save": "_api",
-    "unpin": "_pins",
+    "unpin": "_commit.pins",
 }
 _NEED_TORCH = {
     "_api",
     "_dcp.planner",
     "_dcp.reader",
     "_dcp.writer",
-    "_importing",
-    "_per_rank",
-    "_plan_report",
+    "_convert.importing",
+    "_state.per_rank",
+    "_save.plan_report",
     "_save.background",
 }
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zarrckpt import _state
-from zarrckpt._chunking import MAX_CHUNK_BYTES
-from zarrckpt._compression import CompressionOption
-from zarrckpt._distributed import TIMEOUT, Ranks, checked_timeout
 from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._format.compression import CompressionOption
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress
 from zarrckpt._load.run import LoadRequest, run_load
-from zarrckpt._report import LoadReport, SaveReport
-from zarrckpt._save.local_state import LocalState
+from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
+from zarrckpt._ranks.group import TIMEOUT, Ranks, checked_timeout
+from zarrckpt._reports import LoadReport, SaveReport
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.run import run_save
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
+from zarrckpt._state import objects
+from zarrckpt._state.local_state import LocalState
 
 
 def save(
@@ -101,7 +101,7 @@ def save(
     raised on all; nothing is committed then, and what was written is removed, unless the root document may have been
     put. Raises TypeError and ValueError for arguments that make no sense.
     """
-    _state.refuse_swapped(state, url, "save")
+    objects.refuse_swapped(state, url, "save")
     ranks = Ranks(process_group, no_dist)
     request = SaveRequest.checked(
         url,
@@ -120,7 +120,7 @@ def save(
         progress=progress,
     )
     if no_dist:
-        _state.refuse_fsdp1(state)
+        objects.refuse_fsdp1(state)
     return run_save(partial(LocalState.saving, state), request, ranks, checked_timeout(timeout))
 
 
@@ -187,13 +187,13 @@ def load(
     the targets are undefined): children of :class:`CheckpointError` all of them. An error on one rank is raised on all.
     Raises TypeError and ValueError for arguments that make no sense.
     """
-    _state.refuse_swapped(state, url, "load")
+    objects.refuse_swapped(state, url, "load")
     if not isinstance(state, MutableMapping):
         found = type(state).__name__
         raise UnsupportedValueError(f"the state is a {found}, expected a dict such as {{'model': model}} to load into")
     ranks = Ranks(process_group, no_dist)
     if no_dist:
-        _state.refuse_fsdp1(state)
+        objects.refuse_fsdp1(state)
     request = LoadRequest.checked(
         url,
         strict=strict,

@@ -10,30 +10,32 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from zarrckpt import _commit
-from zarrckpt._arrays import read_arrays
-from zarrckpt._catalog import Catalog
-from zarrckpt._documents import ArrayNode, join
+from zarrckpt._commit import protocol
+from zarrckpt._convert.stripping import MAX_EXPORT_BYTES, stripped
 from zarrckpt._errors import CheckpointError, KeyMismatchError
-from zarrckpt._export import MAX_EXPORT_BYTES, ExportReport, local_path, stripped
-from zarrckpt._html import Group, as_html
-from zarrckpt._info import CheckpointInfo, count_text, info_of, size_text, time_text, value_text
-from zarrckpt._matching import hint, select
-from zarrckpt._root import HOUSE, BlobEntry
-from zarrckpt._state_path import StatePath
+from zarrckpt._format.documents import ArrayNode, join
+from zarrckpt._format.matching import hint, select
+from zarrckpt._format.root import HOUSE, BlobEntry
+from zarrckpt._format.state_path import StatePath
+from zarrckpt._inspect.html import Group, as_html
+from zarrckpt._inspect.info import CheckpointInfo, info_of
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress
+from zarrckpt._read.arrays import read_arrays
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._reports import ExportReport, count_text, size_text, time_text, value_text
 from zarrckpt._store import StoreSpec, join_url
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
+from zarrckpt._store._whole_files import local_path
 
 if TYPE_CHECKING:
     import numpy as np
     import zarr
 
-    from zarrckpt._compression import CompressionOption
-    from zarrckpt._copy_plan import ChunksOption, DTypeOption
-    from zarrckpt._numbers import Difference, TensorStats
-    from zarrckpt._page import PageReport
-    from zarrckpt._report import CopyReport
-    from zarrckpt._verify import VerifyReport
+    from zarrckpt._format.compression import CompressionOption
+    from zarrckpt._inspect.page import PageReport
+    from zarrckpt._inspect.stats import Difference, TensorStats
+    from zarrckpt._ops.copy_plan import ChunksOption, DTypeOption
+    from zarrckpt._ops.verify import VerifyReport
+    from zarrckpt._reports import CopyReport
 
 
 _SHOWN = 80
@@ -271,7 +273,7 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises what :meth:`read` raises, and UnsafeValueError.
         """
-        from zarrckpt._loading import load_state
+        from zarrckpt._convert.loading import load_state
 
         patterns = () if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
         names = select(self._names, patterns, self.url) if patterns else list(self._names)
@@ -321,8 +323,8 @@ class Checkpoint(Mapping[str, Any]):
         ValueError for options that make no sense. Two requests a chunk that stays as it is, two an array; to make other
         chunks, those parts of the source are read that they need.
         """
-        from zarrckpt._copy_plan import parse_changes
-        from zarrckpt._copying import copy_checkpoint
+        from zarrckpt._ops.copy import copy_checkpoint
+        from zarrckpt._ops.copy_plan import parse_changes
 
         tensors = {fqn: node for fqn, node in self._catalog.root.tensors.items() if fqn in self._names}
         changes = parse_changes(
@@ -368,14 +370,16 @@ class Checkpoint(Mapping[str, Any]):
         Raises UnsupportedValueError for a dtype that safetensors lacks, two tensors of one name, or the name
         ``__metadata__``; StorageError, also where such files exist; and what :meth:`read` raises.
         """
-        from zarrckpt._safetensors import export
+        from zarrckpt._convert.safetensors import export_safetensors
 
         paths = self.select(*patterns).tensors._stripped(strip)
         if not paths:
             raise KeyMismatchError(f"what was chosen of {self.url} has no tensor, and safetensors files hold no values")
         names = {fqn: path.fqn for fqn, path in paths.items()}
         limits: dict[str, Any] = {"max_file_bytes": max_file_bytes, "max_inflight_bytes": max_inflight_bytes}
-        return export(self._catalog, names, local_path(target), overwrite=overwrite, progress=progress, **limits)
+        return export_safetensors(
+            self._catalog, names, local_path(target), overwrite=overwrite, progress=progress, **limits
+        )
 
     def to_torch_save(
         self,
@@ -403,11 +407,11 @@ class Checkpoint(Mapping[str, Any]):
         UnsupportedValueError for two entries of one name; StorageError, also where the file exists; and what
         :meth:`read` raises.
         """
-        from zarrckpt._torch_file import export
+        from zarrckpt._convert.torch_save import export_torch_save
 
         limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
         limits |= {"overwrite": overwrite, "allow_pickle": self._allow_pickle}
-        return export(self._catalog, self.select(*patterns)._stripped(strip), local_path(path), **limits)
+        return export_torch_save(self._catalog, self.select(*patterns)._stripped(strip), local_path(path), **limits)
 
     def to_dcp(
         self,
@@ -431,12 +435,14 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises what :meth:`to_torch_save` raises.
         """
-        from zarrckpt._dcp.export import export
+        from zarrckpt._dcp.export import export_dcp
 
         limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
         part = self.select(*patterns)
         values = dict(part.non_tensors)
-        return export(self._catalog, part._stripped(strip), values, local_path(folder), overwrite=overwrite, **limits)
+        return export_dcp(
+            self._catalog, part._stripped(strip), values, local_path(folder), overwrite=overwrite, **limits
+        )
 
     def _stripped(self, prefix: str) -> dict[str, StatePath]:
         """Where the entries go without a beginning of their names."""
@@ -447,7 +453,7 @@ class Checkpoint(Mapping[str, Any]):
 
         Everything is read, some chunks at a time: memory is bounded by 512 MiB. Errors as for :meth:`read`.
         """
-        from zarrckpt._numbers import tensor_stats
+        from zarrckpt._inspect.stats import tensor_stats
 
         return tensor_stats(self._catalog, self.select(*patterns).tensors, progress)
 
@@ -458,7 +464,7 @@ class Checkpoint(Mapping[str, Any]):
         tells how many elements are not merely rounded. Memory is bounded as in :meth:`stats`. ``patterns`` are those
         of :meth:`select`; they must mean something in one of the two.
         """
-        from zarrckpt._numbers import Difference, tensor_differences
+        from zarrckpt._inspect.stats import Difference, tensor_differences
 
         wanted = self._of_both(other, patterns)
         changed, same = self._changes(other, wanted)
@@ -476,7 +482,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def _changes(self, other: Checkpoint, names: Iterable[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
         """What differs without a look at numbers, as texts; and the tensors whose numbers can be compared."""
-        from zarrckpt._numbers import comparable
+        from zarrckpt._inspect.stats import comparable
 
         arrays, others = self._catalog.root.tensors, other._catalog.root.tensors
         changed, same = {}, []
@@ -516,7 +522,7 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises what :meth:`read` raises, and StorageError where the file exists or cannot be written.
         """
-        from zarrckpt._page import Side, check_target, write_page
+        from zarrckpt._inspect.page import Side, check_target, write_page
 
         check_target(os.fspath(path), overwrite)
         everything = other if other is not None else self
@@ -551,7 +557,7 @@ class Checkpoint(Mapping[str, Any]):
         Of a part of a checkpoint, the arrays of that part. Whatever is read is checked. Needs xarray. Raises
         KeyMismatchError for a name that is no group.
         """
-        from zarrckpt._xarray import open_tree
+        from zarrckpt._inspect.xarray_view import open_tree
 
         return open_tree(self.url, self._catalog.root, self._zarr_store, self._names, group)
 
@@ -577,7 +583,7 @@ class Checkpoint(Mapping[str, Any]):
         Raises CheckpointReplacedError where another save has been committed meanwhile, StorageError. Damage is no
         error: see :meth:`VerifyReport.raise_if_damaged`.
         """
-        from zarrckpt._verify import verify
+        from zarrckpt._ops.verify import verify
 
         return verify(self._catalog, quick=quick, max_inflight_bytes=max_inflight_bytes, progress=progress)
 
@@ -593,8 +599,8 @@ class Checkpoint(Mapping[str, Any]):
 
     @cached_property
     def _zarr_store(self) -> Any:
-        from zarrckpt import _zarr_dtypes  # noqa: F401 - importing it registers bfloat16 and float8
-        from zarrckpt._strict_store import reopen
+        from zarrckpt._read import zarr_dtypes  # noqa: F401 - importing it registers bfloat16 and float8
+        from zarrckpt._read.zarr_view import reopen
 
         return reopen(self._catalog)
 
@@ -645,11 +651,11 @@ def latest(
     folders = place.list_dir()[1]
     if HOUSE in folders:
         warnings.warn(f"latest({place.url!r}) looks below a checkpoint: pass the folder that holds it", stacklevel=2)
-    found = _commit.checkpoints_below(place, folders)
+    found = protocol.checkpoints_below(place, folders)
     for item in found:
         if item.damage is not None:
             warnings.warn(f"latest() passes over {join(place.url, item.name)}: {item.damage}", stacklevel=2)
-    last = _commit.newest(found)
+    last = protocol.newest(found)
     if last is None:
         return None
     if store is not None:

@@ -11,15 +11,11 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
-from zarrckpt._distributed import global_rank
 from zarrckpt._ranks.errors import PeerLost
-from zarrckpt._ranks.links import cloned, default_store
+from zarrckpt._ranks.group import global_rank
+from zarrckpt._ranks.links import c10d, cloned, default_store
 from zarrckpt._ranks.pieces import Pieces
-
-_c10d: Any = dist
-"""torch's type stubs lack what its compiled part brings."""
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """All ranks join as soon as the plan reaches them, so one that takes this long is gone."""
@@ -45,9 +41,9 @@ class _Group:
     def __init__(self, name: ChannelName) -> None:
         self._rank, self._size = name.members.index(global_rank()), len(name.members)
         # A clone: a blocked request must not hold the connection that training uses.
-        store = _c10d.PrefixStore(name.name, cloned(default_store()))
+        store = c10d.PrefixStore(name.name, cloned(default_store()))
         try:
-            self._group: Any = _c10d.ProcessGroupGloo(store, self._rank, self._size, JOIN_TIMEOUT)
+            self._group: Any = c10d.ProcessGroupGloo(store, self._rank, self._size, JOIN_TIMEOUT)
             # Nobody hangs up before all have joined: whoever still connects to others would fail, and they would wait
             # for it until the timeout.
             if store.add("joined", 1) == self._size:
@@ -75,13 +71,13 @@ _in_use: list[_Group] = []
 
 
 @atexit.register
-def forget_all() -> None:
+def forget_channels() -> None:
     """Let go of all connections: gloo's threads must end before the interpreter does."""
     _in_use.clear()
 
 
 @contextlib.contextmanager
-def connected(name: ChannelName | None) -> Iterator[Pieces | None]:
+def pieces_connected(name: ChannelName | None) -> Iterator[Pieces | None]:
     """The connections for a block, if there are any; a rank that fails in it hangs up. Raises PeerLost."""
     if name is None:
         yield None

@@ -20,21 +20,22 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zarrckpt._catalog import Catalog
 from zarrckpt._dcp.folder import METADATA
-from zarrckpt._distributed import errors_as_ours
 from zarrckpt._errors import StorageError
-from zarrckpt._export import ExportReport, refuse_existing
-from zarrckpt._grid import Box
-from zarrckpt._parts import Part, batches, nbytes_of, read_parts, stored_boxes
-from zarrckpt._state_path import StatePath
-from zarrckpt._tensors import torch_dtype
-from zarrckpt._transfer import Progress, Tally
+from zarrckpt._format.grid import Box
+from zarrckpt._format.state_path import StatePath
+from zarrckpt._jobs import Progress, Tally
+from zarrckpt._ranks.group import errors_as_ours
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.parts import TensorPart, batches, nbytes_of, read_parts, stored_boxes
+from zarrckpt._reports import ExportReport
+from zarrckpt._state.tensors import torch_dtype
+from zarrckpt._store._whole_files import refuse_existing
 
-SUFFIX = ".distcp"
+DISTCP_SUFFIX = ".distcp"
 
 
-def export(
+def export_dcp(
     catalog: Catalog,
     paths: Mapping[str, StatePath],
     values: Mapping[str, object],
@@ -124,10 +125,10 @@ class _Planner(DefaultSavePlanner):
             yield [parts[part] for part in batch]
             self._tally.add(sum(nbytes_of(self._catalog, part) for part in batch))
 
-    def _part(self, item: WriteItem) -> Part:
+    def _part(self, item: WriteItem) -> TensorPart:
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
-        return Part(self._fqns[item.index.fqn], Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+        return TensorPart(self._fqns[item.index.fqn], Box(tuple(chunk.offsets), tuple(chunk.sizes)))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What an item stands for: a value, or a part of a tensor, which is handed out once."""
@@ -166,7 +167,7 @@ def _refuse_foreign(target: str, overwrite: bool) -> None:
     if not os.path.isdir(target):
         raise StorageError(f"{target} is no folder; nothing was written")
     names = os.listdir(target)
-    foreign = [name for name in names if name != METADATA and not name.endswith(SUFFIX)]
+    foreign = [name for name in names if name != METADATA and not name.endswith(DISTCP_SUFFIX)]
     if foreign:
         raise StorageError(f"{target} holds {foreign[0]!r}, which is no file of DCP; nothing was written")
 

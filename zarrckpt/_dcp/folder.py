@@ -31,9 +31,9 @@ from zarrckpt._errors import (
     UnsafeValueError,
     UnsupportedFormatError,
 )
-from zarrckpt._grid import Box
-from zarrckpt._held import HeldPieces
-from zarrckpt._state_path import StatePath
+from zarrckpt._format.grid import Box
+from zarrckpt._format.state_path import StatePath
+from zarrckpt._state.local_boxes import HeldPieces
 from zarrckpt._torch_private import without_data
 
 METADATA = ".metadata"
@@ -55,12 +55,12 @@ _CLASSES = {
     "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
-    "zarrckpt._state_path": {"StatePath"},
+    "zarrckpt._format.state_path": {"StatePath"},
 }
 """What a ``.metadata`` is made of, besides dtypes, sizes and the path that it was saved to."""
 
 
-class _Part(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A part of a file as a file."""
 
     def __init__(self, file: io.FileIO, begin: int, length: int) -> None:
@@ -164,7 +164,7 @@ class DcpFolder:
             if info.offset + info.length > self._file(info.relative_path).nbytes():
                 raise ValueError(f"bytes {info.offset} to {info.offset + info.length} are not there")
             with io.FileIO(self._path / info.relative_path) as file:
-                view = io.BufferedReader(_Part(file, info.offset, info.length))
+                view = io.BufferedReader(_FilePart(file, info.offset, info.length))
                 if view.read(len(ARCHIVE)) != ARCHIVE:
                     raise ValueError("no archive of torch.save")
                 view.seek(0)

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zarrckpt._grid import Box
-from zarrckpt._held import HeldTensor
+from zarrckpt._format.grid import Box
+from zarrckpt._state.local_boxes import HeldTensor
 
 
 class DcpTensor:

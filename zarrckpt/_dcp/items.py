@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from zarrckpt import _dtypes
-from zarrckpt._digests import content_digest
 from zarrckpt._errors import CheckpointError, UnsupportedValueError
-from zarrckpt._grid import Box
-from zarrckpt._plan.description import REPLICATED, Description, Entry
-from zarrckpt._plan.holders import Part, Told
-from zarrckpt._state_path import StatePath
+from zarrckpt._format import dtypes
+from zarrckpt._format.grid import Box
+from zarrckpt._format.state_path import StatePath
+from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
+from zarrckpt._plan.holders import ReplicaPart, Told
+from zarrckpt._state.digests import content_digest
 from zarrckpt._torch_private import merged_plans
 
 
@@ -55,7 +55,7 @@ def check_item(item: WriteItem) -> None:
             "saved: convert it with .to_dense(), or save its parts"
         )
     try:
-        _dtypes.by_torch_name(str(properties.dtype))
+        dtypes.by_torch_name(str(properties.dtype))
     except UnsupportedValueError as err:
         raise UnsupportedValueError(f"{item.index.fqn!r}: {err}") from err
 
@@ -83,20 +83,22 @@ def whole_plans(plans: list[SavePlan]) -> list[SavePlan]:
     return found[0]
 
 
-def told_by(plans: Sequence[SavePlan]) -> tuple[Told, list[dict[Part, bytes]]]:
+def told_by(plans: Sequence[SavePlan]) -> tuple[Told, list[dict[ReplicaPart, bytes]]]:
     """What all ranks have to save, as descriptions; and the digests of each rank's parts."""
     facts: list[Facts] = [plan.storage_data for plan in plans]
     # A planner leaves out all but one of the replicas, but may also leave out, or add, what it likes: it is asked by
     # name and offset.
     kept = {item.index for plan in plans for item in plan.items}
     paths = _state_paths(plans)
-    items = [_merged(plan.items, fact.items, kept) for plan, fact in zip(plans, facts, strict=True)]
+    items = [_merged_items(plan.items, fact.items, kept) for plan, fact in zip(plans, facts, strict=True)]
     descriptions = [_description(own, paths, fact.notes) for own, fact in zip(items, facts, strict=True)]
     digests = [_digests(own, fact.notes) for own, fact in zip(items, facts, strict=True)]
     return Told(descriptions, np.arange(len(plans)), [fact.rank for fact in facts]), digests
 
 
-def _merged(planned: Sequence[WriteItem], before: Sequence[WriteItem], kept: set[MetadataIndex]) -> list[WriteItem]:
+def _merged_items(
+    planned: Sequence[WriteItem], before: Sequence[WriteItem], kept: set[MetadataIndex]
+) -> list[WriteItem]:
     """A rank's items before the planner's global step, of those that it left with any rank; then those it added."""
     known = {item.index for item in before}
     return [item for item in before if item.index in kept] + [item for item in planned if item.index not in known]
@@ -117,23 +119,23 @@ def _description(items: Iterable[WriteItem], paths: Mapping[str, StatePath], not
         by_name.setdefault(item.index.fqn, []).append(item)
     # In the order of the state dict, which the plans themselves lose where replicas are dealt over ranks.
     ordered = [fqn for fqn in paths if fqn in by_name] + sorted(by_name.keys() - paths.keys())
-    entries = [_entry(paths.get(fqn) or StatePath.of((fqn,)), by_name[fqn], notes) for fqn in ordered]
+    entries = [_entry_of_item(paths.get(fqn) or StatePath.of((fqn,)), by_name[fqn], notes) for fqn in ordered]
     return Description(tuple(entries), (), notes is not None, notes is not None and notes.lowest_rank_saves)
 
 
-def _entry(path: StatePath, items: Sequence[WriteItem], notes: Notes | None) -> Entry:
+def _entry_of_item(path: StatePath, items: Sequence[WriteItem], notes: Notes | None) -> DescribedEntry:
     data = items[0].tensor_data
     if data is None:
         if notes is not None and items[0].index.fqn in notes.empty:
-            return Entry(path, "empty")
-        return Entry(path, "value" if notes is not None and items[0].index in notes.digests else "opaque")
+            return DescribedEntry(path, "empty")
+        return DescribedEntry(path, "value" if notes is not None and items[0].index in notes.digests else "opaque")
     form = (tuple(data.size), str(data.properties.dtype))
     if items[0].type == WriteItemType.TENSOR:
-        return Entry(path, "tensor", *form)
-    return Entry(path, "tensor", *form, REPLICATED, tuple(item_box(item) for item in items))
+        return DescribedEntry(path, "tensor", *form)
+    return DescribedEntry(path, "tensor", *form, REPLICATED, tuple(item_box(item) for item in items))
 
 
-def _digests(items: Iterable[WriteItem], notes: Notes | None) -> dict[Part, bytes]:
+def _digests(items: Iterable[WriteItem], notes: Notes | None) -> dict[ReplicaPart, bytes]:
     if notes is None:
         return {}
     return {

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from zarrckpt._dcp.held import DcpTensor, chunk_of
 from zarrckpt._dcp.items import notes_of, resolves_as_dcp
-from zarrckpt._distributed import in_use
 from zarrckpt._errors import UnsupportedLayoutError
-from zarrckpt._flatten import flatten
-from zarrckpt._held import HeldTensor, held_of
+from zarrckpt._format.state_path import StatePath
 from zarrckpt._load.match import Match, Saved
-from zarrckpt._optimizers import SavedTensor
-from zarrckpt._save.local_state import refuse_unsaveable
-from zarrckpt._state_path import StatePath
+from zarrckpt._ranks.group import in_use
+from zarrckpt._state.flatten import flatten
+from zarrckpt._state.local_boxes import HeldTensor, held_of
+from zarrckpt._state.local_state import refuse_unsaveable
+from zarrckpt._state.optimizers import SavedTensor
 
 
 class ZarrSavePlanner(DefaultSavePlanner):

@@ -24,21 +24,20 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zarrckpt._catalog import Catalog
-from zarrckpt._crew import run
-from zarrckpt._dcp.channel import ChannelName, connected
+from zarrckpt._dcp.channel import ChannelName, pieces_connected
 from zarrckpt._dcp.planner import ZarrLoadPlanner
-from zarrckpt._distributed import global_rank
-from zarrckpt._documents import ArrayNode
 from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismatchError, UnsupportedLayoutError
-from zarrckpt._grid import Box
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.grid import Box
+from zarrckpt._format.root import Root
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits, run
 from zarrckpt._load.fill import TensorReads, TensorTarget
 from zarrckpt._load.shared_reads import Shares, plan_shares, wanted_boxes
 from zarrckpt._ranks.errors import PeerLost
-from zarrckpt._root import Root
+from zarrckpt._ranks.group import global_rank
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._state.tensors import torch_dtype
 from zarrckpt._store import StoreSpec
-from zarrckpt._tensors import torch_dtype
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +50,7 @@ class _Facts:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Task:
+class _LoadTask:
     """What the coordinator gives each rank with its plan."""
 
     shares: Shares
@@ -185,7 +184,7 @@ class ZarrStorageReader(StorageReader):
                 self._catalog.refuse_uncounted(nodes[fqn])
             shares = plan_shares(nodes, wanted_boxes(targets), len(plans), max(1, self._max_inflight_bytes // 4))
         channel = ChannelName.new(tuple(fact.rank for fact in facts)) if any(shares) else None
-        tasks = [_Task(own, channel) for own in shares]
+        tasks = [_LoadTask(own, channel) for own in shares]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def _shares(self, catalog: Catalog) -> bool:
@@ -202,11 +201,11 @@ class ZarrStorageReader(StorageReader):
         if self._catalog is None:
             raise CheckpointError("read_data needs read_metadata first: load with dcp.load or zarrckpt.load")
         # A planner that makes plans anew drops the task: then this rank takes no part, and reads for itself.
-        task = plan.storage_data if isinstance(plan.storage_data, _Task) else _Task({}, None)
+        task = plan.storage_data if isinstance(plan.storage_data, _LoadTask) else _LoadTask({}, None)
         begun: tuple[TensorReads, list[tuple[ReadItem, Any]]] | None = None
         try:
             # First of all, since the others wait for it; a rank that fails from here on hangs up.
-            with suppress(PeerLost), connected(task.channel) as channel:
+            with suppress(PeerLost), pieces_connected(task.channel) as channel:
                 begun = self._begun(self._catalog, plan.items, planner)
                 if channel is not None:
                     with self._catalog.guard():

@@ -16,26 +16,26 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zarrckpt._chunking import MAX_CHUNK_BYTES
-from zarrckpt._compression import CompressionOption
-from zarrckpt._dcp.channel import ChannelName, connected
+from zarrckpt._dcp.channel import ChannelName, pieces_connected
 from zarrckpt._dcp.items import Facts, Notes, PlannerSource, check_item, told_by, whole_plans
 from zarrckpt._dcp.planner import gives_the_states_own
-from zarrckpt._distributed import global_rank
 from zarrckpt._errors import CheckpointError, IncompleteSaveError
+from zarrckpt._format.compression import CompressionOption
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress
+from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
 from zarrckpt._plan.holders import hold
 from zarrckpt._plan.plan import Layout, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.errors import PeerLost
+from zarrckpt._ranks.group import global_rank
 from zarrckpt._save.agree import differing_parts, warn_of
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.run import AttemptName, SaveAttempt
 from zarrckpt._torch_private import sent_plans
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
 
 
 @dataclasses.dataclass(frozen=True)
-class _Task:
+class _SaveTask:
     """What the coordinator gives each rank with its plan."""
 
     part: RankPlan
@@ -197,7 +197,7 @@ class ZarrStorageWriter(StorageWriter):
         self._alone = len(members) == 1
         name = self._attempt.begin(planned.layout)
         channel = ChannelName.new(members) if planned.moves else None
-        tasks = [_Task(planned.part(rank), name, channel) for rank in range(len(plans))]
+        tasks = [_SaveTask(planned.part(rank), name, channel) for rank in range(len(plans))]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     # -- all ranks
@@ -207,14 +207,14 @@ class ZarrStorageWriter(StorageWriter):
 
         One put an object. Raises before the first put where a resolved tensor is not what was planned.
         """
-        if self._attempt is None or not isinstance(plan.storage_data, _Task):
+        if self._attempt is None or not isinstance(plan.storage_data, _SaveTask):
             raise CheckpointError("this save's plan did not arrive: was write_data called outside dcp.save?")
         task, attempt = plan.storage_data, self._attempt
         self.save_id = task.attempt.save_id
         source = PlannerSource(planner, [*plan.items, *self._items], gives_the_states_own(planner))
         future: Future[list[WriteResult]] = Future()
         try:
-            with connected(task.channel) as channel:
+            with pieces_connected(task.channel) as channel:
                 results = attempt.write(lambda: task.attempt, task.part, source, channel, lambda: None)
         except PeerLost as err:
             future.set_result([WriteResult(MetadataIndex(""), 0, _LostPeer(str(err)))])

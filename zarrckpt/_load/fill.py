@@ -7,33 +7,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from zarrckpt._catalog import Catalog
-from zarrckpt._chunk_codec import Target, copy_shared, elements_of
-from zarrckpt._chunk_layout import RawArray, raw_dtype
-from zarrckpt._crew import run
 from zarrckpt._errors import KeyMismatchError, warn
-from zarrckpt._grid import Box, Ints, intersect
-from zarrckpt._load.shared_reads import Message, Run, ShareRound, Shares, handed_bytes
-from zarrckpt._memory import BytesBudget
-from zarrckpt._messages import cut, is_intact, message_bytes, new_message, seal
-from zarrckpt._ranks.errors import Stopped
-from zarrckpt._tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype, transfer_memory
-from zarrckpt._transfer import (
-    ChunkPart,
-    Job,
-    Progress,
-    chunk_jobs,
-    fetch,
-    runs_of,
-    subchunks_in,
-    unpacked,
-    unpacking_bytes,
-)
+from zarrckpt._format.chunk_codec import Target, copy_shared, elements_of
+from zarrckpt._format.chunk_layout import RawArray, raw_dtype
+from zarrckpt._format.grid import Box, Ints, intersect
+from zarrckpt._jobs import BytesBudget, Progress, run
+from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, SubchunkRun, handed_bytes
+from zarrckpt._ranks.errors import StoppedByOthers
+from zarrckpt._ranks.messages import Channel, cut, is_intact, message_bytes, new_message, seal
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.chunks import ChunkPart, Job, chunk_jobs, fetch, runs_of, subchunks_in, unpacked, unpacking_bytes
+from zarrckpt._state.tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype, transfer_memory
 
 
 @dataclass(frozen=True)
@@ -45,16 +33,6 @@ class TensorTarget:
     tensor: torch.Tensor
     filled: Callable[[], None] = lambda: None
     """Called when all of the load's tensors are filled."""
-
-
-class Channel(Protocol):
-    """Carries messages between ranks, given by their positions; those between two ranks keep their order."""
-
-    def send(self, to: int, array: Any, tag: int = 0) -> Any:
-        """Begin to send; what it returns has ``wait()``."""
-
-    def recv(self, source: int, nbytes: int, tag: int = 0) -> Any:
-        """Begin to receive so many bytes; what it returns has ``wait()``, which returns them. Raises PeerLost."""
 
 
 class _Target:
@@ -152,7 +130,7 @@ class TensorReads:
         """What this rank fetches for itself alone; a subchunk that several of its boxes share, once."""
         for fqn, targets in self._targets.items():
             if self._stopped:
-                raise Stopped
+                raise StoppedByOthers
             node = self._catalog.root.tensors[fqn]
             self._catalog.refuse_uncounted(node)
             wanting: dict[Ints, list[_Target]] = {}
@@ -170,12 +148,12 @@ class TensorReads:
                     for number in {*subchunks_in(node.grid, chunk, target.box)} - delivered:
                         needing.setdefault(number, []).append(target)
                 for numbers in runs_of(node, sorted(needing), self._memory):
-                    yield partial(self._read_run, Run(fqn, chunk, numbers), needing)
+                    yield partial(self._read_run, SubchunkRun(fqn, chunk, numbers), needing)
 
     def _counted(self, job: Job) -> None:
         self._count(*job())
 
-    def _read_run(self, wanted: Run, needing: dict[int, list[_Target]]) -> None:
+    def _read_run(self, wanted: SubchunkRun, needing: dict[int, list[_Target]]) -> None:
         """Fetch neighbouring subchunks, and deliver each to the targets that need it."""
         part = self._part(wanted)
         with self._memory.take(part.nbytes + unpacking_bytes(part.node)) as memory:
@@ -186,7 +164,7 @@ class TensorReads:
                 for target in needing[number]:
                     self._copy(part, number, elements, target)
 
-    def _part(self, wanted: Run) -> ChunkPart:
+    def _part(self, wanted: SubchunkRun) -> ChunkPart:
         node = self._catalog.root.tensors[wanted.fqn]
         table = self._catalog.chunk_table(node, wanted.chunk)
         return ChunkPart(node.under(self._catalog.root.tree), wanted.chunk, wanted.numbers, table)
@@ -214,14 +192,14 @@ class TensorReads:
         ahead = self._fetching(pool, steps[0]) if steps else {}
         for place, step in enumerate(steps):
             if self._stopped:
-                raise Stopped
+                raise StoppedByOthers
             fetched = {wanted: fetching.result() for wanted, fetching in ahead.items()}
             messages = [new_message(sum(self._sizes(message))) for message in step.sends]
             packs = self._packs(step, messages)
             unpacking = [pool.submit(self._unpack, *row, packs.get(row[0], ())) for row in fetched.items()]
             # Behind these: others wait for this round's messages, and for none of the next.
             ahead = self._fetching(pool, steps[place + 1]) if place + 1 < len(steps) else {}
-            _wait_for(unpacking)
+            _wait_for_jobs(unpacking)
             sealed = list(map(seal, messages))
             sends = [(rank, data) for data, message in zip(sealed, step.sends, strict=True) for rank in message.ranks]
             sources = [(message.ranks[0], message_bytes(self._sizes(message))) for message in step.receives]
@@ -230,12 +208,12 @@ class TensorReads:
             received = [handle.wait() for handle in receives]
             for handle in handles:
                 handle.wait()
-            _wait_for([pool.submit(self._take, *row) for row in zip(step.receives, received, strict=True)])
+            _wait_for_jobs([pool.submit(self._take, *row) for row in zip(step.receives, received, strict=True)])
 
-    def _fetching(self, pool: ThreadPoolExecutor, step: ShareRound) -> dict[Run, Future[RawArray]]:
+    def _fetching(self, pool: ThreadPoolExecutor, step: ShareRound) -> dict[SubchunkRun, Future[RawArray]]:
         """A round's runs, which are being fetched."""
 
-        def fetched(wanted: Run) -> RawArray:
+        def fetched(wanted: SubchunkRun) -> RawArray:
             part = self._part(wanted)
             stored = np.empty(part.nbytes, np.uint8)
             self._fetch(part, stored)
@@ -243,20 +221,20 @@ class TensorReads:
 
         return {wanted: pool.submit(fetched, wanted) for wanted in step.reads}
 
-    def _sizes(self, message: Message) -> list[int]:
+    def _sizes(self, message: SharedMessage) -> list[int]:
         """The bytes of each part of a message."""
         nodes = self._catalog.root.tensors
         return [handed_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for run, box in message.parts]
 
-    def _packs(self, step: ShareRound, messages: Sequence[RawArray]) -> dict[Run, list[_Pack]]:
+    def _packs(self, step: ShareRound, messages: Sequence[RawArray]) -> dict[SubchunkRun, list[_Pack]]:
         """Where what others need of each run goes."""
-        packs: dict[Run, list[_Pack]] = {}
+        packs: dict[SubchunkRun, list[_Pack]] = {}
         for message, data in zip(step.sends, messages, strict=True):
             for (wanted, box), out in zip(message.parts, cut(data, self._sizes(message)), strict=True):
                 packs.setdefault(wanted, []).append((box, out))
         return packs
 
-    def _unpack(self, wanted: Run, stored: RawArray, packs: Sequence[_Pack]) -> None:
+    def _unpack(self, wanted: SubchunkRun, stored: RawArray, packs: Sequence[_Pack]) -> None:
         """Check a run that was fetched here, deliver what this rank needs of it, pack what others do."""
         part, targets = self._part(wanted), self._targets.get(wanted.fqn, [])
         begins = [0] * len(packs)
@@ -275,7 +253,7 @@ class TensorReads:
         for target in targets:
             self._note(wanted, target.box)
 
-    def _take(self, message: Message, data: RawArray) -> None:
+    def _take(self, message: SharedMessage, data: RawArray) -> None:
         """Deliver what another rank has handed on, where it has arrived as it was sent."""
         if not is_intact(data):
             source = message.ranks[0]
@@ -295,7 +273,7 @@ class TensorReads:
                 begin = end
             self._note(wanted, box)
 
-    def _note(self, wanted: Run, box: Box) -> None:
+    def _note(self, wanted: SubchunkRun, box: Box) -> None:
         """Note that a box has what it needs of a run."""
         with self._lock:
             self._delivered.setdefault((wanted.fqn, wanted.chunk, box), set()).update(wanted.numbers)
@@ -309,7 +287,7 @@ def _as_elements(part: ChunkPart, data: RawArray, box: Box) -> RawArray:
     return data.view(raw_dtype(part.node.dtype.itemsize)).reshape(box.shape)
 
 
-def _wait_for(jobs: Sequence[Future[None]]) -> None:
+def _wait_for_jobs(jobs: Sequence[Future[None]]) -> None:
     """Wait for jobs of a pool. Raises what one of them raised."""
     for job in jobs:
         job.result()

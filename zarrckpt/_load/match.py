@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from zarrckpt import _state
 from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedValueError, warn
-from zarrckpt._flatten import build, flatten, set_leaf
-from zarrckpt._grid import Box
-from zarrckpt._held import HeldTensor, global_shape, held_of
+from zarrckpt._format.grid import Box
+from zarrckpt._format.matching import matches
+from zarrckpt._format.state_path import DICT, StatePath
 from zarrckpt._load.fill import TensorTarget
-from zarrckpt._matching import matches
-from zarrckpt._optimizers import SavedEntries, SavedTensor
-from zarrckpt._per_rank import LoadedRanks, OwnPart, PerRank
 from zarrckpt._plan.description import Description
-from zarrckpt._save.local_state import LAZY, PER_RANK, listed, tensor_entry
-from zarrckpt._shards import Sharding
-from zarrckpt._state_path import DICT, StatePath
-from zarrckpt._tensors import OVERLAPS, overlaps
-from zarrckpt._torch_kinds import is_dtensor, is_sharded_tensor
+from zarrckpt._plan.shards import Sharding
+from zarrckpt._state import objects
+from zarrckpt._state.flatten import build, flatten, set_leaf
+from zarrckpt._state.local_boxes import HeldTensor, global_shape, held_of
+from zarrckpt._state.local_state import LAZY, PER_RANK, listed, tensor_entry
+from zarrckpt._state.optimizers import SavedEntries, SavedTensor
+from zarrckpt._state.per_rank import LoadedRanks, OwnPart, PerRank
+from zarrckpt._state.tensors import OVERLAPS, overlaps
+from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
 """What the name of an option of an optimizer's parameter group begins with."""
@@ -244,7 +244,7 @@ class ObjectMatch:
         self._patterns = keys
         self._differs = False
         self._group_names: set[str] = set()
-        self.plain = _state.PlainState({})
+        self.plain = objects.PlainState({})
         self._ranks = LoadedRanks(saved.paths)
         known = _with_parts(saved, self._ranks.parts)
         self._refuse_idle_patterns({*known.entries})
@@ -255,7 +255,7 @@ class ObjectMatch:
         asked = SavedEntries(
             known.entries, known.paths, self._is_asked_for, everything=keys is None, allow_cast=allow_cast
         )
-        self.plain = _state.for_load(state, asked, self._ranks.source, self.plain)
+        self.plain = objects.for_load(state, asked, self._ranks.source, self.plain)
         for name in [name for name in self._ranks.parts if not self._ranks.is_own(name)]:
             del self._ranks.parts[name]
         self._match = Match(
@@ -325,7 +325,7 @@ class ObjectMatch:
         """Objects take their state dicts back; then the user's state has the rest."""
         self.plain.give_back()
         for key, loaded in self.plain.state.items():
-            back = _state.given_back(state[key], loaded)
+            back = objects.given_back(state[key], loaded)
             if back is not state[key]:
                 state[key] = back
 
@@ -369,7 +369,7 @@ class ObjectMatch:
         names = [name for name, bit in zip(self._saved, taken, strict=False) if bit]
         names += self._ranks.parts
         for prefix in self.plain.exact:
-            if any(map(_below(prefix), self.missing)) and not any(map(_below(prefix), names)):
+            if any(map(_paths_below(prefix), self.missing)) and not any(map(_paths_below(prefix), names)):
                 some = sorted({name.partition(".")[0] for name in self._saved})[:5]
                 warn(f"{prefix[:-1]!r} got none of its entries from the checkpoint, which has, for example, {some}")
 
@@ -416,7 +416,7 @@ class ObjectMatch:
             )
 
 
-def _below(prefix: str) -> Callable[[str], bool]:
+def _paths_below(prefix: str) -> Callable[[str], bool]:
     return lambda name: name.startswith(prefix)
 
 

@@ -9,21 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zarrckpt._catalog import Catalog
-from zarrckpt._crew import run
-from zarrckpt._distributed import Ranks
-from zarrckpt._documents import ArrayNode
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.root import Root
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits, run
 from zarrckpt._load.fill import TensorReads
 from zarrckpt._load.match import Findings, ObjectMatch, Saved
 from zarrckpt._load.shared_reads import Shares, share_of
-from zarrckpt._optimizers import SavedTensor
 from zarrckpt._plan.holders import Asked, Told, wanted
+from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import Rounds, joined
-from zarrckpt._report import LoadReport
-from zarrckpt._root import Root
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._reports import LoadReport
+from zarrckpt._state.optimizers import SavedTensor
+from zarrckpt._state.tensors import torch_dtype
 from zarrckpt._store import StoreSpec
-from zarrckpt._tensors import torch_dtype
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zarrckpt._chunk_codec import elements_of
-from zarrckpt._chunk_layout import most_subchunk_stored, subchunk_bytes
-from zarrckpt._documents import ArrayNode
-from zarrckpt._grid import Box, Ints, intersect
-from zarrckpt._plan.owners import Held, Numbers, Ranks, schedule
-from zarrckpt._transfer import READ_BYTES, neighbours, subchunks_in
+from zarrckpt._format.chunk_codec import elements_of
+from zarrckpt._format.chunk_layout import most_subchunk_stored, subchunk_bytes
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.grid import Box, Ints, intersect
+from zarrckpt._plan.owners import HeldBox, RankArray, RankNumbers, schedule
+from zarrckpt._read.chunks import READ_BYTES, neighbours, subchunks_in
 
 _LEAST_RUN_BYTES = 1 << 20
 """Where many ranks need the same, runs are shorter, so that all of them fetch in every round; but not below this."""
 
 
-class Run(NamedTuple):
+class SubchunkRun(NamedTuple):
     """Neighbouring subchunks of one chunk, by their numbers in it."""
 
     fqn: str
@@ -27,21 +27,21 @@ class Run(NamedTuple):
     numbers: range
 
 
-class Message(NamedTuple):
+class SharedMessage(NamedTuple):
     """What goes from one rank to others in one round: of each run what a box has of it, one after the other."""
 
-    ranks: Ranks
+    ranks: RankNumbers
     """Those that receive it; for a receiver, the one that sends it. Messages between two ranks keep their order."""
-    parts: list[tuple[Run, Box]]
+    parts: list[tuple[SubchunkRun, Box]]
 
 
 @dataclass
 class ShareRound:
     """What one rank does in one round: what it fetches, what it sends to others of that, and what it receives."""
 
-    reads: list[Run] = field(default_factory=list)
-    sends: list[Message] = field(default_factory=list)
-    receives: list[Message] = field(default_factory=list)
+    reads: list[SubchunkRun] = field(default_factory=list)
+    sends: list[SharedMessage] = field(default_factory=list)
+    receives: list[SharedMessage] = field(default_factory=list)
 
 
 Shares = Mapping[int, ShareRound]
@@ -53,20 +53,20 @@ class _Wanted(NamedTuple):
 
     chunk: Ints
     numbers: range
-    held: tuple[Held, ...]
+    held: tuple[HeldBox, ...]
     """The boxes that they fill with it."""
-    ranks: Numbers
+    ranks: RankArray
     """Those ranks, ascending."""
-    taken: Numbers
+    taken: RankArray
     """The bytes that each of them takes of it."""
-    kept: Numbers
+    kept: RankArray
     """The bytes that each has not to hand on, if it fetches the run: of boxes that nobody else fills."""
     handed: int
     """The bytes of all boxes."""
 
 
 def plan_shares(
-    nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[Held]], world_size: int, limit: int
+    nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[HeldBox]], world_size: int, limit: int
 ) -> list[Shares]:
     """Deal what several ranks want over them; return each rank's part. No I/O.
 
@@ -77,7 +77,7 @@ def plan_shares(
 
 
 def share_of(
-    rank: int, nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[Held]], world_size: int, limit: int
+    rank: int, nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[HeldBox]], world_size: int, limit: int
 ) -> Shares:
     """One rank's part: the same as in :func:`plan_shares`, where those of thousands would fill the memory."""
     return _shares_of((rank,), nodes, wanted, world_size, limit)[rank]
@@ -86,14 +86,14 @@ def share_of(
 def _shares_of(
     own: Iterable[int],
     nodes: Mapping[str, ArrayNode],
-    wanted: Mapping[str, Sequence[Held]],
+    wanted: Mapping[str, Sequence[HeldBox]],
     world_size: int,
     limit: int,
 ) -> dict[int, Shares]:
     # What the same ranks need lies side by side, so that these take part in the same rounds.
     rows = sorted(_shared_runs(nodes, wanted, limit), key=lambda row: row[2])
     loads = np.zeros(world_size, np.int64)
-    needs: list[tuple[Numbers, Numbers]] = []
+    needs: list[tuple[RankArray, RankArray]] = []
     readers = []
     for fqn, want, ranks in rows:
         stored = len(want.numbers) * most_subchunk_stored(nodes[fqn])
@@ -104,11 +104,11 @@ def _shares_of(
         needs.append((want.ranks, need))
         readers.append(ranks[place])
     shares: dict[int, dict[int, ShareRound]] = {rank: {} for rank in own}
-    messages: dict[tuple[int, int, Ranks], Message] = {}
+    messages: dict[tuple[int, int, RankNumbers], SharedMessage] = {}
     for (fqn, want, needing), reader, number in zip(rows, readers, schedule(needs, world_size, limit), strict=True):
         if shares.keys().isdisjoint(needing):
             continue
-        run = Run(fqn, want.chunk, want.numbers)
+        run = SubchunkRun(fqn, want.chunk, want.numbers)
         if reader in shares:
             shares[reader].setdefault(number, ShareRound()).reads.append(run)
         for box, ranks in want.held:
@@ -118,22 +118,22 @@ def _shares_of(
                 continue
             message = messages.get((number, reader, receivers))
             if message is None:
-                message = messages[number, reader, receivers] = Message(receivers, [])
+                message = messages[number, reader, receivers] = SharedMessage(receivers, [])
                 if reader in shares:
                     shares[reader][number].sends.append(message)
                 for rank in theirs:
-                    received = Message((reader,), message.parts)
+                    received = SharedMessage((reader,), message.parts)
                     shares[rank].setdefault(number, ShareRound()).receives.append(received)
             message.parts.append((run, box))
     return {rank: dict(sorted(rounds.items())) for rank, rounds in shares.items()}
 
 
 def _shared_runs(
-    nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[Held]], limit: int
-) -> Iterator[tuple[str, _Wanted, Ranks]]:
+    nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[HeldBox]], limit: int
+) -> Iterator[tuple[str, _Wanted, RankNumbers]]:
     """Runs that more than one rank needs, and these ranks, ascending."""
     # Layers are alike, and an optimizer's moments: what holds for one tensor holds for all with its grid and boxes.
-    known: dict[object, list[tuple[_Wanted, Ranks]]] = {}
+    known: dict[object, list[tuple[_Wanted, RankNumbers]]] = {}
     alike = _numbers_of(wanted.values())
     for fqn, held in wanted.items():
         node = nodes[fqn]
@@ -144,14 +144,14 @@ def _shared_runs(
             yield fqn, want, ranks
 
 
-def _numbers_of(lists: Iterable[Sequence[Held]]) -> dict[int, int]:
+def _numbers_of(lists: Iterable[Sequence[HeldBox]]) -> dict[int, int]:
     """A number for each list, by its identity: the same for equal lists."""
-    numbers: dict[tuple[Held, ...], int] = {}
+    numbers: dict[tuple[HeldBox, ...], int] = {}
     return {key: numbers.setdefault(tuple(held), len(numbers)) for key, held in {id(one): one for one in lists}.items()}
 
 
-def _runs_of(node: ArrayNode, held: Sequence[Held], limit: int) -> Iterator[tuple[_Wanted, Ranks]]:
-    in_chunk: dict[Ints, list[Held]] = {}
+def _runs_of(node: ArrayNode, held: Sequence[HeldBox], limit: int) -> Iterator[tuple[_Wanted, RankNumbers]]:
+    in_chunk: dict[Ints, list[HeldBox]] = {}
     for want in held:
         for chunk in node.grid.chunks_of(want.box):
             in_chunk.setdefault(chunk, []).append(want)
@@ -173,7 +173,7 @@ def _runs_of(node: ArrayNode, held: Sequence[Held], limit: int) -> Iterator[tupl
                 yield _wanted(node, chunk, run, theirs, np.array(ranks, np.int64)), ranks
 
 
-def _wanted(node: ArrayNode, chunk: Ints, run: range, theirs: tuple[Held, ...], ranks: Numbers) -> _Wanted:
+def _wanted(node: ArrayNode, chunk: Ints, run: range, theirs: tuple[HeldBox, ...], ranks: RankArray) -> _Wanted:
     taken, kept, handed = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64), 0
     for want in theirs:
         nbytes = handed_bytes(node, chunk, run, want.box)
@@ -191,7 +191,7 @@ def handed_bytes(node: ArrayNode, chunk: Ints, numbers: Iterable[int], box: Box)
     return sum(0 if part is None else part.size for part in shared) * node.dtype.itemsize
 
 
-def wanted_boxes(targets: Sequence[Iterable[tuple[str, Box]]]) -> dict[str, list[Held]]:
+def wanted_boxes(targets: Sequence[Iterable[tuple[str, Box]]]) -> dict[str, list[HeldBox]]:
     """Who wants which box, by fqn, from each rank's targets."""
     ranks_of: dict[str, dict[Box, list[int]]] = {}
     for rank, own in enumerate(targets):
@@ -199,4 +199,6 @@ def wanted_boxes(targets: Sequence[Iterable[tuple[str, Box]]]) -> dict[str, list
             ranks = ranks_of.setdefault(fqn, {}).setdefault(box, [])
             if box.size and ranks[-1:] != [rank]:
                 ranks.append(rank)
-    return {fqn: [Held(box, tuple(ranks)) for box, ranks in boxes.items() if ranks] for fqn, boxes in ranks_of.items()}
+    return {
+        fqn: [HeldBox(box, tuple(ranks)) for box, ranks in boxes.items() if ranks] for fqn, boxes in ranks_of.items()
+    }

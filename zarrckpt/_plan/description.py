@@ -14,24 +14,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from zarrckpt._grid import Box, Ints
-from zarrckpt._shards import Sharding
-from zarrckpt._state_path import StatePath
+from zarrckpt._format.grid import Box, Ints
+from zarrckpt._format.state_path import StatePath
+from zarrckpt._plan.shards import Sharding
 from zarrckpt._version import __version__
 
-Kind = Literal["tensor", "value", "opaque", "empty"]
+EntryKind = Literal["tensor", "value", "opaque", "empty"]
 """``value``: compared between ranks by its contents. ``opaque``: cannot be. ``empty``: a dict without entries."""
 
 REPLICATED = -1
 """In the place of a sharding: every rank that describes the tensor holds all of it."""
 
 
-class Entry(NamedTuple):
+class DescribedEntry(NamedTuple):
     """One entry of a rank's state."""
 
     path: StatePath
     """Of what a rank keeps for itself, with RANKS in the place of its number."""
-    kind: Kind
+    kind: EntryKind
     shape: Ints = ()
     """Of the global tensor."""
     dtype: str = ""
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 class Description:
     """All entries of a rank's state, in its order."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[DescribedEntry]
     shardings: Sequence[Sharding] = ()
     compared: bool = True
     """Whether contents are compared with other ranks'; otherwise replicas are written by one rank, as it has them."""

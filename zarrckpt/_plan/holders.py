@@ -10,17 +10,17 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from zarrckpt import _dtypes
-from zarrckpt._chunking import overlapping
-from zarrckpt._documents import MAX_DIMENSIONS
 from zarrckpt._errors import UnsupportedLayoutError, UnsupportedValueError
-from zarrckpt._grid import Box, Ints
-from zarrckpt._plan.description import REPLICATED, Description, Entry
-from zarrckpt._plan.owners import Held, Holders, Numbers
-from zarrckpt._shards import Mesh, mesh_boxes
-from zarrckpt._state_path import RANKS, StatePath
+from zarrckpt._format import dtypes
+from zarrckpt._format.documents import MAX_DIMENSIONS
+from zarrckpt._format.grid import Box, Ints
+from zarrckpt._format.state_path import RANKS, StatePath
+from zarrckpt._plan.chunking import overlapping
+from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
+from zarrckpt._plan.owners import HeldBox, Holders, RankArray
+from zarrckpt._plan.shards import CutMesh, mesh_boxes
 
-Part = tuple[str, Ints | None]
+ReplicaPart = tuple[str, Ints | None]
 """What ranks may hold alike: a name, and the offset of a box; None for what is no tensor."""
 
 
@@ -29,7 +29,7 @@ class Asked:
     """Which ranks are to send their descriptions: the lowest of those that have one digest."""
 
     senders: frozenset[int]
-    given: Numbers
+    given: RankArray
     """The number of each rank's description, by its position in the group."""
 
     @classmethod
@@ -49,19 +49,19 @@ class Told:
     """What all ranks said: the different descriptions, and which of them each rank gave."""
 
     descriptions: Sequence[Description]
-    given: Numbers
+    given: RankArray
     """The number of each rank's description, by its position in the group."""
     members: Sequence[int]
     """The ranks' numbers in the default process group, by position."""
 
     @classmethod
-    def sent(cls, packed: Iterable[bytes], given: Numbers, members: Sequence[int]) -> Told:
+    def sent(cls, packed: Iterable[bytes], given: RankArray, members: Sequence[int]) -> Told:
         """From the packed descriptions of those that were asked, in the order of their ranks."""
         return cls([Description.unpacked(data) for data in packed], given, members)
 
-    def ranks_of(self, description: int) -> Numbers:
+    def ranks_of(self, description: int) -> RankArray:
         """The positions of the ranks that gave a description."""
-        found: Numbers = np.flatnonzero(self.given == description)
+        found: RankArray = np.flatnonzero(self.given == description)
         return found
 
     @property
@@ -77,7 +77,7 @@ class TensorHolders:
 
     fqn: str
     shape: Ints
-    dtype: _dtypes.DType
+    dtype: dtypes.DType
     held: Holders
     """One object for all tensors of this shape and dtype that are held alike."""
     whole: bool = False
@@ -91,9 +91,9 @@ class Holdings:
     paths: Mapping[str, StatePath]
     """Every entry's place in the state dict, in the order of the lowest rank's."""
     tensors: Mapping[str, TensorHolders]
-    values: Mapping[str, Numbers]
+    values: Mapping[str, RankArray]
     """Non-tensor entries, with the ranks that hold them; those that may write it, where that is not all the same."""
-    compared: Mapping[str, Numbers]
+    compared: Mapping[str, RankArray]
     """Non-tensor entries whose contents must be the same on these ranks."""
     ranks: int
     """How many ranks save."""
@@ -102,9 +102,9 @@ class Holdings:
     hollow: frozenset[str] = frozenset()
     """fqns of empty dicts that are no entries, since other ranks have what is in them."""
 
-    def replicas(self, rank: int) -> dict[bytes, list[Part]]:
+    def replicas(self, rank: int) -> dict[bytes, list[ReplicaPart]]:
         """What a rank holds that other ranks hold, too, by the ranks that do (their positions, as int64 bytes)."""
-        found: dict[bytes, list[Part]] = {}
+        found: dict[bytes, list[ReplicaPart]] = {}
         for fqn, ranks in self.compared.items():
             if len(ranks) > 1 and rank in ranks:
                 found.setdefault(ranks.tobytes(), []).append((fqn, None))
@@ -130,7 +130,7 @@ class _Claim(NamedTuple):
     """What a description says of a name."""
 
     description: int
-    entry: Entry
+    entry: DescribedEntry
 
 
 class _Own(NamedTuple):
@@ -139,14 +139,14 @@ class _Own(NamedTuple):
     number: int
     """Of the rank, in the default process group."""
     rank: int
-    entry: Entry
+    entry: DescribedEntry
 
     @property
     def path(self) -> StatePath:
         return self.entry.path.with_rank(str(self.number))
 
 
-def hold(told: Told, only: Mapping[Part, int] | None = None) -> Holdings:
+def hold(told: Told, only: Mapping[ReplicaPart, int] | None = None) -> Holdings:
     """Gather what all ranks hold. No I/O.
 
     ``only`` names parts that ranks hold differently, and the one rank whose part counts. Raises UnsupportedLayoutError
@@ -156,7 +156,7 @@ def hold(told: Told, only: Mapping[Part, int] | None = None) -> Holdings:
 
 
 class _Gathering:
-    def __init__(self, told: Told, only: Mapping[Part, int]) -> None:
+    def __init__(self, told: Told, only: Mapping[ReplicaPart, int]) -> None:
         self._told = told
         self._only = only
         self._only_boxes: dict[str, dict[Ints, int]] = {}
@@ -285,7 +285,7 @@ class _Gathering:
         for box in [box for box in ranks_of if box.offset in only]:
             ranks_of[box] = [only[box.offset]]
         most = 1 if self._lowest else None
-        held = Holders([Held(box, tuple(sorted({*ranks})[:most])) for box, ranks in ranks_of.items() if box.size])
+        held = Holders([HeldBox(box, tuple(sorted({*ranks})[:most])) for box, ranks in ranks_of.items() if box.size])
         _check_cover(fqn, shape, held.boxes, tiled)
         return held, whole and not held.alone
 
@@ -296,7 +296,7 @@ class _Gathering:
                 found.setdefault(box, []).append(rank)
         return found
 
-    def _boxes(self, entry: Entry, description: Description, ranks: Numbers) -> Iterator[tuple[Box, int]]:
+    def _boxes(self, entry: DescribedEntry, description: Description, ranks: RankArray) -> Iterator[tuple[Box, int]]:
         """The boxes of a tensor that each of the ranks holds that gave a description."""
         if entry.sharding == REPLICATED:
             own = entry.boxes if entry.boxes is not None else (Box((0,) * len(entry.shape), entry.shape),)
@@ -305,14 +305,14 @@ class _Gathering:
         sharding = description.shardings[entry.sharding]
         said = {*ranks.tolist()}
         places = [self._position.get(number, -1) for number in sharding.ranks]
-        for place, boxes in zip(places, mesh_boxes(entry.shape, Mesh(sharding.mesh, sharding.cuts)), strict=True):
+        for place, boxes in zip(places, mesh_boxes(entry.shape, CutMesh(sharding.mesh, sharding.cuts)), strict=True):
             if place in said:
                 yield from ((box, place) for box in boxes)
 
-    def wanted(self, claims: Iterable[_Claim]) -> list[Held]:
+    def wanted(self, claims: Iterable[_Claim]) -> list[HeldBox]:
         """The boxes of a tensor, each with all ranks that have it."""
         ranks_of = self._ranks_by_box(claims)
-        return [Held(box, tuple(sorted({*ranks}))) for box, ranks in ranks_of.items() if box.size]
+        return [HeldBox(box, tuple(sorted({*ranks}))) for box, ranks in ranks_of.items() if box.size]
 
     # -- what each rank keeps for itself
 
@@ -348,25 +348,25 @@ class _Gathering:
     def _alone(self, own: _Own) -> TensorHolders:
         shape = own.entry.shape
         box = Box((0,) * len(shape), shape)
-        held = Holders([Held(box, (own.rank,))] if box.size else [])
+        held = Holders([HeldBox(box, (own.rank,))] if box.size else [])
         return TensorHolders(own.path.fqn, shape, _dtype(own.path.fqn, own.entry.dtype), held)
 
     # -- values
 
-    def _ranks_with(self, claims: Iterable[_Claim]) -> Numbers:
-        ranks: Numbers = np.sort(np.concatenate([self.ranks[claim.description] for claim in claims]))
+    def _ranks_with(self, claims: Iterable[_Claim]) -> RankArray:
+        ranks: RankArray = np.sort(np.concatenate([self.ranks[claim.description] for claim in claims]))
         return ranks
 
     def _is_compared(self, claim: _Claim) -> bool:
         return claim.entry.kind != "opaque" and self._told.descriptions[claim.description].compared
 
-    def _writers(self, fqn: str, ranks: Numbers, compared: bool) -> Numbers:
+    def _writers(self, fqn: str, ranks: RankArray, compared: bool) -> RankArray:
         """Who may write a value. What is known to be alike, anybody; of others the lowest rank's is taken."""
         if (fqn, None) in self._only:
             return np.array([self._only[fqn, None]])
         return ranks if compared and not self._lowest else ranks[:1]
 
-    def _is_hollow(self, fqn: str, ranks: Numbers) -> bool:
+    def _is_hollow(self, fqn: str, ranks: RankArray) -> bool:
         """Whether a name is an empty dict where other ranks have entries in it.
 
         A full state dict is rank 0's alone, and empty on the others: the same group, and no entry beside it.
@@ -378,7 +378,7 @@ class _Gathering:
         return any(not np.isin(those, ranks).all() for those in others)
 
 
-def wanted(told: Told) -> dict[str, list[Held]]:
+def wanted(told: Told) -> dict[str, list[HeldBox]]:
     """Who is to fill which boxes, by fqn: for loads, whose targets may overlap and need not cover anything.
 
     One object for all tensors of one shape that are held alike.
@@ -388,7 +388,7 @@ def wanted(told: Told) -> dict[str, list[Held]]:
     for number in gathering.ranks:
         for entry in told.descriptions[number].entries:
             claims.setdefault(entry.path.fqn, []).append(_Claim(number, entry))
-    known: dict[object, list[Held]] = {}
+    known: dict[object, list[HeldBox]] = {}
     found = {}
     for fqn, rows in claims.items():
         key = tuple((row.description, row.entry.shape, row.entry.sharding, row.entry.boxes) for row in rows)
@@ -398,11 +398,11 @@ def wanted(told: Told) -> dict[str, list[Held]]:
     return found
 
 
-def _kept_by_ranks(description: Description) -> list[Entry]:
+def _kept_by_ranks(description: Description) -> list[DescribedEntry]:
     return [entry for entry in description.entries if entry.path.rank_at is not None]
 
 
-def _is_plain(entry: Entry) -> bool:
+def _is_plain(entry: DescribedEntry) -> bool:
     return entry.kind == "tensor" and entry.sharding == REPLICATED and entry.boxes is None
 
 
@@ -414,16 +414,16 @@ def _stacked(fqn: str, rows: Sequence[_Own], known: dict[object, Holders]) -> Te
     if key not in known:
         origin = (0,) * len(shape)
         boxes = (Box((place, *origin), (1, *shape)) for place in range(len(rows)))
-        known[key] = Holders([Held(box, (rank,)) for box, rank in zip(boxes, ranks, strict=True) if box.size])
+        known[key] = Holders([HeldBox(box, (rank,)) for box, rank in zip(boxes, ranks, strict=True) if box.size])
     return TensorHolders(fqn, (len(rows), *shape), dtype, known[key])
 
 
 @lru_cache(maxsize=256)
-def _known_dtype(name: str) -> _dtypes.DType:
-    return _dtypes.by_torch_name(name)
+def _known_dtype(name: str) -> dtypes.DType:
+    return dtypes.by_torch_name(name)
 
 
-def _dtype(fqn: str, name: str) -> _dtypes.DType:
+def _dtype(fqn: str, name: str) -> dtypes.DType:
     try:
         return _known_dtype(name)
     except UnsupportedValueError as err:

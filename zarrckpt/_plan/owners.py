@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zarrckpt._grid import Box, Grid, Ints
+from zarrckpt._format.grid import Box, Grid, Ints
 
-Ranks = tuple[int, ...]
-Numbers = NDArray[np.int64]
+RankNumbers = tuple[int, ...]
+RankArray = NDArray[np.int64]
 
 BUNDLE_BYTES = 8 << 20
 """Small chunks whose pieces move do so together, up to about so many bytes: a message costs as much as 100 KB."""
@@ -35,30 +35,30 @@ _LITTLE = 64
 """Chunks are little where a 64th of what a rank writes in the mean is more: what they cost is requests, not bytes."""
 
 
-class Held(NamedTuple):
+class HeldBox(NamedTuple):
     """A box of a tensor, and the ranks that hold it."""
 
     box: Box
-    ranks: Ranks
+    ranks: RankNumbers
 
 
 class Holders:
     """The boxes of a tensor, or of many tensors alike, and the ranks that hold each (one at least), in columns."""
 
-    def __init__(self, held: Iterable[Held]) -> None:
+    def __init__(self, held: Iterable[HeldBox]) -> None:
         rows = [(box, ranks) for box, ranks in held]
         self.boxes = tuple(box for box, _ in rows)
-        self.first: Numbers = np.cumsum([0, *(len(ranks) for _, ranks in rows)], dtype=np.int64)
+        self.first: RankArray = np.cumsum([0, *(len(ranks) for _, ranks in rows)], dtype=np.int64)
         """Where the ranks of each box begin; one more than there are boxes."""
-        self.ranks: Numbers = np.array([rank for _, ranks in rows for rank in ranks], np.int64)
+        self.ranks: RankArray = np.array([rank for _, ranks in rows for rank in ranks], np.int64)
 
-    def ranks_of(self, number: int) -> Numbers:
+    def ranks_of(self, number: int) -> RankArray:
         """The ranks that hold a box."""
         return self.ranks[self.first[number] : self.first[number + 1]]
 
-    def boxes_of(self, rank: int) -> Numbers:
+    def boxes_of(self, rank: int) -> RankArray:
         """The numbers of the boxes that a rank holds."""
-        found: Numbers = np.searchsorted(self.first, np.flatnonzero(self.ranks == rank), side="right") - 1
+        found: RankArray = np.searchsorted(self.first, np.flatnonzero(self.ranks == rank), side="right") - 1
         return found
 
     @cached_property
@@ -79,7 +79,7 @@ class Spread:
     """Whether one rank must write all of it: its replicas may differ, and a mixture of them is what no rank had."""
 
 
-class Pieces:
+class ChunkPieces:
     """The chunks of a grid, in the order in which the boxes touch them, and what each box has of each chunk."""
 
     def __init__(self, grid: Grid, boxes: Sequence[Box]) -> None:
@@ -94,19 +94,19 @@ class Pieces:
         cells = low[held] + _unravel(_within(counts), extents[held])
         numbers = _ravel(cells, grid.counts)
         chunks, chunk = by_appearance(numbers)
-        self.number: Numbers = numbers[chunks]
+        self.number: RankArray = numbers[chunks]
         """The place of each chunk in the grid, in C order."""
         order = np.argsort(chunk, kind="stable")
-        self.chunk: Numbers = chunk[order]
+        self.chunk: RankArray = chunk[order]
         """The chunk of each piece, by its position here."""
-        self.first: Numbers = np.searchsorted(self.chunk, np.arange(len(chunks) + 1))
+        self.first: RankArray = np.searchsorted(self.chunk, np.arange(len(chunks) + 1))
         """Where the pieces of each chunk begin; one more than there are chunks."""
         held, cells = held[order], cells[order]
-        self.held: Numbers = held
+        self.held: RankArray = held
         """The number of each piece's box."""
-        self.offset: Numbers = np.maximum(cells * step, offset[held])
-        self.shape: Numbers = np.minimum((cells + 1) * step, end[held]) - self.offset
-        self.size: Numbers = self.shape.prod(axis=1)
+        self.offset: RankArray = np.maximum(cells * step, offset[held])
+        self.shape: RankArray = np.minimum((cells + 1) * step, end[held]) - self.offset
+        self.size: RankArray = self.shape.prod(axis=1)
         """Elements of each piece."""
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class Pieces:
         return len(self.number)
 
     @cached_property
-    def elements(self) -> Numbers:
+    def elements(self) -> RankArray:
         """Of each chunk."""
         return _sums(self.chunk, self.size, len(self))
 
@@ -124,13 +124,13 @@ class Pieces:
         return len(self.held) == len(self)
 
 
-def _within(counts: Numbers) -> Numbers:
+def _within(counts: RankArray) -> RankArray:
     """0, 1, ... for each of the counts."""
     begins = np.cumsum(counts) - counts
     return np.arange(counts.sum()) - np.repeat(begins, counts)
 
 
-def _unravel(numbers: Numbers, extents: Numbers) -> Numbers:
+def _unravel(numbers: RankArray, extents: RankArray) -> RankArray:
     """The cells with these numbers in C order, each in a grid of its own."""
     out = np.empty_like(extents)
     for dim in reversed(range(extents.shape[1])):
@@ -139,14 +139,14 @@ def _unravel(numbers: Numbers, extents: Numbers) -> Numbers:
     return out
 
 
-def _ravel(cells: Numbers, counts: Ints) -> Numbers:
+def _ravel(cells: RankArray, counts: Ints) -> RankArray:
     out = np.zeros(len(cells), np.int64)
     for dim, n in enumerate(counts):
         out = out * n + cells[:, dim]
     return out
 
 
-def by_appearance(numbers: Numbers) -> tuple[Numbers, Numbers]:
+def by_appearance(numbers: RankArray) -> tuple[RankArray, RankArray]:
     """Where each different number appears first, in that order; and for each number its place in that order."""
     _, appears, group = np.unique(numbers, return_index=True, return_inverse=True)
     place = np.empty(len(appears), np.int64)
@@ -154,7 +154,7 @@ def by_appearance(numbers: Numbers) -> tuple[Numbers, Numbers]:
     return np.sort(appears), place[group.reshape(-1)]
 
 
-def _sums(numbers: Numbers, values: Numbers, length: int) -> Numbers:
+def _sums(numbers: RankArray, values: RankArray, length: int) -> RankArray:
     """The sum of the values of each number. Exact: below 2**53."""
     return np.bincount(numbers, values, minlength=length).astype(np.int64)
 
@@ -162,8 +162,8 @@ def _sums(numbers: Numbers, values: Numbers, length: int) -> Numbers:
 class Candidates(NamedTuple):
     """The ranks that may own a chunk: those that hold at least half as much of it as any rank does."""
 
-    ranks: Numbers
-    held: Numbers
+    ranks: RankArray
+    held: RankArray
     """How many of its elements each of them holds."""
 
 
@@ -171,17 +171,17 @@ class Candidates(NamedTuple):
 class Geometry:
     """What holds for all tensors with one grid that are held alike: chunks, pieces, and who may own them."""
 
-    pieces: Pieces
+    pieces: ChunkPieces
     held: Holders
     candidates: Sequence[Candidates]
     """Of each chunk."""
-    only: Numbers
+    only: RankArray
     """For each chunk its one candidate, or -1."""
 
     @classmethod
     def of(cls, grid: Grid, held: Holders) -> Geometry:
         """The geometry of a grid and boxes."""
-        pieces = Pieces(grid, held.boxes)
+        pieces = ChunkPieces(grid, held.boxes)
         candidates = [_candidates(pieces, held, number) for number in range(len(pieces))]
         only = np.array([ranks[0] if len(ranks) == 1 else -1 for ranks, _ in candidates], np.int64)
         return cls(pieces, held, candidates, only)
@@ -197,22 +197,22 @@ class Geometry:
             return int(ranks[(tensor + piece) % len(ranks)])
         return owner
 
-    def sources(self, tensors: Numbers, chunk: int, owners: Numbers) -> Numbers:
+    def sources(self, tensors: RankArray, chunk: int, owners: RankArray) -> RankArray:
         """The same for all pieces of a chunk in these tensors with these owners: a row a tensor, a column a piece."""
         parts = self.parts_of(chunk)
         boxes = self.pieces.held[parts.start : parts.stop]
         first = self.held.first[boxes]
         turn = (tensors[:, None] + np.arange(parts.start, parts.stop)) % (self.held.first[boxes + 1] - first)
-        found: Numbers = self.held.ranks[first + turn]
+        found: RankArray = self.held.ranks[first + turn]
         for owner in [] if self.held.alone else np.unique(owners).tolist():
             own = np.isin(boxes, self.held.boxes_of(owner))
             found[np.ix_(owners == owner, own)] = owner
         return found
 
-    def with_all(self, chunk: int) -> Numbers:
+    def with_all(self, chunk: int) -> RankArray:
         """The candidates that hold all of a chunk: where one of these owns it, nothing moves."""
         ranks, held = self.candidates[chunk]
-        found: Numbers = ranks[held == self.pieces.elements[chunk]]
+        found: RankArray = ranks[held == self.pieces.elements[chunk]]
         return found
 
     def moves_anyway(self, chunk: int) -> bool:
@@ -220,7 +220,7 @@ class Geometry:
         return not len(self.with_all(chunk))
 
 
-def _candidates(pieces: Pieces, held: Holders, chunk: int) -> Candidates:
+def _candidates(pieces: ChunkPieces, held: Holders, chunk: int) -> Candidates:
     parts = range(pieces.first[chunk], pieces.first[chunk + 1])
     if len(parts) == 1:
         ranks = held.ranks_of(int(pieces.held[parts[0]]))
@@ -235,34 +235,34 @@ def _candidates(pieces: Pieces, held: Holders, chunk: int) -> Candidates:
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorKind:
     """Tensors with one geometry, of which a chunk has the same bytes in each."""
 
     geometry: Geometry
-    tensors: Numbers
+    tensors: RankArray
     """By number, ascending."""
-    nbytes: Numbers
+    nbytes: RankArray
     """Of each chunk."""
     whole: bool
-    chunks: Numbers
+    chunks: RankArray
     """The number of each chunk among those of the save: a row a tensor, a column a chunk of the geometry."""
 
-    def piece_bytes(self, chunk: int) -> Numbers:
+    def piece_bytes(self, chunk: int) -> RankArray:
         """Of each piece of a chunk."""
         parts, pieces = self.geometry.parts_of(chunk), self.geometry.pieces
         itemsize = self.nbytes[chunk] // pieces.elements[chunk]
-        found: Numbers = pieces.size[parts.start : parts.stop] * itemsize
+        found: RankArray = pieces.size[parts.start : parts.stop] * itemsize
         return found
 
 
 class Moves(NamedTuple):
     """The pieces of one chunk in some tensors of a kind."""
 
-    owners: Numbers
+    owners: RankArray
     """Of the chunk in each tensor."""
-    sources: Numbers
+    sources: RankArray
     """A row a tensor, a column a piece. A piece does not move where its source is the owner."""
-    nbytes: Numbers
+    nbytes: RankArray
     """Of each piece."""
 
 
@@ -282,23 +282,23 @@ class Dealt:
             self.geometries.append(known[key])
             alike.setdefault((id(known[key]), spread.itemsize, spread.whole), []).append(number)
         counts = [len(geometry.pieces) for geometry in self.geometries]
-        self.first: Numbers = np.cumsum([0, *counts], dtype=np.int64)
+        self.first: RankArray = np.cumsum([0, *counts], dtype=np.int64)
         """Where the chunks of each tensor begin; one more than there are tensors."""
-        self.owner: Numbers = np.full(int(self.first[-1]), -1)
+        self.owner: RankArray = np.full(int(self.first[-1]), -1)
         """The rank that writes each chunk."""
         self.kinds = [self._kind(np.array(numbers, np.int64)) for numbers in alike.values()]
-        self.nbytes: Numbers = np.zeros(len(self.owner), np.int64)
+        self.nbytes: RankArray = np.zeros(len(self.owner), np.int64)
         for kind in self.kinds:
             self.nbytes[kind.chunks] = kind.nbytes
 
-    def _kind(self, tensors: Numbers) -> Kind:
+    def _kind(self, tensors: RankArray) -> TensorKind:
         number = int(tensors[0])
         geometry, spread = self.geometries[number], self.spreads[number]
         chunks = self.first[tensors][:, None] + np.arange(len(geometry.pieces))
-        return Kind(geometry, tensors, geometry.pieces.elements * spread.itemsize, spread.whole, chunks)
+        return TensorKind(geometry, tensors, geometry.pieces.elements * spread.itemsize, spread.whole, chunks)
 
     @cached_property
-    def bundle(self) -> Numbers:
+    def bundle(self) -> RankArray:
         """The number of the bundle in which the pieces of a chunk move; -1 where all of them are with the owner.
 
         Bundles are in the order of the chunks: every rank sends and receives in that order, so none waits in a circle.
@@ -306,7 +306,7 @@ class Dealt:
         moves = np.zeros(len(self.owner), np.bool_)
         for kind, chunk, moving in self._moving():
             moves[kind.chunks[:, chunk]] = moving
-        found: Numbers = np.full(len(self.owner), -1)
+        found: RankArray = np.full(len(self.owner), -1)
         ends = np.cumsum(self.nbytes[moves])
         found[moves] = (ends - self.nbytes[moves]) // BUNDLE_BYTES
         return found
@@ -324,13 +324,13 @@ class Dealt:
                 sources = kind.geometry.sources(kind.tensors[moving], chunk, owners)
                 yield Moves(owners, sources, kind.piece_bytes(chunk))
 
-    def _moving(self) -> Iterator[tuple[Kind, int, NDArray[np.bool_]]]:
+    def _moving(self) -> Iterator[tuple[TensorKind, int, NDArray[np.bool_]]]:
         """The chunks of each kind, with the tensors in which something of a chunk moves."""
         for kind in self.kinds:
             for chunk in range(len(kind.geometry.pieces)):
                 yield kind, chunk, ~np.isin(self.owner[kind.chunks[:, chunk]], kind.geometry.with_all(chunk))
 
-    def moved_bytes(self, hosts: Numbers | None = None) -> int:
+    def moved_bytes(self, hosts: RankArray | None = None) -> int:
         """What goes from one rank to another; with the number of each rank's host, from one host to another."""
         places = np.arange(self.world_size) if hosts is None else hosts
         return sum(
@@ -365,7 +365,7 @@ def deal(spreads: Iterable[Spread], world_size: int) -> Dealt:
     """
     dealt = Dealt(spreads, world_size)
     loads = np.zeros(world_size, np.int64)
-    choices: list[tuple[int, Kind, slice]] = []
+    choices: list[tuple[int, TensorKind, slice]] = []
     for kind in dealt.kinds:
         fixed = kind.geometry.only >= 0
         dealt.owner[kind.chunks[:, fixed]] = kind.geometry.only[fixed]
@@ -392,7 +392,9 @@ def deal(spreads: Iterable[Spread], world_size: int) -> Dealt:
     return dealt
 
 
-def _least_loaded(loads: Numbers, candidates: Numbers, nbytes: int, count: int, enough: int | None = None) -> Numbers:
+def _least_loaded(
+    loads: RankArray, candidates: RankArray, nbytes: int, count: int, enough: int | None = None
+) -> RankArray:
     """The owners of so many chunks of a size: one after the other, the candidate with the least. Adds to the loads.
 
     No more owners once all candidates would have more than enough.
@@ -406,27 +408,27 @@ def _least_loaded(loads: Numbers, candidates: Numbers, nbytes: int, count: int, 
         load, place = heap[0]
         places.append(place)
         heapq.heapreplace(heap, (load + nbytes, place))
-    owners: Numbers = candidates[np.array(places, np.int64)]
+    owners: RankArray = candidates[np.array(places, np.int64)]
     np.add.at(loads, owners, nbytes)
     return owners
 
 
-def _in_turn(loads: Numbers, candidates: Numbers, nbytes: int, count: int) -> Numbers:
+def _in_turn(loads: RankArray, candidates: RankArray, nbytes: int, count: int) -> RankArray:
     """The owners of so many chunks of a size: the candidates in turn, from the least loaded on. Adds to the loads."""
     order = np.argsort(loads[candidates], kind="stable")
-    owners: Numbers = np.resize(candidates[order], count)
+    owners: RankArray = np.resize(candidates[order], count)
     np.add.at(loads, owners, nbytes)
     return owners
 
 
-def _with_room(loads: Numbers, nbytes: int, count: int, enough: int) -> Numbers:
+def _with_room(loads: RankArray, nbytes: int, count: int, enough: int) -> RankArray:
     """The owners of so many chunks of a size among all ranks: from the least loaded on, each of as many as fit.
 
     So few ranks own what comes from the same ranks. Adds to the loads.
     """
     ranks = np.argsort(loads, kind="stable")[:count]
     room = np.maximum(enough - loads[ranks], 0) // nbytes
-    owners: Numbers = np.repeat(ranks, room)[:count]
+    owners: RankArray = np.repeat(ranks, room)[:count]
     np.add.at(loads, owners, nbytes)
     if len(owners) < count:
         rest = _least_loaded(loads, np.arange(len(loads)), nbytes, count - len(owners))
@@ -434,7 +436,7 @@ def _with_room(loads: Numbers, nbytes: int, count: int, enough: int) -> Numbers:
     return owners
 
 
-def schedule(needs: Iterable[tuple[Numbers, Numbers | int]], world_size: int, limit: int) -> list[int]:
+def schedule(needs: Iterable[tuple[RankArray, RankArray | int]], world_size: int, limit: int) -> list[int]:
     """The round of an exchange in which each transfer takes place, from the bytes that it takes of ranks' memory.
 
     ``needs`` has the ranks of each transfer, each once, and the bytes of each (a number: of all alike). In one round no

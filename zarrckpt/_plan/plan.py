@@ -10,23 +10,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
-from zarrckpt import _names
-from zarrckpt._chunking import (
+from zarrckpt._commit.marker import Marker
+from zarrckpt._format import names
+from zarrckpt._format.compression import Compression
+from zarrckpt._format.documents import ArrayNode, compressible
+from zarrckpt._format.grid import Box, Grid, Ints
+from zarrckpt._format.root import parent_groups
+from zarrckpt._format.state_path import StatePath
+from zarrckpt._jobs import check_limits
+from zarrckpt._plan.chunking import (
     MAX_CHUNK_BYTES,
     choose_grid,
     default_fill_bytes,
     default_min_piece_bytes,
 )
-from zarrckpt._compression import Compression
-from zarrckpt._documents import ArrayNode, compressible
-from zarrckpt._grid import Box, Grid, Ints
-from zarrckpt._markers import Marker
 from zarrckpt._plan.holders import Holdings, TensorHolders
 from zarrckpt._plan.owners import Dealt, Spread, deal
 from zarrckpt._plan.rank_plan import RankPlan, rank_plan
-from zarrckpt._root import parent_groups
-from zarrckpt._state_path import StatePath
-from zarrckpt._transfer import check_limits
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def plan_save(held: Holdings, options: Options) -> SavePlan:
     No I/O. Every rank calls it with the same arguments.
     """
     with _no_collection():
-        by_path = _names.unique_paths([tuple(path) for path in held.paths.values()])
+        by_path = names.unique_paths([tuple(path) for path in held.paths.values()])
         node_paths = {fqn: by_path[tuple(path)] for fqn, path in held.paths.items()}
         grids = _Grids(options.sizes, held)
         tensors: dict[str, ArrayNode] = {}

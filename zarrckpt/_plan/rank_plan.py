@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zarrckpt._documents import ArrayNode, Json, group_document
-from zarrckpt._grid import Box, Ints, unravel
-from zarrckpt._plan.owners import Dealt, Kind
-from zarrckpt._root import parent_groups
+from zarrckpt._format.documents import ArrayNode, Json, group_document
+from zarrckpt._format.grid import Box, Ints, unravel
+from zarrckpt._format.root import parent_groups
+from zarrckpt._plan.owners import Dealt, TensorKind
 
 
-class Part(NamedTuple):
+class ChunkPiece(NamedTuple):
     """A part of a chunk that this rank writes: held in one of its own items, or sent by another rank."""
 
     box: Box
@@ -27,7 +27,7 @@ class ChunkPlan(NamedTuple):
 
     fqn: str
     cell: Ints
-    parts: tuple[Part, ...]
+    parts: tuple[ChunkPiece, ...]
 
 
 class Sending(NamedTuple):
@@ -66,7 +66,7 @@ class RankPlan:
 
 def rank_plan(rank: int, nodes: Mapping[str, ArrayNode], dealt: Dealt, object_paths: Mapping[str, str]) -> RankPlan:
     """Cut one rank's part out of a whole plan. ``nodes`` are the arrays in the order of ``dealt``."""
-    part = _Part(rank, nodes, dealt)
+    part = _RankPart(rank, nodes, dealt)
     for kind in dealt.kinds:
         part.add(kind)
     return RankPlan(
@@ -79,7 +79,7 @@ def rank_plan(rank: int, nodes: Mapping[str, ArrayNode], dealt: Dealt, object_pa
     )
 
 
-class _Part:
+class _RankPart:
     """Gathers one rank's chunks and sends, kind by kind."""
 
     def __init__(self, rank: int, nodes: Mapping[str, ArrayNode], dealt: Dealt) -> None:
@@ -92,7 +92,7 @@ class _Part:
         self._merged: list[tuple[int, ChunkPlan]] = []
         self._sends: list[tuple[int, int, Sending]] = []
 
-    def add(self, kind: Kind) -> None:
+    def add(self, kind: TensorKind) -> None:
         """The chunks of a kind that this rank owns, and the pieces that it sends to other owners."""
         owners = self._dealt.owner[kind.chunks]
         for row, chunk in zip(*(found.tolist() for found in np.nonzero(owners == self._rank)), strict=True):
@@ -105,28 +105,28 @@ class _Part:
             for row in np.flatnonzero(owners[:, chunk] != self._rank).tolist():
                 self._send(kind, row, chunk, piece, int(owners[row, chunk]))
 
-    def _own(self, kind: Kind, row: int, chunk: int) -> None:
+    def _own(self, kind: TensorKind, row: int, chunk: int) -> None:
         tensor, number = int(kind.tensors[row]), int(kind.chunks[row, chunk])
         name, grid = self._names[tensor], self._dealt.spreads[tensor].grid
         parts = []
         for piece in kind.geometry.parts_of(chunk):
             box, source = _piece_box(kind, piece), kind.geometry.source(tensor, piece, self._rank)
             if source == self._rank:
-                parts.append(Part(box, self._item(name, kind, piece), None))
+                parts.append(ChunkPiece(box, self._item(name, kind, piece), None))
             else:
-                parts.append(Part(box, None, source))
+                parts.append(ChunkPiece(box, None, source))
         cell = unravel(int(kind.geometry.pieces.number[chunk]), grid.counts)
         moves = any(part.source is not None for part in parts)
         (self._merged if moves else self.chunks).append((number, ChunkPlan(name, cell, tuple(parts))))
 
-    def _send(self, kind: Kind, row: int, chunk: int, piece: int, owner: int) -> None:
+    def _send(self, kind: TensorKind, row: int, chunk: int, piece: int, owner: int) -> None:
         tensor = int(kind.tensors[row])
         if kind.geometry.source(tensor, piece, owner) == self._rank:
             item = self._item(self._names[tensor], kind, piece)
             sending = Sending(owner, item, _piece_box(kind, piece))
             self._sends.append((int(kind.chunks[row, chunk]), piece, sending))
 
-    def _item(self, name: str, kind: Kind, piece: int) -> int:
+    def _item(self, name: str, kind: TensorKind, piece: int) -> int:
         box = kind.geometry.held.boxes[int(kind.geometry.pieces.held[piece])]
         return self.items.setdefault((name, box), len(self.items))
 
@@ -146,7 +146,7 @@ class _Part:
         return dict(sorted(found.items()))
 
 
-def _piece_box(kind: Kind, piece: int) -> Box:
+def _piece_box(kind: TensorKind, piece: int) -> Box:
     pieces = kind.geometry.pieces
     return Box(tuple(pieces.offset[piece].tolist()), tuple(pieces.shape[piece].tolist()))
 

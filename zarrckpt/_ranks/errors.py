@@ -16,7 +16,7 @@ class PeerLost(Exception):
     """
 
 
-class Stopped(Exception):
+class StoppedByOthers(Exception):
     """Work that ended early since another rank failed. Never raised to users."""
 
 

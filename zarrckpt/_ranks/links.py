@@ -15,7 +15,7 @@ from zarrckpt._errors import CheckpointError
 from zarrckpt._torch_private import lazy_gloo_options
 
 # torch's stubs lack what its compiled part brings; a torch built without it still imports this.
-_c10d: Any = dist
+c10d: Any = dist
 _Store: Any = getattr(dist, "Store", object)
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
@@ -23,7 +23,7 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 
 def default_store() -> Any:
     """The store that the default process group was made with: the only one that all ranks surely have."""
-    return _c10d.group.WORLD.get_group_store()
+    return c10d.group.WORLD.get_group_store()
 
 
 def cloned(store: Any) -> Any:
@@ -77,12 +77,12 @@ def lazy_group(addresses: Addresses, rank: int, size: int) -> Any:
     """
     if not dist.is_gloo_available():
         raise CheckpointError("this torch was built without gloo, which zarrckpt needs to connect ranks")
-    gloo = _c10d.ProcessGroupGloo
+    gloo = c10d.ProcessGroupGloo
     return gloo(addresses, rank, size, lazy_gloo_options(gloo, _device(addresses.store), CONNECT_TIMEOUT))
 
 
 def _device(store: Any) -> Any:
-    gloo = _c10d.ProcessGroupGloo
+    gloo = c10d.ProcessGroupGloo
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     if interface:
         return gloo.create_device(interface=interface, lazy_init=True)
@@ -97,9 +97,9 @@ def local_address(store: Any) -> str | None:
 
     None where the store is no server (a file), or nothing tells.
     """
-    while isinstance(store, _c10d.PrefixStore):
+    while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, _c10d.TCPStore):
+    if not isinstance(store, c10d.TCPStore):
         return None
     address = _source_towards(store.host, store.port)
     if address is None or (ip_address(address).is_loopback and not _means_loopback(store.host)):

@@ -256,7 +256,7 @@ def _wait_for(works: list[Any]) -> None:
             works.pop().wait(FOREVER)
 
 
-class Place:
+class MeshPlace:
     """Where a process keeps the mesh of some members between calls. One call at a time uses it."""
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ class Place:
             mesh.close()
 
 
-_places: dict[tuple[tuple[int, ...], bool], Place] = {}
+_places: dict[tuple[tuple[int, ...], bool], MeshPlace] = {}
 _places_lock = threading.Lock()
 _ending = threading.Event()
 _inherited: list[Mesh] = []
@@ -277,12 +277,12 @@ _inherited: list[Mesh] = []
 
 
 @contextlib.contextmanager
-def place_of(party: Party) -> Iterator[Place]:
+def place_of(party: Party) -> Iterator[MeshPlace]:
     """The place of a party, for this call alone. Raises CheckpointError where another call does not end."""
     with _places_lock:
         if _ending.is_set():
             raise CheckpointError(f"{party.call}: the process is ending. Save and load before that")
-        place = _places.setdefault((party.members, party.background), Place())
+        place = _places.setdefault((party.members, party.background), MeshPlace())
         others = [other for other in _places.values() if other is not place]
     if not place.turn.acquire(timeout=min(party.timeout, threading.TIMEOUT_MAX)):
         raise CheckpointError(
@@ -305,7 +305,7 @@ def made(party: Party, cancelled: Callable[[], bool] = lambda: False) -> Mesh:
         return Mesh(party, group, addresses)
 
 
-def _let_go(place: Place) -> None:
+def _let_go(place: MeshPlace) -> None:
     """Close what another group of before has left."""
     if place.turn.acquire(blocking=False):
         try:

@@ -11,12 +11,10 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from zarrckpt._jobs import Bytes
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.mesh import FOREVER, Mesh, started
-
-Bytes = npt.NDArray[np.uint8]
 
 _POLL_SECONDS = 0.5
 

@@ -16,11 +16,11 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from zarrckpt._distributed import Ranks, errors_as_ours, global_rank
 from zarrckpt._ranks import joining
-from zarrckpt._ranks.errors import Failure, Stopped, causes, common, failure_of, raise_together
+from zarrckpt._ranks.errors import Failure, StoppedByOthers, causes, common, failure_of, raise_together
+from zarrckpt._ranks.group import Ranks, errors_as_ours, global_rank
 from zarrckpt._ranks.joining import Party, log, ranks_text
-from zarrckpt._ranks.mesh import Mesh, Message, Place, made, place_of, started
+from zarrckpt._ranks.mesh import Mesh, MeshPlace, Message, made, place_of, started
 from zarrckpt._ranks.pieces import Pieces
 
 DRAIN_SECONDS = 60.0
@@ -181,7 +181,7 @@ class Rounds:
     def _work(self, mine: Callable[[], A]) -> tuple[Item, BaseException | None]:
         try:
             if self._is_to_stop():
-                raise Stopped
+                raise StoppedByOthers
             return (_RESULT, pickle.dumps(mine(), protocol=5)), None
         except Exception as err:
             with self._changed:
@@ -458,7 +458,7 @@ class Rounds:
 
     # The beginning and the end, and a mesh in place of a kept one that somebody has left.
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, place: MeshPlace) -> None:
         self._place = place
         mesh = place.mesh
         self._kept = mesh is not None
@@ -522,7 +522,7 @@ class Rounds:
         with self._changed:
             self._break([failure], None, self._party.call)
 
-    def _end(self, place: Place) -> None:
+    def _end(self, place: MeshPlace) -> None:
         with self._changed:
             self._over.set()
             mesh = self._mesh

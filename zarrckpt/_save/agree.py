@@ -20,15 +20,15 @@ import numpy as np
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError, warn
-from zarrckpt._plan.holders import Asked, Part, Told, hold
+from zarrckpt._plan.holders import Asked, ReplicaPart, Told, hold
 from zarrckpt._plan.plan import Layout, Options, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds
-from zarrckpt._save.local_state import LocalState
+from zarrckpt._state.local_state import LocalState
 
 A = TypeVar("A")
 
-Replicas = Mapping[bytes, Sequence[Part]]
+Replicas = Mapping[bytes, Sequence[ReplicaPart]]
 """What a rank holds that others hold, too, by the ranks that do."""
 
 _NO_PLAN = bytes(8)
@@ -61,7 +61,7 @@ class _Kept:
     replicas: Replicas
 
 
-_kept: dict[tuple[int, ...], tuple[Callable[[], object], _Kept]] = {}
+_kept_plans: dict[tuple[int, ...], tuple[Callable[[], object], _Kept]] = {}
 """By the members of a group: the default group in which they had it, and their last plan."""
 
 
@@ -72,7 +72,7 @@ def _default_group() -> Callable[[], object]:
 
 
 def _kept_of(members: tuple[int, ...]) -> _Kept | None:
-    known = _kept.get(members)
+    known = _kept_plans.get(members)
     # Of ranks that have joined anew, nothing is known.
     return known[1] if known is not None and known[0]() is dist.group.WORLD else None
 
@@ -110,7 +110,7 @@ class _Compare:
 
     wanted: frozenset[bytes] = frozenset()
     """Of these groups of ranks, by name, every part; of all others one digest."""
-    only: Mapping[Part, int] = field(default_factory=dict)
+    only: Mapping[ReplicaPart, int] = field(default_factory=dict)
     """Parts that differ, with the rank whose part counts."""
     differing: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Their names, with the ranks that hold them."""
@@ -122,7 +122,7 @@ class _Checked(NamedTuple):
 
     plan: bytes
     folds: bytes
-    details: Mapping[Part, bytes]
+    details: Mapping[ReplicaPart, bytes]
 
 
 def agree(rounds: Rounds, take: Callable[[], LocalState], options: Options, begin: Callable[[Layout], A]) -> Agreed[A]:
@@ -180,7 +180,7 @@ class _Agreement(Generic[A]):
         if not compare.only and not self._plan.holdings.differing:
             name = _name_of(told, options, self._plan)
             kept = _Kept(name, self._description.digest, options, self._plan, self._part, self._replicas)
-            _kept[self._rounds.members] = (_default_group(), kept)
+            _kept_plans[self._rounds.members] = (_default_group(), kept)
         return Agreed(self._state, self._plan, self._part, answer.attempt)
 
     # -- all ranks
@@ -238,7 +238,7 @@ class _Agreement(Generic[A]):
             if compare.wanted:
                 only, differing = differing_parts([checked.details for checked in found])
                 return _Compare(only=only, differing=differing, ended=True)
-            if unlike := _unlike([checked.folds for checked in found]):
+            if unlike := _unlike_groups([checked.folds for checked in found]):
                 return _Compare(wanted=unlike)
         warn_of({**self._plan.holdings.differing, **compare.differing})
         return _Begun(self._begin(self._plan.layout))
@@ -266,12 +266,12 @@ def _balance(state: LocalState, replicas: Replicas, rank: int) -> int:
     return balance % _PRIME
 
 
-def _details(state: LocalState, replicas: Replicas, wanted: frozenset[bytes]) -> dict[Part, bytes]:
+def _details(state: LocalState, replicas: Replicas, wanted: frozenset[bytes]) -> dict[ReplicaPart, bytes]:
     groups = [parts for ranks, parts in replicas.items() if _group_name(ranks) in wanted]
     return {part: state.digest(part) for parts in groups for part in parts}
 
 
-def _unlike(folds: Iterable[bytes]) -> frozenset[bytes]:
+def _unlike_groups(folds: Iterable[bytes]) -> frozenset[bytes]:
     """The names of the groups of ranks that do not all hold the same."""
     known: dict[bytes, bytes] = {}
     unlike = set()
@@ -283,9 +283,11 @@ def _unlike(folds: Iterable[bytes]) -> frozenset[bytes]:
     return frozenset(unlike)
 
 
-def differing_parts(details: Sequence[Mapping[Part, bytes]]) -> tuple[dict[Part, int], dict[str, list[int]]]:
+def differing_parts(
+    details: Sequence[Mapping[ReplicaPart, bytes]],
+) -> tuple[dict[ReplicaPart, int], dict[str, list[int]]]:
     """The parts that are not alike, with the lowest rank that has each; their names, with all ranks that have them."""
-    found: dict[Part, dict[int, bytes]] = {}
+    found: dict[ReplicaPart, dict[int, bytes]] = {}
     for rank, own in enumerate(details):
         for part, digest in own.items():
             found.setdefault(part, {})[rank] = digest

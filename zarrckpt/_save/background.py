@@ -11,18 +11,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zarrckpt import _state
-from zarrckpt._chunking import MAX_CHUNK_BYTES
-from zarrckpt._compression import CompressionOption
-from zarrckpt._crew import beside
-from zarrckpt._distributed import TIMEOUT, Ranks, checked_timeout
+from zarrckpt._format.compression import CompressionOption
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress, beside
+from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
+from zarrckpt._ranks.group import TIMEOUT, Ranks, checked_timeout
 from zarrckpt._ranks.rounds import joined
-from zarrckpt._report import SaveReport
-from zarrckpt._save.local_state import LocalState
+from zarrckpt._reports import SaveReport
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.run import run_save
 from zarrckpt._save.staging import Stager
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress
+from zarrckpt._state import objects
+from zarrckpt._state.local_state import LocalState
 
 _log = logging.getLogger("zarrckpt")
 
@@ -98,7 +97,7 @@ class _Saver:
     def _staged(self, state: Mapping[str, Any], keep_buffers: bool) -> dict[Any, Any] | Exception:
         """A copy of a state, or why there is none: the background tells all ranks."""
         try:
-            return self._stager.stage(_state.for_save(state).state, keep=keep_buffers)
+            return self._stager.stage(objects.for_save(state).state, keep=keep_buffers)
         except Exception as err:
             return err
 
@@ -196,10 +195,10 @@ def async_save(
     The call itself raises TypeError and ValueError for arguments that make no sense, StorageError for an unknown option
     of the store, and CheckpointError where a rank does not come.
     """
-    _state.refuse_swapped(state, url, "async_save")
+    objects.refuse_swapped(state, url, "async_save")
     ranks = Ranks(process_group, no_dist)
     if no_dist:
-        _state.refuse_fsdp1(state)
+        objects.refuse_fsdp1(state)
     request = SaveRequest.checked(
         url,
         overwrite,

@@ -6,34 +6,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from zarrckpt._chunk_layout import RawArray, raw_dtype
 from zarrckpt._errors import CheckpointError
-from zarrckpt._grid import Box
-from zarrckpt._messages import cut, is_intact, message_bytes, new_message, seal
+from zarrckpt._format.chunk_layout import RawArray, raw_dtype
+from zarrckpt._format.grid import Box
 from zarrckpt._plan.rank_plan import Bundle, ChunkPlan, RankPlan
+from zarrckpt._ranks.messages import Channel, Pending, cut, is_intact, message_bytes, new_message, seal
 from zarrckpt._save.items import Items
 
 Received = Mapping[int, RawArray]
 """A chunk's parts that came from other ranks, by their position in the chunk's plan: flat bytes."""
-
-
-class Handle(Protocol):
-    """A message on its way."""
-
-    def wait(self) -> Any:
-        """What has arrived. Raises PeerLost."""
-
-
-class Channel(Protocol):
-    """Carries messages between ranks, given by their positions; those between two ranks keep their order."""
-
-    def send(self, to: int, array: Any, tag: int = 0) -> Handle:
-        """Begin to send."""
-
-    def recv(self, source: int, nbytes: int, tag: int = 0) -> Handle:
-        """Begin to receive so many bytes."""
 
 
 @dataclass
@@ -43,8 +25,8 @@ class _Moving:
     bundle: Bundle
     nbytes: int
     """Of memory that it takes until its chunks are written and its messages sent."""
-    sends: list[Handle] = field(default_factory=list)
-    receives: dict[int, Handle] = field(default_factory=dict)
+    sends: list[Pending] = field(default_factory=list)
+    receives: dict[int, Pending] = field(default_factory=dict)
     """By the rank that sends."""
 
 

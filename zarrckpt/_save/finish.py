@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from zarrckpt import _names
-from zarrckpt._chunk_layout import RawArray
-from zarrckpt._commit import Attempt, tables_of
-from zarrckpt._crew import run
-from zarrckpt._documents import NODE, ArrayNode, group_document, join
+from zarrckpt._commit.protocol import Attempt, tables_of
 from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
-from zarrckpt._json_values import dumps
+from zarrckpt._format import names as _names
+from zarrckpt._format.chunk_layout import RawArray
+from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
+from zarrckpt._format.json_values import dumps
+from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, BlobEntry, Root, Stack, ValueEntry, parent_groups
+from zarrckpt._format.sealed import now
+from zarrckpt._format.state_path import DICT, LIST, StatePath
+from zarrckpt._jobs import run
 from zarrckpt._plan.plan import Layout
-from zarrckpt._report import SaveReport
-from zarrckpt._root import CHECKSUMS, SIZES, WRITERS, BlobEntry, Root, Stack, ValueEntry, parent_groups
+from zarrckpt._reports import SaveReport
 from zarrckpt._save.write import ArrayResult, ObjectResult, Results
-from zarrckpt._sealed import now
-from zarrckpt._state_path import DICT, LIST, StatePath
 from zarrckpt._store import Store
 from zarrckpt._version import __version__
 
@@ -42,7 +42,7 @@ def finish_save(
     _check_entries(layout, {*written, *values})
     entries: dict[str, ArrayNode | ValueEntry | BlobEntry] = {**layout.tensors, **values, **blobs}
     nodes = {**layout.tensors, **{fqn: blob.array for fqn, blob in blobs.items()}}
-    numbers = _tables(nodes, written)
+    numbers = _tables_of_results(nodes, written)
     planned = parent_groups(node.path for node in layout.tensors.values())
     late = parent_groups(blob.array.path for blob in blobs.values()) - planned
     tables, puts = tables_of(attempt.save_id, numbers)
@@ -61,7 +61,7 @@ def finish_save(
         software={"zarrckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
         world_size=layout.world_size,
         keys={fqn: path.keys for fqn, path in layout.paths.items() if not _spelled(path)},
-        containers=_containers(layout),
+        containers=_containers_of(layout),
         stacks={
             fqn: Stack(path.ranks, path.rank_at)
             for fqn, path in layout.paths.items()
@@ -105,7 +105,9 @@ def _check_entries(layout: Layout, written: set[str]) -> None:
         )
 
 
-def _tables(nodes: dict[str, ArrayNode], written: dict[str, list[tuple[int, ArrayResult]]]) -> dict[str, RawArray]:
+def _tables_of_results(
+    nodes: dict[str, ArrayNode], written: dict[str, list[tuple[int, ArrayResult]]]
+) -> dict[str, RawArray]:
     """The checksum of every subchunk, the rank that wrote every chunk, and stored sizes; arrays sorted by path.
 
     The sizes are those of compressed arrays' subchunks, and absent where no array is compressed. Raises
@@ -145,7 +147,7 @@ def _spelled(path: StatePath) -> bool:
     )
 
 
-def _containers(layout: Layout) -> dict[str, str]:
+def _containers_of(layout: Layout) -> dict[str, str]:
     found: dict[str, str] = {}
     for fqn, path in layout.paths.items():
         names = layout.node_paths[fqn].split("/")

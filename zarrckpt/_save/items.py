@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from zarrckpt._chunk_layout import RawArray
 from zarrckpt._errors import CheckpointError
-from zarrckpt._grid import Box
+from zarrckpt._format.chunk_layout import RawArray
+from zarrckpt._format.grid import Box
 from zarrckpt._plan.rank_plan import RankPlan
-from zarrckpt._tensors import raw_tensor, refuse_meta, torch_dtype
+from zarrckpt._state.tensors import raw_tensor, refuse_meta, torch_dtype
 
 
 class Source(Protocol):

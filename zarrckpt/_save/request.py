@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from zarrckpt import _commit
-from zarrckpt._chunking import MAX_CHUNK_BYTES
-from zarrckpt._compression import CompressionOption, parse_option
+from zarrckpt._commit import protocol
 from zarrckpt._errors import StorageError
-from zarrckpt._metadata import checked_metadata
+from zarrckpt._format.compression import CompressionOption, parse_option
+from zarrckpt._format.metadata import checked_metadata
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
+from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
 from zarrckpt._plan.plan import Options, Sizes
 from zarrckpt._store import StoreSpec
-from zarrckpt._transfer import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits
 
 
 @dataclass(frozen=True)
@@ -63,4 +63,4 @@ class SaveRequest:
         """
         if not self.overwrite:
             with suppress(StorageError):
-                _commit.refuse_committed(self.spec.open())
+                protocol.refuse_committed(self.spec.open())

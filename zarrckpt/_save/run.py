@@ -9,23 +9,23 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from zarrckpt import _commit
-from zarrckpt._crew import beside
-from zarrckpt._distributed import Ranks
+from zarrckpt._commit import protocol
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, warn
+from zarrckpt._format.root import Root
+from zarrckpt._format.sealed import now
+from zarrckpt._jobs import beside
 from zarrckpt._plan.plan import Layout
 from zarrckpt._plan.rank_plan import RankPlan
+from zarrckpt._ranks.group import Ranks
+from zarrckpt._ranks.messages import Channel
 from zarrckpt._ranks.rounds import Rounds, joined
-from zarrckpt._report import SaveReport
-from zarrckpt._root import Root
+from zarrckpt._reports import SaveReport
 from zarrckpt._save.agree import agree, plan_alone
-from zarrckpt._save.exchange import Channel
 from zarrckpt._save.finish import finish_save
 from zarrckpt._save.items import Source
-from zarrckpt._save.local_state import LocalState
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.write import RankWork, Results
-from zarrckpt._sealed import now
+from zarrckpt._state.local_state import LocalState
 
 
 class AttemptName(NamedTuple):
@@ -96,7 +96,7 @@ class SaveAttempt:
         self._started = time.monotonic()
         self._work: RankWork | None = None
         self._stopped = False
-        self._attempt: _commit.Attempt | None = None
+        self._attempt: protocol.Attempt | None = None
         self._root: Root | None = None
 
     @property
@@ -121,7 +121,7 @@ class SaveAttempt:
         self._work = RankWork(self._store, lambda: name().tree, part, source, self.request, progressed)
         if self._stopped:
             self._work.stop()
-        with _commit.losing_is_named(self._store, lambda: name().save_id, lambda: name().base_id):
+        with protocol.losing_is_named(self._store, lambda: name().save_id, lambda: name().base_id):
             return self._work.write(channel)
 
     def stop(self) -> None:
@@ -137,8 +137,8 @@ class SaveAttempt:
 
         Raises CheckpointExistsError, ForeignObjectsError.
         """
-        marker = layout.marker(_commit.new_id(), now())
-        self._attempt = _commit.begin(self._store, marker, overwrite=self.request.overwrite)
+        marker = layout.marker(protocol.new_id(), now())
+        self._attempt = protocol.begin(self._store, marker, overwrite=self.request.overwrite)
         return AttemptName(self._attempt.save_id, self._attempt.tree, self._attempt.base_id)
 
     def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
@@ -149,12 +149,12 @@ class SaveAttempt:
         assert self._attempt is not None
         store, attempt = self._store, self._attempt
         try:
-            with _commit.losing_is_named(store, lambda: attempt.save_id, lambda: attempt.base_id):
+            with protocol.losing_is_named(store, lambda: attempt.save_id, lambda: attempt.base_id):
                 self._root, report = finish_save(store, attempt, layout, results, self.request.metadata)
                 return report
         except CheckpointExistsError:
             self._attempt = None
-            _commit.abandon(store, attempt, lost=True)
+            protocol.abandon(store, attempt, lost=True)
             raise
 
     def commit(self, report: SaveReport) -> SaveReport:
@@ -162,8 +162,8 @@ class SaveAttempt:
         assert self._attempt is not None and self._root is not None
         # From here on nobody else removes anything: the root may have been put, whatever is heard of it.
         attempt, self._attempt = self._attempt, None
-        _commit.commit(self._store, attempt, self._root)
-        _commit.clean_after(self._store, attempt)
+        protocol.commit(self._store, attempt, self._root)
+        protocol.clean_after(self._store, attempt)
         if not self._root.entries:
             warn(f"the checkpoint saved to {self._store.url} has no entry: the state was empty")
         return dataclasses.replace(report, seconds=time.monotonic() - self._started)
@@ -176,12 +176,12 @@ class SaveAttempt:
         attempt, self._attempt = self._attempt, None
         # Each request to a store that does not answer takes minutes, and the error waits for them.
         if attempt is not None and (self._work is None or self._work.could_remove):
-            _commit.abandon(self._store, attempt)
+            protocol.abandon(self._store, attempt)
 
     # -- the other ranks
 
     def is_committed(self, save_id: str) -> bool:
         """Whether the root document is that of a save. One request."""
         with suppress(CheckpointError):
-            return _commit.read_root(self._store).save_id == save_id
+            return protocol.read_root(self._store).save_id == save_id
         return False

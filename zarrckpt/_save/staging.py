@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from zarrckpt._flatten import OwnRank, entered
-from zarrckpt._held import HeldDTensor, HeldParts, HeldPieces, held_of, says_its_boxes
-from zarrckpt._torch_kinds import is_dtensor, is_sharded_tensor
+from zarrckpt._state.flatten import OwnRank, entered
+from zarrckpt._state.local_boxes import HeldDTensor, HeldParts, HeldPieces, held_of, says_its_boxes
+from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})

@@ -12,27 +12,32 @@ from typing import Any
 
 import numpy as np
 
-from zarrckpt import _values
-from zarrckpt._chunk_codec import ArrayElements, ChunkEncoder, Elements
-from zarrckpt._chunk_layout import RawArray, raw_dtype
-from zarrckpt._chunking import MAX_CHUNK_BYTES
-from zarrckpt._crew import run
-from zarrckpt._documents import NODE, ArrayNode, Json, join
-from zarrckpt._dtypes import by_name
 from zarrckpt._errors import CheckpointError
-from zarrckpt._grid import Box, Grid, Ints, intersect
-from zarrckpt._json_values import dumps
-from zarrckpt._plan.rank_plan import ChunkPlan, Part, RankPlan
-from zarrckpt._ranks.errors import Stopped
-from zarrckpt._root import BlobEntry, ValueEntry
-from zarrckpt._save.exchange import Channel, Exchange, Received
+from zarrckpt._format import values as _values
+from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder, Elements
+from zarrckpt._format.chunk_layout import RawArray, raw_dtype
+from zarrckpt._format.documents import NODE, ArrayNode, Json, join
+from zarrckpt._format.dtypes import by_name
+from zarrckpt._format.grid import Box, Grid, Ints, intersect
+from zarrckpt._format.json_values import dumps
+from zarrckpt._format.root import BlobEntry, ValueEntry
+from zarrckpt._jobs import run
+from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
+from zarrckpt._plan.rank_plan import ChunkPiece, ChunkPlan, RankPlan
+from zarrckpt._ranks.errors import StoppedByOthers
+from zarrckpt._ranks.messages import Channel
+from zarrckpt._save.exchange import Exchange, Received
 from zarrckpt._save.items import Items, Source
 from zarrckpt._save.request import SaveRequest
+from zarrckpt._state.tensors import transfer_memory
 from zarrckpt._store import Store
-from zarrckpt._tensors import transfer_memory
 
-Group = Sequence[memoryview | bytes]
+BufferGroup = Sequence[memoryview | bytes]
 """Buffers of a chunk that go to the store together."""
+
+
+_LITTLE_BYTES = 64 << 10
+"""One small tensor is in a local file before another thread has started."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ Results = Mapping[str, ObjectResult | ArrayResult]
 class PartElements:
     """The elements of a chunk that lie in several places: in this rank's own items, and in what others sent."""
 
-    def __init__(self, chunk: Box, parts: Sequence[Part], items: Items, received: Received) -> None:
+    def __init__(self, chunk: Box, parts: Sequence[ChunkPiece], items: Items, received: Received) -> None:
         self.shape = chunk.shape
         self._origin = np.array(chunk.offset, np.int64)
         self._parts = parts
@@ -214,7 +219,8 @@ class RankWork:
         written = run((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
         concurrency = self._store.useful_concurrency
         if channel is None:
-            run(self._jobs(), concurrency)
+            little = self._total <= _LITTLE_BYTES and len(chunks) + len(self._plan.documents) <= 2
+            run(self._jobs(), 1 if little and self._store.is_local else concurrency)
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
             run(self._jobs(), concurrency, drawn_here=True, stopping=self._exchange.stop)
@@ -227,10 +233,10 @@ class RankWork:
         """Jobs for the threads, until this rank is to stop."""
         for job in self._all_jobs():
             if self._stopped:
-                raise Stopped
+                raise StoppedByOthers
             yield job
         if self._stopped:
-            raise Stopped
+            raise StoppedByOthers
 
     def _all_jobs(self) -> Iterator[Callable[[], None]]:
         """With an exchange, whoever draws the jobs moves pieces in between: other ranks wait for those."""
@@ -278,7 +284,7 @@ class RankWork:
 
         with ExitStack() as held:
 
-            def groups() -> Iterable[Group]:
+            def groups() -> Iterable[BufferGroup]:
                 nonlocal encoder
                 # Taken when the store asks for the bytes: by then it has freed the memory of chunks before.
                 held.close()

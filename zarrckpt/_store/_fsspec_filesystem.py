@@ -30,9 +30,9 @@ _SHARED = {"memory", "file", "local"}
 _HDFS = {"hdfs", "webhdfs"}
 
 _CONNECTIONS = 8
-_TRIES = 5
+_FSSPEC_TRIES = 5
 
-_PART = re.compile(r"\.[0-9a-f]{32}\.zarrckpt-part")
+_FSSPEC_PART = re.compile(r"\.[0-9a-f]{32}\.zarrckpt-part")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Filesystems:
 
 def is_part(path: str) -> bool:
     """Whether a path is a helper file of :func:`write_file`, and no object."""
-    return _PART.search(path) is not None
+    return _FSSPEC_PART.search(path) is not None
 
 
 def write_file(fs: Any, traits: Traits, path: str, data: bytes, condition: Mapping[str, Any]) -> None:
@@ -198,7 +198,7 @@ def _swap(fs: Any, temp: str, path: str) -> None:
 
 def _make_folder(fs: Any, folder: str) -> None:
     """Make a folder and those above it, while other threads and processes do the same."""
-    for attempt in range(_TRIES):
+    for attempt in range(_FSSPEC_TRIES):
         try:
             fs.makedirs(folder, exist_ok=True)
             return
@@ -206,6 +206,6 @@ def _make_folder(fs: Any, folder: str) -> None:
             # Not every ``makedirs`` minds a folder that appears between its look and its call.
             if fs.isdir(folder):
                 return
-            if attempt == _TRIES - 1:
+            if attempt == _FSSPEC_TRIES - 1:
                 raise
             time.sleep(0.01 * 2**attempt)

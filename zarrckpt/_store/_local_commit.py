@@ -212,7 +212,7 @@ def _open_locked(name: str) -> int:
     while True:
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if _lock(file, name) and _same_file(file, name):
+            if _locks_file(file, name) and _same_file(file, name):
                 return file
         except BaseException:
             os.close(file)
@@ -226,7 +226,7 @@ def _open_locked(name: str) -> int:
         time.sleep(0.01)
 
 
-def _lock(file: int, name: str) -> bool:
+def _locks_file(file: int, name: str) -> bool:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

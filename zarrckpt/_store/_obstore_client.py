@@ -18,13 +18,13 @@ from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._store import _failures, _options
 from zarrckpt._store._conditional_puts import Honoured, honoured_by
 from zarrckpt._store._fork import check_fork
-from zarrckpt._store._options import RETRY, TIMEOUT, Translated
+from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, Translated
 from zarrckpt._store._secrets import redact_url, scrub, secret_values
 from zarrckpt._store._url import Place
 
 T = TypeVar("T")
 
-_KINDS = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az": obstore.store.AzureStore}
+_CLIENT_KINDS = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az": obstore.store.AzureStore}
 
 _READ_BY_OBSTORE = re.compile("aws_|ssl_cert_|(http|https|all|no)_proxy$", re.IGNORECASE)
 _NO_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")
@@ -73,7 +73,7 @@ class Bucket:
     def _first(self) -> Any:
         client = dict(self._out.client)
         # Unless the caller says how long a request may take.
-        if client["timeout"] == TIMEOUT:
+        if client["timeout"] == REQUEST_TIMEOUT:
             client.setdefault("read_timeout", _FIRST_ANSWER)
         return self._make(client_options=client, retry_config=_FIRST_RETRY)
 
@@ -152,7 +152,7 @@ def _open(place: Place, options: Mapping[str, Any], provider: Any, known: Sequen
 
 def _new_bucket(place: Place, out: Translated, server: str) -> Bucket:
     fixed = {"config": out.config, "credential_provider": out.credential_provider}
-    return Bucket(partial(_KINDS[place.kind], place.bucket, **fixed), out, server)
+    return Bucket(partial(_CLIENT_KINDS[place.kind], place.bucket, **fixed), out, server)
 
 
 def _s3_bucket(place: Place, out: Translated, server: str) -> Bucket:

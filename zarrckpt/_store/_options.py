@@ -22,7 +22,7 @@ from zarrckpt._store._url import Place
 
 # obstore's own default bounds a whole request, body included, by 30 s: too short for 16 MiB over a slow line. A request
 # that hangs still gets one more try within the retry_timeout.
-TIMEOUT = timedelta(seconds=180)
+REQUEST_TIMEOUT = timedelta(seconds=180)
 # Each pause is drawn between the first one and ``base`` times the last one. With obstore's own base of 2 they do not
 # grow in the mean, and many clients at a server that throttles them fail one after the other.
 _BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 4}
@@ -120,7 +120,7 @@ class Translated:
     """What an obstore client is built from."""
 
     config: dict[str, Any] = field(default_factory=dict)
-    client: dict[str, Any] = field(default_factory=lambda: {"timeout": TIMEOUT})
+    client: dict[str, Any] = field(default_factory=lambda: {"timeout": REQUEST_TIMEOUT})
     retry: dict[str, Any] = field(default_factory=lambda: dict(RETRY))
     put: dict[str, Any] = field(default_factory=dict)
     """What goes with every put: attributes and tags."""

@@ -30,7 +30,7 @@ def by_pattern(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Pa
 
 def shape(text: str) -> tuple[int, ...]:
     """``1024,-1`` as a shape. Raises ValueError."""
-    from zarrckpt._copy_plan import parse_shape
+    from zarrckpt._ops.copy_plan import parse_shape
 
     try:
         extents = tuple(int(part) for part in text.split(","))
@@ -41,6 +41,6 @@ def shape(text: str) -> tuple[int, ...]:
 
 def dtype(text: str) -> str:
     """A dtype's name. Raises ValueError and TypeError."""
-    from zarrckpt._copy_plan import parse_dtype
+    from zarrckpt._ops.copy_plan import parse_dtype
 
     return parse_dtype(text).name

@@ -15,7 +15,7 @@ import click
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
-    from zarrckpt._transfer import Progress
+    from zarrckpt._jobs import Progress
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -143,22 +143,22 @@ def say(text: str, **more: Any) -> None:
 
 def print_json(value: Any) -> None:
     """Strict JSON on one line; numbers that JSON lacks as strings."""
-    click.echo(json.dumps(_plain(value), ensure_ascii=False, allow_nan=False))
+    click.echo(json.dumps(_plain_text(value), ensure_ascii=False, allow_nan=False))
 
 
 _MOST_BITS = 10_000
 """Python writes integers of 4,300 decimal digits at most, about 14,000 bits, unless told otherwise."""
 
 
-def _plain(value: Any) -> Any:
+def _plain_text(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return hex(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain_text(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain_text(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
@@ -185,12 +185,12 @@ def print_table(
         for row in listed:
             row[place] = _shortened(row[place], widths[place])
     numbers = {*right}
-    click.secho(_aligned(columns, columns, widths, numbers), dim=True)
+    click.secho(_aligned_cells(columns, columns, widths, numbers), dim=True)
     for row in listed:
-        click.echo(_aligned(columns, row, widths, numbers))
+        click.echo(_aligned_cells(columns, row, widths, numbers))
 
 
-def _aligned(columns: Sequence[str], cells: Sequence[str], widths: Sequence[int], right: set[str]) -> str:
+def _aligned_cells(columns: Sequence[str], cells: Sequence[str], widths: Sequence[int], right: set[str]) -> str:
     parts = []
     for name, cell, width in zip(columns, cells, widths, strict=True):
         space = " " * (width - _width(cell))

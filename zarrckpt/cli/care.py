@@ -21,16 +21,16 @@ from zarrckpt.cli._common import (
 )
 
 if TYPE_CHECKING:
-    from zarrckpt._cleaning import RecoverReport
+    from zarrckpt._ops.recover import RecoverReport
 
 
-@click.command()
+@click.command("verify")
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Only list: what is missing, or has another size.")
 @header_option
 @json_option
 @store_options
-def verify(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:
+def verify_command(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:
     """Check that everything is stored as it was saved. Exits with 1 where it is not.
 
     \b
@@ -38,7 +38,7 @@ def verify(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:
       zarrckpt verify s3://bucket/run/step-100 --quick
       zarrckpt verify run/step-100 --json
     """
-    from zarrckpt._info import count_text, size_text
+    from zarrckpt._reports import count_text, size_text
 
     ckpt = opened(url, storage_options)
     with progress_bar("verifying") as progress:
@@ -54,11 +54,11 @@ def verify(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:
     click.get_current_context().exit(0 if report else 1)
 
 
-@click.command()
+@click.command("doctor")
 @click.argument("url")
 @json_option
 @store_options
-def doctor(url: str, as_json: bool, storage_options: Any) -> None:
+def doctor_command(url: str, as_json: bool, storage_options: Any) -> None:
     """Say what is at a url: a checkpoint, damage, unfinished saves, leftovers; and what to run.
 
     Lists, and reads no chunk. Exits with 1 where there is anything to do.
@@ -67,7 +67,7 @@ def doctor(url: str, as_json: bool, storage_options: Any) -> None:
     Example:
       zarrckpt doctor s3://bucket/run/step-100
     """
-    from zarrckpt._cleaning import examine
+    from zarrckpt._ops.recover import examine
 
     with hints(url):
         found = examine(url, storage_options=storage_options)
@@ -84,14 +84,14 @@ def doctor(url: str, as_json: bool, storage_options: Any) -> None:
     click.get_current_context().exit(1 if found.findings else 0)
 
 
-@click.command()
+@click.command("recover")
 @click.argument("url")
 @click.option(
     "--stopped", is_flag=True, help="No save to this url is running, anywhere: remove all that never committed."
 )
 @json_option
 @store_options
-def recover(url: str, stopped: bool, as_json: bool, storage_options: Any) -> None:
+def recover_command(url: str, stopped: bool, as_json: bool, storage_options: Any) -> None:
     """Remove what dead saves left; the checkpoint stays. Finish a removal that was broken off.
 
     URL may also be a folder of checkpoints: then of each right below it.
@@ -109,15 +109,15 @@ def recover(url: str, stopped: bool, as_json: bool, storage_options: Any) -> Non
         return
     for part in report.checkpoints or (report,):
         name = f"{part.url.rpartition('/')[2]}: " if report.checkpoints else ""
-        for line in _recovered(part):
+        for line in _say_recovered(part):
             say(f"{name}{line}", err=bool(part.error))
     if any(part.error for part in report.checkpoints):
         click.get_current_context().exit(3)
 
 
-def _recovered(report: RecoverReport) -> Iterator[str]:
+def _say_recovered(report: RecoverReport) -> Iterator[str]:
     """What was done at one place, in lines."""
-    from zarrckpt._info import count_text
+    from zarrckpt._reports import count_text
 
     if report.error:
         yield report.error
@@ -130,12 +130,12 @@ def _recovered(report: RecoverReport) -> Iterator[str]:
         yield f"kept {save_id}: it could still commit; if it is not running: zarrckpt recover {report.url} --stopped"
 
 
-@click.command()
+@click.command("rm")
 @click.argument("url")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
 @store_options
-def rm(url: str, yes: bool, as_json: bool, storage_options: Any) -> None:
+def rm_command(url: str, yes: bool, as_json: bool, storage_options: Any) -> None:
     """Delete a checkpoint, damaged or whole, and what saves left there. Refuses what is none.
 
     \b
@@ -143,8 +143,8 @@ def rm(url: str, yes: bool, as_json: bool, storage_options: Any) -> None:
       zarrckpt rm s3://bucket/run/step-100 --yes
     """
     import zarrckpt
-    from zarrckpt._cleaning import examine
-    from zarrckpt._info import count_text
+    from zarrckpt._ops.recover import examine
+    from zarrckpt._reports import count_text
 
     found = None if yes else examine(url, storage_options=storage_options)
     if found is not None and not found.empty:

@@ -24,19 +24,19 @@ from zarrckpt.cli._common import (
 )
 
 if TYPE_CHECKING:
-    from zarrckpt._numbers import Difference, TensorDifference
+    from zarrckpt._inspect.stats import Difference, TensorDifference
 
 _ORDERS = ("name", "nan", "inf", "min", "max", "mean", "std", "norm", "zeros")
 
 
-@click.command()
+@click.command("stats")
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--sort", type=click.Choice(_ORDERS), default="name", help="Greatest first, or as saved (name).")
 @header_option
 @json_option
 @store_options
-def stats(url: str, patterns: tuple[str, ...], sort: str, as_json: bool, storage_options: Any) -> None:
+def stats_command(url: str, patterns: tuple[str, ...], sort: str, as_json: bool, storage_options: Any) -> None:
     """Min, max, mean, std, norm, share of zeros, NaN and inf of each tensor. Reads them all, in bounded memory.
 
     Exits with 1 where any tensor has NaN or inf.
@@ -74,7 +74,7 @@ def _share(part: int, whole: int) -> str:
     return "-" if not whole else f"{100 * part / whole:.3g}%"
 
 
-@click.command()
+@click.command("diff")
 @click.argument("one", metavar="A")
 @click.argument("other", metavar="B")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
@@ -83,7 +83,7 @@ def _share(part: int, whole: int) -> str:
 @header_option
 @json_option
 @store_options
-def diff(
+def diff_command(
     one: str,
     other: str,
     patterns: tuple[str, ...],
@@ -114,7 +114,7 @@ def diff(
 
 
 def _print_difference(found: Difference, everything: bool) -> None:
-    from zarrckpt._info import count_text
+    from zarrckpt._reports import count_text
 
     for mark, names in (("-", found.only_here), ("+", found.only_there)):
         for name in names:

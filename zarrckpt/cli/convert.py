@@ -11,13 +11,13 @@ import click
 from zarrckpt.cli._common import hints, json_option, print_json, progress_bar, store_options
 
 if TYPE_CHECKING:
-    from zarrckpt._export import ExportReport
+    from zarrckpt._reports import ExportReport
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin"}
 _FORMATS = ("safetensors", "torch", "dcp")
 
 
-@click.command()
+@click.command("export")
 @click.argument("url")
 @click.argument("target", type=click.Path())
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
@@ -40,7 +40,7 @@ _FORMATS = ("safetensors", "torch", "dcp")
 @click.option("--allow-pickle", is_flag=True, help="Run the code of values that were saved pickled.")
 @json_option
 @store_options
-def export(
+def export_command(
     url: str,
     target: str,
     patterns: tuple[str, ...],
@@ -68,7 +68,7 @@ def export(
       zarrckpt export run/step-100 old-style --format dcp --exclude 'optim'
     """
     import zarrckpt
-    from zarrckpt._info import count_text, size_text
+    from zarrckpt._reports import count_text, size_text
 
     kind = format_ or ("torch" if PurePath(target).suffix in _TORCH_SUFFIXES else "safetensors")
     with hints(url):
@@ -109,7 +109,7 @@ def _with_torch(part: Any, kind: str, target: str, options: dict[str, Any]) -> E
 @click.option("--allow-pickle", is_flag=True, help="Run the code of values (torch.save, DCP) that need it.")
 @json_option
 @store_options
-def import_(
+def import_command(
     source: str,
     url: str,
     patterns: tuple[str, ...],
@@ -132,7 +132,7 @@ def import_(
       zarrckpt import dcp-run/step-100 run/step-100
     """
     import zarrckpt
-    from zarrckpt._info import size_text
+    from zarrckpt._reports import size_text
 
     with progress_bar("importing") as progress:
         report = zarrckpt.import_checkpoint(

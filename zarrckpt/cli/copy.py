@@ -22,13 +22,13 @@ from zarrckpt.cli._common import (
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
-    from zarrckpt._report import CopyReport
+    from zarrckpt._reports import CopyReport
 
 _COMPRESSIONS = {None: "keep", "none": None}
 """What ``copy_to`` takes for words that are no codec's name."""
 
 
-@click.command()
+@click.command("cp")
 @click.argument("source", metavar="A")
 @click.argument("target", metavar="B")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Only these entries (repeatable).")
@@ -64,7 +64,7 @@ _COMPRESSIONS = {None: "keep", "none": None}
 @target_options
 @json_option
 @store_options
-def cp(
+def cp_command(
     source: str,
     target: str,
     include: tuple[str, ...],
@@ -87,7 +87,7 @@ def cp(
       zarrckpt cp run/step-100 weights --include model --dtype bfloat16 --max-chunk-mb 64
       zarrckpt cp run/step-100 small --compression blosc
     """
-    from zarrckpt._info import size_text
+    from zarrckpt._reports import size_text
 
     options |= {"storage_options": target_options, "compression": _COMPRESSIONS.get(compression, compression)}
     if max_chunk_mb is not None:

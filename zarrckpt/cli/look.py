@@ -24,16 +24,16 @@ from zarrckpt.cli._common import (
 
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
-    from zarrckpt._info import CheckpointInfo, DTypeInfo
+    from zarrckpt._inspect.info import CheckpointInfo, DTypeInfo
 
 
-@click.command()
+@click.command("ls")
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @header_option
 @json_option
 @store_options
-def ls(url: str, patterns: tuple[str, ...], as_json: bool, storage_options: Any) -> None:
+def ls_command(url: str, patterns: tuple[str, ...], as_json: bool, storage_options: Any) -> None:
     """List the entries: name, dtype, shape or value, size.
 
     Of a folder of checkpoints, list these, in the order in which they were saved: name, step, age, size, metadata.
@@ -65,9 +65,9 @@ def ls(url: str, patterns: tuple[str, ...], as_json: bool, storage_options: Any)
 
 def _checkpoints(url: str, storage_options: Any) -> list[dict[str, Any]]:
     """What is known of the checkpoints right below a url, in the order of their commits; the others come last."""
-    from zarrckpt._commit import checkpoints_below
+    from zarrckpt._commit.protocol import checkpoints_below
     from zarrckpt._errors import StorageError, UnsupportedFormatError
-    from zarrckpt._info import info_of
+    from zarrckpt._inspect.info import info_of
     from zarrckpt._store import StoreSpec
 
     spec, listed = StoreSpec(url, None, storage_options), []
@@ -89,7 +89,8 @@ def _checkpoints(url: str, storage_options: Any) -> list[dict[str, Any]]:
 
 
 def _print_checkpoints(listed: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    from zarrckpt._info import STEPS, age_text, size_text
+    from zarrckpt._inspect.info import STEPS
+    from zarrckpt._reports import age_text, size_text
 
     if as_json:
         print_json(listed)
@@ -141,13 +142,13 @@ def _object(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
     return {"name": name, "value": ckpt[fqn]} if kind == "value" else {"name": name, "encoding": kind, "kind": text}
 
 
-@click.command()
+@click.command("tree")
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--depth", type=click.IntRange(1), help="Levels to show (default: all).")
 @json_option
 @store_options
-def tree(url: str, patterns: tuple[str, ...], depth: int | None, as_json: bool, storage_options: Any) -> None:
+def tree_command(url: str, patterns: tuple[str, ...], depth: int | None, as_json: bool, storage_options: Any) -> None:
     """Show the names as a tree, with sizes. Levels are what stands between dots; --json nests as the state dict did.
 
     \b
@@ -155,7 +156,7 @@ def tree(url: str, patterns: tuple[str, ...], depth: int | None, as_json: bool, 
       zarrckpt tree run/step-100 --depth 2
       zarrckpt tree run/step-100 'optim.state'
     """
-    from zarrckpt._info import size_text
+    from zarrckpt._reports import size_text
 
     ckpt = opened(url, storage_options, patterns)
     if as_json:
@@ -215,7 +216,7 @@ class _Node:
 
 
 def _print_tree(node: _Node, indent: str, depth: int | None) -> None:
-    from zarrckpt._info import count_text, size_text
+    from zarrckpt._reports import count_text, size_text
 
     rows = [*node.rows()]
     for place, (name, child) in enumerate(rows, 1):
@@ -235,11 +236,11 @@ _LISTED = 12
 """Groups that ``info`` names; the largest ones, where there are more."""
 
 
-@click.command()
+@click.command("info")
 @click.argument("url")
 @json_option
 @store_options
-def info(url: str, as_json: bool, storage_options: Any) -> None:
+def info_command(url: str, as_json: bool, storage_options: Any) -> None:
     """Say what a checkpoint is: sizes, dtypes, step, who wrote it.
 
     One request; two more where tensors are compressed, for the sizes that are stored.
@@ -259,7 +260,7 @@ def info(url: str, as_json: bool, storage_options: Any) -> None:
 
 
 def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
-    from zarrckpt._info import count_text, size_text, software_text, time_text, value_text
+    from zarrckpt._reports import count_text, size_text, software_text, time_text, value_text
 
     blobs = f", and {found.blobs:,} kept as bytes, {size_text(found.blob_nbytes)}" if found.blobs else ""
     chunks = f"{count_text(found.chunks, 'chunk')}, {count_text(found.subchunks, 'subchunk')}"
@@ -276,7 +277,7 @@ def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
         ("stored", _stored(found)),
         ("layout", chunks + place),
         ("values", f"{found.values:,}{blobs}"),
-        *_headed("dtypes", [(name, _numbers_of(part)) for name, part in found.dtypes.items()]),
+        *_headed("dtypes", [(name, _shown_numbers(part)) for name, part in found.dtypes.items()]),
     ]
     listed = sorted(found.groups, key=lambda name: -found.groups[name])[:_LISTED]
     sizes = [(name, size_text(size)) for name, size in found.groups.items() if name in listed]
@@ -291,15 +292,15 @@ def _headed(title: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str
     return [(title if place == 0 else "", f"{name:{width}}  {text}") for place, (name, text) in enumerate(pairs)]
 
 
-def _numbers_of(part: DTypeInfo) -> str:
-    from zarrckpt._info import count_text, size_text
+def _shown_numbers(part: DTypeInfo) -> str:
+    from zarrckpt._reports import count_text, size_text
 
     return f"{count_text(part.tensors, 'tensor')}, {count_text(part.elements, 'element')}, {size_text(part.nbytes)}"
 
 
 def _stored(found: CheckpointInfo) -> str:
     """The tensors' bytes in the store, and what compression makes of them."""
-    from zarrckpt._info import size_text
+    from zarrckpt._reports import size_text
 
     if found.nbytes_stored is None:
         return f"unknown: a table cannot be read; run zarrckpt verify {found.url}"
@@ -341,13 +342,13 @@ def _selection(text: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command("cat", context_settings={"ignore_unknown_options": True})
 @click.argument("url")
 @click.argument("key")
 @click.argument("slice_", metavar="[SLICE]", required=False)
 @json_option
 @store_options
-def cat(url: str, key: str, slice_: str | None, as_json: bool, storage_options: Any) -> None:
+def cat_command(url: str, key: str, slice_: str | None, as_json: bool, storage_options: Any) -> None:
     """Show one entry: a value, or a tensor's numbers and its corner, or the part that SLICE says.
 
     \b
@@ -370,7 +371,7 @@ def cat(url: str, key: str, slice_: str | None, as_json: bool, storage_options: 
     if as_json:
         print_json(found)
         return
-    from zarrckpt._info import value_text
+    from zarrckpt._reports import value_text
 
     text = value_text(found)
     more = f"\n... {len(text) - _LONGEST:,} characters more; --json has them all" if len(text) > _LONGEST else ""

@@ -22,7 +22,7 @@ from zarrckpt.cli._common import (
 _NAMED = 5
 
 
-@click.command()
+@click.command("report")
 @click.argument("url")
 @click.argument("other", required=False, metavar="[OTHER]")
 @click.option(
@@ -35,7 +35,7 @@ _NAMED = 5
 @partial(target_options, said="An option of OTHER's store (default: URL's, but for a local path).")
 @json_option
 @partial(store_options, letters=["-O"])
-def report(
+def report_command(
     url: str,
     other: str | None,
     output: str,
@@ -58,7 +58,7 @@ def report(
       zarrckpt report run/step-100 run/step-200 -o changes.html
       zarrckpt report s3://bucket/run/step-100 --no-values -O region=eu-west-1
     """
-    from zarrckpt._info import count_text, size_text
+    from zarrckpt._reports import count_text, size_text
 
     ckpt = opened(url, storage_options)
     another = None if other is None else opened_beside(other, target_options, storage_options)

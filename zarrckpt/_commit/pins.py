@@ -1,0 +1,89 @@
+"""``pin`` and ``unpin``: keep a checkpoint from being removed or replaced. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from zarrckpt._commit import protocol
+from zarrckpt._commit.marker import PINS, Pin, pin_key
+from zarrckpt._errors import CheckpointError, CheckpointRemovedError, CheckpointReplacedError
+from zarrckpt._format.documents import NODE, group_document, join
+from zarrckpt._format.json_values import dumps
+from zarrckpt._format.root import HOUSE, Root
+from zarrckpt._format.sealed import is_save_id, now
+from zarrckpt._store import Store, StoreSpec
+
+
+def pin(
+    url: str | os.PathLike[str] | None = None,
+    note: str = "",
+    *,
+    store: object | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    credential_provider: Callable[..., Any] | None = None,
+) -> str:
+    """Keep the checkpoint at a url from being removed or replaced; return the pin's id, for :func:`unpin`.
+
+    A removal, or a save with ``overwrite=True``, raises CheckpointPinnedError as long as any pin is there. Pins are
+    objects beside the checkpoint, so they hold for every process that uses this package; nothing holds back who deletes
+    objects in another way.
+
+    Args:
+        url: of a committed checkpoint.
+        note: who needs it, and what for: shown to whoever would remove it.
+
+    The other arguments are those of :func:`open`. About 12 requests. Raises CheckpointNotFoundError where nothing is
+    committed; CheckpointRemovedError where the checkpoint is being removed, and CheckpointReplacedError where a save
+    has been begun that may replace it: it is not pinned then.
+    """
+    if not isinstance(note, str):
+        raise TypeError(f"note must be a str, got a {type(note).__name__}")
+    place = StoreSpec(url, store, storage_options, credential_provider).open()
+    root = protocol.load_root(place)
+    own = Pin(protocol.new_id(), note, now())
+    key = pin_key(own.pin_id)
+    try:
+        place.create(key, own.to_bytes())
+        place.sync([key])
+        # Whoever removes puts a record, whoever replaces a marker, and looks for pins then: one of two sees the other.
+        _refuse_endangered(place, root)
+        # Now that nobody removes the checkpoint any more: nothing is to be left behind a removal.
+        place.put(join(HOUSE, PINS, NODE), [dumps(group_document())])
+    except BaseException:
+        with suppress(CheckpointError):
+            place.delete([key])
+        raise
+    return own.pin_id
+
+
+def _refuse_endangered(place: Store, root: Root) -> None:
+    found = protocol.leftovers(place)
+    if found.removal or found.root_bytes is None:
+        raise CheckpointRemovedError(f"the checkpoint at {place.url} is being removed, or is gone: pin another one")
+    if found.root is None or found.root.save_id != root.save_id:
+        raise CheckpointReplacedError(f"the checkpoint at {place.url} was replaced meanwhile: pin it again")
+    if rivals := [marker for marker in found.others if found.may_commit(marker)]:
+        raise CheckpointReplacedError(
+            f"save {rivals[0].attempt}, begun {rivals[0].started}, is to replace the checkpoint at {place.url}: pin it "
+            f"when that has ended, or, if no save is running: zarrckpt recover {place.url} --stopped"
+        )
+
+
+def unpin(
+    url: str | os.PathLike[str] | None = None,
+    pin_id: str = "",
+    *,
+    store: object | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    credential_provider: Callable[..., Any] | None = None,
+) -> None:
+    """Delete a pin of the checkpoint at a url; one that is gone is no error. One request.
+
+    ``pin_id`` is what :func:`pin` returned. The other arguments are those of :func:`open`.
+    """
+    if not is_save_id(pin_id):
+        raise CheckpointError(f"{pin_id!r:.80} is no pin's id: zarrckpt.pin returns 32 hexadecimal digits")
+    StoreSpec(url, store, storage_options, credential_provider).open().delete([pin_key(pin_id)])

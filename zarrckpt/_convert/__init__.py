@@ -1,0 +1,1 @@
+"""Other libraries' files from checkpoints, and checkpoints from such files."""

@@ -1,0 +1,38 @@
+"""Entries of an open checkpoint as new torch tensors and values, nested as they were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from zarrckpt._format.state_path import StatePath
+from zarrckpt._jobs import Progress
+from zarrckpt._read.arrays import read_arrays
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._state.flatten import build
+from zarrckpt._state.tensors import torch_dtype
+
+
+def load_state(
+    catalog: Catalog,
+    paths: Mapping[str, StatePath],
+    device: Any,
+    *,
+    allow_pickle: bool,
+    max_inflight_bytes: int,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Read entries, fqn -> where they go, see :meth:`Checkpoint.load`. Tensors arrive in CPU memory first."""
+    root, device = catalog.root, torch.device(device)  # a device that is none fails before anything is read
+    values = {fqn: catalog.read_object(fqn, allow_pickle=allow_pickle) for fqn in paths if fqn in root.objects}
+    arrays = read_arrays(catalog, [fqn for fqn in paths if fqn in root.tensors], max_inflight_bytes, progress)
+    for fqn in list(arrays):
+        # One after the other: what is on the device already is needed no more here.
+        array = arrays.pop(fqn)
+        raw = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        values[fqn] = raw.view(torch_dtype(root.tensors[fqn])).reshape(array.shape).to(device)
+    state: dict[str, Any] = build((path, values[fqn]) for fqn, path in paths.items()) if paths else {}
+    return state

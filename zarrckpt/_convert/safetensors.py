@@ -1,0 +1,142 @@
+"""Tensors of a checkpoint as safetensors files, in bounded memory. No torch.
+
+The format: https://github.com/huggingface/safetensors#format. Eight bytes with the length of a JSON header, the header,
+the tensors' bytes one after the other. Several files get an index as Hugging Face has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._jobs import Progress, Tally
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.parts import batches, parts_in_order
+from zarrckpt._reports import ExportReport
+from zarrckpt._store._whole_files import flush, new_files, refuse_existing
+
+INDEX = "model.safetensors.index.json"
+SAFETENSORS_SUFFIX = ".safetensors"
+_MODEL_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_ALIGNED = 8
+_METADATA = "__metadata__"
+"""What the header has beside tensors."""
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "complex64": "C64",
+}
+
+
+def export_safetensors(
+    catalog: Catalog,
+    names: Mapping[str, str],
+    target: str,
+    *,
+    max_file_bytes: int,
+    overwrite: bool,
+    max_inflight_bytes: int,
+    progress: Progress | None,
+) -> ExportReport:
+    """Write tensors, fqn -> name in the files, see ``Checkpoint.to_safetensors``."""
+    nodes = {fqn: catalog.root.tensors[fqn] for fqn in names}
+    for fqn, node in nodes.items():
+        if node.dtype.name not in _NAMES:
+            raise UnsupportedValueError(
+                f"{fqn!r} is {node.dtype.name}, which safetensors has no name for: export a part without it"
+            )
+        if names[fqn] == _METADATA:
+            raise UnsupportedValueError(
+                f"{fqn!r} would be {_METADATA!r} there, which no tensor can be called in safetensors: export a part "
+                "without it"
+            )
+    folder, files = _files(nodes, target, max_file_bytes)
+    written = [*files, *([INDEX] if len(files) > 1 else [])]
+    stale = [] if target.endswith(SAFETENSORS_SUFFIX) else _model_files(folder)
+    if not overwrite:
+        refuse_existing([*(os.path.join(folder, name) for name in written), *stale])
+    total = sum(node.nbytes for node in nodes.values())
+    tally = Tally(total, progress)
+    with new_files([os.path.join(folder, name) for name in written]) as parts:
+        for part, fqns in zip(parts, files.values(), strict=False):
+            _write(catalog, part, {fqn: names[fqn] for fqn in fqns}, max_inflight_bytes, tally)
+        if len(files) > 1:
+            where = {names[fqn]: name for name, fqns in files.items() for fqn in fqns}
+            _put_file(parts[-1], {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        # Before the new ones have their names: an index must not name files of another export.
+        for path in stale:
+            os.unlink(path)
+    return ExportReport(folder, tuple(written), len(names), 0, total)
+
+
+def _files(nodes: Mapping[str, ArrayNode], target: str, limit: int) -> tuple[str, dict[str, list[str]]]:
+    """The folder, and the names of the tensors in each of its files."""
+    if target.endswith(SAFETENSORS_SUFFIX):
+        folder, name = os.path.split(target)
+        return folder or ".", {name: list(nodes)}
+    dealt = list(batches(nodes, lambda fqn: nodes[fqn].nbytes, limit))
+    if len(dealt) == 1:
+        return target, {f"model{SAFETENSORS_SUFFIX}": dealt[0]}
+    width = max(5, len(str(len(dealt))))
+    return target, {
+        f"model-{i + 1:0{width}}-of-{len(dealt):0{width}}{SAFETENSORS_SUFFIX}": part for i, part in enumerate(dealt)
+    }
+
+
+def _model_files(folder: str) -> list[str]:
+    """Files of an earlier export, the index first: loaders would take them for this one's."""
+    if not os.path.isdir(folder):
+        return []
+    names = sorted(name for name in os.listdir(folder) if name == INDEX or _MODEL_FILE.fullmatch(name))
+    return [os.path.join(folder, name) for name in sorted(names, key=lambda name: name != INDEX)]
+
+
+def _write(catalog: Catalog, path: str, names: Mapping[str, str], max_inflight_bytes: int, tally: Tally) -> None:
+    # Widest elements first: then each begins at a multiple of its size.
+    ordered = sorted(names, key=lambda fqn: -catalog.root.tensors[fqn].dtype.itemsize)
+    with open(path, "wb") as file:
+        file.write(_header(catalog, {fqn: names[fqn] for fqn in ordered}))
+        for _, array in parts_in_order(catalog, ordered, max_inflight_bytes):
+            file.write(array.reshape(-1).view("u1").data)
+            tally.add(array.nbytes)
+        flush(file)
+
+
+def _header(catalog: Catalog, names: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    begin = 0
+    for fqn, name in names.items():
+        node = catalog.root.tensors[fqn]
+        end = begin + node.nbytes
+        header[name] = {"dtype": _NAMES[node.dtype.name], "shape": list(node.grid.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _put_file(path: str, document: Any) -> None:
+    with open(path, "wb") as file:
+        file.write(json.dumps(document, indent=2).encode())
+        flush(file)

@@ -1,0 +1,49 @@
+"""Entries of a checkpoint as a file of ``torch.save``, which takes all of them in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from zarrckpt._convert.loading import load_state
+from zarrckpt._errors import StorageError
+from zarrckpt._format.state_path import StatePath
+from zarrckpt._jobs import Progress
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._reports import ExportReport
+from zarrckpt._store._whole_files import flush, new_files, refuse_existing
+
+
+def export_torch_save(
+    catalog: Catalog,
+    paths: Mapping[str, StatePath],
+    target: str,
+    *,
+    overwrite: bool,
+    allow_pickle: bool,
+    max_inflight_bytes: int,
+    progress: Progress | None,
+) -> ExportReport:
+    """Write entries, fqn -> where they go, see ``Checkpoint.to_torch_save``."""
+    if not overwrite:
+        refuse_existing([target])
+    nodes = [catalog.root.tensors[fqn] for fqn in paths if fqn in catalog.root.tensors]
+    with new_files([target]) as (part,), open(part, "wb") as file:
+        state = load_state(
+            catalog,
+            paths,
+            "cpu",
+            allow_pickle=allow_pickle,
+            max_inflight_bytes=max_inflight_bytes,
+            progress=progress,
+        )
+        try:
+            torch.save(state, file)
+        except RuntimeError as err:  # as torch tells that a disk is full
+            raise StorageError(f"writing {part} failed: {err}") from err
+        flush(file)
+    files = (os.path.basename(target),)
+    total = sum(node.nbytes for node in nodes)
+    return ExportReport(os.path.dirname(target) or ".", files, len(nodes), len(paths) - len(nodes), total)

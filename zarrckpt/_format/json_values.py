@@ -1,0 +1,328 @@
+"""Values that JSON can hold <-> strict JSON.
+
+:func:`encode_json` turns these Python types, and no subclasses of them, into JSON from which
+:func:`decode_json` restores type and value exactly. An object with one member whose name begins with ``$`` is
+a *tagged form*; no other member name begins with ``$``.
+
+====================================== ===============================================================
+Python                                 JSON
+====================================== ===============================================================
+None, bool, str, list                  null, true or false, string, array
+str with a lone surrogate              ``{"$str": hex}``: its UTF-8 form, surrogates as if characters
+int up to 2**53 - 1 either way         number without fraction and exponent
+int beyond                             ``{"$int": "-0x20000000000000"}``
+float, finite                          number with fraction or exponent; -0.0 is ``-0.0``
+float, other                           ``{"$float": "nan"}``, ``"inf"``, ``"-inf"``; a nan of other
+                                       bits than 0x7ff8000000000000 is ``"0x"`` and its 16 digits
+complex                                ``{"$complex": [real, imag]}``, two floats as above
+tuple                                  ``{"$tuple": [item, ...]}``
+set, frozenset                         ``{"$set": [item, ...]}``, ``{"$frozenset": [...]}``, in order
+                                       of the items' JSON texts
+dict with plain keys                   object with the same members in the same order; a plain key is
+                                       a str that doesn't begin with ``$`` and has no lone surrogate
+dict with other keys                   ``{"$dict": [[key, value], ...]}``; a key can be any value here
+OrderedDict                            ``{"$ordereddict": [[key, value], ...]}``
+====================================== ===============================================================
+
+Hexadecimal digits are lowercase. Values nest at most 32 deep, so that the JSON stays below the 128 levels
+that some parsers stop at. A value that refers to itself has no JSON form; an object that occurs twice comes
+back as two equal objects.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Final, cast
+
+from zarrckpt._errors import CorruptCheckpointError
+from zarrckpt._format.state_path import is_unicode
+
+MAX_DEPTH: Final = 32
+"""How deep values nest in JSON."""
+
+NOT_JSON: Final = object()
+"""What :func:`encode_json` returns for a value that has no JSON form."""
+
+_MAX_INT = 2**53 - 1
+_NAN = struct.pack(">d", math.nan)
+_INT = re.compile(r"-?0x[0-9a-f]+")
+_NAN_BITS = re.compile(r"0x[7f]ff[0-9a-f]{13}")
+_HEX = re.compile(r"(?:[0-9a-f]{2})+")
+
+# Containers that are met again may bring this many items in all: enough for shared constants, and a bound
+# for values such as thirty times a = [a, a], which are small in memory and in a pickle but not in JSON.
+_MAX_REPEATED = 2**20
+
+
+def encode_json(value: object) -> object:
+    """The JSON form of a value, as the objects that ``json.dumps`` takes, or NOT_JSON where it has none.
+
+    Equal values of equal types have equal JSON, but for the order of a dict. Time grows with the size.
+    """
+    try:
+        return Encoder().encode(value, 0)
+    except NotJson:
+        return NOT_JSON
+
+
+def decode_json(obj: object) -> Any:
+    """The value that a JSON form stands for; ``obj`` is what ``json.loads`` returned.
+
+    Raises CorruptCheckpointError for whatever can't come from :func:`encode_json`. Runs nothing, and needs a
+    small multiple of the memory of ``obj``.
+    """
+    return Decoder().decode(obj, 0)
+
+
+def json_size(obj: object) -> int:
+    """Bytes of a JSON form when written compactly with ASCII characters only. Costs one ``json.dumps``."""
+    return len(dumps(obj))
+
+
+class NotJson(Exception):
+    """Ends an encoding at the first item without a JSON form."""
+
+
+class Encoder:
+    """One walk over one value.
+
+    ``attach`` gives the form of an item that has none here, or raises NotJson; without it all such items do.
+    """
+
+    def __init__(self, attach: Callable[[object], object] | None = None) -> None:
+        self._attach = attach
+        self._seen: set[int] = set()
+        self._repeated = 0
+
+    def encode(self, value: object, depth: int) -> object:
+        """The form of an item inside ``depth`` containers."""
+        if value is None or type(value) is bool:
+            return value
+        if type(value) is str:
+            return value if is_unicode(value) else {"$str": value.encode("utf-8", "surrogatepass").hex()}
+        if type(value) is int:
+            return value if -_MAX_INT <= value <= _MAX_INT else {"$int": hex(value)}
+        if type(value) is float:
+            return _encode_float(value)
+        if type(value) is complex:
+            return {"$complex": [_encode_float(value.real), _encode_float(value.imag)]}
+        if type(value) in (list, tuple, set, frozenset, dict, OrderedDict):
+            return self._container(value, depth)
+        if self._attach is None:
+            raise NotJson
+        return self._attach(value)
+
+    def _container(self, value: Any, depth: int) -> object:
+        self._check(value, depth)
+        if isinstance(value, dict):
+            return self._mapping(value, depth + 1)
+        items = [self.encode(item, depth + 1) for item in value]
+        if type(value) is list:
+            return items
+        if type(value) is not tuple:
+            items.sort(key=dumps)  # the order of a set differs between processes
+        return {f"${type(value).__name__}": items}
+
+    def _mapping(self, value: dict[Any, Any], depth: int) -> object:
+        if type(value) is dict and all(map(is_plain_key, value)):
+            return {key: self.encode(item, depth) for key, item in value.items()}
+        pairs = [[self.encode(key, depth), self.encode(item, depth)] for key, item in value.items()]
+        return {"$dict" if type(value) is dict else "$ordereddict": pairs}
+
+    def _check(self, value: Any, depth: int) -> None:
+        if depth == MAX_DEPTH:  # a value that refers to itself ends here as well
+            raise NotJson
+        if id(value) in self._seen:
+            self._repeated += 1 + len(value)
+            if self._repeated > _MAX_REPEATED:
+                raise NotJson
+        self._seen.add(id(value))
+
+
+def _encode_float(value: float) -> object:
+    if math.isfinite(value):
+        return value
+    bits = struct.pack(">d", value)
+    return {"$float": repr(value) if math.isinf(value) or bits == _NAN else f"0x{bits.hex()}"}
+
+
+def is_plain_key(key: object) -> bool:
+    """Whether a key of a dict can be a member's name."""
+    return type(key) is str and not key.startswith("$") and is_unicode(key)
+
+
+class Decoder:
+    """The reverse of Encoder, for documents that may say anything.
+
+    ``blob`` restores what the tag ``$blob`` stands for; without it the tag is unknown.
+    """
+
+    def __init__(self, blob: Callable[[object], object] | None = None) -> None:
+        self._blob = blob
+
+    def decode(self, obj: object, depth: int) -> Any:
+        """The value of an item inside ``depth`` containers. Raises CorruptCheckpointError."""
+        if obj is None or type(obj) is bool or (type(obj) is str and is_unicode(obj)):
+            return obj
+        if type(obj) is int and -_MAX_INT <= obj <= _MAX_INT:
+            return obj
+        if type(obj) is float and math.isfinite(obj):
+            return obj
+        if isinstance(obj, list):
+            return self._items(obj, depth, "a list")
+        if not isinstance(obj, dict):
+            raise malformed("a JSON value with numbers in range", obj)
+        if len(obj) == 1:
+            ((tag, content),) = obj.items()
+            if isinstance(tag, str) and tag.startswith("$"):
+                return self._tagged(tag, content, depth)
+        return self._object(obj, depth)
+
+    def _object(self, obj: dict[Any, Any], depth: int) -> dict[str, Any]:
+        _check_depth(depth)
+        for key in obj:
+            if not is_plain_key(key):
+                raise malformed("names of Unicode characters that do not begin with '$'", key)
+        return {key: self.decode(item, depth + 1) for key, item in obj.items()}
+
+    def _tagged(self, tag: str, content: object, depth: int) -> Any:
+        if tag == "$str":
+            return _decode_str(content)
+        if tag == "$int":
+            return _decode_int(content)
+        if tag == "$float":
+            return _decode_float(content)
+        if tag == "$complex":
+            return _decode_complex(content)
+        if tag == "$tuple":
+            return tuple(self._items(content, depth, tag))
+        if tag == "$set":
+            return self._unique(set, content, depth, tag)
+        if tag == "$frozenset":
+            return self._unique(frozenset, content, depth, tag)
+        if tag in ("$dict", "$ordereddict"):
+            return self._pairs(dict if tag == "$dict" else OrderedDict, content, depth, tag)
+        if tag == "$blob" and self._blob is not None:
+            return self._blob(content)
+        raise malformed("a known tag", tag)
+
+    def _items(self, content: object, depth: int, tag: str) -> list[Any]:
+        _check_depth(depth)
+        if type(content) is not list:
+            raise malformed(f"an array for {tag}", content)
+        return [self.decode(item, depth + 1) for item in content]
+
+    def _unique(self, kind: Callable[[Iterable[Any]], Any], content: object, depth: int, tag: str) -> Any:
+        items = self._items(content, depth, tag)
+        try:
+            unique = kind(items)
+        except TypeError as err:
+            raise CorruptCheckpointError(f"malformed JSON value: {tag}: {err}") from err
+        texts = list(map(dumps, cast("list[object]", content)))
+        if len(unique) != len(items) or texts != sorted(texts):
+            raise malformed(f"items of {tag} to differ, and in the order of their JSON texts", content)
+        return unique
+
+    def _pairs(self, kind: Callable[[Iterable[Any]], Any], content: object, depth: int, tag: str) -> Any:
+        _check_depth(depth)
+        if type(content) is not list or not all(type(pair) is list and len(pair) == 2 for pair in content):
+            raise malformed(f"an array of pairs for {tag}", content)
+        pairs = [(self.decode(key, depth + 1), self.decode(item, depth + 1)) for key, item in content]
+        try:
+            mapping = kind(pairs)
+        except TypeError as err:
+            raise CorruptCheckpointError(f"malformed JSON value: {tag}: {err}") from err
+        if len(mapping) != len(pairs):
+            raise malformed(f"keys of {tag} to differ", content)
+        if kind is dict and all(map(is_plain_key, mapping)):
+            raise malformed("an object for a dict with plain keys", tag)
+        return mapping
+
+
+def _decode_str(content: object) -> str:
+    digits = _matching(content, _HEX, "pairs of hexadecimal digits")
+    try:
+        text = bytes.fromhex(digits).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as err:
+        raise CorruptCheckpointError(f"malformed JSON value: $str: {err}") from err
+    if is_unicode(text):
+        raise malformed("a string for a text without lone surrogates", content)
+    return text
+
+
+def _decode_int(content: object) -> int:
+    number = int(_matching(content, _INT, "hexadecimal digits after '0x'"), 16)
+    if -_MAX_INT <= number <= _MAX_INT or hex(number) != content:
+        raise malformed("an integer beyond 2**53 - 1, without leading zeros", content)
+    return number
+
+
+def _decode_float(content: object) -> float:
+    if content in ("nan", "inf", "-inf"):
+        return float(str(content))
+    bits = bytes.fromhex(_matching(content, _NAN_BITS, "'nan', 'inf', '-inf' or the bits of a nan")[2:])
+    number: float = struct.unpack(">d", bits)[0]
+    if not math.isnan(number) or struct.pack(">d", number) == _NAN:
+        raise malformed("the bits of a nan other than the usual one", content)
+    return number
+
+
+def _decode_complex(content: object) -> complex:
+    if type(content) is not list or len(content) != 2:
+        raise malformed("two floats for $complex", content)
+    return complex(*map(_decode_part, content))
+
+
+def _decode_part(content: object) -> float:
+    if isinstance(content, dict) and set(content) == {"$float"}:
+        return _decode_float(content["$float"])
+    if type(content) is not float or not math.isfinite(content):
+        raise malformed("two floats for $complex", content)
+    return content
+
+
+def _matching(content: object, pattern: re.Pattern[str], expected: str) -> str:
+    if type(content) is not str or not pattern.fullmatch(content):
+        raise malformed(expected, content)
+    return content
+
+
+def _check_depth(depth: int) -> None:
+    if depth >= MAX_DEPTH:
+        raise CorruptCheckpointError(f"malformed JSON value: nested deeper than {MAX_DEPTH} levels")
+
+
+def malformed(expected: str, found: object) -> CorruptCheckpointError:
+    """The error for something in a JSON form that should be something else."""
+    # The repr of a container may be huge or nested without end.
+    shown = f"{found!r:.80}" if isinstance(found, str) else f"a {type(found).__name__}"
+    return CorruptCheckpointError(f"malformed JSON value: found {shown}, expected {expected}")
+
+
+def dumps(obj: object) -> bytes:
+    """Strict JSON, compact, ASCII characters only."""
+    return json.dumps(obj, allow_nan=False, separators=(",", ":")).encode()
+
+
+def loads(data: bytes | bytearray | memoryview) -> object:
+    """Parse strict JSON. Raises CorruptCheckpointError for anything else."""
+    try:
+        return json.loads(str(data, "utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as err:
+        raise CorruptCheckpointError(f"not valid JSON: {type(err).__name__}: {err}") from err
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a member name occurs twice")
+    return found

@@ -1,0 +1,91 @@
+"""What a user keeps with a checkpoint: a JSON object, in the root document. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from zarrckpt._errors import CorruptCheckpointError
+from zarrckpt._format import values as _values
+from zarrckpt._format.state_path import KEY_BITS
+
+MAX_METADATA = 64 << 10
+"""Bytes of JSON: every reader of the checkpoint fetches it."""
+
+RESERVED = "zarrckpt."
+"""How the names begin that this package gives a meaning."""
+
+
+def checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The ``metadata`` of a save as plain JSON types; tensors and numpy arrays of one element count as numbers.
+
+    Raises TypeError and ValueError that name the member.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"metadata must be a dict such as {{'step': 7}}, got a {type(given).__name__}")
+    plain: dict[str, Any] = _plain(given, "metadata", 0, iter(range(MAX_METADATA)))
+    reserved = [name for name in plain if name.startswith(RESERVED)]
+    if reserved:
+        raise ValueError(f"metadata[{reserved[0]!r}]: names that begin with {RESERVED!r} are reserved")
+    if (size := _values.json_size(_values.encode_json(plain))) > MAX_METADATA:
+        raise _too_large(f"{size:,} bytes")
+    return plain
+
+
+def _plain(value: Any, where: str, depth: int, room: Iterator[int]) -> Any:
+    """A value as plain JSON types; ``room`` has an element for each value that there may be."""
+    if next(room, None) is None:
+        raise _too_large(f"more than {MAX_METADATA:,} values")
+    if type(value) is int and value.bit_length() > KEY_BITS:
+        raise ValueError(f"{where} is an int of {value.bit_length()} bits, more than {KEY_BITS}")
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping | list | tuple) and depth == _values.MAX_DEPTH:
+        raise ValueError(f"metadata nests deeper than {_values.MAX_DEPTH} levels")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str) or not _values.is_plain_key(str(key)):
+                raise TypeError(f"{where}: the key {key!r} must be a str of Unicode that does not begin with '$'")
+        return {str(key): _plain(item, f"{where}[{key!r}]", depth + 1, room) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{place}]", depth + 1, room) for place, item in enumerate(value)]
+    # Losses and other metrics are tensors and numpy numbers as often as floats.
+    if callable(getattr(value, "item", None)) and getattr(value, "size", None) is not None:
+        with suppress(RuntimeError, ValueError):  # more than one element
+            return _plain(value.item(), where, depth, room)
+    raise TypeError(
+        f"{where} is a {type(value).__name__}: metadata takes None, bools, numbers, strings, lists and dicts of them"
+    )
+
+
+def _too_large(found: str) -> ValueError:
+    return ValueError(
+        f"metadata has {found}, and may take {MAX_METADATA:,} bytes as JSON: put what is large into the state"
+    )
+
+
+def parse_metadata(found: Any, where: str) -> dict[str, Any]:
+    """The metadata of a stored root. Raises CorruptCheckpointError."""
+    try:
+        value = _values.decode_json(found)
+    except CorruptCheckpointError as err:
+        raise CorruptCheckpointError(f"{where}: metadata: {err}") from err
+    if type(value) is not dict or not _is_plain_number(value) or _values.json_size(found) > MAX_METADATA:
+        raise CorruptCheckpointError(
+            f"{where}: metadata is {found!r:.80}, expected an object of values as JSON has them, of at most "
+            f"{MAX_METADATA:,} bytes"
+        )
+    return value
+
+
+def _is_plain_number(value: object) -> bool:
+    if type(value) is dict:
+        return all(map(_values.is_plain_key, value)) and all(map(_is_plain_number, value.values()))
+    if type(value) is list:
+        return all(map(_is_plain_number, value))
+    if type(value) is int:
+        return value.bit_length() <= KEY_BITS
+    return value is None or type(value) in (bool, float, str)

@@ -1,0 +1,477 @@
+"""The root document: what a checkpoint holds, where, and the proof that it is complete. No I/O."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from zarrckpt._errors import CorruptCheckpointError, KeyMismatchError
+from zarrckpt._format import dtypes
+from zarrckpt._format import names as _names
+from zarrckpt._format import values as _values
+from zarrckpt._format.documents import ATTRIBUTE, ArrayNode, Json, group_document, join, parse_array, same_json
+from zarrckpt._format.grid import Grid, Ints
+from zarrckpt._format.metadata import parse_metadata
+from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
+from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, one_nan
+
+HOUSE = "@zarrckpt"
+"""The group that holds the claim, a group for each attempt (its marker and its tables), records and pins."""
+
+CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
+MAX_POSITION = 1 << 20
+"""Positions in lists are below: who rebuilds a list makes room up to the last one. Flat lists of values are values."""
+MAX_RANKS = 1 << 20
+"""Whose tensors one entry stacks, at most: readers make a list of them. Stacks of the same ranks share one."""
+_ALL_RANKS = 1 << 22
+"""In all lists of a root together, at most."""
+HISTORY = 16
+"""Save ids that a root remembers: enough to tell a lost answer from a lost race."""
+
+CONVENTION = {
+    "uuid": "5b7d4e6c-9370-451d-99bb-c6befbe4ad94",
+    "name": ATTRIBUTE,
+    "description": "A checkpoint of PyTorch state: entries, their original keys and values, tables of checksums",
+}
+"""What the attribute ``zarr_conventions`` says of the attribute ``zarrckpt``."""
+
+_BLOB_KINDS = {"raw": True, "npy": True, "tree": False, "torch": True, "pickle": True}
+"""The encodings of blobs, and whether each names a kind."""
+
+
+@dataclass(frozen=True)
+class BlobEntry:
+    """A non-tensor entry kept as a uint8 array, and how its bytes are to be understood."""
+
+    array: ArrayNode
+    encoding: str
+    kind: str | None = None
+
+
+@dataclass(frozen=True)
+class ValueEntry:
+    """A non-tensor entry kept as JSON in the root document."""
+
+    path: str
+    json: Any
+
+
+Entry = ArrayNode | ValueEntry | BlobEntry
+
+
+class Stack(NamedTuple):
+    """What makes an entry one of several ranks' tensors."""
+
+    ranks: tuple[int, ...]
+    """Ascending; each has one element of the first axis."""
+    level: int
+    """Which of the entry's keys stands for the number of the rank."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A uint32 array beside the tree: its number of elements and the crc32c of its bytes."""
+
+    length: int
+    crc32c: int
+
+
+@dataclass(frozen=True)
+class Root:
+    """Everything that the root document says. Paths are relative to ``tree``."""
+
+    save_id: str
+    tree: str
+    entries: Mapping[str, Entry]
+    """fqn -> what it is, in the order of the state dict."""
+    checksums: Table
+    sizes: Table | None = None
+    """Only where an array is compressed."""
+    history: tuple[str, ...] = ()
+    created: str = ""
+    software: Mapping[str, str] = field(default_factory=dict)
+    world_size: int = 1
+    keys: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """fqn -> the original keys, where they are not the strings that the path consists of."""
+    containers: Mapping[str, str] = field(default_factory=dict)
+    """node path -> the container there, where it is not a dict."""
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
+    """fqn -> whose tensors are stacked along its first axis; of such entries only."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the user keeps with the checkpoint."""
+
+    @cached_property
+    def tensors(self) -> dict[str, ArrayNode]:
+        """The entries that are arrays."""
+        return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, ArrayNode)}
+
+    @cached_property
+    def objects(self) -> dict[str, ValueEntry | BlobEntry]:
+        """The entries that are Python objects."""
+        return {fqn: entry for fqn, entry in self.entries.items() if not isinstance(entry, ArrayNode)}
+
+    def arrays(self, fqns: Iterable[str] | None = None) -> list[ArrayNode]:
+        """Every array of the tree, or of some entries, sorted by path: the order of the tables."""
+        nodes = map(self.array, self.entries if fqns is None else fqns)
+        return sorted((node for node in nodes if node is not None), key=lambda node: node.path)
+
+    def array(self, fqn: str) -> ArrayNode | None:
+        """The array that holds an entry, a tensor or a blob; None for a value."""
+        entry = self.entries[fqn]
+        if isinstance(entry, ValueEntry):
+            return None
+        return entry.array if isinstance(entry, BlobEntry) else entry
+
+    def node_path(self, fqn: str) -> str:
+        """An entry's path, relative to the tree; values have one too, though no node."""
+        entry = self.entries[fqn]
+        return entry.array.path if isinstance(entry, BlobEntry) else entry.path
+
+    def state_path(self, fqn: str) -> StatePath:
+        """Where an entry sits in the state dict. Raises CorruptCheckpointError where its keys do not fit its path."""
+        names = self.node_path(fqn).split("/")
+        containers = [self.containers.get("/".join(names[:depth]), DICT) for depth in range(len(names))]
+        keys: list[object] = list(self.keys.get(fqn, names))
+        if len(keys) != len(names):
+            raise CorruptCheckpointError(f"entry {fqn!r:.200} has {len(keys)} keys for the path {names!r:.200}")
+        for depth, container in enumerate(containers):
+            if container == LIST:
+                keys[depth] = _position(keys[depth], fqn)
+        stack = self.stacks.get(fqn)
+        if stack is not None and keys[stack.level] != RANKS:
+            raise CorruptCheckpointError(f"entry {fqn!r:.200} has no key {RANKS!r} at its level {stack.level}")
+        return StatePath([*map(one_nan, keys)], containers, *(stack or ()))
+
+    def group_path(self, name: str) -> str:
+        """The node path of the group with a flat name. Raises KeyMismatchError where no array is below such a group."""
+        for fqn, entry in self.entries.items():
+            if fqn.startswith(f"{name}.") and not isinstance(entry, ValueEntry):
+                keys = self.state_path(fqn).keys
+                for depth in range(1, len(keys)):
+                    if ".".join(map(str, keys[:depth])) == name:
+                        return "/".join(self.node_path(fqn).split("/")[:depth])
+        raise KeyMismatchError(f"no group {name!r} with arrays below it")
+
+    def groups(self) -> list[str]:
+        """Paths, from the checkpoint's url, of all groups below the root, the tree's own included."""
+        inside = [join(self.tree, path) for path in parent_groups(node.path for node in self.arrays())]
+        return sorted([self.tree, *inside] if self.tree else inside)
+
+    def documents(self) -> dict[str, Json]:
+        """The documents of all nodes below the root by path, from the checkpoint's url; sorted."""
+        nodes: dict[str, Json] = {path: group_document() for path in self.groups()}
+        nodes |= {join(self.tree, node.path): node.document() for node in self.arrays()}
+        return dict(sorted(nodes.items()))
+
+    def to_bytes(self) -> bytes:
+        """The root ``zarr.json`` as it is stored: a Zarr group with consolidated metadata and our attribute."""
+        tables = {CHECKSUMS: self.checksums, SIZES: self.sizes}
+        members: Json = {
+            "features": [],
+            "save_id": self.save_id,
+            "history": list(self.history),
+            "tree": self.tree,
+            "created": self.created,
+            "software": dict(self.software),
+            "world_size": self.world_size,
+            "entries": {fqn: self._entry_json(fqn, entry) for fqn, entry in self.entries.items()},
+            "keys": {fqn: [_values.encode_json(key) for key in keys] for fqn, keys in self.keys.items()},
+            "containers": dict(self.containers),
+            "tables": {
+                name: {"length": table.length, "crc32c": table.crc32c}
+                for name, table in tables.items()
+                if table is not None
+            },
+        }
+        if self.metadata:
+            members["metadata"] = _values.encode_json(dict(self.metadata))
+        consolidated = {"kind": "inline", "must_understand": False, "metadata": self.documents()}
+        return sealed_bytes(members, {"zarr_conventions": [CONVENTION]}, {"consolidated_metadata": consolidated})
+
+    def _entry_json(self, fqn: str, entry: Entry) -> Json:
+        if isinstance(entry, ValueEntry):
+            return {"path": entry.path, "value": entry.json}
+        if isinstance(entry, BlobEntry):
+            kind = {} if entry.kind is None else {"kind": entry.kind}
+            return {"path": entry.array.path, "encoding": entry.encoding, **kind}
+        stack = self.stacks.get(fqn)
+        extra: Json = {} if stack is None else {"ranks": spans(stack.ranks), "level": stack.level}
+        return {"path": entry.path, **extra}
+
+
+def parent_groups(paths: Iterable[str]) -> set[str]:
+    """Every proper ancestor of the given node paths, the empty path left out."""
+    groups: set[str] = set()
+    for path in paths:
+        parent = path.rpartition("/")[0]
+        while parent and parent not in groups:
+            groups.add(parent)
+            parent = parent.rpartition("/")[0]
+    return groups
+
+
+def table_node(save_id: str, name: str, length: int) -> ArrayNode:
+    """The array that holds a table of an attempt; its path begins at the checkpoint's url."""
+    return ArrayNode(join(HOUSE, save_id, name), Grid((length,), (max(length, 1),)), dtypes.by_name("uint32"))
+
+
+def spans(ranks: Iterable[int]) -> list[list[int]]:
+    """Ascending ranks as half-open spans [begin, end)."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and found[-1][1] == rank:
+            found[-1][1] = rank + 1
+        else:
+            found.append([rank, rank + 1])
+    return found
+
+
+@nesting_bounded
+def parse_root(data: bytes, where: str) -> Root:
+    """Validate a stored root document. ``where`` names it in errors.
+
+    Raises ForeignObjectsError, UnsupportedFormatError, or CorruptCheckpointError for anything inconsistent. Nothing is
+    allocated from sizes that the document claims.
+    """
+    document, members = parse_sealed(data, where)
+    members.sequence("features")
+    save_id, tree = members.save_id("save_id"), members.text("tree")
+    if tree and tree != f"@{save_id}":
+        raise members.fail("tree", tree, "'' or '@' and its save id")
+    history = members.sequence("history")
+    if len(history) > HISTORY:
+        raise members.fail("history", f"a list of {len(history)}", f"at most {HISTORY} save ids")
+    software = members.mapping("software")
+    if not all(isinstance(version, str) for version in software.values()):
+        raise members.fail("software", software, "an object of strings")
+    nodes = _consolidated(document, tree, where)
+    parsed = _Entries(members, nodes)
+    root = Root(
+        save_id=save_id,
+        tree=tree,
+        entries={fqn: parsed.entry(fqn, entry) for fqn, entry in members.mapping("entries").items()},
+        history=tuple(members.as_save_id("history", one) for one in history),
+        created=members.time("created"),
+        software=software,
+        world_size=members.count("world_size", 1),
+        keys={fqn: parsed.keys(fqn, keys) for fqn, keys in members.mapping("keys").items()},
+        containers=_containers(members),
+        stacks=parsed.stacks,
+        metadata=parse_metadata(members.own.get("metadata", {}), where),
+        **_tables(members, nodes.values()),
+    )
+    _check_whole(root, nodes, where)
+    return root
+
+
+def _consolidated(document: Json, tree: str, where: str) -> dict[str, ArrayNode]:
+    """The arrays of the consolidated metadata, by path relative to the tree; it has their groups, and nothing else."""
+    consolidated = document.get("consolidated_metadata")
+    metadata = consolidated.pop("metadata", None) if isinstance(consolidated, dict) else None
+    if not isinstance(metadata, dict) or not same_json(consolidated, {"kind": "inline", "must_understand": False}):
+        raise CorruptCheckpointError(f"{where} has no inline consolidated metadata")
+    nodes: dict[str, ArrayNode] = {}
+    forms: dict[str, ArrayNode] = {}
+    groups = set()
+    prefix = f"{tree}/" if tree else ""
+    for path, node in metadata.items():
+        if same_json(node, group_document()):
+            groups.add(path)
+        elif not isinstance(node, dict) or node.get("node_type") != "array":
+            raise CorruptCheckpointError(f"{where}: node {path!r:.200} is neither a plain group nor an array")
+        elif not path.startswith(prefix):
+            raise CorruptCheckpointError(f"{where}: array {path!r:.200} is outside the tree {tree!r}")
+        else:
+            relative, form = path.removeprefix(prefix), repr(node)
+            # Layers are alike, and their documents do not name them.
+            known = forms.get(form) or forms.setdefault(form, parse_array(relative, node))
+            nodes[relative] = known.at(relative)
+    _names.check_paths(nodes, where)
+    expected = {join(tree, path) for path in parent_groups(nodes)} | ({tree} if tree else set())
+    if groups != expected:
+        odd = sorted(groups ^ expected)
+        raise CorruptCheckpointError(f"{where}: groups and arrays do not match, e.g. {odd[:3]!r:.200}")
+    return nodes
+
+
+def _containers(members: Members) -> dict[str, str]:
+    containers = members.mapping("containers")
+    for path, kind in containers.items():
+        if kind not in (LIST, ORDERED_DICT):
+            raise members.fail(f"container {path!r:.200}", kind, f"{LIST!r} or {ORDERED_DICT!r}")
+    return containers
+
+
+def _tables(members: Members, nodes: Iterable[ArrayNode]) -> dict[str, Table]:
+    """The tables, each with as many elements as the arrays ask for."""
+    lengths: dict[str, int] = {CHECKSUMS: 0}
+    for node in nodes:
+        lengths[CHECKSUMS] += node.grid.num_subchunks
+        if node.compression is not None:
+            lengths[SIZES] = lengths.get(SIZES, 0) + node.grid.num_subchunks
+    entries = members.mapping("tables")
+    if entries.keys() != lengths.keys():
+        raise members.fail("tables", sorted(entries), f"exactly {sorted(lengths)}")
+    tables = {}
+    for name, expected in lengths.items():
+        if not isinstance(entries[name], dict):
+            raise members.fail(f"table {name!r}", entries[name], "an object")
+        table = Members(entries[name], f"{members.where}: table {name!r}")
+        table.exactly("length", "crc32c")
+        tables[name] = Table(table.count("length"), table.count("crc32c"))
+        if tables[name].length != expected:
+            raise members.fail(f"the length of table {name!r}", tables[name].length, str(expected))
+        if expected == 0 != tables[name].crc32c:
+            raise members.fail(f"the crc32c of table {name!r}", tables[name].crc32c, "0, that of no bytes")
+    return tables
+
+
+class _Entries:
+    """Entries and their keys, by the forms that they may have."""
+
+    def __init__(self, members: Members, nodes: Mapping[str, ArrayNode]) -> None:
+        self._members = members
+        self._nodes = nodes
+        self.stacks: dict[str, Stack] = {}
+        self._ranks_of: dict[str, tuple[int, ...]] = {}
+
+    def entry(self, fqn: str, entry: Any) -> Entry:
+        """One entry, whose members say what it is."""
+        if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
+            raise self._fail(fqn, entry, "an object with a path")
+        path, names = entry["path"], entry.keys()
+        if names == {"path", "value"}:
+            _names.check_paths([path], self._members.where)
+            if not _is_bounded(entry["value"], _VALUE_LEVELS):
+                raise self._fail(fqn, "nested deeper than any, or with a number beyond any float", "a value")
+            return ValueEntry(path, entry["value"])
+        if path not in self._nodes:
+            raise self._fail(fqn, path, "the path of an array of the consolidated metadata")
+        if "encoding" in names:
+            return self._blob(fqn, entry)
+        if names == {"path", "ranks", "level"}:
+            self.stacks[fqn] = Stack(self._ranks(fqn, entry["ranks"], self._nodes[path].grid.shape), entry["level"])
+            if type(entry["level"]) is not int or not 0 <= entry["level"] <= path.count("/"):
+                raise self._fail(fqn, entry["level"], "the number of one of its keys")
+        elif names != {"path"}:
+            raise self._fail(fqn, sorted(names), "the members of a tensor, a value or a blob")
+        return self._nodes[path]
+
+    def _blob(self, fqn: str, entry: Json) -> BlobEntry:
+        node, encoding, kind = self._nodes[entry["path"]], entry["encoding"], entry.get("kind")
+        known = isinstance(encoding, str) and encoding in _BLOB_KINDS
+        expected = {"path", "encoding", "kind"} if known and _BLOB_KINDS[encoding] else {"path", "encoding"}
+        if not known or entry.keys() != expected or not isinstance(entry.get("kind", ""), str):
+            raise self._fail(fqn, entry, f"a blob's path, its encoding of {(*_BLOB_KINDS,)}, and for most a kind")
+        if node.dtype.name != "uint8" or len(node.grid.shape) != 1:
+            raise self._fail(fqn, node.dtype.name, "one dimension of uint8 for a blob")
+        return BlobEntry(node, encoding, kind)
+
+    def _ranks(self, fqn: str, found: Any, shape: Ints) -> tuple[int, ...]:
+        """The ranks whose tensors are stacked in an entry's array."""
+        count, end = 0, -1
+        for span in found if isinstance(found, list) else [None]:
+            pair = span if isinstance(span, list) and len(span) == 2 else (-1, -1)
+            if not all(type(number) is int for number in pair) or not end < pair[0] < pair[1] < 2**63:
+                raise self._fail(fqn, found, "spans of ranks [begin, end), ascending and apart")
+            count, end = count + pair[1] - pair[0], pair[1]
+        # Before a list of them is made: a document can claim any number.
+        if not 0 < count <= MAX_RANKS or shape[:1] != (count,):
+            raise self._fail(fqn, found, f"{shape[:1]} ranks, as the first axis has elements")
+        if (text := repr(found)) not in self._ranks_of:
+            if count + sum(map(len, self._ranks_of.values())) > _ALL_RANKS:
+                raise self._fail(fqn, found, "fewer ranks in all stacks together")
+            self._ranks_of[text] = tuple(rank for begin, end in found for rank in range(begin, end))
+        return self._ranks_of[text]
+
+    def keys(self, fqn: str, keys: Any) -> tuple[object, ...]:
+        """The original keys of an entry."""
+        if fqn not in self._members.mapping("entries") or not isinstance(keys, list):
+            raise self._members.fail(f"the keys of {fqn!r:.200}", keys, "a list, for a known entry")
+        try:
+            found = tuple(map(_values.decode_json, keys))
+        except CorruptCheckpointError as err:
+            raise self._members.fail(f"the keys of {fqn!r:.200}", keys, f"values ({err})") from err
+        if not all(map(is_key, found)):
+            raise self._members.fail(f"the keys of {fqn!r:.200}", keys, "keys of dicts")
+        return found
+
+    def _fail(self, fqn: str, found: object, expected: str) -> CorruptCheckpointError:
+        return self._members.fail(f"entry {fqn!r:.200}", found, expected)
+
+
+_POSITION = re.compile("0|[1-9][0-9]{0,8}")
+
+_VALUE_LEVELS = 128
+"""Of JSON; the format's own limit is lower, and found when a value is decoded."""
+
+
+def _is_bounded(value: object, levels: int) -> bool:
+    """Whether a value can be decoded, or written again as it is, without an error of Python's."""
+    if not isinstance(value, dict | list):
+        return type(value) is not float or math.isfinite(value)
+    inner: Iterator[object] = iter(value.values() if isinstance(value, dict) else value)
+    return levels > 0 and all(_is_bounded(item, levels - 1) for item in inner)
+
+
+def _check_whole(root: Root, nodes: Mapping[str, ArrayNode], where: str) -> None:
+    """What no single member tells: arrays and entries match, and the entries are those of one nested state."""
+    used = [node.path for node in root.arrays()]
+    if sorted(nodes) != used:
+        odd = sorted({*nodes} ^ {*used})
+        raise CorruptCheckpointError(f"{where}: arrays and entries do not match, e.g. {odd[:3]}")
+    levels = _Levels(where)
+    for fqn in root.entries:
+        try:
+            path = root.state_path(fqn)
+        except CorruptCheckpointError as err:
+            raise CorruptCheckpointError(f"{where}: {err}") from err
+        levels.add(fqn, path, root.node_path(fqn).split("/"))
+    idle = sorted(root.containers.keys() - levels.containers)
+    if idle:
+        raise CorruptCheckpointError(f"{where}: the container {idle[0]!r:.200} holds no entry")
+
+
+class _Levels:
+    """The containers above the entries of a root: the same for all that have the same keys, or names, up to there."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._found: dict[tuple[object, ...], tuple[tuple[str, ...], str]] = {}
+        """Keys -> the names of the path, and what is there: a container, or "" for an entry."""
+        self._keys: dict[tuple[str, ...], tuple[object, ...]] = {}
+
+    @property
+    def containers(self) -> set[str]:
+        """The paths of all containers below the state itself."""
+        return {"/".join(names) for names, what in self._found.values() if what and names}
+
+    def add(self, fqn: str, path: StatePath, names: Sequence[str]) -> None:
+        """Take one more entry. Raises CorruptCheckpointError where it is at odds with those before."""
+        if path.fqn != fqn:
+            raise self._fail(fqn, "is kept under a path of another name")
+        if path.keys in self._found:
+            raise self._fail(fqn, "stands where others are")
+        for depth, what in enumerate((*path.containers, "")):
+            keys, level = path.keys[:depth], tuple(names[:depth])
+            known = self._found.setdefault(keys, (level, what))
+            if known != (level, what) or self._keys.setdefault(level, keys) != keys:
+                raise self._fail(fqn, "stands below another one, or in a container of another kind or path")
+
+    def _fail(self, fqn: str, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self._where}: entry {fqn!r:.200} {what}")
+
+
+def _position(key: object, fqn: str) -> int:
+    found = -1
+    if type(key) is int:
+        found = key
+    elif isinstance(key, str) and _POSITION.fullmatch(key):
+        found = int(key)
+    if 0 <= found < MAX_POSITION:
+        return found
+    raise CorruptCheckpointError(f"entry {fqn!r:.200}: {key!r:.40} is no position in a list")

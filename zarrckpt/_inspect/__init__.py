@@ -1,0 +1,1 @@
+"""A checkpoint for people: sizes, numbers, differences, a page. No torch."""

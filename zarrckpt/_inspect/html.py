@@ -1,0 +1,95 @@
+"""A checkpoint as notebooks show it: HTML that follows the notebook's theme. No torch."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from zarrckpt._inspect.info import CheckpointInfo
+from zarrckpt._reports import count_text, size_text, software_text, time_text
+
+Row = tuple[str, str, str, str]
+"""(name, dtype or kind, shape or value, size)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some entries, and as many of them as rows as are shown: notebooks save what they show."""
+
+    SHOWN: ClassVar[int] = 200
+
+    name: str
+    entries: int
+    nbytes: int
+    rows: Sequence[Row]
+
+
+# Colours are made of the notebook's own, so light and dark themes both do.
+_STYLE = """
+.zarrckpt-repr {
+  --line: color-mix(in srgb, currentColor 18%, transparent); --bar: color-mix(in srgb, #3b82f6 60%, transparent);
+  font-size: 13px; line-height: 1.5; max-width: 900px; color: inherit;
+  header { border-bottom: 1px solid var(--line); padding-bottom: 4px; margin-bottom: 6px }
+  code, td.name { font-family: var(--jp-code-font-family, monospace); font-size: 12px }
+  code { background: none; color: inherit; padding: 0 }
+  .faint { opacity: 0.65 }
+  summary { cursor: pointer; padding: 1px 0 }
+  summary b { display: inline-block; min-width: 9em }
+  summary .size { display: inline-block; min-width: 5em; margin-right: 1em }
+  .bar { display: inline-block; width: 120px; height: 7px; margin-right: 1em; background: var(--line) }
+  .bar i { display: block; height: 100%; background: var(--bar) }
+  .rows { overflow-x: auto; margin: 2px 0 8px 1.1em }
+  table { border-collapse: collapse; font-size: 12px; margin: 0; border: 0 }
+  tr, tr:nth-child(odd), tr:nth-child(even) { background: none }
+  td { border: 0; border-bottom: 1px solid var(--line); padding: 1px 1.2em 1px 0; white-space: pre }
+  td { text-align: left; max-width: 30em; overflow: hidden; text-overflow: ellipsis; color: inherit }
+  td.size, .size { text-align: right; font-variant-numeric: tabular-nums }
+}
+"""
+
+
+def as_html(found: CheckpointInfo, groups: Sequence[Group]) -> str:
+    """What a checkpoint is, and the entries of each group as a table behind a click.
+
+    Every text is escaped; nothing is loaded, and no script runs.
+    """
+    most = max((group.nbytes for group in groups), default=0)
+    parts = "".join(_group(group, most) for group in groups)
+    return f'<style>{_STYLE}</style><div class="zarrckpt-repr">{_head(found)}{parts}</div>'
+
+
+def _head(found: CheckpointInfo) -> str:
+    step = "" if found.step is None else f" &nbsp;step <b>{found.step:,}</b>"
+    values = count_text(found.values + found.blobs, "value")
+    saved = f"saved {time_text(found.created)} by {count_text(found.world_size, 'rank')}"
+    size = size_text(found.nbytes + found.blob_nbytes)
+    return (
+        f"<header><b>zarrckpt.Checkpoint</b> &nbsp;<code>{html.escape(found.url)}</code>{step}<br>"
+        f"{count_text(found.tensors, 'tensor')}, {values}, {size}{_stored_size(found)} "
+        f'<span class="faint">&nbsp;{html.escape(saved)}, {html.escape(software_text(found.software))}</span></header>'
+    )
+
+
+def _stored_size(found: CheckpointInfo) -> str:
+    if not found.compression or not found.nbytes_stored:
+        return ""
+    return f", its tensors stored in {size_text(found.nbytes_stored)} ({html.escape(', '.join(found.compression))})"
+
+
+def _group(group: Group, most: int) -> str:
+    width = round(100 * group.nbytes / most) if most else 0
+    size = f'<span class="size">{size_text(group.nbytes)}</span><span class="bar"><i style="width:{width}%"></i></span>'
+    entries = f'<span class="faint">{count_text(group.entries, "entry", "entries")}</span>'
+    rows = "".join(map(_row, group.rows))
+    if group.entries > len(group.rows):
+        rows += f'<tr><td class="faint">and {group.entries - len(group.rows):,} more</td></tr>'
+    table = f'<div class="rows"><table><tbody>{rows}</tbody></table></div>'
+    return f"<details><summary><b>{html.escape(group.name)}</b>{size}{entries}</summary>{table}</details>"
+
+
+def _row(cells: Iterable[str]) -> str:
+    kinds = ("name", "faint", "", "size faint")
+    parts = (f'<td class="{kind}">{html.escape(cell)}</td>' for kind, cell in zip(kinds, cells, strict=True))
+    return f"<tr>{''.join(parts)}</tr>"

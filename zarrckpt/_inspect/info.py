@@ -1,0 +1,127 @@
+"""What a checkpoint is, in numbers: from the root document alone. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.root import BlobEntry, Root
+from zarrckpt._format.sealed import FORMAT
+
+STEPS = ("step", "global_step", "iteration")
+"""What a training loop calls how far it has come."""
+
+_LARGEST = 10
+
+
+@dataclass(frozen=True)
+class DTypeInfo:
+    """The tensors of one data type."""
+
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What ``Checkpoint.info`` says. ``nbytes`` are of elements, without padding, checksums and compression."""
+
+    url: str
+    format: int
+    save_id: str
+    tree: str
+    created: str
+    software: Mapping[str, str]
+    world_size: int
+    replaced: tuple[str, ...]
+    """The saves that this one, and those before it, replaced; newest first."""
+    step: int | None
+    """That of the metadata, else the value of an entry of that name, at any depth, where there is one: called step,
+    global_step or iteration."""
+    metadata: Mapping[str, object]
+    """What the user keeps with the checkpoint."""
+    tensors: int
+    values: int
+    blobs: int
+    nbytes: int
+    elements: int
+    chunks: int
+    subchunks: int
+    compression: tuple[str, ...]
+    """The names of the codecs that compress some of the tensors."""
+    dtypes: Mapping[str, DTypeInfo] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of tensors by the first part of their names."""
+    largest: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
+    """(name, shape, dtype, bytes) of the ten largest tensors."""
+    blob_nbytes: int = 0
+    """Bytes of the values that are kept as bytes."""
+    nbytes_stored: int | None = None
+    """Bytes of the tensors' chunks in the store, with padding, checksums and compression; None where the table that
+    says how long compressed chunks are cannot be read."""
+
+
+def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | None = None) -> CheckpointInfo:
+    """Numbers of some entries of a checkpoint, and who saved it."""
+    entries = {fqn: root.entries[fqn] for fqn in names}
+    tensors = {fqn: entry for fqn, entry in entries.items() if isinstance(entry, ArrayNode)}
+    blobs = [entry for entry in entries.values() if isinstance(entry, BlobEntry)]
+    arrays = list(tensors.values())
+    largest = sorted(tensors.items(), key=lambda item: -item[1].nbytes)[:_LARGEST]
+    return CheckpointInfo(
+        url=url,
+        format=FORMAT,
+        save_id=root.save_id,
+        tree=root.tree,
+        created=root.created,
+        software=dict(root.software),
+        world_size=root.world_size,
+        replaced=root.history,
+        step=_training_step(root, entries),
+        metadata=dict(root.metadata),
+        tensors=len(tensors),
+        values=len(entries) - len(tensors) - len(blobs),
+        blobs=len(blobs),
+        nbytes=sum(node.nbytes for node in arrays),
+        elements=sum(math.prod(node.grid.shape) for node in arrays),
+        chunks=sum(node.grid.num_chunks for node in arrays),
+        subchunks=sum(node.grid.num_subchunks for node in arrays),
+        compression=tuple(sorted({node.compression.name for node in arrays if node.compression is not None})),
+        dtypes=_dtypes(arrays),
+        groups=_groups(tensors),
+        largest=tuple((fqn, node.grid.shape, node.dtype.name, node.nbytes) for fqn, node in largest),
+        blob_nbytes=sum(blob.array.nbytes for blob in blobs),
+        nbytes_stored=nbytes_stored,
+    )
+
+
+def _training_step(root: Root, entries: Iterable[str]) -> int | None:
+    for name in STEPS:
+        if type(root.metadata.get(name)) is int:
+            return int(root.metadata[name])
+    found = []
+    for fqn in entries:
+        value = getattr(root.entries[fqn], "json", None)
+        if fqn.rpartition(".")[2] in STEPS and type(value) is int:
+            found.append((fqn.count("."), value))
+    return min(found)[1] if found else None
+
+
+def _dtypes(arrays: list[ArrayNode]) -> dict[str, DTypeInfo]:
+    found: dict[str, list[int]] = {}
+    for node in arrays:
+        numbers = found.setdefault(node.dtype.name, [0, 0, 0])
+        for place, more in enumerate((1, math.prod(node.grid.shape), node.nbytes)):
+            numbers[place] += more
+    return {name: DTypeInfo(*numbers) for name, numbers in sorted(found.items(), key=lambda item: -item[1][2])}
+
+
+def _groups(tensors: Mapping[str, ArrayNode]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for fqn, node in tensors.items():
+        name = fqn.partition(".")[0]
+        found[name] = found.get(name, 0) + node.nbytes
+    return found

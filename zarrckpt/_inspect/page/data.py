@@ -1,0 +1,200 @@
+"""All that a page shows of one checkpoint, or of two, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pprint
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from zarrckpt._format.documents import ArrayNode, Json
+from zarrckpt._format.root import BlobEntry
+from zarrckpt._inspect.info import CheckpointInfo
+from zarrckpt._inspect.page.histogram import Histogram
+from zarrckpt._inspect.page.layout import Layouts
+from zarrckpt._inspect.page.values import Extreme, Look, look_at, look_at_both
+from zarrckpt._inspect.stats import TensorDifference, wider
+from zarrckpt._jobs import Progress
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._reports import value_text
+from zarrckpt._version import __version__
+
+_MAX_TEXT = 20_000
+"""So many characters of a value are on the page."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A checkpoint, or a part of one, that a page shows."""
+
+    catalog: Catalog
+    names: tuple[str, ...]
+    info: CheckpointInfo
+
+    @cached_property
+    def tensors(self) -> dict[str, ArrayNode]:
+        """Its tensors by name."""
+        known = self.catalog.root.tensors
+        return {fqn: known[fqn] for fqn in self.names if fqn in known}
+
+    @cached_property
+    def objects(self) -> frozenset[str]:
+        """The names of its other entries."""
+        return frozenset(self.names) - self.tensors.keys()
+
+
+@dataclass(frozen=True)
+class PageNumbers:
+    """What was found in the tensors of each side, and how those that both have differ."""
+
+    looks: tuple[dict[str, Look], ...]
+    differences: Mapping[str, TensorDifference]
+
+    def is_broken(self, fqn: str) -> bool:
+        """Whether a tensor has NaN or inf, on any side."""
+        looks = (side[fqn] for side in self.looks if fqn in side)
+        return any(look.stats.nan or look.stats.inf for look in looks)
+
+
+def numbers_of(sides: Sequence[Side], same: Sequence[str], progress: Progress | None) -> PageNumbers:
+    """Read all tensors of the sides once, and compare those named in ``same``, whose numbers can be compared."""
+    both = set(same)
+    rest = [[fqn for fqn in side.tensors if fqn not in both] for side in sides]
+    amounts = [sum(wider(sides[0].catalog, sides[1].catalog, fqn).nbytes for fqn in same)]
+    amounts += [sum(side.tensors[fqn].nbytes for fqn in names) for side, names in zip(sides, rest, strict=True)]
+
+    def part(number: int) -> Progress | None:
+        if progress is None:
+            return None
+        before, total = sum(amounts[:number]), sum(amounts)
+        return lambda done, _: progress(before + done, total)
+
+    found: list[dict[str, Look]] = [{} for _ in sides]
+    differences: dict[str, TensorDifference] = {}
+    if same:
+        found[0], found[1], differences = look_at_both(sides[0].catalog, sides[1].catalog, list(same), part(0))
+    for number, (side, names) in enumerate(zip(sides, rest, strict=True)):
+        found[number] |= look_at(side.catalog, names, part(number + 1))
+    return PageNumbers(tuple(found), differences)
+
+
+def page_data(
+    sides: Sequence[Side], same: Sequence[str], changed: Mapping[str, tuple[str, str]], found: PageNumbers | None
+) -> Json:
+    """The JSON of a page. ``same`` and ``changed`` are of two sides; ``found`` is None where no tensor was read.
+
+    One request a side for the table of writers; none else where ``found`` is given.
+    """
+    layouts = [Layouts(side.catalog.writers()) for side in sides]
+    names = list(dict.fromkeys(fqn for side in sides for fqn in side.tensors))
+    others = dict.fromkeys(fqn for side in sides for fqn in side.names if fqn in side.objects)
+    both = set(same)
+    tensors = [_page_tensor(fqn, sides, layouts, found, fqn in both) for fqn in names]
+    return {
+        "zarrckpt": __version__,
+        "values": found is not None,
+        "sides": [_side(side, part) for side, part in zip(sides, layouts, strict=True)],
+        "tensors": tensors,
+        "entries": [_page_entry(fqn, sides, fqn in changed) for fqn in others],
+    }
+
+
+def _side(side: Side, layouts: Layouts) -> Json:
+    root = side.catalog.root
+    info = dataclasses.asdict(dataclasses.replace(side.info, largest=(), groups={}, metadata={}))
+    info["metadata"] = {name: value_text(value) for name, value in side.info.metadata.items()}
+    return {
+        "info": info,
+        "layouts": layouts.found,
+        "ranks": layouts.rank_bytes(root.arrays(side.names)),
+        "part": len(side.names) < len(root.entries),
+    }
+
+
+def _page_tensor(
+    fqn: str, sides: Sequence[Side], layouts: Sequence[Layouts], found: PageNumbers | None, in_both: bool
+) -> Json:
+    nodes = [side.tensors.get(fqn) for side in sides]
+    one_grid = len({node.grid for node in nodes if node is not None}) == 1
+    # Of two that were compared, the chunks with NaN and inf are known by the grid of one.
+    counted = wider(sides[0].catalog, sides[1].catalog, fqn) if in_both else None
+    looks: list[Json | None] = []
+    for number, node in enumerate(nodes):
+        look = found.looks[number].get(fqn) if found is not None else None
+        shown = None if look is None else _look_at(look, with_chunks=one_grid or counted in (None, node))
+        part = layouts[number]
+        looks.append(None if node is None else {"layout": part.number(node), "look": shown})
+    tensor: Json = {"name": fqn, "sides": looks}
+    if in_both and found is not None:
+        measures = dataclasses.asdict(found.differences[fqn])
+        dtypes = measures.pop("dtypes")
+        tensor["difference"] = {name: _number(value) for name, value in measures.items()} | {"dtypes": dtypes}
+    elif in_both and len({node.dtype for node in nodes if node is not None}) == 1:
+        tensor["equal"] = _equal_bytes(sides, fqn)
+    return tensor
+
+
+def _equal_bytes(sides: Sequence[Side], fqn: str) -> bool | None:
+    """Whether two tensors are stored as the same bytes, by their checksums; None where that says nothing."""
+    one, other = (side.tensors[fqn] for side in sides)
+    if (one.grid, one.compression) != (other.grid, other.compression):
+        return None
+    equal = np.array_equal(sides[0].catalog.checksums(one), sides[1].catalog.checksums(other))
+    return True if equal else False if one.compression is None else None
+
+
+def _look_at(look: Look, *, with_chunks: bool) -> Json:
+    found: Json = {"stats": [_number(value) for value in dataclasses.astuple(look.stats)]}
+    if look.histogram is not None:
+        found["histogram"] = _histogram(look.histogram)
+        found["low"], found["high"] = _extremes(look.low), _extremes(look.high)
+        found["beyond"] = look.beyond
+    if look.bulk is not None:
+        middle, below, above = look.bulk
+        found["bulk"] = [*_histogram(middle), below, above]
+    if look.first_broken is not None:
+        found["first_broken"] = look.first_broken
+    if look.broken and with_chunks:
+        found["broken"] = list(look.broken.items())
+    return found
+
+
+def _histogram(found: Histogram) -> list[Any]:
+    return [found.exponent, found.first, found.counts.tolist()]
+
+
+def _extremes(found: Sequence[Extreme]) -> list[Any]:
+    return [[_number(value), place] for value, place in found]
+
+
+def _number(value: float) -> float | str | None:
+    """A number for JSON, nine digits: None for NaN, infinities as texts."""
+    if isinstance(value, int):
+        return value
+    if math.isnan(value):
+        return None
+    return float(f"{value:.9g}") if math.isfinite(value) else str(value)
+
+
+def _page_entry(fqn: str, sides: Sequence[Side], changed: bool) -> Json:
+    shown = [_value(side, fqn) if fqn in side.objects else None for side in sides]
+    return {"name": fqn, "sides": shown, "changed": changed}
+
+
+def _value(side: Side, fqn: str) -> Json:
+    """A value as Python shows it; a blob by its size, unread."""
+    entry = side.catalog.root.objects[fqn]
+    if isinstance(entry, BlobEntry):
+        return {"type": entry.kind or "", "encoding": entry.encoding, "nbytes": entry.array.nbytes}
+    value = side.catalog.read_object(fqn)
+    try:
+        text = pprint.pformat(value, width=88, compact=True, sort_dicts=False)
+    except ValueError:  # an int of more digits than Python turns into text
+        text = value_text(value)
+    found: Json = {"type": type(value).__name__, "text": text[:_MAX_TEXT]}
+    return found if len(text) <= _MAX_TEXT else found | {"cut": len(text) - _MAX_TEXT}

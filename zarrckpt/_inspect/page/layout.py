@@ -1,0 +1,83 @@
+"""How tensors are stored, for a page: chunk grids and who wrote what, said once for all tensors that are alike."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from zarrckpt._format.documents import ArrayNode, Json
+from zarrckpt._format.grid import Grid
+
+Writers = np.ndarray[Any, np.dtype[Any]]
+_MAX_RUNS = 2048
+"""A tensor whose chunks were written in a wilder order is shown without."""
+
+
+class Layouts:
+    """The layouts of one checkpoint's tensors: each distinct one has a number."""
+
+    def __init__(self, writers: Mapping[str, Writers]) -> None:
+        self._writers = writers
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self.found: list[Json] = []
+
+    def number(self, node: ArrayNode) -> int:
+        """The number of an array's layout."""
+        chunk_runs = runs(self._writers[node.path].reshape(-1))
+        grid, compression = node.grid, node.compression.name if node.compression else None
+        kind = (grid, node.dtype.name, node.portable, compression, chunk_runs)
+        if kind not in self._numbers:
+            self._numbers[kind] = len(self.found)
+            self.found.append(
+                {
+                    "shape": grid.shape,
+                    "dtype": node.dtype.name,
+                    "chunk": grid.chunk_shape,
+                    "subchunk": grid.subchunk_shape,
+                    "compression": compression,
+                    "portable": node.portable,
+                    "nbytes": node.nbytes,
+                    "chunks": grid.num_chunks,
+                    "writers": chunk_runs,
+                }
+            )
+        return self._numbers[kind]
+
+    def rank_bytes(self, nodes: list[ArrayNode]) -> list[tuple[int, int]]:
+        """(rank, bytes of elements that it wrote of some arrays), of the ranks that wrote any."""
+        total: dict[int, int] = {}
+        for node in nodes:
+            ranks, places = np.unique(self._writers[node.path].reshape(-1), return_inverse=True)
+            sizes = np.bincount(places, weights=chunk_elements(node.grid), minlength=len(ranks))
+            for rank, size in zip(ranks.tolist(), sizes.tolist(), strict=True):
+                total[rank] = total.get(rank, 0) + int(size) * node.dtype.itemsize
+        return sorted(total.items())
+
+
+def chunk_elements(grid: Grid) -> Writers:
+    """The number of elements of each chunk within the array, in C order."""
+    sizes = np.ones(1, np.int64)
+    for n, chunk, count in zip(grid.shape, grid.chunk_shape, grid.counts, strict=True):
+        along = np.minimum(chunk, n - np.arange(count, dtype=np.int64) * chunk)
+        sizes = np.multiply.outer(sizes, along).reshape(-1)
+    return sizes
+
+
+def runs(ranks: Writers) -> tuple[tuple[int, int, int], ...] | None:
+    """Numbers as runs (first, step, count): 0, 1, 2, 3 is one, and so is 5, 5, 5. None where there are too many."""
+    numbers = ranks.astype(np.int64)
+    steps = np.diff(numbers)
+    changes: list[int] = (np.flatnonzero(np.diff(steps)) + 1).tolist()
+    found: list[tuple[int, int, int]] = []
+    begin = 0
+    while begin < len(numbers):
+        if len(found) == _MAX_RUNS:
+            return None
+        at = bisect.bisect_right(changes, begin)
+        end = changes[at] + 1 if at < len(changes) else len(numbers)
+        found.append((int(numbers[begin]), int(steps[begin]) if end - begin > 1 else 0, end - begin))
+        begin = end
+    return tuple(found)

@@ -1,0 +1,217 @@
+"""What a page shows of the numbers in tensors, and of how two tensors differ: one look at each chunk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.grid import Box, Ints, unravel
+from zarrckpt._inspect.page.histogram import Histogram
+from zarrckpt._inspect.stats import (
+    Moments,
+    NumberArray,
+    Sums,
+    TensorDifference,
+    TensorStats,
+    blocks,
+    by_chunks,
+    doubles,
+    dtypes_of,
+    read_part,
+    wider,
+)
+from zarrckpt._jobs import Progress
+from zarrckpt._read.catalog import Catalog
+
+SHOWN_BINS = 64
+EXTREMES = 4
+"""So many of the least and of the greatest values are kept, with their places."""
+_TAIL = 0.001
+_FAR = 6
+"""Standard deviations from the mean."""
+_MAX_BROKEN = 4096
+"""Chunks with NaN or inf of which the number is kept."""
+
+Extreme = tuple[float, Ints]
+"""A value, and where it is."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is shown of one tensor's numbers; of complex ones, of their absolute values."""
+
+    stats: TensorStats
+    histogram: Histogram | None = None
+    """At most SHOWN_BINS bins; None where no element is finite."""
+    bulk: tuple[Histogram, int, int] | None = None
+    low: tuple[Extreme, ...] = ()
+    """The least values, the least one first."""
+    high: tuple[Extreme, ...] = ()
+    """The greatest values, the greatest one first."""
+    beyond: int = 0
+    """Elements further than six standard deviations from the mean, at the histogram's full resolution."""
+    broken: Mapping[int, int] = field(default_factory=dict)
+    """Number of a chunk, in C order -> its elements that are NaN or inf."""
+    first_broken: Ints | None = None
+    """One element that is NaN or inf: the first one of its chunk, which is the first such chunk."""
+
+
+class Gathering:
+    """Takes the parts of one tensor, in any order."""
+
+    def __init__(self, node: ArrayNode) -> None:
+        self._node = node
+        self._whole = node.dtype.kind in ("bool", "int", "uint")
+        self._moments = Moments()
+        self._histogram: Histogram | None = None
+        self._low: list[Extreme] = []
+        self._high: list[Extreme] = []
+        self._broken: dict[int, tuple[int, Ints]] = {}
+
+    def take(self, values: NumberArray, begin: int, box: Box) -> None:
+        """Look at elements of a box, as doubles; ``begin`` is the first one's number in the box, in C order."""
+        moments = Moments.of(values)
+        self._moments.add(moments)
+        if moments.finite < moments.count:
+            odd = ~np.isfinite(values)
+            self._note_broken(box, int(odd.sum()), _position_in(box, begin + int(np.argmax(odd))))
+        if not moments.finite:
+            return
+        finite = values[np.isfinite(values)] if moments.finite < moments.count else values
+        found = Histogram.of(finite, moments.low, moments.high, whole=self._whole)
+        self._histogram = found if self._histogram is None else self._histogram.plus(found)
+        self._low = _kept_values(self._low, moments.low, values, begin, box, 1)
+        self._high = _kept_values(self._high, moments.high, values, begin, box, -1)
+
+    def _note_broken(self, box: Box, count: int, position: Ints) -> None:
+        grid = self._node.grid
+        chunk = grid.chunk_number(tuple(o // n for o, n in zip(box.offset, grid.chunk_shape, strict=True)))
+        before, first = self._broken.get(chunk, (0, position))
+        self._broken[chunk] = (before + count, first)
+
+    def join(self, other: Gathering) -> None:
+        """Take what another one has taken."""
+        self._moments.add(other._moments)
+        if other._histogram is not None:
+            mine = self._histogram
+            self._histogram = other._histogram if mine is None else mine.plus(other._histogram)
+        self._low = sorted([*self._low, *other._low])[:EXTREMES]
+        self._high = sorted([*self._high, *other._high], key=_greatest_first)[:EXTREMES]
+        self._broken |= other._broken
+
+    @property
+    def complete(self) -> bool:
+        """Whether all elements have been looked at."""
+        return self._moments.count == self._node.nbytes // self._node.dtype.itemsize
+
+    def look(self) -> Look:
+        """What it was."""
+        stats, broken = self._moments.stats(), dict(sorted(self._broken.items())[:_MAX_BROKEN])
+        counts = {chunk: count for chunk, (count, _) in broken.items()}
+        first = next((position for _, position in broken.values()), None)
+        fine = self._histogram
+        if fine is None:
+            return Look(stats, broken=counts, first_broken=first)
+        return Look(
+            stats,
+            fine.within(SHOWN_BINS),
+            fine.bulk(_TAIL, SHOWN_BINS),
+            tuple(self._low),
+            tuple(self._high),
+            fine.beyond(stats.mean - _FAR * stats.std, stats.mean + _FAR * stats.std) if stats.std else 0,
+            counts,
+            first,
+        )
+
+
+def _greatest_first(item: Extreme) -> tuple[float, Ints]:
+    return -item[0], item[1]
+
+
+def _kept_values(
+    kept: list[Extreme], best: float, values: NumberArray, begin: int, box: Box, sign: int
+) -> list[Extreme]:
+    """The extremes of what was kept and of a block, whose best value is known; most blocks have nothing to add."""
+    if len(kept) == EXTREMES and sign * kept[-1][0] <= sign * best:
+        return kept
+    ordered = np.where(np.isfinite(values), sign * values, np.inf)
+    few = min(EXTREMES, len(ordered))
+    places = np.argpartition(ordered, few - 1)[:few]
+    found = [(float(values[i]), _position_in(box, begin + int(i))) for i in places if np.isfinite(values[i])]
+    return sorted([*kept, *found], key=lambda item: (sign * item[0], item[1]))[:EXTREMES]
+
+
+def _position_in(box: Box, number: int) -> Ints:
+    return tuple(o + i for o, i in zip(box.offset, unravel(number, box.shape), strict=True))
+
+
+class _Gatherings:
+    """The tensors of one checkpoint that are being looked at; what is complete shrinks to what is shown."""
+
+    def __init__(self, catalog: Catalog, fqns: Sequence[str]) -> None:
+        self._catalog = catalog
+        self._lock = threading.Lock()
+        self._open: dict[str, Gathering] = {}
+        self.looks: dict[str, Look] = {}
+        for fqn in fqns:
+            if not self._node(fqn).nbytes:
+                self.looks[fqn] = Look(TensorStats())
+
+    def _node(self, fqn: str) -> ArrayNode:
+        return self._catalog.root.tensors[fqn]
+
+    def part(self, fqn: str) -> Gathering:
+        return Gathering(self._node(fqn))
+
+    def add(self, fqn: str, part: Gathering) -> None:
+        with self._lock:
+            gathering = self._open.setdefault(fqn, Gathering(self._node(fqn)))
+            gathering.join(part)
+            if gathering.complete:
+                self.looks[fqn] = self._open.pop(fqn).look()
+
+
+def look_at(catalog: Catalog, fqns: Sequence[str], progress: Progress | None) -> dict[str, Look]:
+    """Look at every number of some tensors. Everything is read once, in bounded memory; errors as in ``read``."""
+    found = _Gatherings(catalog, fqns)
+
+    def look(fqn: str, box: Box) -> None:
+        part, begin = found.part(fqn), 0
+        for (block,) in blocks(read_part(catalog, fqn, box)):
+            part.take(doubles(block), begin, box)
+            begin += len(block)
+        found.add(fqn, part)
+
+    by_chunks(catalog, {fqn: catalog.root.tensors[fqn] for fqn in fqns}, look, progress)
+    return found.looks
+
+
+def look_at_both(
+    one: Catalog, other: Catalog, fqns: Sequence[str], progress: Progress | None
+) -> tuple[dict[str, Look], dict[str, Look], dict[str, TensorDifference]]:
+    """Look at tensors that both have and that can be compared, and compare them. Each is read once.
+
+    Broken elements of both are counted by the chunks of the :func:`wider` one.
+    """
+    ones, others = _Gatherings(one, fqns), _Gatherings(other, fqns)
+    sums = {fqn: Sums() for fqn in fqns}
+
+    def look(fqn: str, box: Box) -> Sums:
+        a, b, part, begin = ones.part(fqn), others.part(fqn), Sums(), 0
+        for here, there in blocks(read_part(one, fqn, box), read_part(other, fqn, box)):
+            part.add(here, there)
+            a.take(doubles(here), begin, box)
+            b.take(doubles(there), begin, box)
+            begin += len(here)
+        ones.add(fqn, a)
+        others.add(fqn, b)
+        return part
+
+    for fqn, part in by_chunks(one, {fqn: wider(one, other, fqn) for fqn in fqns}, look, progress):
+        sums[fqn].join(part)
+    found = {fqn: part.difference(dtypes_of(one, other, fqn)) for fqn, part in sums.items()}
+    return ones.looks, others.looks, found

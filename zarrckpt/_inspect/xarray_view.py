@@ -1,0 +1,54 @@
+"""The arrays of an open checkpoint, or of a part of one, as a lazy ``xarray.DataTree``. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from zarrckpt._errors import KeyMismatchError
+from zarrckpt._format.documents import join
+from zarrckpt._format.root import Root
+from zarrckpt._inspect.info import info_of
+
+
+def open_tree(url: str, root: Root, zarr_store: Any, names: Iterable[str], group: str) -> Any:
+    """See :meth:`Checkpoint.to_xarray`. Nothing is read; the consolidated metadata is in the root."""
+    import xarray
+
+    names = list(names)
+    path = _group_path(url, root, names, group)
+    inside = f"{path}/" if path else ""
+    wanted = {node.path.removeprefix(inside) for node in root.arrays(names) if node.path.startswith(inside)}
+    place = join(root.tree, path) or None
+    tree: Any = xarray.open_datatree(zarr_store, engine="zarr", group=place, zarr_format=3)
+    if len(names) < len(root.entries):
+        tree = _only(tree, wanted)
+    # Instead of the root's own attributes, the whole table of entries, which would be shown with the tree.
+    found = info_of(url, root, names)
+    attributes = {"url": url, "save_id": found.save_id, "created": found.created, "step": found.step}
+    tree.attrs = {name: value for name, value in attributes.items() if value is not None}
+    return tree
+
+
+def _group_path(url: str, root: Root, names: list[str], group: str) -> str:
+    if not group:
+        return ""
+    path = root.group_path(group) if any(fqn.startswith(f"{group}.") for fqn in names) else None
+    if path is None or not any(node.path.startswith(f"{path}/") for node in root.arrays(names)):
+        groups = list(dict.fromkeys(fqn.partition(".")[0] for fqn in names if "." in fqn))
+        raise KeyMismatchError(f"no group {group!r} with arrays below it in {url}; at the top it has {groups[:10]}")
+    return path
+
+
+def _only(tree: Any, paths: set[str]) -> Any:
+    """The variables with some paths, and the groups that hold them."""
+    import xarray
+
+    kept = {}
+    for node in tree.subtree:
+        found = node.to_dataset(inherit=False)
+        below = node.path.strip("/")
+        names = [name for name in found.data_vars if join(below, str(name)) in paths]
+        if names:
+            kept[node.path] = found[names]
+    return xarray.DataTree.from_dict(kept)

@@ -1,0 +1,201 @@
+"""A checkpoint, or a part of it, copied elsewhere: checked on the way, committed as a save is. No torch.
+
+Chunks of arrays that stay as they are go over as they are; those of the others are made anew (``_rechunking``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from zarrckpt._commit import protocol
+from zarrckpt._commit.marker import marker_of
+from zarrckpt._errors import CheckpointExistsError, CorruptCheckpointError
+from zarrckpt._format.chunk_layout import RawArray
+from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
+from zarrckpt._format.grid import Ints
+from zarrckpt._format.json_values import dumps
+from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, parent_groups
+from zarrckpt._format.sealed import now
+from zarrckpt._jobs import BytesBudget, Progress, Tally, check_limits, run
+from zarrckpt._ops.copy_plan import Changes, changed
+from zarrckpt._ops.rechunk import MadeChunk, make_chunk, writers_of
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._reports import CopyReport
+from zarrckpt._store import Buffer, Store
+
+
+def copy_checkpoint(
+    source: Catalog,
+    names: Sequence[str],
+    target: Store,
+    changes: Changes,
+    *,
+    overwrite: bool,
+    max_inflight_bytes: int,
+    progress: Progress | None,
+) -> CopyReport:
+    """Copy entries of a checkpoint, see :meth:`Checkpoint.copy_to`."""
+    began = time.monotonic()
+    check_limits(max_inflight_bytes=max_inflight_bytes)
+    root = dataclasses.replace(changed(part_of(source.root, names), changes), save_id=protocol.new_id(), tree="")
+    marker = dataclasses.replace(marker_of(root), started=now())
+    attempt = protocol.begin(target, marker, overwrite=overwrite)
+    root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
+    copy = _Copy(source, root, target, max_inflight_bytes, progress)
+    try:
+        with protocol.losing_is_named(target, lambda: attempt.save_id, lambda: attempt.base_id):
+            copy.run()
+            root = copy.finish()
+    except BaseException as err:
+        protocol.abandon(target, attempt, lost=isinstance(err, CheckpointExistsError))
+        raise
+    protocol.commit(target, attempt, root)
+    protocol.clean_after(target, attempt)
+    return copy.report(began)
+
+
+def part_of(root: Root, names: Sequence[str]) -> Root:
+    """The root of some entries: with the containers that still hold any."""
+    entries = {fqn: root.entries[fqn] for fqn in names}
+    keys = {fqn: root.keys[fqn] for fqn in entries if fqn in root.keys}
+    stacks = {fqn: root.stacks[fqn] for fqn in entries if fqn in root.stacks}
+    part = dataclasses.replace(root, entries=entries, keys=keys, stacks=stacks)
+    paths = [part.node_path(fqn) for fqn in entries]
+    above = parent_groups(paths)
+    return dataclasses.replace(part, containers={path: kind for path, kind in root.containers.items() if path in above})
+
+
+class _Remade:
+    """What is known of an array whose chunks are made anew: its parts of the tables, filled chunk by chunk."""
+
+    def __init__(self, old: ArrayNode, node: ArrayNode) -> None:
+        self.old = old
+        self.node = node
+        self.checksums = np.zeros((node.grid.num_chunks, int(np.prod(node.grid.sub_counts))), "<u4")
+        self.sizes = None if node.compression is None else np.zeros_like(self.checksums)
+        self.overflowed = 0
+
+    def add(self, number: int, made: MadeChunk) -> None:
+        self.checksums[number] = made.checksums
+        if self.sizes is not None:
+            self.sizes[number] = made.sizes
+        self.overflowed += made.overflowed
+
+
+class _Copy:
+    """One copy under way: chunks and documents, then the tables."""
+
+    def __init__(
+        self, source: Catalog, root: Root, target: Store, max_inflight_bytes: int, progress: Progress | None
+    ) -> None:
+        self._source = source
+        self._root = root
+        self._target = target
+        self._memory = BytesBudget(max_inflight_bytes)
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._keys: list[str] = []
+        self._nbytes = 0
+        old = {node.path: node for node in source.root.arrays()}
+        # A portable array has the same bytes under another type's name.
+        self._remade = {
+            node.path: _Remade(old[node.path], node)
+            for node in root.arrays()
+            if dataclasses.replace(node, portable=old[node.path].portable) != old[node.path]
+        }
+
+    def run(self) -> None:
+        """Put all chunks and documents."""
+        # An array without dimensions has one chunk, and an empty one none: numpy's rule, too.
+        chunks = [(node, chunk) for node in self._root.arrays() for chunk in np.ndindex(*node.grid.counts)]
+        with self._source.guard():
+            self._tally = Tally(sum(self._expected(*item) for item in chunks), self._progress)
+            jobs: list[Callable[[], None]] = [*self._documents(), *(partial(self._chunk, *item) for item in chunks)]
+            run(jobs, min(self._source.store.max_concurrency, self._target.max_concurrency))
+        self._target.sync(self._keys)
+
+    def finish(self) -> Root:
+        """Put the tables; the root that is to be committed."""
+        tables, puts = protocol.tables_of(self._root.save_id, self._numbers())
+        run((partial(self._target.put, key, buffers) for key, buffers in puts.items()), self._target.max_concurrency)
+        self._target.sync(puts)
+        return dataclasses.replace(self._root, created=now(), checksums=tables[CHECKSUMS], sizes=tables.get(SIZES))
+
+    def report(self, began: float) -> CopyReport:
+        """What was done."""
+        names = {node.path: fqn for fqn, node in self._root.tensors.items()}
+        lost = {names[path]: remade.overflowed for path, remade in self._remade.items() if remade.overflowed}
+        objects = sum(node.grid.num_chunks for node in self._root.arrays())
+        done, seconds = self._nbytes, time.monotonic() - began
+        return CopyReport(self._target.url, self._root.save_id, done, objects, (done,), seconds, lost)
+
+    def _expected(self, node: ArrayNode, chunk: Ints) -> int:
+        """What a chunk counts for in the progress: its object's bytes, or where these are not known, its elements'."""
+        if node.path in self._remade:
+            return node.grid.chunk_box(chunk).size * node.dtype.itemsize
+        return self._source.chunk_table(node, chunk).object_size
+
+    def _documents(self) -> Iterator[Callable[[], None]]:
+        for path in self._root.groups():
+            yield partial(self._put, join(path, NODE), [dumps(group_document())])
+        for node in self._root.arrays():
+            yield partial(self._put, join(self._root.tree, node.path, NODE), [dumps(node.document())])
+
+    def _put(self, key: str, buffers: Sequence[Buffer]) -> None:
+        self._target.put(key, buffers)
+        with self._lock:
+            self._keys.append(key)
+
+    def _chunk(self, node: ArrayNode, chunk: Ints) -> None:
+        key = join(self._root.tree, node.chunk_key(chunk))
+        remade = self._remade.get(node.path)
+        nbytes = self._copied(node, chunk, key) if remade is None else self._made(remade, chunk, key)
+        with self._lock:
+            self._keys.append(key)
+            self._nbytes += nbytes
+        self._tally.add(self._expected(node, chunk))
+
+    def _copied(self, node: ArrayNode, chunk: Ints, key: str) -> int:
+        """Read a chunk, compare it with the table, put it; its bytes."""
+        table = self._source.chunk_table(node, chunk)
+        size = table.object_size
+        with self._memory.take(size) as memory:
+            stored = join(self._source.root.tree, node.chunk_key(chunk))
+            self._source.store.read_into(stored, 0, memory.data)
+            if not table.check(0, memory):
+                raise CorruptCheckpointError(
+                    f"chunk {stored!r} of array {node.path!r} in {self._source.store.url} is not what was saved; the "
+                    "copy was not committed"
+                )
+            self._target.put(key, [memory.data])
+        return size
+
+    def _made(self, remade: _Remade, chunk: Ints, key: str) -> int:
+        """Make a chunk and put it, as :meth:`_copied`."""
+        made = make_chunk(self._source, remade.old, remade.node, chunk, self._target, key, self._memory)
+        with self._lock:
+            remade.add(remade.node.grid.chunk_number(chunk), made)
+        return made.nbytes
+
+    def _numbers(self) -> dict[str, RawArray]:
+        """The tables' elements: the source's own for arrays that stay as they are."""
+        parts: dict[str, list[RawArray]] = {CHECKSUMS: [], WRITERS: []}
+        writers = self._source.writers()
+        for node in self._root.arrays():
+            remade = self._remade.get(node.path)
+            if remade is None:
+                crcs, ranks, sizes = self._source.checksums(node), writers[node.path], self._source.sizes(node)
+            else:
+                crcs, ranks = remade.checksums, writers_of(remade.old, node, writers[node.path])
+                sizes = remade.sizes
+            parts[CHECKSUMS].append(crcs.reshape(-1))
+            parts[WRITERS].append(ranks.reshape(-1))
+            if sizes is not None:
+                parts.setdefault(SIZES, []).append(sizes.reshape(-1))
+        return {name: np.concatenate([np.zeros(0, "<u4"), *arrays]) for name, arrays in parts.items()}

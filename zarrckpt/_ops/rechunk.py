@@ -1,0 +1,135 @@
+"""Chunks of a copy that are not those of its source: their box is read, cast if need be, encoded and put. No torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder, encoding_memory
+from zarrckpt._format.chunk_layout import RawArray, most_subchunk_stored, raw_dtype
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.dtypes import DType
+from zarrckpt._format.grid import Box, Ints, intersect
+from zarrckpt._jobs import BytesBudget, run
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.chunks import READ_BYTES, chunk_jobs, unpacking_bytes
+from zarrckpt._store import Store
+
+_READS_AT_ONCE = 8
+"""Of one chunk, from a distant store: few large chunks fit into the memory bound."""
+
+_COPY_ALIGNED = 64
+
+
+@dataclass(frozen=True)
+class MadeChunk:
+    """A chunk that is stored: what the tables say of it, its object's size, and how many values a cast lost."""
+
+    checksums: Sequence[int]
+    sizes: Sequence[int]
+    nbytes: int
+    overflowed: int = 0
+
+
+class CastTarget:
+    """Takes the elements of a box, and passes them on cast to another floating type, rounded to nearest even."""
+
+    def __init__(self, old: DType, new: DType, out: RawArray) -> None:
+        self.dtype = raw_dtype(old.itemsize)
+        self.overflowed = 0
+        """How many finite values became infinite, or NaN where the type has no infinity."""
+        self._old, self._new, self._out = old.numpy, new.numpy, out
+        self._lock = threading.Lock()
+
+    def __setitem__(self, place: tuple[slice, ...], cells: RawArray) -> None:
+        values = np.asarray(cells).view(self._old)
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = values.astype(self._new)
+        self._out[place] = cast.view(self._out.dtype)
+        lost = int(np.count_nonzero(np.isfinite(values))) - int(np.count_nonzero(np.isfinite(cast)))
+        if lost:
+            with self._lock:
+                self.overflowed += lost
+
+
+def make_chunk(
+    source: Catalog, old: ArrayNode, new: ArrayNode, chunk: Ints, target: Store, key: str, memory: BytesBudget
+) -> MadeChunk:
+    """Make one chunk of a copy's array from its source's, and put it. Memory: the chunk, its encoding, and reads.
+
+    Raises CorruptCheckpointError naming the array and the object where the source is not what was saved.
+    """
+    box = new.grid.chunk_box(chunk)
+    at_once = 1 if source.store.is_local else _READS_AT_ONCE
+    reading = at_once * _reading_bytes(source.store, old)
+    elements = box.size * new.dtype.itemsize
+    begin = -(-elements // _COPY_ALIGNED) * _COPY_ALIGNED
+    scratch, beside = encoding_memory(new, box.shape, in_parts=target.is_local)
+    with memory.take(begin + scratch, beside + reading) as taken:
+        cells = taken[:elements].view(raw_dtype(new.dtype.itemsize)).reshape(box.shape)
+        overflowed = _fill_chunk(source, old, new, box, cells, BytesBudget(reading), at_once)
+        encoder = _put(target, key, new, cells, taken[begin:])
+    return MadeChunk(encoder.checksums, encoder.sizes, encoder.nbytes, overflowed)
+
+
+def _reading_bytes(store: Store, node: ArrayNode) -> int:
+    """The memory of one read at most: neighbouring subchunks, of local files one."""
+    one = most_subchunk_stored(node)
+    if store.is_local and node.compression is None:
+        return one
+    return min(node.grid.subchunks_per_chunk * one, max(one, READ_BYTES)) + unpacking_bytes(node)
+
+
+def _fill_chunk(
+    source: Catalog, old: ArrayNode, new: ArrayNode, box: Box, cells: RawArray, memory: BytesBudget, at_once: int
+) -> int:
+    """Fill memory with a box of the source's array; the number of values that a cast lost."""
+    target = cells if old.dtype == new.dtype else CastTarget(old.dtype, new.dtype, cells)
+    stored = old.under(source.root.tree)
+    jobs = [
+        job
+        for chunk in old.grid.chunks_of(box)
+        for job in chunk_jobs(source.store, stored, chunk, box, target, source.chunk_table(old, chunk), memory)
+    ]
+    if at_once == 1 or len(jobs) == 1:
+        for job in jobs:
+            job()
+    else:
+        run(jobs, min(at_once, len(jobs)))
+    return target.overflowed if isinstance(target, CastTarget) else 0
+
+
+def _put(store: Store, key: str, node: ArrayNode, cells: RawArray, scratch: RawArray) -> ChunkEncoder:
+    encoder: ChunkEncoder | None = None
+
+    def groups() -> Iterable[Sequence[memoryview | bytes]]:
+        # Once for each try of the store's.
+        nonlocal encoder
+        encoder = ChunkEncoder(node, ArrayElements(cells))
+        return encoder.groups(scratch)
+
+    store.put_parts(lambda: key, groups)
+    assert encoder is not None
+    return encoder
+
+
+def writers_of(old: ArrayNode, new: ArrayNode, writers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Who wrote the chunks of a copy's array: of each, the rank that wrote most of its elements in the source.
+
+    ``writers`` has the shape of the source's chunk grid, the result that of the copy's. Of equal parts the lowest rank.
+    """
+    if old.grid.chunk_shape == new.grid.chunk_shape:
+        return writers
+    found = np.zeros(new.grid.counts, "<u4")
+    for chunk in np.ndindex(*new.grid.counts):
+        box = new.grid.chunk_box(chunk)
+        parts: dict[int, int] = {}
+        for other in old.grid.chunks_of(box):
+            shared, rank = intersect(old.grid.chunk_box(other), box), int(writers[other])
+            parts[rank] = parts.get(rank, 0) + (0 if shared is None else shared.size)
+        found[chunk] = min(parts, key=lambda rank: (-parts[rank], rank))
+    return found

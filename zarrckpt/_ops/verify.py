@@ -1,0 +1,315 @@
+"""Check every stored object of a checkpoint: by a listing, or by reading all of it. No torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from zarrckpt._commit import protocol
+from zarrckpt._commit.marker import CLAIM_KEY, marker_key, parse_claim, parse_marker
+from zarrckpt._errors import (
+    CorruptCheckpointError,
+    ForeignObjectsError,
+    ObjectNotFoundError,
+    UnsupportedFormatError,
+)
+from zarrckpt._format.chunk_layout import (
+    CRC_BYTES,
+    INDEX_BYTES,
+    ChunkTable,
+    RawArray,
+    chunk_object_bytes,
+    index_bytes,
+    says_its_size,
+    stored_crc,
+)
+from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
+from zarrckpt._format.grid import Ints
+from zarrckpt._format.json_values import dumps
+from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, table_node
+from zarrckpt._jobs import BytesBudget, Progress, Tally, run
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.chunks import runs_of
+
+_UNSTORED = 1 << 16
+"""A document can claim any number of chunks: at most so many are looked for that no table is stored for."""
+
+FaultText = str | None
+"""What is wrong with an object, or None."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One object that is not what was saved: its key below the url, the entry that needs it ("" for none), and why."""
+
+    key: str
+    fqn: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :meth:`Checkpoint.verify` found. True where nothing is wrong."""
+
+    url: str
+    save_id: str
+    quick: bool
+    objects: int
+    """How many objects were looked at."""
+    nbytes: int
+    """Their bytes: those listed, or with ``quick=False`` those read."""
+    damages: tuple[Damage, ...]
+    seconds: float
+
+    def __bool__(self) -> bool:
+        return not self.damages
+
+    def raise_if_damaged(self) -> None:
+        """Raise CorruptCheckpointError naming the first ten damaged objects, if there are any."""
+        if not self.damages:
+            return
+        shown = "\n".join(f"  {damage.key!r} of {damage.fqn!r}: {damage.reason}" for damage in self.damages[:10])
+        more = f"\n  and {len(self.damages) - 10} more" if len(self.damages) > 10 else ""
+        raise CorruptCheckpointError(
+            f"{len(self.damages)} of {self.objects} objects in {self.url} are not what was saved:\n{shown}{more}"
+        )
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """One object: its size, where that is known, and how it is checked by reading it."""
+
+    key: str
+    fqn: str
+    size: int | None
+    check: Callable[[], FaultText]
+
+
+def verify(catalog: Catalog, *, quick: bool, max_inflight_bytes: int, progress: Progress | None) -> VerifyReport:
+    """Check a checkpoint, see :meth:`Checkpoint.verify`."""
+    began = time.monotonic()
+    with catalog.guard():
+        found = _Verification(catalog, max_inflight_bytes, progress).run(quick)
+    if found.damages and (gone := catalog.gone()) is not None:
+        raise gone
+    url, save_id = catalog.store.url, catalog.root.save_id
+    seconds = time.monotonic() - began
+    return VerifyReport(url, save_id, quick, found.objects, found.nbytes, tuple(found.damages), seconds)
+
+
+class _Verification:
+    """One verification under way."""
+
+    def __init__(self, catalog: Catalog, max_inflight_bytes: int, progress: Progress | None) -> None:
+        self._catalog = catalog
+        self._store = catalog.store
+        self._memory = BytesBudget(max_inflight_bytes)
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._unreadable: str | None = None
+        self.damages: list[Damage] = []
+        self.objects = self.nbytes = 0
+
+    def run(self, quick: bool) -> _Verification:
+        listed = {info.key: info.size for info in self._store.list()}
+        expected = [*self._documents(), *self._tables()]
+        # Their damage is found by their own checks; chunks have to speak for themselves then.
+        tables = (quick and self._catalog.root.sizes is None) or self._can_read_tables()
+        if self._can_be_as_many(listed):
+            expected += self._chunks(tables)
+        self.objects = len(expected)
+        total = sum(listed.get(item.key, 0) for item in expected)
+        self._tally = Tally(total, self._progress)
+        whole = [item for item in expected if self._is_there(item, listed)]
+        if quick:
+            self.nbytes = total
+        else:
+            run((partial(self._read, item, listed[item.key]) for item in whole), self._store.max_concurrency)
+            self.nbytes = self._tally.done
+        self._note_tables()
+        self.damages.sort(key=lambda damage: damage.key)
+        return self
+
+    def _can_read_tables(self) -> bool:
+        try:
+            for _, node in self._arrays():
+                self._catalog.checksums(node)
+                break
+        except CorruptCheckpointError as err:
+            self._unreadable = str(err)
+            return False
+        return True
+
+    def _note_tables(self) -> None:
+        """Name the table that could not be read, where its size is right: it is altered, or says what none says."""
+        if self._unreadable is None:
+            return
+        root, keys = self._catalog.root, {}
+        for name, table in ((CHECKSUMS, root.checksums), (SIZES, root.sizes)):
+            if table is not None:
+                key = table_node(root.save_id, name, table.length).chunk_key((0,))
+                keys[key] = self._fault(partial(self._fault_of, partial(self._catalog.read_table, name, table)))
+        if not any(keys.values()):
+            keys[key] = self._unreadable
+        noted = {damage.key for damage in self.damages}
+        self.damages += [Damage(key, "", fault) for key, fault in keys.items() if fault and key not in noted]
+
+    def _can_be_as_many(self, listed: dict[str, int]) -> bool:
+        """Whether the chunks that the root claims are worth looking for. If not, the table of checksums is damaged."""
+        root = self._catalog.root
+        length = root.checksums.length
+        stored = listed.get(table_node(root.save_id, CHECKSUMS, length).chunk_key((0,)), 0)
+        return stored >= 4 * length or length <= len(listed) + _UNSTORED
+
+    def _is_there(self, item: _Expected, listed: dict[str, int]) -> bool:
+        """Whether an object is listed with its size. Notes where it is not."""
+        size = listed.get(item.key)
+        if size is not None and item.size in (None, size):
+            return True
+        reason = "it is missing" if size is None else f"it has {size} bytes, expected {item.size}"
+        self.damages.append(Damage(item.key, item.fqn, reason))
+        return False
+
+    def _read(self, item: _Expected, size: int) -> None:
+        fault = self._fault(item.check)
+        if fault is not None:
+            with self._lock:
+                self.damages.append(Damage(item.key, item.fqn, fault))
+        self._tally.add(size)
+
+    @staticmethod
+    def _fault(check: Callable[[], FaultText]) -> FaultText:
+        try:
+            return check()
+        except ObjectNotFoundError:
+            return "it is missing"
+        except (CorruptCheckpointError, ForeignObjectsError, UnsupportedFormatError) as err:
+            return str(err)
+
+    # -- what a checkpoint consists of
+
+    def _documents(self) -> Iterator[_Expected]:
+        root = self._catalog.root
+        yield _Expected(NODE, "", None, self._check_root)
+        yield _Expected(CLAIM_KEY, "", None, self._check_claim)
+        yield _Expected(marker_key(root.save_id), "", None, self._check_marker)
+        for path in root.groups():
+            yield self._exactly(join(path, NODE), "", dumps(group_document()))
+        for fqn, node in self._arrays():
+            yield self._exactly(join(root.tree, node.path, NODE), fqn, dumps(node.document()))
+
+    def _arrays(self) -> Iterator[tuple[str, ArrayNode]]:
+        for fqn in self._catalog.root.entries:
+            node = self._catalog.root.array(fqn)
+            if node is not None:
+                yield fqn, node
+
+    def _tables(self) -> Iterator[_Expected]:
+        root, read = self._catalog.root, self._catalog.read_table
+        chunks = sum(node.grid.num_chunks for node in root.arrays())
+        tables: list[tuple[str, int, Callable[[], object]]] = [
+            (CHECKSUMS, root.checksums.length, partial(read, CHECKSUMS, root.checksums)),
+            (WRITERS, chunks, self._catalog.read_writers),
+        ]
+        if root.sizes is not None:
+            tables.append((SIZES, root.sizes.length, partial(read, SIZES, root.sizes)))
+        for name, length, check in tables:
+            node = table_node(root.save_id, name, length)
+            yield self._exactly(join(node.path, NODE), "", dumps(node.document()))
+            if length:
+                yield _Expected(node.chunk_key((0,)), "", 4 * length + CRC_BYTES, partial(self._fault_of, check))
+
+    def _chunks(self, tables: bool) -> Iterator[_Expected]:
+        tree = self._catalog.root.tree
+        for fqn, node in self._arrays():
+            stored = node.under(tree)
+            for chunk in _all_chunks(node):
+                check = partial(self._check_chunk if tables else self._check_alone, node, chunk)
+                yield _Expected(stored.chunk_key(chunk), fqn, self._size(node, chunk, tables), check)
+
+    def _size(self, node: ArrayNode, chunk: Ints, tables: bool) -> int | None:
+        if node.compression is None:
+            return chunk_object_bytes(node)
+        return self._catalog.chunk_table(node, chunk).object_size if tables else None
+
+    # -- how it is checked
+
+    def _exactly(self, key: str, fqn: str, data: bytes) -> _Expected:
+        def check() -> FaultText:
+            return None if self._store.get(key) == data else "its bytes are not what was saved"
+
+        return _Expected(key, fqn, len(data), check)
+
+    @staticmethod
+    def _fault_of(read: Callable[[], object]) -> FaultText:
+        read()
+        return None
+
+    def _check_root(self) -> FaultText:
+        root = protocol.parse_committed(self._store.get(NODE), self._store.url)
+        return None if root.save_id == self._catalog.root.save_id else "it is of another save"
+
+    def _check_claim(self) -> FaultText:
+        own = self._catalog.root
+        claimed = parse_claim(self._store.get(CLAIM_KEY), "the claim")
+        return "it is of another save" if not own.tree and claimed != own.save_id else None
+
+    def _check_marker(self) -> FaultText:
+        own, key = self._catalog.root, marker_key(self._catalog.root.save_id)
+        marker = parse_marker(self._store.get(key), "the marker")
+        if (marker.attempt, marker.tree) != (own.save_id, own.tree):
+            return "it is of another save"
+        unnamed = {node.path for node in own.arrays()} - {*marker.arrays}
+        return f"it does not name {sorted(unnamed)[:3]}" if unnamed else None
+
+    def _check_chunk(self, node: ArrayNode, chunk: Ints) -> FaultText:
+        """Read a chunk in parts of some MiB, subchunks and index."""
+        key, table = node.under(self._catalog.root.tree).chunk_key(chunk), self._catalog.chunk_table(node, chunk)
+        for begin, end in _read_parts(node, table, self._memory):
+            with self._memory.hold(end - begin):
+                stored = np.frombuffer(self._store.read(key, begin, end - begin), np.uint8)
+                if not table.check(begin, stored):
+                    return f"bytes {begin}-{end} are not what was saved"
+        return None
+
+    def _check_alone(self, node: ArrayNode, chunk: Ints) -> FaultText:
+        """Without tables: whether a chunk's parts have the checksums that are stored behind them."""
+        key = node.under(self._catalog.root.tree).chunk_key(chunk)
+        with self._memory.hold(chunk_object_bytes(node)):
+            stored = np.frombuffer(self._store.get(key), np.uint8)
+            for begin, nbytes in _stored_spans(node, stored) or [(0, 0)]:
+                part = stored[begin : begin + nbytes]
+                if not CRC_BYTES < nbytes == len(part) or stored_crc(part) is None:
+                    return f"bytes {begin}-{begin + nbytes} do not have the checksum that is stored behind them"
+                if not says_its_size(node, part):
+                    return f"bytes {begin}-{begin + nbytes} are not the compressed elements of a subchunk"
+        return None
+
+
+def _stored_spans(node: ArrayNode, stored: RawArray) -> list[tuple[int, int]] | None:
+    """Where a chunk's subchunks are, (begin, bytes), by its own index; None where that is altered."""
+    if node.grid.subchunk_shape is None:
+        return [(0, len(stored))]
+    index = stored[-index_bytes(node) :]
+    if len(index) % INDEX_BYTES != CRC_BYTES or stored_crc(index) is None:
+        return None
+    numbers: list[int] = index[:-CRC_BYTES].view("<u8").tolist()
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def _all_chunks(node: ArrayNode) -> Iterator[Ints]:
+    return iter(np.ndindex(*node.grid.counts)) if node.grid.num_chunks else iter(())
+
+
+def _read_parts(node: ArrayNode, table: ChunkTable, memory: BytesBudget) -> Iterator[tuple[int, int]]:
+    """The bytes of a chunk's object, from and to, at bounds of subchunks; its index at the end."""
+    count = len(table.checksums)
+    for numbers in runs_of(node, range(count), memory):
+        yield table.begin(numbers.start), table.begin(numbers.stop)
+    if table.object_size > table.begin(count):
+        yield table.begin(count), table.object_size

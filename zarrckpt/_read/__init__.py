@@ -1,0 +1,1 @@
+"""A committed checkpoint, read: its root, its chunks, its arrays. No torch."""

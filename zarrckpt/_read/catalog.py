@@ -1,0 +1,239 @@
+"""A committed checkpoint as a reader sees it: the root, the tables, entries by name. No torch."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import numpy as np
+
+from zarrckpt._commit import protocol
+from zarrckpt._errors import (
+    CheckpointError,
+    CheckpointRemovedError,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    KeyMismatchError,
+    ObjectNotFoundError,
+)
+from zarrckpt._format import values
+from zarrckpt._format.chunk_layout import (
+    CRC_BYTES,
+    ChunkTable,
+    RawArray,
+    chunk_object_bytes,
+    most_subchunk_stored,
+    stored_crc,
+    subchunk_bytes,
+)
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.grid import Ints
+from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, Table, ValueEntry, table_node
+from zarrckpt._jobs import run
+from zarrckpt._read.chunks import LARGE_BYTES, look_for_end, read_box
+from zarrckpt._store import Store, StoreSpec
+
+_MANY = 1 << 16
+"""Subchunks of one array: a list of so many is no burden."""
+
+_Parts = Mapping[str, RawArray]
+"""Node path -> the array's part of a table."""
+
+
+class Catalog:
+    """One committed checkpoint, opened once: one request for the root, one for the checksums when first needed.
+
+    Where arrays are compressed, the sizes of what is stored come with the checksums, by another request.
+
+    A pickle holds the root and the recipe for the store; the copy opens the store anew, without asking for the root.
+    """
+
+    def __init__(self, spec: StoreSpec, root: Root | None = None) -> None:
+        self._spec = spec
+        self.store: Store = spec.open()
+        self.root = root if root is not None else protocol.load_root(self.store)
+        self._lock = threading.Lock()
+        self._tables: tuple[_Parts, _Parts] | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Catalog, (self._spec, self.root))
+
+    def checksums(self, node: ArrayNode) -> RawArray:
+        """An array's part of the checksum table (uint32, chunks and their subchunks in C order)."""
+        return self._read_tables()[0][node.path]
+
+    def sizes(self, node: ArrayNode) -> RawArray | None:
+        """A compressed array's part of the table of stored sizes (uint32, in the order of the checksums), else None."""
+        return self._read_tables()[1].get(node.path)
+
+    def chunk_table(self, node: ArrayNode, chunk: Ints) -> ChunkTable:
+        """One chunk's part of the tables."""
+        checksums, sizes = self._read_tables()
+        return ChunkTable.of(node, chunk, checksums[node.path], sizes.get(node.path))
+
+    def _read_tables(self) -> tuple[_Parts, _Parts]:
+        """Each array's part of the checksums, and of the sizes; read once, both at the same time."""
+        with self._lock:
+            if self._tables is None:
+                arrays, sizes = self.root.arrays(), self.root.sizes
+                if sizes is None:
+                    self._tables = (_parts(self.read_table(CHECKSUMS, self.root.checksums), arrays), {})
+                else:
+                    wanted = ((CHECKSUMS, self.root.checksums), (SIZES, sizes))
+                    tables = run((partial(self.read_table, *table) for table in wanted), len(wanted))
+                    self._tables = (_parts(tables[0], arrays), self._checked_sizes(tables[1], arrays))
+        return self._tables
+
+    def _checked_sizes(self, table: RawArray, arrays: Sequence[ArrayNode]) -> _Parts:
+        compressed = [node for node in arrays if node.compression is not None]
+        parts = _parts(table, compressed)
+        for node in compressed:
+            self._check_sizes(node, parts[node.path])
+        return parts
+
+    def _check_sizes(self, node: ArrayNode, sizes: RawArray) -> None:
+        """Refuse sizes that no compressed subchunk has: what they say is allocated."""
+        most = most_subchunk_stored(node)
+        odd = sizes[(sizes <= CRC_BYTES) | (sizes > most)]
+        if len(odd):
+            raise CorruptCheckpointError(
+                f"the {SIZES} table in {self.store.url} says that a subchunk of array {node.path!r} is stored in "
+                f"{odd[0]} bytes, expected {CRC_BYTES + 1} to {most}"
+            )
+
+    def stored_nbytes(self, node: ArrayNode) -> int:
+        """Bytes of an array's chunks as they are stored. No request, but for the tables where it is compressed."""
+        nbytes = node.grid.num_chunks * chunk_object_bytes(node)
+        with self.guard():
+            sizes = self.sizes(node) if node.compression is not None else None
+        if sizes is None:
+            return nbytes
+        # The index of each chunk, where there is one, stays as long as it is.
+        plain = node.grid.num_subchunks * (subchunk_bytes(node) + CRC_BYTES)
+        return nbytes - plain + int(sizes.sum(dtype=np.uint64))
+
+    def refuse_uncounted(self, node: ArrayNode) -> None:
+        """Raise CorruptCheckpointError where an array claims more chunks than there are checksums.
+
+        A document can claim anything, and readers make lists of chunks. No request but that for the tables, and that
+        only where there are very many.
+        """
+        if node.grid.num_subchunks > _MANY:
+            with self.guard():
+                self.checksums(node)
+
+    def refuse_unstored(self, node: ArrayNode) -> None:
+        """Raise CorruptCheckpointError where an array claims to be much larger than what is stored of it.
+
+        Who indexes a zarr.Array allocates all that is asked for before the first chunk is read. One request for what
+        this process could not allocate, to see whether the first chunk is as long as it should be; else none.
+        """
+        self.refuse_uncounted(node)
+        if node.nbytes <= LARGE_BYTES:
+            return
+        try:
+            np.empty(node.nbytes, np.uint8)  # no memory is touched
+        except (MemoryError, ValueError):
+            with self.guard():
+                stored = node.under(self.root.tree)
+                look_for_end(self.store, stored, self.checksums(node), self.sizes(node))
+
+    def writers(self) -> dict[str, RawArray]:
+        """Which rank wrote each chunk: node path -> uint32 array in the shape of the chunk grid. One request."""
+        table = self.read_writers()
+        out, first = {}, 0
+        for node in self.root.arrays():
+            count = math.prod(node.grid.counts)
+            out[node.path] = table[first : first + count].reshape(node.grid.counts)
+            first += count
+        return out
+
+    def read_writers(self) -> RawArray:
+        """The table of writers, which the root does not bind: it is for people. Raises CorruptCheckpointError."""
+        table = self._read_table(WRITERS, sum(node.grid.num_chunks for node in self.root.arrays()), None)
+        if len(table) and table.max() >= self.root.world_size:
+            raise CorruptCheckpointError(
+                f"the table of writers in {self.store.url} names rank {table.max()}, but {self.root.world_size} saved"
+            )
+        return table
+
+    def read_table(self, name: str, table: Table) -> RawArray:
+        """A table, checked against the root. Raises CorruptCheckpointError."""
+        return self._read_table(name, table.length, table.crc32c)
+
+    def _read_table(self, name: str, length: int, crc: int | None) -> RawArray:
+        if length == 0:
+            return np.zeros(0, "<u4")
+        key = table_node(self.root.save_id, name, length).chunk_key((0,))
+        with self.guard():
+            try:
+                data = self.store.get(key)
+            except ObjectNotFoundError as err:
+                raise CorruptCheckpointError(f"the {name} table {key!r} is missing in {self.store.url}") from err
+            stored = np.frombuffer(data, np.uint8)
+            found = stored_crc(stored) if len(stored) == 4 * length + CRC_BYTES else None
+            if found is None or (crc is not None and found != crc):
+                raise CorruptCheckpointError(f"the {name} table {key!r} in {self.store.url} is not what was saved")
+        return stored[:-CRC_BYTES].view("<u4")
+
+    def read_object(self, fqn: str, *, allow_pickle: bool = False) -> object:
+        """A non-tensor entry as the Python object that was saved.
+
+        Raises UnsafeValueError for a pickled one unless ``allow_pickle``; KeyMismatchError for an unknown name.
+        """
+        entry = self.root.objects.get(fqn)
+        if entry is None:
+            raise KeyMismatchError(f"no value {fqn!r} in {self.store.url}")
+        if isinstance(entry, ValueEntry):
+            try:
+                return values.decode_json(entry.json)
+            except CorruptCheckpointError as err:
+                raise CorruptCheckpointError(f"value {fqn!r} in {self.store.url}: {err}") from err
+        with self.guard():
+            node = entry.array
+            payload = read_box(self.store, node.under(self.root.tree), self.checksums(node), sizes=self.sizes(node))
+        return values.decode_blob(fqn, entry.encoding, entry.kind, payload.tobytes(), allow_pickle=allow_pickle)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Tell damage from one that was replaced or removed while it was being read; say where memory is short."""
+        try:
+            yield
+        except CorruptCheckpointError as err:
+            if (gone := self.gone()) is not None:
+                raise gone from err
+            step = f"list all damage: zarrckpt verify {self.store.url}; load an earlier checkpoint"
+            if step not in str(err):  # a guard may be inside another one
+                err.args = (f"{err}; {step}",)
+            raise
+        except MemoryError as err:
+            raise CheckpointError(
+                f"what is read of {self.store.url} takes more memory than can be allocated here ({err}); if that is "
+                "not to be expected, the checkpoint is damaged"
+            ) from err
+
+    def gone(self) -> CheckpointError | None:
+        """The error for one that was replaced or removed since it was opened, else None. One request or two."""
+        where = f"the checkpoint at {self.store.url} (save {self.root.save_id[:8]})"
+        try:
+            if protocol.read_root(self.store).save_id != self.root.save_id:
+                return CheckpointReplacedError(f"{where} was replaced while it was being read: open it again")
+        except ObjectNotFoundError:
+            with suppress(CheckpointError):
+                if protocol.was_removed(self.store):
+                    return CheckpointRemovedError(f"{where} was removed while it was being read: read another one")
+        except CheckpointError:
+            pass  # what is damaged there is what was opened, as far as anybody knows
+        return None
+
+
+def _parts(table: RawArray, nodes: Sequence[ArrayNode]) -> _Parts:
+    """A table with an element for each subchunk, cut into the parts of its arrays."""
+    parts, first = {}, 0
+    for node in nodes:
+        parts[node.path] = table[first : first + node.grid.num_subchunks]
+        first += node.grid.num_subchunks
+    return parts

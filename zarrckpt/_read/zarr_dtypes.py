@@ -1,0 +1,210 @@
+"""bfloat16 and the float8 types for zarr-python, as data types over ml_dtypes.
+
+zarr finds this module through two entry points of the installed package, so arrays of these types open in
+a process that never imported zarrckpt. zarr >= 3.4.1 loads those of the group ``zarr.data_type`` when it
+needs a type. Older ones only collect them, so a second entry point, in ``zarr.buffer``, brings this module
+in with the first read of a group, and importing it registers the types.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsFloat, cast, overload
+
+import numpy as np
+from zarr.buffer.cpu import Buffer
+from zarr.core.dtype.common import HasEndianness, HasItemSize
+from zarr.dtype import ZDType, data_type_registry
+
+from zarrckpt._format.dtypes import by_name
+
+try:
+    from zarr.errors import DataTypeValidationError  # type: ignore[attr-defined,unused-ignore]
+except ImportError:  # zarr < 3.3
+    from zarr.dtype import DataTypeValidationError
+
+if TYPE_CHECKING:
+    from zarr.core.common import JSON, ZarrFormat
+
+__all__ = [
+    "Buffer",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+]
+
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MlFloat(ZDType[np.dtype[np.generic], np.generic], HasItemSize):
+    """A floating point type of ml_dtypes, found there by its Zarr name.
+
+    Zarr format 3 only: format 2 names types as numpy does, and numpy writes these as plain ``V1`` or ``V2``.
+    """
+
+    @classmethod
+    def _ml_dtype(cls) -> np.dtype[Any]:
+        return by_name(cls._zarr_v3_name).numpy
+
+    @property
+    def item_size(self) -> int:
+        """The size of an element in bytes."""
+        return self._ml_dtype().itemsize
+
+    @classmethod
+    def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
+        """Wrap a numpy dtype; ``DataTypeValidationError`` for another one."""
+        if not cls._check_native_dtype(dtype):
+            raise DataTypeValidationError(f"Invalid data type: {dtype}. Expected {cls._zarr_v3_name}.")
+        return cls()
+
+    def to_native_dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of arrays in memory."""
+        return self._ml_dtype()
+
+    @classmethod
+    def _from_json_v2(cls, data: object) -> Self:
+        raise DataTypeValidationError(f"{cls._zarr_v3_name} exists in Zarr format 3 only, not as {data!r}.")
+
+    @classmethod
+    def _from_json_v3(cls, data: object) -> Self:
+        if data != cls._zarr_v3_name:
+            raise DataTypeValidationError(f"Invalid data type: {data!r}. Expected {cls._zarr_v3_name!r}.")
+        return cls()
+
+    @overload
+    def to_json(self, zarr_format: Literal[2]) -> NoReturn: ...
+    @overload
+    def to_json(self, zarr_format: Literal[3]) -> str: ...
+    def to_json(self, zarr_format: ZarrFormat) -> str:
+        """The type's name. ``ValueError`` for Zarr format 2, which has none."""
+        if zarr_format != 3:
+            raise ValueError(f"{self._zarr_v3_name} has no name in Zarr format 2; use zarr_format=3.")
+        return self._zarr_v3_name
+
+    def _check_scalar(self, data: object) -> bool:
+        try:
+            self.cast_scalar(data)
+        except TypeError:
+            return False
+        return True
+
+    def cast_scalar(self, data: object) -> np.generic:
+        """Round a number, or a string that spells one, to this type; ``TypeError`` for anything else."""
+        scalar_type = self._ml_dtype().type
+        if isinstance(data, scalar_type):
+            return cast("np.generic", data)  # not rounded again, so a NaN keeps its bits
+        try:
+            # By way of float: a string that is no number makes scalars of ml_dtypes 0.6.0 crash the process.
+            value = float(cast("SupportsFloat", data))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TypeError(f"Expected a {self._zarr_v3_name} value, found {data!r}.") from error
+        return cast("np.generic", scalar_type(value))
+
+    def default_scalar(self) -> np.generic:
+        """Zero; NaN for float8_e8m0fnu, which has no zero."""
+        return self.cast_scalar(0.0)
+
+    def from_json_scalar(self, data: JSON, *, zarr_format: ZarrFormat) -> np.generic:
+        """Read a fill value: a number, "NaN", "Infinity", "-Infinity", or the bits as "0x...".
+
+        Raises ``TypeError`` for another kind of value, ``ValueError`` for bits that do not fit the type.
+        """
+        if isinstance(data, str):
+            if data.startswith("0x"):
+                return self._from_bits(data)
+            data = _SPECIAL.get(data, data)
+        if not isinstance(data, int | float):
+            raise TypeError(f"Invalid {self._zarr_v3_name} value {data!r}: expected a number.")
+        return self.cast_scalar(data)
+
+    def _from_bits(self, data: str) -> np.generic:
+        bits = int(data, 16)
+        if bits >= 1 << (8 * self.item_size):
+            raise ValueError(f"Invalid {self._zarr_v3_name} value {data!r}: longer than the type.")
+        raw = bits.to_bytes(self.item_size, sys.byteorder)
+        return cast("np.generic", np.frombuffer(raw, self._ml_dtype())[0])
+
+    def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> float | str:
+        """Spell a fill value as :meth:`from_json_scalar` reads it; "0x..." for a NaN that is not "NaN"."""
+        scalar = self.cast_scalar(data)
+        value = float(scalar)
+        if math.isfinite(value):
+            return value
+        for spelling, special in _SPECIAL.items():
+            if self.cast_scalar(special).tobytes() == scalar.tobytes():
+                return spelling
+        return f"0x{int.from_bytes(scalar.tobytes(), sys.byteorder):0{2 * self.item_size}x}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BFloat16(_MlFloat, HasEndianness):
+    """bfloat16. Unlike the single bytes, its chunks have a byte order, which the ``bytes`` codec names."""
+
+    dtype_cls = type(by_name("bfloat16").numpy)
+    _zarr_v3_name = "bfloat16"
+
+    @classmethod
+    def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
+        """Wrap a numpy dtype with its byte order; ``DataTypeValidationError`` for another type."""
+        super().from_native_dtype(dtype)
+        return cls(endianness="little" if dtype.isnative == (sys.byteorder == "little") else "big")
+
+    def to_native_dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of arrays in memory, in the byte order of this instance."""
+        dtype = self._ml_dtype()
+        return dtype if self.endianness == sys.byteorder else dtype.newbyteorder(self.endianness)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8E4M3FN(_MlFloat):
+    dtype_cls = type(by_name("float8_e4m3fn").numpy)
+    _zarr_v3_name = "float8_e4m3fn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8E5M2(_MlFloat):
+    dtype_cls = type(by_name("float8_e5m2").numpy)
+    _zarr_v3_name = "float8_e5m2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8E4M3FNUZ(_MlFloat):
+    dtype_cls = type(by_name("float8_e4m3fnuz").numpy)
+    _zarr_v3_name = "float8_e4m3fnuz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8E5M2FNUZ(_MlFloat):
+    dtype_cls = type(by_name("float8_e5m2fnuz").numpy)
+    _zarr_v3_name = "float8_e5m2fnuz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8E8M0FNU(_MlFloat):
+    dtype_cls = type(by_name("float8_e8m0fnu").numpy)
+    _zarr_v3_name = "float8_e8m0fnu"
+
+
+def _register(cls: type[_MlFloat]) -> type[ZDType[Any, Any]]:
+    """Register the class, unless zarr has one of that name already; return the one it has."""
+    name = cls._zarr_v3_name
+    # Not ``data_type_registry.get``: in zarr >= 3.4.1 that loads the entry points, which has brought us here.
+    if name not in data_type_registry.contents:
+        data_type_registry.register(name, cls)
+    return data_type_registry.contents[name]
+
+
+# What the entry points name. zarr >= 3.4.1 registers it without asking, so it is what zarr has already.
+bfloat16 = _register(BFloat16)
+float8_e4m3fn = _register(Float8E4M3FN)
+float8_e5m2 = _register(Float8E5M2)
+float8_e4m3fnuz = _register(Float8E4M3FNUZ)
+float8_e5m2fnuz = _register(Float8E5M2FNUZ)
+float8_e8m0fnu = _register(Float8E8M0FNU)

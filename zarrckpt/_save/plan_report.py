@@ -1,0 +1,95 @@
+"""``plan_report``: what a save would write, move and cost, before it is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from zarrckpt._format.root import parent_groups
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, check_limits
+from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
+from zarrckpt._plan.owners import RankArray
+from zarrckpt._plan.plan import Options, SavePlan, Sizes
+from zarrckpt._ranks.group import TIMEOUT, Ranks, checked_timeout
+from zarrckpt._ranks.mesh import FANOUT
+from zarrckpt._ranks.rounds import joined
+from zarrckpt._reports import PlanReport
+from zarrckpt._save.agree import plan_together
+from zarrckpt._state.local_state import LocalState
+from zarrckpt._state.objects import refuse_fsdp1
+
+_BESIDE = 5
+"""Claim, marker, root, and a document for each of the two tables."""
+
+_TABLE_CHUNKS = 2
+"""One for each of the tables, unless there is nothing for them to hold."""
+
+_ROUNDS = 5
+"""Digests, descriptions, plans; what was written, and the commit."""
+
+
+def plan_report(
+    state: Mapping[str, Any],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    min_piece_bytes: int | None = None,
+    fill_bytes: int | None = None,
+    max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+    timeout: float = TIMEOUT,
+    ranks_per_host: int | None = None,
+) -> PlanReport:
+    """What :func:`save` would do with a state: objects, bytes by rank, bytes between ranks, cost of the puts.
+
+    Every rank of the process group calls it. Plans as a save does and stops there: no request, no data moves. The
+    arguments are those of :func:`save`; raises what it raises for them, and for a state that cannot be saved.
+    ``ranks_per_host`` (default: torchrun's ``LOCAL_WORLD_SIZE``) tells which ranks are on one host.
+    """
+    if ranks_per_host is None:
+        ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
+    else:
+        check_limits(ranks_per_host=ranks_per_host)
+    sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
+    ranks = Ranks(process_group, no_dist)
+    if no_dist:
+        refuse_fsdp1(state)
+    with joined(ranks, "plan_report", checked_timeout(timeout)) as rounds:
+        plan = plan_together(rounds, partial(LocalState.saving, state), Options(sizes=sizes))
+    return report_of(plan, rounds.members, ranks_per_host)
+
+
+def report_of(plan: SavePlan, members: Sequence[int], ranks_per_host: int | None = None) -> PlanReport:
+    """The report of a whole plan of these ranks, given by their numbers in the default process group."""
+    nodes, dealt = plan.layout.tensors.values(), plan.dealt
+    beside = _BESIDE + _TABLE_CHUNKS * bool(len(dealt.owner))
+    hosts = None if ranks_per_host is None else np.array(members, np.int64) // ranks_per_host
+    return PlanReport(
+        ranks=plan.layout.world_size,
+        tensors=len(nodes),
+        nbytes=int(dealt.nbytes.sum()),
+        objects=len(dealt.owner),
+        documents=len(nodes) + len(parent_groups(node.path for node in nodes)) + beside,
+        rank_bytes=tuple(dealt.rank_bytes()),
+        moved_bytes=dealt.moved_bytes(),
+        merged=dealt.merged(),
+        bundles=len(np.unique(dealt.bundle[dealt.bundle >= 0])),
+        control_rounds=_ROUNDS if plan.layout.world_size > 1 else 0,
+        rank_connections=tuple(connections(plan).tolist()),
+        host_bytes=None if hosts is None else dealt.moved_bytes(hosts),
+    )
+
+
+def connections(plan: SavePlan) -> RankArray:
+    """With how many others each rank of a save is connected: in the tree, and to hand over pieces."""
+    peers = plan.dealt.peers()
+    for rank in range(1, len(peers)):
+        parent = (rank - 1) // FANOUT
+        peers[rank, parent] = peers[parent, rank] = True
+    found: RankArray = peers.sum(axis=1)
+    return found

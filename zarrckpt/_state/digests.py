@@ -1,0 +1,67 @@
+"""Short digests of what each rank is about to save under a name, to see whether ranks agree on it.
+
+What ranks hold under one name is saved once. The coordinator compares digests of it, and names what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from typing import Any
+
+import torch
+
+from zarrckpt._format import json_values, values
+from zarrckpt._state.tensors import raw_tensor
+
+_WHOLE_BYTES = 64 << 10
+"""Tensors up to this size (RNG states among them) are digested whole, larger ones by a sample."""
+
+_SAMPLE = 512
+
+_PARAMETER_NAMES = re.compile(r"(^|\.)param_groups\.\d+\.params$")
+"""What an optimizer's group calls its parameters: the ranks of a pipeline differ, and a load does not mind."""
+
+
+def is_compared(fqn: str, value: Any) -> bool:
+    """Whether a value has a digest: ranks can tell that they hold the same."""
+    return not _PARAMETER_NAMES.search(fqn) and _value_bytes(value)[0] is not None
+
+
+def content_digest(fqn: str, value: Any) -> bytes | None:
+    """8 bytes of what is saved under a name; None where it is not to be compared.
+
+    Copies at most 64 KiB of a tensor to the host.
+    """
+    if _PARAMETER_NAMES.search(fqn):
+        return None
+    if isinstance(value, torch.Tensor):
+        form: object = (str(value.dtype), tuple(value.shape))
+        content = raw_tensor(fqn, _sample(value.detach())).tobytes()
+    else:
+        # Equal values have equal JSON, while their pickles may differ.
+        form, content = _value_bytes(value)
+        if form is None:
+            return None
+    return hashlib.blake2b(repr(form).encode() + b"\0" + content, digest_size=8).digest()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a small tensor, else elements spread over it: enough for tensors that drifted, not for one flipped bit."""
+    if tensor.numel() * tensor.element_size() <= _WHOLE_BYTES:
+        return tensor
+    places = torch.linspace(0, tensor.numel() - 1, _SAMPLE, dtype=torch.float64, device=tensor.device).long()
+    # By coordinates: flattening would copy a tensor that is not contiguous.
+    return tensor[torch.unravel_index(places, tensor.shape)]
+
+
+def _value_bytes(value: Any) -> tuple[str | None, bytes]:
+    encoded = values.encode_json(value)
+    if encoded is not values.NOT_JSON:
+        return "json", json_values.dumps({"value": encoded})
+    if isinstance(value, bytes | bytearray):
+        return type(value).__name__, bytes(value)
+    if isinstance(value, io.BytesIO):
+        return "BytesIO", value.getvalue()
+    return None, b""

@@ -1,0 +1,108 @@
+"""A nested state dict to flat names and back, keeping what DCP's own flattening loses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._format import values
+from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, StatePath, is_key, one_nan
+from zarrckpt._state.local_boxes import HeldTensor
+
+
+class OwnRank(dict[str, Any]):
+    """What one rank keeps for itself, by its number."""
+
+
+def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePath]]:
+    """Flat name -> leaf, and flat name -> path, by DCP's rules for what is a leaf.
+
+    Dicts are entered, lists where they hold tensors or dicts at any depth; tuples are leaves. Other than in DCP,
+    empty dicts are entries, and keys that are no strings and OrderedDicts are remembered. Raises
+    UnsupportedValueError for two entries of one name, and for keys that JSON cannot keep.
+    """
+    leaves: dict[str, Any] = {}
+    paths: dict[str, StatePath] = {}
+
+    rank_at: int | None = None
+
+    def walk(value: Any, keys: tuple[object, ...], containers: tuple[str, ...]) -> None:
+        nonlocal rank_at
+        if isinstance(value, torch.Tensor):  # most are; asking for a Mapping costs more
+            leaf(value, keys, containers)
+        elif isinstance(value, Mapping) and (value or not keys):
+            if len({*map(one_nan, value)}) < len(value):
+                raise UnsupportedValueError(f"{'.'.join(map(str, keys))!r} has NaN as a key more than once; rename one")
+            # Whoever loads has a state of its own, so what kind of dict this one is does not matter.
+            inner = (*containers, ORDERED_DICT if type(value) is OrderedDict and keys else DICT)
+            outermost = rank_at is None and isinstance(value, OwnRank)
+            rank_at = len(keys) if outermost else rank_at
+            for key, item in value.items():
+                _check_key(key, keys)
+                walk(item, (*keys, key), inner)
+            rank_at = None if outermost else rank_at
+        elif isinstance(value, list) and entered(value):
+            inner = (*containers, LIST)
+            for position, item in enumerate(value):
+                walk(item, (*keys, position), inner)
+        else:
+            leaf(value, keys, containers)
+
+    def leaf(value: Any, keys: tuple[object, ...], containers: tuple[str, ...]) -> None:
+        path = StatePath(keys, containers, (), rank_at)
+        fqn = path.fqn
+        if fqn in leaves:
+            raise UnsupportedValueError(
+                f"two entries have the flat name {fqn!r}: {paths[fqn].keys} and {path.keys}; rename one"
+            )
+        leaves[fqn], paths[fqn] = value, path
+
+    walk(state, (), ())
+    return leaves, paths
+
+
+def _check_key(key: object, above: tuple[object, ...]) -> None:
+    if not is_key(key) or values.encode_json(key) is values.NOT_JSON:
+        # Python refuses to show very long integers.
+        shown = f"{key!r:.200} " if isinstance(key, str) else ""
+        raise UnsupportedValueError(
+            f"the key {shown}below {'.'.join(map(str, above))!r:.200} is a {type(key).__name__} that cannot be kept as "
+            "a key; use strings of Unicode characters, or integers"
+        )
+
+
+def entered(items: list[Any]) -> bool:
+    """Whether a list is entered and no leaf: DCP's rule, and for what stands in for sharded tensors, too."""
+    return any(
+        isinstance(item, (torch.Tensor, Mapping))
+        or (isinstance(item, list) and entered(item))
+        or hasattr(type(item), "__create_write_items__")
+        or isinstance(item, HeldTensor)
+        for item in items
+    )
+
+
+def set_leaf(state: Any, path: StatePath, value: Any) -> None:
+    """Replace one entry of a nested state in place; its containers must exist."""
+    for key in path.keys[:-1]:
+        state = state[key]
+    state[path.keys[-1]] = value
+
+
+def build(entries: Iterable[tuple[StatePath, Any]], depth: int = 0) -> Any:
+    """The nested state that entries describe, from ``depth`` of their paths on. All share the path above it."""
+    rows = [(path, value) for path, value in entries]
+    if len(rows) == 1 and len(rows[0][0].keys) == depth:
+        return rows[0][1]
+    groups: dict[Any, list[tuple[StatePath, Any]]] = {}
+    for path, value in rows:
+        groups.setdefault(one_nan(path.keys[depth]), []).append((path, value))
+    children = {key: build(group, depth + 1) for key, group in groups.items()}
+    kind = rows[0][0].containers[depth]
+    if kind == LIST:
+        return [children[position] for position in sorted(children)]
+    return OrderedDict(children) if kind == ORDERED_DICT else children

@@ -1,0 +1,183 @@
+"""What one rank saves: its flat state, its description of the global state, and digests of what others hold, too."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from zarrckpt._errors import UnsupportedLayoutError, UnsupportedValueError
+from zarrckpt._format import dtypes
+from zarrckpt._format.documents import MAX_DIMENSIONS
+from zarrckpt._format.grid import Box, Ints
+from zarrckpt._format.state_path import RANKS, StatePath
+from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description, EntryKind
+from zarrckpt._plan.holders import ReplicaPart
+from zarrckpt._plan.shards import Sharding
+from zarrckpt._state.digests import content_digest, is_compared
+from zarrckpt._state.flatten import flatten
+from zarrckpt._state.local_boxes import HeldTensor, held_of
+from zarrckpt._state.objects import for_save
+from zarrckpt._state.per_rank import PerRank
+from zarrckpt._state.tensors import META
+from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
+
+LAZY = "is a parameter of a lazy module, which has no shape before its first forward pass: make one"
+
+PER_RANK = "is a PerRank, which zarrckpt.save, async_save and load take, and DCP's own calls do not"
+
+
+class LocalState:
+    """One rank's part of a state, flat: what is saved under each name, and where it sits.
+
+    Raises UnsupportedValueError listing what cannot be saved.
+    """
+
+    own_memory = True
+    """Its tensors stay where they are for as long as it does: parts of them may be views."""
+
+    def __init__(self, leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> None:
+        refuse_unsaveable(leaves)
+        self._leaves = {fqn: held_of(fqn, leaf) for fqn, leaf in leaves.items()}
+        self._paths = paths
+        self._in_stacks = {path.with_rank(RANKS).fqn: fqn for fqn, path in paths.items() if path.rank_at is not None}
+
+    @classmethod
+    def saving(cls, state: Mapping[Any, Any]) -> LocalState:
+        """Of a state with modules, optimizers and other Stateful objects. Raises UnsupportedValueError."""
+        return cls.of(for_save(state).state)
+
+    @classmethod
+    def of(cls, plain: Mapping[Any, Any]) -> LocalState:
+        """Of a nested state of plain containers, tensors and values. Raises UnsupportedValueError."""
+        return cls(*flatten(plain))
+
+    # -- as others must know it
+
+    def description(self) -> Description:
+        """What this rank says of its state. Raises UnsupportedValueError for a dtype that has no place in Zarr."""
+        shardings: dict[Sharding, int] = {}
+        entries = []
+        for fqn, leaf in self._leaves.items():
+            path = self._paths[fqn]
+            path = path if path.rank_at is None else path.with_rank(RANKS)
+            if isinstance(leaf, HeldTensor | torch.Tensor):
+                entries.append(tensor_entry(path, leaf, _checked_dtype(fqn, leaf.dtype), shardings))
+            else:
+                entries.append(DescribedEntry(path, _kind_of(fqn, leaf)))
+        return Description(tuple(entries), tuple(shardings))
+
+    def digest(self, part: ReplicaPart) -> bytes:
+        """8 bytes of the contents of a part that other ranks hold, too."""
+        fqn, offset = part
+        found = self.value(fqn) if offset is None else self._tensor(fqn, offset)
+        return content_digest(fqn, found) or b""
+
+    def fold(self, parts: Iterable[ReplicaPart]) -> bytes:
+        """8 bytes of the contents of many parts."""
+        digest = hashlib.blake2b(digest_size=8)
+        for part in parts:
+            digest.update(self.digest(part))
+        return digest.digest()
+
+    def refuse_parts(self) -> None:
+        """Raise UnsupportedLayoutError for tensors of which this rank does not hold all elements."""
+        parts = []
+        for fqn, leaf in self._leaves.items():
+            if isinstance(leaf, HeldTensor):
+                held, size = sum(box.size for box in leaf.boxes), math.prod(leaf.shape)
+                if held < size:
+                    parts.append(f"{fqn!r} lacks {size - held if leaf.boxes else 'all'} elements")
+        refuse_parts(parts)
+
+    # -- as it is written
+
+    def tensor(self, fqn: str, box: Box) -> torch.Tensor:
+        """The memory of a box of an array. Of a stack of what ranks keep for themselves, this rank's tensor."""
+        return self._tensor(fqn, box.offset)
+
+    def value(self, fqn: str) -> Any:
+        """A non-tensor entry."""
+        return self._leaves[fqn]
+
+    def _tensor(self, fqn: str, offset: Ints) -> torch.Tensor:
+        leaf = self._leaves[self._in_stacks.get(fqn, fqn)]
+        tensor: torch.Tensor = leaf.piece(offset) if isinstance(leaf, HeldTensor) else leaf.detach()
+        return tensor
+
+
+def tensor_entry(
+    path: StatePath, leaf: HeldTensor | torch.Tensor, dtype: str, shardings: dict[Sharding, int]
+) -> DescribedEntry:
+    """What a description says of a tensor. A sharding gets its number where it is new.
+
+    Raises UnsupportedLayoutError for a local tensor that has not the size that its mesh says.
+    """
+    if not isinstance(leaf, HeldTensor):
+        return DescribedEntry(path, "tensor", tuple(leaf.shape), dtype)
+    boxes = tuple(leaf.boxes)
+    if leaf.sharding is None:
+        return DescribedEntry(path, "tensor", leaf.shape, dtype, REPLICATED, boxes)
+    return DescribedEntry(path, "tensor", leaf.shape, dtype, shardings.setdefault(leaf.sharding, len(shardings)))
+
+
+def refuse_parts(parts: Sequence[str]) -> None:
+    """Raise UnsupportedLayoutError, if there are any, for tensors that a process alone has only parts of."""
+    if parts:
+        raise UnsupportedLayoutError(
+            f"{len(parts)} tensors are sharded over ranks, and this process saves alone; nothing was written:"
+            f"{listed(parts)}\nsave on all ranks that hold parts, without no_dist, or save .full_tensor() of each"
+        )
+
+
+def listed(faults: Sequence[str]) -> str:
+    """Faults for a message, a line each."""
+    more = [f"and {len(faults) - 50} more"] if len(faults) > 50 else []
+    return "".join(f"\n  {line}" for line in [*faults[:50], *more])
+
+
+def refuse_unsaveable(leaves: Mapping[str, Any]) -> None:
+    """Raise UnsupportedValueError listing the leaves of a flat state that cannot be saved."""
+    bad = [f"{fqn!r} {fault}" for fqn, leaf in leaves.items() if (fault := _fault_of(leaf))]
+    if bad:
+        raise UnsupportedValueError("; ".join(bad))
+
+
+def _fault_of(leaf: Any) -> str | None:
+    if isinstance(leaf, PerRank):
+        return PER_RANK
+    if is_dtensor(leaf):
+        if any(placement.is_partial() for placement in leaf.placements):
+            return f"is a DTensor with the placements {leaf.placements}: redistribute() it, partial sums are no values"
+        leaf = leaf.to_local()
+    if not isinstance(leaf, torch.Tensor) or is_sharded_tensor(leaf):
+        return None
+    if is_lazy(leaf):
+        return LAZY
+    if leaf.is_meta:
+        return META
+    if leaf.ndim > MAX_DIMENSIONS:
+        return f"has {leaf.ndim} dimensions: more than {MAX_DIMENSIONS} cannot be saved; reshape it"
+    if leaf.layout != torch.strided or leaf.is_nested:
+        kind = "is a nested tensor" if leaf.is_nested else f"has layout {leaf.layout}"
+        return f"{kind}: only strided tensors can be saved; use .to_dense(), or save its parts"
+    return None
+
+
+def _kind_of(fqn: str, value: Any) -> EntryKind:
+    if isinstance(value, Mapping) and not value:
+        return "empty"
+    return "value" if is_compared(fqn, value) else "opaque"
+
+
+def _checked_dtype(fqn: str, dtype: torch.dtype) -> str:
+    name = str(dtype)
+    try:
+        dtypes.by_torch_name(name)
+    except UnsupportedValueError as err:
+        raise UnsupportedValueError(f"{fqn!r}: {err}") from err
+    return name

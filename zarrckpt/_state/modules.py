@@ -1,0 +1,138 @@
+"""A module's state dict under names that all its wrappers have in common, and the names of its parameters.
+
+``torch.compile``, activation checkpointing and DistributedDataParallel put a segment of their own into each name; it is
+left out, so that a wrapped module loads what a plain one saved. FSDP1 alone needs torch's own functions for this.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
+from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_fsdp1
+
+_WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""The names under which torch.compile and activation checkpointing keep the module that they wrap."""
+
+
+def fsdp1_of(module: nn.Module) -> nn.Module | None:
+    """What torch's functions are to be asked about a module that FSDP1 shards; None for any other.
+
+    That is the module itself, or the one that FSDP1 has wrapped where the module hides it from its state dict.
+    """
+    if not fsdp1_modules(module):
+        return None
+    if is_fsdp1(module) or type(module).state_dict is nn.Module.state_dict:
+        return module
+    roots = fsdp1_modules(module, root_only=True)
+    return roots[0] if len(roots) == 1 else module
+
+
+def canonical_name(module: nn.Module, key: str) -> str:
+    """A key of a module's state dict, or a path in the module, without the segments of wrappers."""
+    segments = []
+    at: nn.Module | None = module
+    for segment in key.split("."):
+        in_ddp = segment == "module" and isinstance(at, DistributedDataParallel)
+        if not in_ddp and segment not in _WRAPPER_SEGMENTS:
+            segments.append(segment)
+        # None where a module hides another one from its state dict: its keys are no paths.
+        at = at._modules.get(segment) if at is not None else None
+    return ".".join(segments)
+
+
+class ModuleState:
+    """One module's state dict, to be saved or loaded: ``entries`` by canonical name."""
+
+    entries: dict[str, Any]
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._keys: dict[str, str] = {}
+        self._fsdp1 = fsdp1_of(module)
+        if self._fsdp1 is not None:
+            from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+            self.entries = get_model_state_dict(self._fsdp1)
+            return
+        self._state_dict = module.state_dict()
+        self.entries = OrderedDict() if type(self._state_dict) is OrderedDict else {}
+        for key, value in self._state_dict.items():
+            name = canonical_name(module, key)
+            if name in self._keys:
+                raise UnsupportedValueError(
+                    f"a {type(module).__name__} has two entries named {name!r} once wrappers are left out: "
+                    f"{self._keys[name]!r} and {key!r}; rename one, or save module.state_dict()"
+                )
+            self._keys[name] = key
+            self.entries[name] = value
+
+    def restore(self, loaded: Mapping[str, Any]) -> None:
+        """Give loaded entries back to the module. Raises KeyMismatchError for some that it does not take."""
+        # strict=False: what is missing or unexpected was found and reported before the load.
+        if self._fsdp1 is not None:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+            result = set_model_state_dict(self._fsdp1, dict(loaded), options=StateDictOptions(strict=False))
+        else:
+            # The module's own object: its metadata holds the versions of the modules inside.
+            self._state_dict.update({key: loaded[name] for name, key in self._keys.items()})
+            result = self._module.load_state_dict(self._state_dict, strict=False)
+        untaken = [key for key in getattr(result, "unexpected_keys", ()) if not self._is_in_place(key)]
+        if untaken:
+            raise KeyMismatchError(
+                f"load_state_dict() of the {type(self._module).__name__} did not take {len(untaken)} of the entries "
+                f"that its state_dict() has, for example {untaken[:5]}: give it a hook that takes them"
+            )
+
+    def _is_in_place(self, key: str) -> bool:
+        """Whether an entry lies in the memory of the module's own tensors, and so has arrived already."""
+        value = self._state_dict.get(key) if self._fsdp1 is None else None
+        if not isinstance(value, torch.Tensor):
+            return False
+        own = itertools.chain(self._module.parameters(), self._module.buffers())
+        return _address(value) in {_address(tensor) for tensor in own}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local.untyped_storage().data_ptr()
+
+
+def parameter_names(module: nn.Module, parameters: Iterable[torch.Tensor]) -> dict[int, list[str]]:
+    """The names of parameters in a module's state, by their ``id``; tied ones have several.
+
+    A parameter has the names under which the module's own state dict holds this very tensor: so they are the same for
+    every wrapper, those that hide themselves included. A parameter that the state dict holds in another form (a fused
+    one that a hook splits) has those of its paths in the module. Raises UnsupportedValueError for a path that is
+    another parameter's name.
+    """
+    names: dict[int, list[str]] = {id(parameter): [] for parameter in parameters}
+    try:
+        variables = module.state_dict(keep_vars=True)
+    except TypeError:  # a state_dict() of the module's own, without arguments
+        variables = {}
+    for key, value in variables.items():
+        if id(value) in names:
+            names[id(value)].append(canonical_name(module, key))
+    owners = {name: number for number, own in names.items() for name in own}
+    split = {number for number, own in names.items() if not own}
+    for path, parameter in module.named_parameters(remove_duplicate=False) if split else ():
+        if id(parameter) in split:
+            name = canonical_name(module, path)
+            if owners.setdefault(name, id(parameter)) != id(parameter):
+                raise UnsupportedValueError(
+                    f"two parameters of the {type(module).__name__} that an optimizer trains have the name {name!r}: "
+                    f"one in its state dict, the other at {path!r}, which the state dict has in another form; pass "
+                    "optimizer.state_dict() instead"
+                )
+            if name not in names[id(parameter)]:
+                names[id(parameter)].append(name)
+    return names

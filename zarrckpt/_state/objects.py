@@ -1,0 +1,267 @@
+"""Modules, optimizers and other Stateful objects to plain nested state, and back.
+
+DCP's own rule for Stateful objects restores nothing of a fresh Adam, in silence: a fresh optimizer has no state
+keys. So modules and optimizers are taken apart here, under names that hold for every wrapper of a module.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._ranks.group import global_rank
+from zarrckpt._state.flatten import OwnRank
+from zarrckpt._state.modules import ModuleState
+from zarrckpt._state.optimizers import OptimizerTarget, SavedEntries, saved_state
+from zarrckpt._state.per_rank import PerRank, refuse_sharded
+from zarrckpt._state.torch_kinds import fsdp1_modules
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What has a state dict: the protocol of ``torch.distributed.checkpoint.stateful``, which is slow to import."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what was loaded."""
+
+
+Keys = tuple[Any, ...]
+"""Where an object stands in the state: a key or a list's position for each level."""
+
+
+@dataclass
+class PlainState:
+    """A user's state with every Module, Optimizer and Stateful object replaced by its state dict."""
+
+    state: dict[Any, Any]
+    restore: list[tuple[Keys, Callable[[Any], None]]] = field(default_factory=list)
+    """Where the state dict of each object stands, and what hands it back to the object after a load, in order."""
+    exact: list[str] = field(default_factory=list)
+    """Flat-name prefixes of modules and optimizers: below them every entry of the checkpoint needs a target."""
+    closed: set[str] = field(default_factory=set)
+    """Flat names of dicts that take nothing where they are empty: a module's, and that of an optimizer's state."""
+    optimizers: list[OptimizerTarget] = field(default_factory=list)
+
+    def give_back(self) -> None:
+        """Objects take their loaded state dicts back, in one order on all ranks."""
+        for keys, restore in self.restore:
+            loaded: Any = self.state
+            for key in keys:
+                loaded = loaded[key]
+            restore(loaded)
+
+
+def for_save(state: Mapping[Any, Any]) -> PlainState:
+    """The state to save. An optimizer that has made no step yet is saved as such, and is not changed."""
+    if isinstance(state, Mapping) and not holds_objects(state):
+        return PlainState(dict(state))
+    return _convert(state, None, lambda prefix, entry: global_rank(), PlainState({}))
+
+
+def for_load(state: Mapping[Any, Any], saved: SavedEntries, source: RankOf, plain: PlainState) -> PlainState:
+    """The targets of a load, gathered in ``plain`` (an empty one): optimizers get memory for the state they lack.
+
+    Objects of which nothing is asked for are left alone, and stay as they are in the plain state. ``source`` says which
+    rank's state a PerRank takes, if any.
+    """
+    return _convert(state, saved, source, plain)
+
+
+_LEAVES = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
+_NO_OBJECTS = _LEAVES | {list, dict, tuple}
+
+RankOf = Callable[[str, PerRank], int | None]
+"""The rank under whose number a PerRank at a flat-name prefix stands; None where it is left out."""
+
+
+def _convert(state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: RankOf, plain: PlainState) -> PlainState:
+    """The plain state to save, or, where ``saved`` is given, to load into."""
+    if not isinstance(state, Mapping):
+        raise UnsupportedValueError(
+            f"the state is a {type(state).__name__}, expected a dict such as {{'model': model, 'step': step}}"
+        )
+    modules = [value for value in _objects(state) if isinstance(value, nn.Module)]
+
+    within: int | None = None
+
+    def per_rank(entry: PerRank, keys: Keys) -> dict[str, Any]:
+        nonlocal within
+        around = within
+        # Inside another PerRank it is of the same rank.
+        rank = rank_of(_prefix_of(keys), entry) if around is None else around
+        if rank is None:
+            return {}
+        within = rank
+        own = convert(entry.value, (*keys, str(rank)))
+        within = around
+        refuse_sharded(f"{_prefix_of(keys)}{rank}", own)
+        return OwnRank({str(rank): own})
+
+    def convert(value: Any, keys: Keys) -> Any:
+        if isinstance(value, PerRank):
+            return per_rank(value, keys)
+        if is_object(value) and saved is not None and not saved.wants(_prefix_of(keys)):
+            return value
+        if isinstance(value, nn.Module):
+            return _module(plain, keys, value)
+        if isinstance(value, Optimizer):
+            return _optimizer(plain, keys, value, _module_of(value, modules), saved)
+        if isinstance(value, Mapping) and not isinstance(value, Stateful):
+            if not holds_objects(value):
+                return value
+            return in_order(value, lambda key: convert(value[key], (*keys, key)))
+        if isinstance(value, list) and holds_objects(value):
+            return [convert(item, (*keys, i)) for i, item in enumerate(value)]
+        if isinstance(value, tuple) and any(map(is_object, value)):
+            raise UnsupportedValueError(
+                f"{_prefix_of(keys)[:-1]!r} is a tuple of objects that are saved in parts: make it a list or a dict"
+            )
+        if isinstance(value, Stateful):
+            return _stateful(plain, keys, value, lambda item: convert(item, keys))
+        return value
+
+    plain.state = in_order(state, lambda key: convert(state[key], (key,)))
+    return plain
+
+
+def _prefix_of(keys: Keys) -> str:
+    """What the flat names of entries below some keys begin with."""
+    return "".join(f"{key}." for key in keys)
+
+
+def in_order(state: Mapping[Any, Any], make: Callable[[Any], Any]) -> dict[Any, Any]:
+    """A dict of what ``make`` gives for each key, called in one order on all ranks, whatever order their dicts have.
+
+    State dicts may be made and taken back with collectives (FSDP1 does): in another order on each rank they deadlock.
+    """
+    made = {key: make(key) for key in sorted(state, key=str)}
+    return {key: made[key] for key in state}
+
+
+def _objects(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _objects(value[key])
+    elif isinstance(value, list):
+        for item in value:
+            yield from _objects(item)
+    elif isinstance(value, tuple):
+        yield from filter(is_object, value)  # which will be refused
+    elif is_object(value):
+        yield value
+        if isinstance(value, PerRank):
+            yield from _objects(value.value)
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is taken apart to be saved: what has a state dict, and PerRanks."""
+    # Asking a protocol costs microseconds, which count in lists of a million numbers.
+    return type(value) not in _NO_OBJECTS and isinstance(value, (nn.Module, Optimizer, PerRank, Stateful))
+
+
+def holds_objects(value: Any) -> bool:
+    """Whether a container holds, at any depth, what is taken apart to be saved."""
+    if type(value) in _LEAVES:
+        return False
+    if isinstance(value, Mapping):
+        return any(map(holds_objects, value.values()))
+    if isinstance(value, list):
+        return any(map(holds_objects, value))
+    return any(map(is_object, value)) if isinstance(value, tuple) else is_object(value)
+
+
+def given_back(target: Any, loaded: Any) -> Any:
+    """What stands in the user's state after a load: the target's own objects and containers, holding loaded values.
+
+    ``loaded`` is the part of a plain state that the target became.
+    """
+    if isinstance(target, PerRank):
+        for value in loaded.values():  # one, or none where the target is left alone
+            target.value = given_back(target.value, value)
+        return target
+    if is_object(target):
+        return target
+    if not holds_objects(target):
+        return loaded
+    for key, value in loaded.items() if isinstance(loaded, dict) else enumerate(loaded):
+        back = given_back(target[key], value)
+        if back is not target[key]:
+            target[key] = back
+    return target
+
+
+def _module(plain: PlainState, keys: Keys, module: nn.Module) -> dict[str, Any]:
+    state = ModuleState(module)
+    prefix = _prefix_of(keys)
+    plain.exact.append(prefix)
+    plain.closed.add(prefix[:-1])
+    plain.restore.append((keys, state.restore))
+    return state.entries
+
+
+def _optimizer(
+    plain: PlainState, keys: Keys, optimizer: Optimizer, module: nn.Module | None, saved: SavedEntries | None
+) -> dict[str, Any]:
+    if saved is None:
+        return saved_state(optimizer, module)
+    target = OptimizerTarget(keys, optimizer, module, saved)
+    plain.exact.append(target.prefix)
+    plain.closed.add(f"{target.prefix}state")
+    plain.optimizers.append(target)
+    plain.restore.append((keys, target.restore))
+    return target.state_dict
+
+
+def _stateful(plain: PlainState, keys: Keys, value: Stateful, convert: Callable[[Any], Any]) -> Any:
+    state_dict = value.state_dict()
+    if not any(isinstance(item, PerRank) for item in _objects(state_dict)):
+        plain.restore.append((keys, value.load_state_dict))
+        return state_dict
+    converted = convert(state_dict)
+    plain.restore.append((keys, lambda loaded: value.load_state_dict(given_back(state_dict, loaded))))
+    return converted
+
+
+def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | None:
+    """The module in the state that holds all of an optimizer's parameters; None where no module is in the state."""
+    if not modules:
+        return None
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module in modules:
+        if wanted <= {id(p) for p in module.parameters()}:
+            return module
+    raise UnsupportedValueError(
+        f"no module in the state holds all {len(wanted)} parameters of the {type(optimizer).__name__}, so they have no "
+        "names: put the module that it trains into the state, or pass optimizer.state_dict() instead"
+    )
+
+
+def refuse_swapped(state: Any, url: Any, call: str) -> None:
+    """Raise UnsupportedValueError where the url stands in the place of the state."""
+    if isinstance(state, str | os.PathLike) and isinstance(url, Mapping):
+        raise UnsupportedValueError(f"the arguments are in the wrong order: {call}(state, url)")
+
+
+def refuse_fsdp1(state: Any) -> None:
+    """Raise UnsupportedValueError for a module of FSDP1 where one rank saves or loads alone.
+
+    All its ranks together make its state dict, so this one would wait for the others.
+    """
+    for key in state if isinstance(state, Mapping) else ():
+        for value in _objects(state[key]):
+            within = fsdp1_modules(value) if isinstance(value, nn.Module) else []
+            if any(dist.get_world_size(fsdp.process_group) > 1 for fsdp in within):
+                raise UnsupportedValueError(
+                    f"{key!r} has a module of FSDP1 (FullyShardedDataParallel), whose state dict needs all its ranks: "
+                    "leave no_dist out and call it on all of them"
+                )

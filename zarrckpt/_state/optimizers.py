@@ -1,0 +1,414 @@
+"""An optimizer's state dict under the names of its parameters: to save, to load into, and back.
+
+``torch.distributed.checkpoint.state_dict`` names parameters by their paths in a module, and what it does not find by
+these it leaves out in silence. Here a parameter has the name of the same tensor in the module's state dict, and what
+was loaded is counted in the end. FSDP1, whose parameters are flat, needs torch's functions.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from zarrckpt._errors import KeyMismatchError
+from zarrckpt._format.state_path import StatePath
+from zarrckpt._state.modules import fsdp1_of, parameter_names
+from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_sharded_tensor
+from zarrckpt._torch_private import is_over_tensor_parallelism
+
+Name = str | int
+"""Of a parameter: that in its module; its number in the optimizer where the state holds no module."""
+
+
+class SavedTensor(NamedTuple):
+    """The form of a tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SavedEntries:
+    """The entries of the checkpoint that a load asks for: the form of each tensor, None for what is none."""
+
+    def __init__(
+        self,
+        entries: Mapping[str, SavedTensor | None],
+        paths: Mapping[str, StatePath],
+        is_asked_for: Callable[[str], bool],
+        *,
+        everything: bool,
+        allow_cast: bool,
+    ) -> None:
+        self._entries = entries
+        self._paths = paths
+        self._names = sorted(filter(is_asked_for, self._entries))
+        self._left_out = sorted(self._entries.keys() - {*self._names})
+        self._everything = everything
+        self.allow_cast = allow_cast
+        self.is_asked_for = is_asked_for
+        """Whether a load asks for entries of a name, if the checkpoint had it or not."""
+
+    def wants(self, prefix: str) -> bool:
+        """Whether an object whose entries begin with a prefix is to be loaded."""
+        return self._everything or bool(self.below(prefix))
+
+    def below(self, prefix: str) -> list[str]:
+        """The names that begin with a prefix."""
+        return _beginning_with(prefix, self._names)
+
+    def left_out(self, prefix: str) -> list[str]:
+        """The names in the checkpoint that begin with a prefix and are not asked for."""
+        return _beginning_with(prefix, self._left_out)
+
+    def holds(self, fqn: str) -> bool:
+        """Whether there is an entry of a name, or one below it."""
+        return bool(self.below(f"{fqn}.")) or (fqn in self._entries and self.is_asked_for(fqn))
+
+    def keys_below(self, prefix: str, depth: int) -> list[Any]:
+        """The keys that a dict had when it was saved: names below it begin with a prefix, and it is so deep inside."""
+        found: dict[Any, None] = {}
+        for fqn in self.below(prefix):
+            keys = StatePath.of(self._paths[fqn]).keys
+            # A state that was flattened before it was saved has one key for all of a name.
+            nested = len(keys) > depth and prefix == "".join(f"{key}." for key in keys[:depth])
+            found[keys[depth] if nested else fqn.removeprefix(prefix).partition(".")[0]] = None
+        return [*found]
+
+    def tensor(self, fqn: str) -> SavedTensor | None:
+        """The form of a tensor of that name; None where there is none."""
+        return self._entries.get(fqn)
+
+
+def _beginning_with(prefix: str, names: list[str]) -> list[str]:
+    first = last = bisect.bisect_left(names, prefix)
+    while last < len(names) and names[last].startswith(prefix):
+        last += 1
+    return names[first:last]
+
+
+class _Parameters:
+    """An optimizer's parameters by their numbers in its state dict, and the name of each."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        module: nn.Module | None,
+        choose: Callable[[list[str]], str] = lambda names: names[0],
+    ) -> None:
+        packed = optimizer.state_dict()["param_groups"]
+        numbers = [number for group in packed for number in group["params"]]
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.by_number: dict[int, torch.Tensor] = dict(zip(numbers, own, strict=True))
+        self.names: dict[int, Name] = {number: number for number in self.by_number}
+        if module is not None:
+            names = parameter_names(module, own)
+            self.names = {number: choose(names[id(parameter)]) for number, parameter in self.by_number.items()}
+
+    def __iter__(self) -> Iterator[tuple[Name, torch.Tensor]]:
+        return ((self.names[number], parameter) for number, parameter in self.by_number.items())
+
+    def named(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the optimizer with names in place of numbers."""
+        return _renamed(state_dict, self.names)
+
+    def numbered(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict with the optimizer's numbers in place of names."""
+        return _renamed(state_dict, {name: number for number, name in self.names.items()})
+
+
+def _renamed(state_dict: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """A state dict with other names of parameters. What is kept for no parameter keeps its own."""
+    return {
+        **state_dict,
+        "state": {
+            names.get(key, key): slots
+            for key, slots in state_dict["state"].items()
+            if not (isinstance(slots, dict) and not slots)
+        },
+        "param_groups": [
+            {**group, "params": [names[key] for key in group["params"]]} for group in state_dict["param_groups"]
+        ],
+    }
+
+
+def saved_state(optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any]:
+    """The state dict to save. No step is made: an optimizer without state is saved as such."""
+    fsdp1 = None if module is None else fsdp1_of(module)
+    if fsdp1 is not None:
+        return _fsdp1_state(optimizer, fsdp1)
+    return _Parameters(optimizer, module).named(optimizer.state_dict())
+
+
+class OptimizerTarget:
+    """One optimizer's state dict to load into, and how the optimizer takes it back.
+
+    A parameter ends with the state that it was saved with: there is a target for all that the checkpoint has of it, and
+    what the checkpoint has not is left out. Nothing of the optimizer changes before :meth:`restore`, and no step is
+    made: it might do anything.
+    """
+
+    state_dict: dict[str, Any]
+    """By names. An entry that is None takes whatever the checkpoint has under its name."""
+
+    def __init__(self, keys: tuple[Any, ...], optimizer: Optimizer, module: nn.Module | None, saved: SavedEntries):
+        self.prefix = "".join(f"{key}." for key in keys)
+        self._optimizer = optimizer
+        self._allow_cast = saved.allow_cast
+        self._fsdp1 = None if module is None else fsdp1_of(module)
+        if self._fsdp1 is not None:
+            self.state_dict = _fsdp1_state(optimizer, self._fsdp1)
+            from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+            like: dict[str, Any] = get_model_state_dict(self._fsdp1)
+            parameters = {name: like[name] for group in self.state_dict["param_groups"] for name in group["params"]}
+        else:
+            self._parameters = _Parameters(optimizer, module, self._saved_name(saved))
+            self.state_dict = self._parameters.named(optimizer.state_dict())
+            parameters = dict(self._parameters)
+        state = self.state_dict["state"]
+        for name, parameter in parameters.items():
+            slots = _slots(f"{self.prefix}state.{name}", len(keys) + 2, parameter, state.pop(name, {}), saved)
+            if slots:
+                state[name] = slots
+        for place, group in enumerate(self.state_dict["param_groups"]):
+            # Like the numbers of its parameters, their names in an optimizer are its own.
+            group.pop("param_names", None)
+            if saved.holds(f"{self.prefix}param_groups.{place}.param_names"):
+                group["param_names"] = None
+        self.groups = [group["params"] for group in self.state_dict["param_groups"]]
+
+    def _saved_name(self, saved: SavedEntries) -> Callable[[list[str]], str]:
+        def choose(names: list[str]) -> str:
+            return next((name for name in names if saved.holds(f"{self.prefix}state.{name}")), names[0])
+
+        return choose
+
+    def restore(self, loaded: Mapping[str, Any]) -> None:
+        """Have the optimizer take its loaded state dict. Raises KeyMismatchError for entries that it did not keep."""
+        groups = _own_groups(self.prefix, self.groups, loaded["param_groups"])
+        taken = {**loaded, "param_groups": groups}
+        if self._fsdp1 is None:
+            self._optimizer.load_state_dict(self._parameters.numbered(taken))
+            self._undo_casts((parameter, taken["state"].get(name, {})) for name, parameter in self._parameters)
+            self._refuse_lost(taken, self._parameters.named(self._optimizer.state_dict()))
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        given: dict[str, Any] = {}
+        hook = self._optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: given.update(state_dict))
+        try:
+            sharded = _as_fsdp1_takes_it(self._fsdp1, taken)
+            # strict=False: a parameter that never had a gradient has no state.
+            options = StateDictOptions(strict=False)
+            with _no_first_step(self._optimizer), _trainable(self._optimizer):
+                set_optimizer_state_dict(self._fsdp1, self._optimizer, sharded, options=options)
+        finally:
+            hook.remove()
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._undo_casts((parameter, given["state"].get(number, {})) for number, parameter in enumerate(parameters))
+
+    def _undo_casts(self, given: Iterable[tuple[torch.Tensor, Mapping[Any, Any]]]) -> None:
+        """Put back what was given as a parameter's state where ``Optimizer.load_state_dict`` has converted it."""
+        for parameter, slots in given:
+            arrived = self._optimizer.state.get(parameter, {})
+            for slot in slots.keys() & arrived.keys() - {"step"}:
+                arrived[slot] = _unconverted(arrived[slot], slots[slot], self._allow_cast)
+
+    def _refuse_lost(self, taken: Mapping[str, Any], arrived: Mapping[str, Any]) -> None:
+        lost = [
+            f"{self.prefix}state.{name}.{slot}"
+            for name, slots in taken["state"].items()
+            if isinstance(slots, dict)
+            for slot in slots.keys() - arrived["state"].get(name, {}).keys()
+        ]
+        for place, (group, own) in enumerate(zip(taken["param_groups"], arrived["param_groups"], strict=True)):
+            lost += [f"{self.prefix}param_groups.{place}.{key}" for key in group.keys() - own.keys()]
+        if lost:
+            raise KeyMismatchError(
+                f"{self.prefix[:-1]!r}: load_state_dict() of the {type(self._optimizer).__name__} left out {len(lost)} "
+                f"entries that were read, for example {sorted(lost)[:5]}; its state is undefined now"
+            )
+
+    def close_names(self, fqn: str) -> list[str]:
+        """Own parameters whose names are like that of an entry of the checkpoint below this optimizer's state."""
+        entry = fqn.removeprefix(f"{self.prefix}state.")
+        own = [str(name) for group in self.groups for name in group]
+        inside = [name for name in own if f".{name}." in f".{entry}." or f".{entry.rpartition('.')[0]}." in f".{name}."]
+        return (inside or difflib.get_close_matches(entry.rpartition(".")[0], own))[:3]
+
+
+def _slots(
+    fqn: str, depth: int, parameter: torch.Tensor, state: Mapping[Any, Any], saved: SavedEntries
+) -> dict[Any, Any]:
+    """The targets of a parameter's state: its own, as far as the checkpoint has them, and memory for what it lacks.
+
+    ``depth``: so many keys lead to them. None stands for what is loaded as the checkpoint has it, on the CPU: numbers,
+    and what changes its form, such as the lists of LBFGS, which are as long as its history.
+    """
+    slots: dict[Any, Any] = {}
+    for slot, value in state.items():
+        if saved.holds(f"{fqn}.{slot}"):
+            entry = saved.tensor(f"{fqn}.{slot}")
+            in_place = not isinstance(value, torch.Tensor) or value.shape == parameter.shape
+            fits = in_place or (entry is not None and entry.shape == value.shape)
+            slots[slot] = value if fits and not isinstance(value, list) else None
+        elif not saved.is_asked_for(f"{fqn}.{slot}"):
+            slots[slot] = value
+    if not state and (left := saved.left_out(f"{fqn}.")) and saved.below(f"{fqn}."):
+        raise KeyMismatchError(
+            f"keys= asks for a part of {fqn!r}, of which the optimizer has no state yet, without {left[:3]}; nothing "
+            "was loaded: ask for all of the parameter's state"
+        )
+    for slot in saved.keys_below(f"{fqn}.", depth):
+        if slot not in slots:
+            slots[slot] = _slot_memory(f"{fqn}.{slot}", parameter, saved)
+    return slots
+
+
+def _slot_memory(fqn: str, parameter: torch.Tensor, saved: SavedEntries) -> torch.Tensor | None:
+    """Memory for an entry that the checkpoint has of a parameter without state: it lies as the parameter does.
+
+    So does what has another shape than a sharded parameter, and is refused for that: nothing tells how it is sharded.
+    """
+    entry = saved.tensor(fqn)
+    if entry is None or not entry.shape or is_lazy(parameter):
+        return None
+    if entry.shape != parameter.shape and not is_dtensor(parameter) and not is_sharded_tensor(parameter):
+        return None
+    return torch.empty_like(parameter.detach(), dtype=entry.dtype)
+
+
+def _unconverted(arrived: Any, loaded: Any, allow_cast: bool) -> Any:
+    """A value of an optimizer's state as it was loaded, where torch's ``load_state_dict`` has converted it.
+
+    That makes nonsense of strings, and casts tensors to the parameter's dtype, which stays where casts are allowed.
+    What an optimizer made of a value itself stays, too.
+    """
+    if isinstance(loaded, str):
+        return loaded
+    if isinstance(loaded, torch.Tensor) and isinstance(arrived, torch.Tensor):
+        return loaded.to(arrived.device) if not allow_cast and _is_cast_of(arrived, loaded) else arrived
+    if isinstance(loaded, dict) and isinstance(arrived, dict) and loaded.keys() == arrived.keys():
+        return {key: _unconverted(arrived[key], value, allow_cast) for key, value in loaded.items()}
+    if type(loaded) in (list, tuple) and type(arrived) is type(loaded) and len(arrived) == len(loaded):
+        pairs = zip(arrived, loaded, strict=True)
+        return type(loaded)(_unconverted(one, other, allow_cast) for one, other in pairs)
+    return arrived
+
+
+def _is_cast_of(arrived: torch.Tensor, loaded: torch.Tensor) -> bool:
+    if arrived.dtype == loaded.dtype or arrived.shape != loaded.shape:
+        return False
+    cast = loaded.to(device=arrived.device, dtype=arrived.dtype)
+    one, other = (part.to_local() if is_dtensor(part) else part for part in (arrived, cast))  # type: ignore[attr-defined]
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _own_groups(prefix: str, names: list[list[Name]], loaded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Loaded parameter groups for this rank's parameters: each as those that name one of them, else by position.
+
+    A checkpoint names a group's parameters as one rank had them. A stage of a pipeline may find none of its own there.
+    Raises KeyMismatchError for a group too many, and for one whose parameters were in groups with other options.
+    """
+    groups: list[dict[str, Any]] = []
+    empty = [group for group in loaded if not group["params"]]
+    for place, own in enumerate(names):
+        sources = [group for group in loaded if not {*own}.isdisjoint(group["params"])]
+        if not own and empty:
+            sources = [empty.pop(0)]
+        if not sources and place >= len(loaded):
+            raise KeyMismatchError(
+                f"'{prefix}param_groups' has {len(names)} groups in the target and {len(loaded)} in the checkpoint, "
+                f"and group {place} shares no parameter with any of these"
+            )
+        options = [_options(group) for group in sources or [loaded[place]]]
+        differing = {key for other in options[1:] for key in options[0] if not _equal(other.get(key), options[0][key])}
+        if differing:
+            raise KeyMismatchError(
+                f"'{prefix}param_groups.{place}' has parameters that were in {len(options)} groups, which differ in "
+                f"{sorted(differing)}: make the groups as they were saved, or leave them out (keys=)"
+            )
+        groups.append({**options[0], "params": own})
+    return groups
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says beside its parameters, as tensors of its own."""
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _fsdp1_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """The state dict of an optimizer of FSDP1. Collective."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    with _no_first_step(optimizer):
+        return dict(get_optimizer_state_dict(module, optimizer))
+
+
+@contextmanager
+def _no_first_step(optimizer: Optimizer) -> Iterator[None]:
+    """Keep torch's functions from having an optimizer make a step where it has no state.
+
+    They do so where no parameter has a gradient; and then they drop the gradients.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    lone = None if any(p.grad is not None for p in parameters) or not parameters else parameters[0]
+    try:
+        if lone is not None:
+            lone.grad = torch.zeros_like(lone)
+        yield
+    finally:
+        if lone is not None:
+            lone.grad = None
+
+
+@contextmanager
+def _trainable(optimizer: Optimizer) -> Iterator[None]:
+    """No parameter is frozen inside: torch's function takes no state of those."""
+    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _as_fsdp1_takes_it(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict in which tensors of FSDP1 over TP are what this rank's TP shard holds. Collective.
+
+    Given the DTensors, torch 2.13 gathers them over all dimensions of the mesh and then cuts out this rank's elements
+    by their numbers in the TP shard: it takes other ranks' elements, in silence.
+    """
+    if not any(map(is_over_tensor_parallelism, fsdp1_modules(module))):
+        return state_dict
+    from torch.distributed.tensor import Replicate
+
+    def tp_shard(value: Any) -> Any:
+        if not is_dtensor(value) or value.device_mesh.ndim < 2:
+            return value
+        placements = [*[Replicate()] * (value.device_mesh.ndim - 1), value.placements[-1]]
+        return value.redistribute(placements=placements).to_local()
+
+    # Sorted: the names come in another order on each rank, and each tensor is a collective.
+    state = {
+        name: {slot: tp_shard(value) for slot, value in sorted(slots.items())}
+        for name, slots in sorted(state_dict["state"].items())
+    }
+    return {**state_dict, "state": state}

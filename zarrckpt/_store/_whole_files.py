@@ -1,0 +1,55 @@
+"""Local files of other formats, which appear when they are whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
+
+from zarrckpt._errors import StorageError
+
+
+def local_path(target: str | os.PathLike[str]) -> str:
+    """Where an export goes. Raises StorageError for a url, which other libraries' files are not written to."""
+    path = os.fspath(target)
+    if "://" in path:
+        raise StorageError(f"{path} is a url; exports are written to local files: copy them there, or use copy_to")
+    return path
+
+
+def refuse_existing(names: Iterable[str]) -> None:
+    """Raise StorageError where one of some files or folders is there."""
+    found = [name for name in names if os.path.lexists(name)]
+    if found:
+        raise StorageError(
+            f"{found[0]} exists already; nothing was written: export to another place, or pass overwrite=True"
+        )
+
+
+@contextmanager
+def new_files(names: Sequence[str]) -> Iterator[list[str]]:
+    """Names to write files under that get their own names, in order, when the block ends without an error.
+
+    Until then none of them is there, and after an error none of what was written. Raises StorageError for an OSError.
+    """
+    parts = [f"{name}.part" for name in names]
+    try:
+        os.makedirs(os.path.dirname(names[0]) or ".", exist_ok=True)
+        yield parts
+        for part, name in zip(parts, names, strict=True):
+            os.replace(part, name)
+    except OSError as err:
+        raise StorageError(
+            f"writing {err.filename2 or err.filename or names[0]} failed: {err.strerror or err}"
+        ) from err
+    finally:
+        for part in parts:
+            with suppress(OSError):
+                os.unlink(part)
+
+
+def flush(file: BinaryIO) -> None:
+    """What was written to a file is on the disk on return."""
+    file.flush()
+    os.fsync(file.fileno())
