@@ -37,7 +37,7 @@ from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES
 from zarrckpt._load.shared_reads import _shared_runs, share_of
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
 from zarrckpt._plan.holders import Holdings, Told, hold, wanted
-from zarrckpt._plan.owners import RankArray
+from zarrckpt._plan.owners import Numbers
 from zarrckpt._plan.plan import Options, SavePlan, plan_save
 from zarrckpt._plan.shards import Cut, CutMesh, Sharding, mesh_boxes
 from zarrckpt._ranks.mesh import FANOUT, Message
@@ -354,7 +354,7 @@ def folds_of(held: Holdings) -> list[bytes]:
     return [b"".join(name + bytes(agree._FOLD_BYTES) for name in names) for names in found]
 
 
-def _add(found: list[dict[bytes, None]], ranks: RankArray) -> None:
+def _add(found: list[dict[bytes, None]], ranks: Numbers) -> None:
     if len(ranks) > 1:
         name = agree._group_name(ranks.tobytes())
         for rank in ranks.tolist():

@@ -63,13 +63,13 @@ def import_checkpoint(
     wanted = select(paths, keys, str(path)) if keys else [*paths]
     above = prefix.split(".") if prefix else []
     entries = {fqn: leaf(fqn) for fqn in wanted}
-    named = {fqn: _entries_below(above, paths[fqn]) for fqn in wanted}
+    named = {fqn: _path_with(above, paths[fqn]) for fqn in wanted}
     flat = {named[fqn].fqn: entries[fqn] for fqn in wanted}
     request = SaveRequest.checked(url, progress=progress, **options)
     return run_save(lambda: LocalState(flat, {path.fqn: path for path in named.values()}), request, ranks, timeout)
 
 
-def _entries_below(above: Sequence[str], path: StatePath) -> StatePath:
+def _path_with(above: Sequence[str], path: StatePath) -> StatePath:
     return StatePath((*above, *path.keys), (*(DICT for _ in above), *path.containers))
 
 

@@ -83,7 +83,7 @@ def export_safetensors(
             _write(catalog, part, {fqn: names[fqn] for fqn in fqns}, max_inflight_bytes, tally)
         if len(files) > 1:
             where = {names[fqn]: name for name, fqns in files.items() for fqn in fqns}
-            _put_file(parts[-1], {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+            _write_index(parts[-1], {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
         # Before the new ones have their names: an index must not name files of another export.
         for path in stale:
             os.unlink(path)
@@ -136,7 +136,7 @@ def _header(catalog: Catalog, names: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _put_file(path: str, document: Any) -> None:
+def _write_index(path: str, document: Any) -> None:
     with open(path, "wb") as file:
         file.write(json.dumps(document, indent=2).encode())
         flush(file)

@@ -1,4 +1,4 @@
-"""What the ways out of a checkpoint share: names, files that appear when they are whole, the report. No torch."""
+"""The names of entries in an export: their own, or without a prefix that some of them have. No torch."""
 
 from __future__ import annotations
 

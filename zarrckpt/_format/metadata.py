@@ -73,7 +73,7 @@ def parse_metadata(found: Any, where: str) -> dict[str, Any]:
         value = _values.decode_json(found)
     except CorruptCheckpointError as err:
         raise CorruptCheckpointError(f"{where}: metadata: {err}") from err
-    if type(value) is not dict or not _is_plain_number(value) or _values.json_size(found) > MAX_METADATA:
+    if type(value) is not dict or not _is_plain_value(value) or _values.json_size(found) > MAX_METADATA:
         raise CorruptCheckpointError(
             f"{where}: metadata is {found!r:.80}, expected an object of values as JSON has them, of at most "
             f"{MAX_METADATA:,} bytes"
@@ -81,11 +81,11 @@ def parse_metadata(found: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _is_plain_number(value: object) -> bool:
+def _is_plain_value(value: object) -> bool:
     if type(value) is dict:
-        return all(map(_values.is_plain_key, value)) and all(map(_is_plain_number, value.values()))
+        return all(map(_values.is_plain_key, value)) and all(map(_is_plain_value, value.values()))
     if type(value) is list:
-        return all(map(_is_plain_number, value))
+        return all(map(_is_plain_value, value))
     if type(value) is int:
         return value.bit_length() <= KEY_BITS
     return value is None or type(value) in (bool, float, str)

@@ -280,7 +280,7 @@ def _unequal(one: NumberArray, other: NumberArray) -> tuple[NumberArray, NumberA
         words = np.dtype(f"u{min(one.dtype.itemsize, 8)}")
         differ = apart = (one.view(words) != other.view(words)).reshape(len(one), -1)
     else:
-        one, other = _parts_of_box(one), _parts_of_box(other)
+        one, other = _floats_in_rows(one), _floats_in_rows(other)
         a, b = doubles(one), doubles(other)
         differ = _differ(a, b)
         rounded = _is_cast(one, other) | _is_cast(other, one)
@@ -288,7 +288,7 @@ def _unequal(one: NumberArray, other: NumberArray) -> tuple[NumberArray, NumberA
     return np.logical_or.reduce(differ, axis=1), np.logical_or.reduce(apart, axis=1)
 
 
-def _parts_of_box(values: NumberArray) -> NumberArray:
+def _floats_in_rows(values: NumberArray) -> NumberArray:
     """Floating numbers one in a row; of complex ones both parts in a row."""
     dtype = values.real.dtype
     return values.view(dtype).reshape(len(values), -1)

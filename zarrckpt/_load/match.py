@@ -369,7 +369,7 @@ class ObjectMatch:
         names = [name for name, bit in zip(self._saved, taken, strict=False) if bit]
         names += self._ranks.parts
         for prefix in self.plain.exact:
-            if any(map(_paths_below(prefix), self.missing)) and not any(map(_paths_below(prefix), names)):
+            if any(map(_is_below(prefix), self.missing)) and not any(map(_is_below(prefix), names)):
                 some = sorted({name.partition(".")[0] for name in self._saved})[:5]
                 warn(f"{prefix[:-1]!r} got none of its entries from the checkpoint, which has, for example, {some}")
 
@@ -416,7 +416,7 @@ class ObjectMatch:
             )
 
 
-def _paths_below(prefix: str) -> Callable[[str], bool]:
+def _is_below(prefix: str) -> Callable[[str], bool]:
     return lambda name: name.startswith(prefix)
 
 

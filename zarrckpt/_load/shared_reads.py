@@ -12,7 +12,7 @@ from zarrckpt._format.chunk_codec import elements_of
 from zarrckpt._format.chunk_layout import most_subchunk_stored, subchunk_bytes
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints, intersect
-from zarrckpt._plan.owners import HeldBox, RankArray, RankNumbers, schedule
+from zarrckpt._plan.owners import HeldBox, Numbers, RankNumbers, schedule
 from zarrckpt._read.chunks import READ_BYTES, neighbours, subchunks_in
 
 _LEAST_RUN_BYTES = 1 << 20
@@ -55,11 +55,11 @@ class _Wanted(NamedTuple):
     numbers: range
     held: tuple[HeldBox, ...]
     """The boxes that they fill with it."""
-    ranks: RankArray
+    ranks: Numbers
     """Those ranks, ascending."""
-    taken: RankArray
+    taken: Numbers
     """The bytes that each of them takes of it."""
-    kept: RankArray
+    kept: Numbers
     """The bytes that each has not to hand on, if it fetches the run: of boxes that nobody else fills."""
     handed: int
     """The bytes of all boxes."""
@@ -93,7 +93,7 @@ def _shares_of(
     # What the same ranks need lies side by side, so that these take part in the same rounds.
     rows = sorted(_shared_runs(nodes, wanted, limit), key=lambda row: row[2])
     loads = np.zeros(world_size, np.int64)
-    needs: list[tuple[RankArray, RankArray]] = []
+    needs: list[tuple[Numbers, Numbers]] = []
     readers = []
     for fqn, want, ranks in rows:
         stored = len(want.numbers) * most_subchunk_stored(nodes[fqn])
@@ -173,7 +173,7 @@ def _runs_of(node: ArrayNode, held: Sequence[HeldBox], limit: int) -> Iterator[t
                 yield _wanted(node, chunk, run, theirs, np.array(ranks, np.int64)), ranks
 
 
-def _wanted(node: ArrayNode, chunk: Ints, run: range, theirs: tuple[HeldBox, ...], ranks: RankArray) -> _Wanted:
+def _wanted(node: ArrayNode, chunk: Ints, run: range, theirs: tuple[HeldBox, ...], ranks: Numbers) -> _Wanted:
     taken, kept, handed = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64), 0
     for want in theirs:
         nbytes = handed_bytes(node, chunk, run, want.box)

@@ -19,7 +19,7 @@ from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import count_text, time_text
 from zarrckpt._store import Store, StoreSpec
 
-_REMOVALS_AT_ONCE = 4
+_PLACES_AT_ONCE = 4
 """So many checkpoints of a folder are recovered side by side; each makes many requests at a time."""
 
 
@@ -74,7 +74,7 @@ def recover(
     names = protocol.places_below(spec.open())
     if not names:
         return _recovered(spec, stopped)
-    reports = run((partial(_recovered_if_any, spec.child(name), stopped) for name in names), _REMOVALS_AT_ONCE)
+    reports = run((partial(_recovered_if_any, spec.child(name), stopped) for name in names), _PLACES_AT_ONCE)
     return RecoverReport(
         spec.url,
         sum(report.objects for report in reports),

@@ -17,7 +17,7 @@ from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._plan.chunking import overlapping
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
-from zarrckpt._plan.owners import HeldBox, Holders, RankArray
+from zarrckpt._plan.owners import HeldBox, Holders, Numbers
 from zarrckpt._plan.shards import CutMesh, mesh_boxes
 
 ReplicaPart = tuple[str, Ints | None]
@@ -29,7 +29,7 @@ class Asked:
     """Which ranks are to send their descriptions: the lowest of those that have one digest."""
 
     senders: frozenset[int]
-    given: RankArray
+    given: Numbers
     """The number of each rank's description, by its position in the group."""
 
     @classmethod
@@ -49,19 +49,19 @@ class Told:
     """What all ranks said: the different descriptions, and which of them each rank gave."""
 
     descriptions: Sequence[Description]
-    given: RankArray
+    given: Numbers
     """The number of each rank's description, by its position in the group."""
     members: Sequence[int]
     """The ranks' numbers in the default process group, by position."""
 
     @classmethod
-    def sent(cls, packed: Iterable[bytes], given: RankArray, members: Sequence[int]) -> Told:
+    def sent(cls, packed: Iterable[bytes], given: Numbers, members: Sequence[int]) -> Told:
         """From the packed descriptions of those that were asked, in the order of their ranks."""
         return cls([Description.unpacked(data) for data in packed], given, members)
 
-    def ranks_of(self, description: int) -> RankArray:
+    def ranks_of(self, description: int) -> Numbers:
         """The positions of the ranks that gave a description."""
-        found: RankArray = np.flatnonzero(self.given == description)
+        found: Numbers = np.flatnonzero(self.given == description)
         return found
 
     @property
@@ -91,9 +91,9 @@ class Holdings:
     paths: Mapping[str, StatePath]
     """Every entry's place in the state dict, in the order of the lowest rank's."""
     tensors: Mapping[str, TensorHolders]
-    values: Mapping[str, RankArray]
+    values: Mapping[str, Numbers]
     """Non-tensor entries, with the ranks that hold them; those that may write it, where that is not all the same."""
-    compared: Mapping[str, RankArray]
+    compared: Mapping[str, Numbers]
     """Non-tensor entries whose contents must be the same on these ranks."""
     ranks: int
     """How many ranks save."""
@@ -296,7 +296,7 @@ class _Gathering:
                 found.setdefault(box, []).append(rank)
         return found
 
-    def _boxes(self, entry: DescribedEntry, description: Description, ranks: RankArray) -> Iterator[tuple[Box, int]]:
+    def _boxes(self, entry: DescribedEntry, description: Description, ranks: Numbers) -> Iterator[tuple[Box, int]]:
         """The boxes of a tensor that each of the ranks holds that gave a description."""
         if entry.sharding == REPLICATED:
             own = entry.boxes if entry.boxes is not None else (Box((0,) * len(entry.shape), entry.shape),)
@@ -353,20 +353,20 @@ class _Gathering:
 
     # -- values
 
-    def _ranks_with(self, claims: Iterable[_Claim]) -> RankArray:
-        ranks: RankArray = np.sort(np.concatenate([self.ranks[claim.description] for claim in claims]))
+    def _ranks_with(self, claims: Iterable[_Claim]) -> Numbers:
+        ranks: Numbers = np.sort(np.concatenate([self.ranks[claim.description] for claim in claims]))
         return ranks
 
     def _is_compared(self, claim: _Claim) -> bool:
         return claim.entry.kind != "opaque" and self._told.descriptions[claim.description].compared
 
-    def _writers(self, fqn: str, ranks: RankArray, compared: bool) -> RankArray:
+    def _writers(self, fqn: str, ranks: Numbers, compared: bool) -> Numbers:
         """Who may write a value. What is known to be alike, anybody; of others the lowest rank's is taken."""
         if (fqn, None) in self._only:
             return np.array([self._only[fqn, None]])
         return ranks if compared and not self._lowest else ranks[:1]
 
-    def _is_hollow(self, fqn: str, ranks: RankArray) -> bool:
+    def _is_hollow(self, fqn: str, ranks: Numbers) -> bool:
         """Whether a name is an empty dict where other ranks have entries in it.
 
         A full state dict is rank 0's alone, and empty on the others: the same group, and no entry beside it.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from zarrckpt._format.grid import Box, Grid, Ints
 
 RankNumbers = tuple[int, ...]
-RankArray = NDArray[np.int64]
+Numbers = NDArray[np.int64]
 
 BUNDLE_BYTES = 8 << 20
 """Small chunks whose pieces move do so together, up to about so many bytes: a message costs as much as 100 KB."""
@@ -48,17 +48,17 @@ class Holders:
     def __init__(self, held: Iterable[HeldBox]) -> None:
         rows = [(box, ranks) for box, ranks in held]
         self.boxes = tuple(box for box, _ in rows)
-        self.first: RankArray = np.cumsum([0, *(len(ranks) for _, ranks in rows)], dtype=np.int64)
+        self.first: Numbers = np.cumsum([0, *(len(ranks) for _, ranks in rows)], dtype=np.int64)
         """Where the ranks of each box begin; one more than there are boxes."""
-        self.ranks: RankArray = np.array([rank for _, ranks in rows for rank in ranks], np.int64)
+        self.ranks: Numbers = np.array([rank for _, ranks in rows for rank in ranks], np.int64)
 
-    def ranks_of(self, number: int) -> RankArray:
+    def ranks_of(self, number: int) -> Numbers:
         """The ranks that hold a box."""
         return self.ranks[self.first[number] : self.first[number + 1]]
 
-    def boxes_of(self, rank: int) -> RankArray:
+    def boxes_of(self, rank: int) -> Numbers:
         """The numbers of the boxes that a rank holds."""
-        found: RankArray = np.searchsorted(self.first, np.flatnonzero(self.ranks == rank), side="right") - 1
+        found: Numbers = np.searchsorted(self.first, np.flatnonzero(self.ranks == rank), side="right") - 1
         return found
 
     @cached_property
@@ -94,19 +94,19 @@ class ChunkPieces:
         cells = low[held] + _unravel(_within(counts), extents[held])
         numbers = _ravel(cells, grid.counts)
         chunks, chunk = by_appearance(numbers)
-        self.number: RankArray = numbers[chunks]
+        self.number: Numbers = numbers[chunks]
         """The place of each chunk in the grid, in C order."""
         order = np.argsort(chunk, kind="stable")
-        self.chunk: RankArray = chunk[order]
+        self.chunk: Numbers = chunk[order]
         """The chunk of each piece, by its position here."""
-        self.first: RankArray = np.searchsorted(self.chunk, np.arange(len(chunks) + 1))
+        self.first: Numbers = np.searchsorted(self.chunk, np.arange(len(chunks) + 1))
         """Where the pieces of each chunk begin; one more than there are chunks."""
         held, cells = held[order], cells[order]
-        self.held: RankArray = held
+        self.held: Numbers = held
         """The number of each piece's box."""
-        self.offset: RankArray = np.maximum(cells * step, offset[held])
-        self.shape: RankArray = np.minimum((cells + 1) * step, end[held]) - self.offset
-        self.size: RankArray = self.shape.prod(axis=1)
+        self.offset: Numbers = np.maximum(cells * step, offset[held])
+        self.shape: Numbers = np.minimum((cells + 1) * step, end[held]) - self.offset
+        self.size: Numbers = self.shape.prod(axis=1)
         """Elements of each piece."""
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class ChunkPieces:
         return len(self.number)
 
     @cached_property
-    def elements(self) -> RankArray:
+    def elements(self) -> Numbers:
         """Of each chunk."""
         return _sums(self.chunk, self.size, len(self))
 
@@ -124,13 +124,13 @@ class ChunkPieces:
         return len(self.held) == len(self)
 
 
-def _within(counts: RankArray) -> RankArray:
+def _within(counts: Numbers) -> Numbers:
     """0, 1, ... for each of the counts."""
     begins = np.cumsum(counts) - counts
     return np.arange(counts.sum()) - np.repeat(begins, counts)
 
 
-def _unravel(numbers: RankArray, extents: RankArray) -> RankArray:
+def _unravel(numbers: Numbers, extents: Numbers) -> Numbers:
     """The cells with these numbers in C order, each in a grid of its own."""
     out = np.empty_like(extents)
     for dim in reversed(range(extents.shape[1])):
@@ -139,14 +139,14 @@ def _unravel(numbers: RankArray, extents: RankArray) -> RankArray:
     return out
 
 
-def _ravel(cells: RankArray, counts: Ints) -> RankArray:
+def _ravel(cells: Numbers, counts: Ints) -> Numbers:
     out = np.zeros(len(cells), np.int64)
     for dim, n in enumerate(counts):
         out = out * n + cells[:, dim]
     return out
 
 
-def by_appearance(numbers: RankArray) -> tuple[RankArray, RankArray]:
+def by_appearance(numbers: Numbers) -> tuple[Numbers, Numbers]:
     """Where each different number appears first, in that order; and for each number its place in that order."""
     _, appears, group = np.unique(numbers, return_index=True, return_inverse=True)
     place = np.empty(len(appears), np.int64)
@@ -154,7 +154,7 @@ def by_appearance(numbers: RankArray) -> tuple[RankArray, RankArray]:
     return np.sort(appears), place[group.reshape(-1)]
 
 
-def _sums(numbers: RankArray, values: RankArray, length: int) -> RankArray:
+def _sums(numbers: Numbers, values: Numbers, length: int) -> Numbers:
     """The sum of the values of each number. Exact: below 2**53."""
     return np.bincount(numbers, values, minlength=length).astype(np.int64)
 
@@ -162,8 +162,8 @@ def _sums(numbers: RankArray, values: RankArray, length: int) -> RankArray:
 class Candidates(NamedTuple):
     """The ranks that may own a chunk: those that hold at least half as much of it as any rank does."""
 
-    ranks: RankArray
-    held: RankArray
+    ranks: Numbers
+    held: Numbers
     """How many of its elements each of them holds."""
 
 
@@ -175,7 +175,7 @@ class Geometry:
     held: Holders
     candidates: Sequence[Candidates]
     """Of each chunk."""
-    only: RankArray
+    only: Numbers
     """For each chunk its one candidate, or -1."""
 
     @classmethod
@@ -197,22 +197,22 @@ class Geometry:
             return int(ranks[(tensor + piece) % len(ranks)])
         return owner
 
-    def sources(self, tensors: RankArray, chunk: int, owners: RankArray) -> RankArray:
+    def sources(self, tensors: Numbers, chunk: int, owners: Numbers) -> Numbers:
         """The same for all pieces of a chunk in these tensors with these owners: a row a tensor, a column a piece."""
         parts = self.parts_of(chunk)
         boxes = self.pieces.held[parts.start : parts.stop]
         first = self.held.first[boxes]
         turn = (tensors[:, None] + np.arange(parts.start, parts.stop)) % (self.held.first[boxes + 1] - first)
-        found: RankArray = self.held.ranks[first + turn]
+        found: Numbers = self.held.ranks[first + turn]
         for owner in [] if self.held.alone else np.unique(owners).tolist():
             own = np.isin(boxes, self.held.boxes_of(owner))
             found[np.ix_(owners == owner, own)] = owner
         return found
 
-    def with_all(self, chunk: int) -> RankArray:
+    def with_all(self, chunk: int) -> Numbers:
         """The candidates that hold all of a chunk: where one of these owns it, nothing moves."""
         ranks, held = self.candidates[chunk]
-        found: RankArray = ranks[held == self.pieces.elements[chunk]]
+        found: Numbers = ranks[held == self.pieces.elements[chunk]]
         return found
 
     def moves_anyway(self, chunk: int) -> bool:
@@ -239,30 +239,30 @@ class TensorKind:
     """Tensors with one geometry, of which a chunk has the same bytes in each."""
 
     geometry: Geometry
-    tensors: RankArray
+    tensors: Numbers
     """By number, ascending."""
-    nbytes: RankArray
+    nbytes: Numbers
     """Of each chunk."""
     whole: bool
-    chunks: RankArray
+    chunks: Numbers
     """The number of each chunk among those of the save: a row a tensor, a column a chunk of the geometry."""
 
-    def piece_bytes(self, chunk: int) -> RankArray:
+    def piece_bytes(self, chunk: int) -> Numbers:
         """Of each piece of a chunk."""
         parts, pieces = self.geometry.parts_of(chunk), self.geometry.pieces
         itemsize = self.nbytes[chunk] // pieces.elements[chunk]
-        found: RankArray = pieces.size[parts.start : parts.stop] * itemsize
+        found: Numbers = pieces.size[parts.start : parts.stop] * itemsize
         return found
 
 
 class Moves(NamedTuple):
     """The pieces of one chunk in some tensors of a kind."""
 
-    owners: RankArray
+    owners: Numbers
     """Of the chunk in each tensor."""
-    sources: RankArray
+    sources: Numbers
     """A row a tensor, a column a piece. A piece does not move where its source is the owner."""
-    nbytes: RankArray
+    nbytes: Numbers
     """Of each piece."""
 
 
@@ -282,23 +282,23 @@ class Dealt:
             self.geometries.append(known[key])
             alike.setdefault((id(known[key]), spread.itemsize, spread.whole), []).append(number)
         counts = [len(geometry.pieces) for geometry in self.geometries]
-        self.first: RankArray = np.cumsum([0, *counts], dtype=np.int64)
+        self.first: Numbers = np.cumsum([0, *counts], dtype=np.int64)
         """Where the chunks of each tensor begin; one more than there are tensors."""
-        self.owner: RankArray = np.full(int(self.first[-1]), -1)
+        self.owner: Numbers = np.full(int(self.first[-1]), -1)
         """The rank that writes each chunk."""
         self.kinds = [self._kind(np.array(numbers, np.int64)) for numbers in alike.values()]
-        self.nbytes: RankArray = np.zeros(len(self.owner), np.int64)
+        self.nbytes: Numbers = np.zeros(len(self.owner), np.int64)
         for kind in self.kinds:
             self.nbytes[kind.chunks] = kind.nbytes
 
-    def _kind(self, tensors: RankArray) -> TensorKind:
+    def _kind(self, tensors: Numbers) -> TensorKind:
         number = int(tensors[0])
         geometry, spread = self.geometries[number], self.spreads[number]
         chunks = self.first[tensors][:, None] + np.arange(len(geometry.pieces))
         return TensorKind(geometry, tensors, geometry.pieces.elements * spread.itemsize, spread.whole, chunks)
 
     @cached_property
-    def bundle(self) -> RankArray:
+    def bundle(self) -> Numbers:
         """The number of the bundle in which the pieces of a chunk move; -1 where all of them are with the owner.
 
         Bundles are in the order of the chunks: every rank sends and receives in that order, so none waits in a circle.
@@ -306,7 +306,7 @@ class Dealt:
         moves = np.zeros(len(self.owner), np.bool_)
         for kind, chunk, moving in self._moving():
             moves[kind.chunks[:, chunk]] = moving
-        found: RankArray = np.full(len(self.owner), -1)
+        found: Numbers = np.full(len(self.owner), -1)
         ends = np.cumsum(self.nbytes[moves])
         found[moves] = (ends - self.nbytes[moves]) // BUNDLE_BYTES
         return found
@@ -330,7 +330,7 @@ class Dealt:
             for chunk in range(len(kind.geometry.pieces)):
                 yield kind, chunk, ~np.isin(self.owner[kind.chunks[:, chunk]], kind.geometry.with_all(chunk))
 
-    def moved_bytes(self, hosts: RankArray | None = None) -> int:
+    def moved_bytes(self, hosts: Numbers | None = None) -> int:
         """What goes from one rank to another; with the number of each rank's host, from one host to another."""
         places = np.arange(self.world_size) if hosts is None else hosts
         return sum(
@@ -392,9 +392,7 @@ def deal(spreads: Iterable[Spread], world_size: int) -> Dealt:
     return dealt
 
 
-def _least_loaded(
-    loads: RankArray, candidates: RankArray, nbytes: int, count: int, enough: int | None = None
-) -> RankArray:
+def _least_loaded(loads: Numbers, candidates: Numbers, nbytes: int, count: int, enough: int | None = None) -> Numbers:
     """The owners of so many chunks of a size: one after the other, the candidate with the least. Adds to the loads.
 
     No more owners once all candidates would have more than enough.
@@ -408,27 +406,27 @@ def _least_loaded(
         load, place = heap[0]
         places.append(place)
         heapq.heapreplace(heap, (load + nbytes, place))
-    owners: RankArray = candidates[np.array(places, np.int64)]
+    owners: Numbers = candidates[np.array(places, np.int64)]
     np.add.at(loads, owners, nbytes)
     return owners
 
 
-def _in_turn(loads: RankArray, candidates: RankArray, nbytes: int, count: int) -> RankArray:
+def _in_turn(loads: Numbers, candidates: Numbers, nbytes: int, count: int) -> Numbers:
     """The owners of so many chunks of a size: the candidates in turn, from the least loaded on. Adds to the loads."""
     order = np.argsort(loads[candidates], kind="stable")
-    owners: RankArray = np.resize(candidates[order], count)
+    owners: Numbers = np.resize(candidates[order], count)
     np.add.at(loads, owners, nbytes)
     return owners
 
 
-def _with_room(loads: RankArray, nbytes: int, count: int, enough: int) -> RankArray:
+def _with_room(loads: Numbers, nbytes: int, count: int, enough: int) -> Numbers:
     """The owners of so many chunks of a size among all ranks: from the least loaded on, each of as many as fit.
 
     So few ranks own what comes from the same ranks. Adds to the loads.
     """
     ranks = np.argsort(loads, kind="stable")[:count]
     room = np.maximum(enough - loads[ranks], 0) // nbytes
-    owners: RankArray = np.repeat(ranks, room)[:count]
+    owners: Numbers = np.repeat(ranks, room)[:count]
     np.add.at(loads, owners, nbytes)
     if len(owners) < count:
         rest = _least_loaded(loads, np.arange(len(loads)), nbytes, count - len(owners))
@@ -436,7 +434,7 @@ def _with_room(loads: RankArray, nbytes: int, count: int, enough: int) -> RankAr
     return owners
 
 
-def schedule(needs: Iterable[tuple[RankArray, RankArray | int]], world_size: int, limit: int) -> list[int]:
+def schedule(needs: Iterable[tuple[Numbers, Numbers | int]], world_size: int, limit: int) -> list[int]:
     """The round of an exchange in which each transfer takes place, from the bytes that it takes of ranks' memory.
 
     ``needs`` has the ranks of each transfer, each once, and the bytes of each (a number: of all alike). In one round no

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zarrckpt._format.root import parent_groups
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, check_limits
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
-from zarrckpt._plan.owners import RankArray
+from zarrckpt._plan.owners import Numbers
 from zarrckpt._plan.plan import Options, SavePlan, Sizes
 from zarrckpt._ranks.group import TIMEOUT, Ranks, checked_timeout
 from zarrckpt._ranks.mesh import FANOUT
@@ -85,11 +85,11 @@ def report_of(plan: SavePlan, members: Sequence[int], ranks_per_host: int | None
     )
 
 
-def connections(plan: SavePlan) -> RankArray:
+def connections(plan: SavePlan) -> Numbers:
     """With how many others each rank of a save is connected: in the tree, and to hand over pieces."""
     peers = plan.dealt.peers()
     for rank in range(1, len(peers)):
         parent = (rank - 1) // FANOUT
         peers[rank, parent] = peers[parent, rank] = True
-    found: RankArray = peers.sum(axis=1)
+    found: Numbers = peers.sum(axis=1)
     return found

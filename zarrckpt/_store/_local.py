@@ -255,7 +255,6 @@ class LocalStore(Store):
             while not os.path.isdir(above) and above != os.path.dirname(above):
                 above = os.path.dirname(above)
                 self._grown.add(above)
-            self._grown.add(os.path.dirname(self._root))
         try:
             os.makedirs(folder, exist_ok=True)
         except FileExistsError as error:
@@ -279,8 +278,8 @@ class LocalStore(Store):
         folders = {folder for key in keys for folder in self._parents(self._path(key))}
         folders |= {os.path.dirname(self._root), *self._grown}
         with self._lock:
-            changes = {folder: self._changes.get(folder, 0) for folder in folders}
-            changes = {folder: count for folder, count in changes.items() if self._synced.get(folder) != count}
+            counts = {folder: self._changes.get(folder, 0) for folder in folders}
+        changes = {folder: count for folder, count in counts.items() if self._synced.get(folder) != count}
         self._each("syncing", [*changes], files.sync_path)
         with self._lock:
             self._synced.update(changes)

@@ -143,22 +143,22 @@ def say(text: str, **more: Any) -> None:
 
 def print_json(value: Any) -> None:
     """Strict JSON on one line; numbers that JSON lacks as strings."""
-    click.echo(json.dumps(_plain_text(value), ensure_ascii=False, allow_nan=False))
+    click.echo(json.dumps(_jsonable(value), ensure_ascii=False, allow_nan=False))
 
 
 _MOST_BITS = 10_000
 """Python writes integers of 4,300 decimal digits at most, about 14,000 bits, unless told otherwise."""
 
 
-def _plain_text(value: Any) -> Any:
+def _jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return hex(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain_text(item) for key, item in value.items()}
+        return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_text(item) for item in value]
+        return [_jsonable(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 

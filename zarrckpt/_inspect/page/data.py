@@ -94,13 +94,13 @@ def page_data(
     names = list(dict.fromkeys(fqn for side in sides for fqn in side.tensors))
     others = dict.fromkeys(fqn for side in sides for fqn in side.names if fqn in side.objects)
     both = set(same)
-    tensors = [_page_tensor(fqn, sides, layouts, found, fqn in both) for fqn in names]
+    tensors = [_tensor_json(fqn, sides, layouts, found, fqn in both) for fqn in names]
     return {
         "zarrckpt": __version__,
         "values": found is not None,
         "sides": [_side(side, part) for side, part in zip(sides, layouts, strict=True)],
         "tensors": tensors,
-        "entries": [_page_entry(fqn, sides, fqn in changed) for fqn in others],
+        "entries": [_entry_json(fqn, sides, fqn in changed) for fqn in others],
     }
 
 
@@ -116,7 +116,7 @@ def _side(side: Side, layouts: Layouts) -> Json:
     }
 
 
-def _page_tensor(
+def _tensor_json(
     fqn: str, sides: Sequence[Side], layouts: Sequence[Layouts], found: PageNumbers | None, in_both: bool
 ) -> Json:
     nodes = [side.tensors.get(fqn) for side in sides]
@@ -126,7 +126,7 @@ def _page_tensor(
     looks: list[Json | None] = []
     for number, node in enumerate(nodes):
         look = found.looks[number].get(fqn) if found is not None else None
-        shown = None if look is None else _look_at(look, with_chunks=one_grid or counted in (None, node))
+        shown = None if look is None else _look_json(look, with_chunks=one_grid or counted in (None, node))
         part = layouts[number]
         looks.append(None if node is None else {"layout": part.number(node), "look": shown})
     tensor: Json = {"name": fqn, "sides": looks}
@@ -148,7 +148,7 @@ def _equal_bytes(sides: Sequence[Side], fqn: str) -> bool | None:
     return True if equal else False if one.compression is None else None
 
 
-def _look_at(look: Look, *, with_chunks: bool) -> Json:
+def _look_json(look: Look, *, with_chunks: bool) -> Json:
     found: Json = {"stats": [_number(value) for value in dataclasses.astuple(look.stats)]}
     if look.histogram is not None:
         found["histogram"] = _histogram(look.histogram)
@@ -181,7 +181,7 @@ def _number(value: float) -> float | str | None:
     return float(f"{value:.9g}") if math.isfinite(value) else str(value)
 
 
-def _page_entry(fqn: str, sides: Sequence[Side], changed: bool) -> Json:
+def _entry_json(fqn: str, sides: Sequence[Side], changed: bool) -> Json:
     shown = [_value(side, fqn) if fqn in side.objects else None for side in sides]
     return {"name": fqn, "sides": shown, "changed": changed}
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-Numbers = np.ndarray[Any, np.dtype[Any]]
+from zarrckpt._inspect.stats import NumberArray
 
 FINE = 1 << 15
 """At most so many bins while parts are counted: more than a page shows, so that it can show the bulk alone."""
@@ -30,10 +29,10 @@ class Histogram:
 
     exponent: int
     first: int
-    counts: Numbers
+    counts: NumberArray
 
     @classmethod
-    def of(cls, values: Numbers, low: float, high: float, *, whole: bool, most: int = FINE) -> Histogram:
+    def of(cls, values: NumberArray, low: float, high: float, *, whole: bool, most: int = FINE) -> Histogram:
         """Count finite doubles from ``low`` to ``high``, of which there is one at least; ``whole`` for integers."""
         exponent = _exponent(low, high, whole, most)
         first, last = _place(low, exponent), _place(high, exponent)

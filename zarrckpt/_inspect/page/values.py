@@ -84,8 +84,8 @@ class Gathering:
         finite = values[np.isfinite(values)] if moments.finite < moments.count else values
         found = Histogram.of(finite, moments.low, moments.high, whole=self._whole)
         self._histogram = found if self._histogram is None else self._histogram.plus(found)
-        self._low = _kept_values(self._low, moments.low, values, begin, box, 1)
-        self._high = _kept_values(self._high, moments.high, values, begin, box, -1)
+        self._low = _extremes_of(self._low, moments.low, values, begin, box, 1)
+        self._high = _extremes_of(self._high, moments.high, values, begin, box, -1)
 
     def _note_broken(self, box: Box, count: int, position: Ints) -> None:
         grid = self._node.grid
@@ -132,7 +132,7 @@ def _greatest_first(item: Extreme) -> tuple[float, Ints]:
     return -item[0], item[1]
 
 
-def _kept_values(
+def _extremes_of(
     kept: list[Extreme], best: float, values: NumberArray, begin: int, box: Box, sign: int
 ) -> list[Extreme]:
     """The extremes of what was kept and of a block, whose best value is known; most blocks have nothing to add."""
