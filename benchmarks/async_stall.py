@@ -47,7 +47,7 @@ def _measure(options: Options, folder: str) -> Results:
     copy = states.like(state)
     step = _training(states)
     savers: dict[str, Save] = {
-        "zarrckpt": lambda path: zarrckpt.async_save(state, path, durable=False),
+        "zarrckpt": lambda path: zarrckpt.async_save(state, path, options=zarrckpt.SaveOptions(durable=False)),
         PEER: lambda path: dcp.async_save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=False)),
     }
     found: dict[str, list[_Save]] = {name: [] for name in savers}

@@ -49,9 +49,9 @@ class DelayedStore(LocalStore):
         await asyncio.sleep(DELAY)
 
 
-def place(folder: str, delayed: bool) -> dict[str, Any]:
-    """Where to: arguments of save and load."""
-    return {"store": DelayedStore(folder)} if delayed else {"url": folder, "durable": False}
+def place(folder: str, delayed: bool) -> Any:
+    """Where to: the url, or a store that takes its time."""
+    return DelayedStore(folder) if delayed else folder
 
 
 def seconds(call: Callable[[int], object], rounds: int) -> float:
@@ -74,7 +74,13 @@ def row(*cells: object) -> None:
 def save_once(
     state: dict[str, Any], base: str, delayed: bool, least: int, reports: list[zarrckpt.SaveReport], number: int
 ) -> None:
-    reports.append(zarrckpt.save(state, min_piece_bytes=least, **place(f"{base}-{number}", delayed)))
+    reports.append(
+        zarrckpt.save(
+            state,
+            place(f"{base}-{number}", delayed),
+            options=zarrckpt.SaveOptions(min_piece_bytes=least, durable=False),
+        )
+    )
 
 
 def saves(folder: str, rounds: int, megabytes: int) -> None:
@@ -100,8 +106,8 @@ def saves(folder: str, rounds: int, megabytes: int) -> None:
             row(where, f"{kib} KiB", objects, f"{each:.2f}", fewer, f"{merged:.2f}", f"{each / merged:.2f}")
 
 
-def load_once(state: dict[str, Any], source: dict[str, Any], share: bool, fetched: list[int], _: int) -> None:
-    fetched.append(zarrckpt.load(state, share_reads=share, **source).nbytes)
+def load_once(state: dict[str, Any], source: Any, share: bool, fetched: list[int], _: int) -> None:
+    fetched.append(zarrckpt.load(state, source, options=zarrckpt.LoadOptions(share_reads=share)).nbytes)
 
 
 def loads(folder: str, rounds: int, megabytes: int) -> None:
@@ -118,10 +124,9 @@ def loads(folder: str, rounds: int, megabytes: int) -> None:
                 for dim in (0, 1)
             ]
         )
-        zarrckpt.save(saved, f"{folder}/{what}", durable=False, min_piece_bytes=0)
+        zarrckpt.save(saved, f"{folder}/{what}", options=zarrckpt.SaveOptions(durable=False, min_piece_bytes=0))
         for delayed in (False, True):
             source = place(f"{folder}/{what}", delayed)
-            source.pop("durable", None)
             found = []
             for share in (False, True):
                 fetched: list[int] = []

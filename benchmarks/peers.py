@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zarrckpt
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES
 
 State = dict[str, Any]
 Transfer = Callable[[State, str], object]
@@ -42,12 +43,17 @@ class Contender:
 # -- zarrckpt
 
 
-def ours(durable: bool = True, **options: Any) -> tuple[Transfer, Transfer]:
+def ours(
+    durable: bool = True, max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES, **place: Any
+) -> tuple[Transfer, Transfer]:
+    saving = zarrckpt.SaveOptions(durable=durable, max_inflight_bytes=max_inflight_bytes)
+    loading = zarrckpt.LoadOptions(max_inflight_bytes=max_inflight_bytes)
+
     def save(state: State, url: str) -> None:
-        zarrckpt.save(state, url, durable=durable, **options)
+        zarrckpt.save(state, url, options=saving, **place)
 
     def load(target: State, url: str) -> None:
-        zarrckpt.load(target, url, **options)
+        zarrckpt.load(target, url, options=loading, **place)
 
     return save, load
 

@@ -161,7 +161,7 @@ def _save(folder: str) -> dict[str, dict[int, int]]:
             continue
         part = torch.ones(64 // count, 64)
         state = {f"layers.{n}.weight": DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for n in range(100)}
-        zarrckpt.save(state, f"{folder}/ours-{count}", durable=False, process_group=group)
+        zarrckpt.save(state, f"{folder}/ours-{count}", options=zarrckpt.SaveOptions(durable=False), process_group=group)
         dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{folder}/dcp-{count}"), process_group=group)
         found["zarr.json of zarrckpt"][count] = os.path.getsize(f"{folder}/ours-{count}/zarr.json")
         found[".metadata of DCP"][count] = os.path.getsize(f"{folder}/dcp-{count}/.metadata")

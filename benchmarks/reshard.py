@@ -95,7 +95,9 @@ def _save_all(layer: tuple[int, int, int, str], folder: str) -> None:
         grid = DeviceMesh("cpu", members if flat else [members[at : at + mesh.tp] for at in members[:: mesh.tp]])
         if dist.get_rank() < mesh.ranks:
             state = {name: _dtensor(name, shape, layer[3], mesh, grid) for name, shape in _weights(layer).items()}
-            zarrckpt.save(state, f"{folder}/ours-{mesh}", durable=False, process_group=group)
+            zarrckpt.save(
+                state, f"{folder}/ours-{mesh}", options=zarrckpt.SaveOptions(durable=False), process_group=group
+            )
             writer = dcp.FileSystemWriter(f"{folder}/dcp-{mesh}", sync_files=False)
             dcp.save(state, storage_writer=writer, process_group=group)
 
@@ -153,7 +155,9 @@ def _load_all(layer: tuple[int, int, int, str], folder: str) -> dict[str, float]
                 name: zeros(shape, dtype=dtype, device_mesh=grid, placements=cuts[name])
                 for name, shape in _weights(layer).items()
             }
-            report = zarrckpt.load(state, f"{folder}/ours-{source}", share_reads=True, process_group=group)
+            report = zarrckpt.load(
+                state, f"{folder}/ours-{source}", options=zarrckpt.LoadOptions(share_reads=True), process_group=group
+            )
             parts = [tensor.to_local() for tensor in state.values()]
             if not all(bool((part == 1).all()) for part in parts):
                 raise RuntimeError("something else was loaded than saved")

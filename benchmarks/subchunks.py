@@ -51,7 +51,7 @@ def _round(state: Any, target: Any, folder: str, above: int) -> Callable[[int], 
         path = f"{folder}/{above}"
         os.sync()
         with patch.object(chunking, "SUBCHUNK_ABOVE", above):
-            saved = seconds(lambda: zarrckpt.save(state, path, durable=False))
+            saved = seconds(lambda: zarrckpt.save(state, path, options=zarrckpt.SaveOptions(durable=False)))
         loaded = seconds(lambda: zarrckpt.load(target, path))
         states.clear(target)
         read = seconds(lambda: _zarr_read(target, path))

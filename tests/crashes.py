@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import zarrckpt
 from zarrckpt._store import Store, open_store
 from zarrckpt.testing import FAIL, FaultyStore, Rule, Stopped
 
-SAVING: dict[str, Any] = {"max_chunk_bytes": 48, "concurrency": 1}
+SAVING = zarrckpt.SaveOptions(max_chunk_bytes=48, concurrency=1)
 """Options of saves here: two chunks of "w", and one thread, so that operations come in one order."""
 
 
@@ -36,22 +36,23 @@ def state(value: int) -> dict[str, Any]:
 
 @dataclass
 class Place:
-    """Somewhere that checkpoints are saved to: the arguments that name it."""
+    """Somewhere that checkpoints are saved to, a url or a ready store: the arguments that name it."""
 
-    url: str | None = None
-    store: object | None = None
+    url: Any
     storage_options: dict[str, Any] | None = None
     durable: bool = field(default=True, kw_only=True)
 
     @property
     def options(self) -> dict[str, Any]:
         """For any function of the package."""
-        return {"url": self.url, "store": self.store, "storage_options": self.storage_options}
+        return {"url": self.url, "storage_options": self.storage_options}
 
     def save(self, value: int, *, overwrite: bool = False) -> zarrckpt.SaveReport:
         """Save :func:`state` of a value, which is its number as well."""
         running.number = value
-        return zarrckpt.save(state(value), **self.options, **SAVING, overwrite=overwrite, durable=self.durable)
+        return zarrckpt.save(
+            state(value), **self.options, overwrite=overwrite, options=replace(SAVING, durable=self.durable)
+        )
 
     def faulty(self, rule: Rule) -> FaultyStore:
         """The same place behind a store that fails."""
@@ -74,7 +75,7 @@ class Place:
 
     def fill(self, objects: Mapping[str, bytes]) -> Place:
         """Store objects as they are."""
-        if self.url is not None and "://" not in self.url:
+        if isinstance(self.url, str) and "://" not in self.url:
             for key, data in objects.items():
                 path = Path(self.url, key)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +90,7 @@ class Place:
 
 def in_memory() -> Place:
     """A fresh place in this process's memory."""
-    return Place(store=Shelf({}).store)
+    return Place(Shelf({}).store)
 
 
 def undeletable(url: str | Path) -> FaultyStore:

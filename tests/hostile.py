@@ -160,22 +160,20 @@ def state(number: int = 0) -> dict[Any, Any]:
     }
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "zstd": {"compression": "zstd"},
-    "blosc": {"compression": "blosc"},
-    "tree": {"overwrite": True},
-}
+KINDS = ("plain", "zstd", "blosc", "tree")
 
 
 def make(folder: Path, kind: str) -> Path:
     """Save a checkpoint; with portable arrays for the kind "blosc", in a tree of its own for the last one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        options = zarrckpt.SaveOptions(compression=kind if kind in ("zstd", "blosc") else None, durable=False)
         if kind == "tree":
-            zarrckpt.save(state(1), folder, durable=False)
-        save: Callable[..., Any] = save_portable if kind == "blosc" else zarrckpt.save
-        save(state(), folder, durable=False, **OPTIONS[kind])
+            zarrckpt.save(state(1), folder, options=options)
+        if kind == "blosc":
+            save_portable(state(), folder, options=options)
+        else:
+            zarrckpt.save(state(), folder, overwrite=kind == "tree", options=options)
     return folder
 
 
@@ -556,7 +554,7 @@ def roots(
     """Change root documents, seal most of them, use what opens."""
     mutator, found, opened = Mutator(seed), [], 0
     kinds = []
-    for kind in OPTIONS:
+    for kind in KINDS:
         folder = make(sandbox / kind / "ck", kind)
         data = (folder / "zarr.json").read_bytes()
         kinds.append((folder, mutations(mutator, data)))
@@ -735,7 +733,7 @@ def _clean_up(watch: Watch, work: Path, faults: list[str], how: str) -> bool:
     done = False
     with watched(watch, faults, how):
         if how == "overwrite":
-            zarrckpt.save({"w": torch.ones(3)}, work, overwrite=True, durable=False)
+            zarrckpt.save({"w": torch.ones(3)}, work, overwrite=True, options=zarrckpt.SaveOptions(durable=False))
         elif how == "remove":
             zarrckpt.remove(work)
         else:

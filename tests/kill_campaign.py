@@ -65,7 +65,7 @@ LONGEST_SECONDS = 60.0
 AGENT_SECONDS = 0.1
 """How often torchrun looks at its processes."""
 
-OPTIONS: dict[str, Any] = {"fill_bytes": 8 << 10, "max_inflight_bytes": 64 << 10, "timeout": 15.0}
+OPTIONS = zarrckpt.SaveOptions(fill_bytes=8 << 10, max_inflight_bytes=64 << 10, timeout=15.0)
 """Of the saves: pieces move in many bundles, and who waits for a rank that never came gives up while it is watched."""
 
 LATE = ("_api", "_checkpoint", "_ops.recover", "_ops.verify", "_store._local", "_store._obstore")
@@ -193,12 +193,12 @@ class Saving:
     def run(self, rank: int, board: Board) -> None:
         """Called on every rank, within their process group."""
         if self.replaces:
-            zarrckpt.save(state_of(self.number - 1), self.url, overwrite=True, **OPTIONS)
+            zarrckpt.save(state_of(self.number - 1), self.url, overwrite=True, options=OPTIONS)
         state = state_of(self.number)
         _watch(rank, board)
         dist.barrier()
         board.mark(rank, Place.PLANS)
-        report = zarrckpt.save(state, self.url, overwrite=True, **OPTIONS)
+        report = zarrckpt.save(state, self.url, overwrite=True, options=OPTIONS)
         board.mark(rank, Place.RETURNED)
         if zarrckpt.open(self.url).save_id != report.save_id:
             raise Wrong(f"its report is of save {report.save_id}, which is not committed")

@@ -164,7 +164,7 @@ def portable() -> dict[str, Any]:
 
 
 def _save_portable(folder: Path) -> None:
-    save_portable(portable(), folder, compression="zstd")
+    save_portable(portable(), folder, options=zarrckpt.SaveOptions(compression="zstd"))
 
 
 def large() -> dict[str, Any]:
@@ -191,7 +191,11 @@ def _save_subchunks(folder: Path) -> None:
 
 
 def _save_chunks(folder: Path) -> None:
-    zarrckpt.save({"w": bits("float32", (9, 7)), "x": bits("uint8", (100,))}, folder, max_chunk_bytes=64)
+    zarrckpt.save(
+        {"w": bits("float32", (9, 7)), "x": bits("uint8", (100,))},
+        folder,
+        options=zarrckpt.SaveOptions(max_chunk_bytes=64),
+    )
 
 
 def compressible() -> dict[str, Any]:
@@ -203,7 +207,7 @@ def compressible() -> dict[str, Any]:
 
 def _save_compressed(folder: Path, name: str) -> None:
     option = {"zstd": {"name": "zstd", "level": 3, "checksum": True}}.get(name, name)
-    zarrckpt.save(compressible(), folder.with_name("uncut"), compression=option)
+    zarrckpt.save(compressible(), folder.with_name("uncut"), options=zarrckpt.SaveOptions(compression=option))
     zarrckpt.open(folder.with_name("uncut")).copy_to(folder, chunks={"grid": (600, 520)})
 
 
@@ -221,7 +225,7 @@ def own_state(rank: int) -> dict[str, Any]:
 def _save_many(folder: Path) -> None:
     def save(rank: int, number: int) -> None:
         state = {"rng": zarrckpt.PerRank(own_state(rank)), "w": pattern(701, 1024) + number}
-        zarrckpt.save(state, folder, overwrite=True, compression="zstd")
+        zarrckpt.save(state, folder, overwrite=True, options=zarrckpt.SaveOptions(compression="zstd"))
 
     for number in range(2):
         simulate(partial(save, number=number), 12)
@@ -244,11 +248,11 @@ def seal(folder: Path, document: dict[str, Any]) -> Path:
     return folder
 
 
-def _save_on_ranks(folder: Path, **options: Any) -> None:
+def _save_on_ranks(folder: Path, options: zarrckpt.SaveOptions | None = None) -> None:
     run_ranks(save_sharded, str(folder), options, world_size=WORLD_SIZE)
 
 
-def save_sharded(folder: str, options: dict[str, Any]) -> None:
+def save_sharded(folder: str, options: zarrckpt.SaveOptions | None) -> None:
     """On each of four ranks: DTensors cut by rows and by columns, replicas, and state of each rank's own."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -264,7 +268,7 @@ def save_sharded(folder: str, options: dict[str, Any]) -> None:
         "rng": zarrckpt.PerRank({"seed": rank, "state": bits("uint8", (6,), rank)}),
         "read": zarrckpt.PerRank(bits("int32", (rank + 1,))),
     }
-    zarrckpt.save(state, folder, **options)
+    zarrckpt.save(state, folder, options=options)
 
 
 CHECKPOINTS: dict[str, Callable[[Path], None]] = {
@@ -278,8 +282,8 @@ CHECKPOINTS: dict[str, Callable[[Path], None]] = {
     "overwritten": _save_overwritten,
     "many_ranks": _save_many,
     "shuffled": _save_shuffled,
-    "ranks": lambda folder: _save_on_ranks(folder, min_piece_bytes=0),
-    "ranks_merged": lambda folder: _save_on_ranks(folder),
+    "ranks": lambda folder: _save_on_ranks(folder, zarrckpt.SaveOptions(min_piece_bytes=0)),
+    "ranks_merged": _save_on_ranks,
 }
 
 

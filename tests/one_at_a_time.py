@@ -231,8 +231,8 @@ class Save:
 
     def __post_init__(self) -> None:
         shelf, held = Shelf({}), LocalState.saving(state(self.number))
-        request = SaveRequest.checked(store=shelf.store, max_chunk_bytes=2)
-        plan = plan_alone(held, request.options, (0,))
+        request = SaveRequest.checked(shelf.store, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
+        plan = plan_alone(held, request.options.layout, (0,))
         attempt = SaveAttempt(request)
         name = attempt.begin(plan.layout)
         before = shelf.content
@@ -241,7 +241,9 @@ class Save:
 
     def __call__(self, store: Store) -> str:
         running.number = self.number
-        attempt = SaveAttempt(SaveRequest.checked(store=store, overwrite=True, max_chunk_bytes=2))
+        attempt = SaveAttempt(
+            SaveRequest.checked(store, overwrite=True, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
+        )
         try:
             # One after the other, as ranks do it: a process alone would begin in a thread.
             name = attempt.begin(self.layout)
@@ -276,7 +278,7 @@ def whole_save(number: int) -> Callable[[Store], str]:
     def save(store: Store) -> str:
         running.number = number
         try:
-            zarrckpt.save(state(number), store=store, overwrite=True, max_chunk_bytes=2)
+            zarrckpt.save(state(number), store, overwrite=True, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
         except zarrckpt.CheckpointExistsError:
             return "lost"
         except StorageError:
@@ -289,7 +291,7 @@ def whole_save(number: int) -> Callable[[Store], str]:
 def read(store: Store) -> str:
     """Open what is there, read all of it; say which save it is of."""
     try:
-        checkpoint = zarrckpt.open(store=store)
+        checkpoint = zarrckpt.open(store)
         arrays = checkpoint.read()
     except zarrckpt.CheckpointNotFoundError:
         return "nothing"
@@ -338,7 +340,7 @@ class Judge:
         store = Shelf(content).store
         found = read(store)
         numbers = {f"read {number}": save_id(number) for number in range(10)}
-        report = zarrckpt.open(store=store).verify()
+        report = zarrckpt.open(store).verify()
         if not report or numbers.get(found) != committed:
             raise Broken(f"save {committed} is committed, but a reader found {found!r}, and {report.damages}")
         return committed
@@ -352,8 +354,8 @@ class Judge:
         shelf = Shelf(content)
         if save(shelf.store) != "won" or self.committed(shelf.content) != save_id(save.number):
             raise Broken("the next save did not commit")
-        zarrckpt.recover(store=shelf.store, stopped=True)
-        tree = zarrckpt.open(store=shelf.store).tree
+        zarrckpt.recover(shelf.store, stopped=True)
+        tree = zarrckpt.open(shelf.store).tree
         own = {key for key in shelf.content if key.startswith(f"@zarrckpt/{save_id(save.number)}/")}
         named = {f"{tree}/{key}" for key in (*save.puts, ROOT)} if tree else {*save.puts}
         if shelf.content.keys() != own | named | {ROOT, CLAIM} or len(own) != 5:

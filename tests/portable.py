@@ -9,11 +9,15 @@ import zarrckpt
 
 
 def save_portable(
-    state: Any, url: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None, **options: Any
+    state: Any,
+    url: str | os.PathLike[str],
+    *,
+    storage_options: dict[str, Any] | None = None,
+    options: zarrckpt.SaveOptions | None = None,
 ) -> zarrckpt.CopyReport:
     """Save a state, its bfloat16 and float8 tensors as unsigned integers. Nothing else is left."""
     native = f"{os.fspath(url)}-native"
-    zarrckpt.save(state, native, storage_options=storage_options, **options)
+    zarrckpt.save(state, native, storage_options=storage_options, options=options)
     ckpt = zarrckpt.open(native, storage_options=storage_options, allow_pickle=True)
     report = ckpt.copy_to(url, portable_dtypes=True, storage_options=storage_options)
     zarrckpt.remove(native, storage_options=storage_options)

@@ -257,8 +257,8 @@ class Case:
     save_world: int
     load_world: int
     entries: dict[str, Entry]
-    save_options: dict[str, Any]
-    load_options: dict[str, Any]
+    save_options: zarrckpt.SaveOptions
+    load_options: zarrckpt.LoadOptions
     small: bool
     """Whether the sizes that decide about subchunks are those of these small tensors."""
     inline: bool
@@ -300,16 +300,15 @@ WORLDS = st.sampled_from([4, 2, 3, 6, 8, 12, 16, 1])
 def cases(draw: st.DrawFn, save_world: int | None = None) -> Case:
     save_world, load_world = save_world or draw(WORLDS), draw(WORLDS)
     drawn = [draw(entries(save_world, load_world)) for _ in range(draw(st.integers(1, 6)))]
-    save_options = {
-        "max_chunk_bytes": draw(st.sampled_from([2**27, 16, 100, 1000])),
-        "min_piece_bytes": draw(st.sampled_from([0, None, 40, None])),
-        "fill_bytes": draw(st.sampled_from([2**25, 300, 50])),
-        "max_inflight_bytes": draw(st.sampled_from([2**29, 1, 100, 1000])),
-    }
-    load_options = {
-        "share_reads": draw(st.booleans()),
-        "max_inflight_bytes": draw(st.sampled_from([2**29, 1, 100, 1000])),
-    }
+    save_options = zarrckpt.SaveOptions(
+        max_chunk_bytes=draw(st.sampled_from([2**27, 16, 100, 1000])),
+        min_piece_bytes=draw(st.sampled_from([0, None, 40, None])),
+        fill_bytes=draw(st.sampled_from([2**25, 300, 50])),
+        max_inflight_bytes=draw(st.sampled_from([2**29, 1, 100, 1000])),
+    )
+    load_options = zarrckpt.LoadOptions(
+        share_reads=draw(st.booleans()), max_inflight_bytes=draw(st.sampled_from([2**29, 1, 100, 1000]))
+    )
     return Case(
         save_world,
         load_world,
@@ -403,7 +402,7 @@ class Targets:
 
 def save(case: Case, full: Mapping[str, torch.Tensor], traffic: Traffic | None = None) -> zarrckpt.SaveReport:
     def on_rank(rank: int) -> zarrckpt.SaveReport:
-        return zarrckpt.save(saved_state(case, full, rank), "/checkpoint", **case.save_options)
+        return zarrckpt.save(saved_state(case, full, rank), "/checkpoint", options=case.save_options)
 
     return simulate(on_rank, case.save_world, seed=case.seed, inline=case.inline, traffic=traffic)[0]
 
@@ -411,7 +410,7 @@ def save(case: Case, full: Mapping[str, torch.Tensor], traffic: Traffic | None =
 def load(case: Case, full: Mapping[str, torch.Tensor]) -> None:
     def on_rank(rank: int) -> None:
         targets = Targets(case, full, rank)
-        zarrckpt.load(targets.state, "/checkpoint", **case.load_options)
+        zarrckpt.load(targets.state, "/checkpoint", options=case.load_options)
         targets.check()
 
     simulate(on_rank, case.load_world, seed=case.seed, inline=case.inline)
@@ -466,13 +465,13 @@ def test_every_sharding_loads_into_every_other(case: Case) -> None:
         warnings.simplefilter("error")
         save(case, full, traffic)
         largest = max(chunk_sizes(store), default=0)
-        assert traffic.most <= max(case.save_options["max_inflight_bytes"], largest, owners.BUNDLE_BYTES)
+        assert traffic.most <= max(case.save_options.max_inflight_bytes, largest, owners.BUNDLE_BYTES)
         check_store(case, full, store)
         if case.portable:
             zarrckpt.open("/checkpoint").copy_to("/checkpoint", overwrite=True, portable_dtypes=True)
         store.reads.clear()
         load(case, full)
-        if case.load_options["share_reads"] and case.inline:
+        if case.load_options.share_reads and case.inline:
             assert not read_by_two_ranks(store)
 
 
@@ -490,7 +489,16 @@ def aligned_cases(draw: st.DrawFn) -> Case:
         order = tuple(m for m, d in enumerate(dims) if d is not None)
         saved = OnMesh(tuple(range(math.prod(sizes))), sizes, placements, order, False, ())
         entries[f"t{number}"] = Entry(draw(st.sampled_from(list(DTYPES))), shape, saved, Plain((0,)), False)
-    return Case(world, 1, entries, {"min_piece_bytes": 0}, {}, False, True, draw(st.integers(0, 999)))
+    return Case(
+        world,
+        1,
+        entries,
+        zarrckpt.SaveOptions(min_piece_bytes=0),
+        zarrckpt.LoadOptions(),
+        False,
+        True,
+        draw(st.integers(0, 999)),
+    )
 
 
 @exhaustive(40)
@@ -520,12 +528,12 @@ def test_dcp_planners(case: Case) -> None:
     full = case.full()
 
     def saving(rank: int) -> None:
-        writer = zarrckpt.ZarrStorageWriter("/checkpoint", **case.save_options)
+        writer = zarrckpt.ZarrStorageWriter("/checkpoint", options=case.save_options)
         _save_state_dict(saved_state(case, full, rank), writer, planner=DefaultSavePlanner())
 
     def loading(rank: int) -> None:
         targets = Targets(case, full, rank)
-        reader = zarrckpt.ZarrStorageReader("/checkpoint", **case.load_options)
+        reader = zarrckpt.ZarrStorageReader("/checkpoint", options=case.load_options)
         _load_state_dict(targets.state, reader, planner=DefaultLoadPlanner())
         targets.check()
 
@@ -549,8 +557,8 @@ def replicated_cases(draw: st.DrawFn) -> Case:
         on_all: Layout = OnMesh(tuple(range(world)), (replicas, shards), (Replicate(), Shard(0)), (1,), False, ())
         saved = draw(st.sampled_from([on_all, Plain(tuple(range(world)))]))
         entries[f"t{number}"] = Entry("float32", shape, saved, Plain((0,)), False)
-    options = {"max_chunk_bytes": draw(st.sampled_from([2**27, 64])), "min_piece_bytes": 0}
-    return Case(world, 1, entries, options, {}, False, True, draw(st.integers(0, 999)))
+    options = zarrckpt.SaveOptions(max_chunk_bytes=draw(st.sampled_from([2**27, 64])), min_piece_bytes=0)
+    return Case(world, 1, entries, options, zarrckpt.LoadOptions(), False, True, draw(st.integers(0, 999)))
 
 
 @exhaustive(40)
@@ -632,7 +640,7 @@ def save_by_dcp(case: Case, coordinator: int = 0, fault: Fault | None = None, **
     full, caching = case.full(), options.pop("caching", False)
 
     def on_rank(rank: int) -> set[int]:
-        writer = zarrckpt.ZarrStorageWriter("/checkpoint", **case.save_options)
+        writer = zarrckpt.ZarrStorageWriter("/checkpoint", options=case.save_options)
         planner = (fault or Fault()).planner(zarrckpt.ZarrSavePlanner, rank, enable_plan_caching=caching)
         state = saved_state(case, full, rank)
         return failures(lambda: _save_state_dict(state, writer, None, coordinator, planner=planner))
@@ -645,7 +653,7 @@ def load_by_dcp(case: Case, coordinator: int = 0, fault: Fault | None = None, **
     full = case.full()
 
     def on_rank(rank: int) -> set[int]:
-        reader = zarrckpt.ZarrStorageReader("/checkpoint", **case.load_options)
+        reader = zarrckpt.ZarrStorageReader("/checkpoint", options=case.load_options)
         planner = (fault or Fault()).planner(zarrckpt.ZarrLoadPlanner, rank)
         targets = Targets(case, full, rank)
         named = failures(lambda: _load_state_dict(targets.state, reader, None, coordinator, planner=planner))
@@ -764,14 +772,14 @@ def device_meshes(pairs: Sequence[Pair], which: int) -> dict[Ints, DeviceMesh]:
     return {sizes: init_device_mesh("cpu", sizes) for sizes in sorted({pair.meshes[which] for pair in pairs})}
 
 
-def save_pairs(pairs: Sequence[Pair], urls: Mapping[str, Mapping[str, Any]]) -> None:
+def save_pairs(pairs: Sequence[Pair], urls: Mapping[str, zarrckpt.SaveOptions]) -> None:
     meshes = device_meshes(pairs, 0)
     state = {str(number): pair.sharded(0, meshes) for number, pair in enumerate(pairs)}
     for url, options in urls.items():
-        zarrckpt.save(state, url, **options)
+        zarrckpt.save(state, url, options=options)
 
 
-def load_pairs(pairs: Sequence[Pair], urls: Mapping[str, Mapping[str, Any]]) -> list[Pair]:
+def load_pairs(pairs: Sequence[Pair], urls: Mapping[str, zarrckpt.SaveOptions]) -> list[Pair]:
     """The pairs that came back with other bits than they should have."""
     meshes = device_meshes(pairs, 1)
     expected = [pair.sharded(1, meshes).to_local() for pair in pairs]
@@ -793,7 +801,10 @@ def load_pairs(pairs: Sequence[Pair], urls: Mapping[str, Mapping[str, Any]]) -> 
 def test_real_meshes(tmp_path: Path, worlds: tuple[int, int]) -> None:
     """With merged chunks, whose pieces go over a real mesh, and with a chunk for each piece."""
     pairs = random_pairs(1000 * worlds[0] + worlds[1], worlds, 24)
-    urls = {str(tmp_path / "merged"): {"fill_bytes": 500}, str(tmp_path / "apart"): {"min_piece_bytes": 0}}
+    urls = {
+        str(tmp_path / "merged"): zarrckpt.SaveOptions(fill_bytes=500),
+        str(tmp_path / "apart"): zarrckpt.SaveOptions(min_piece_bytes=0),
+    }
     run_ranks(save_pairs, pairs, urls, world_size=worlds[0])
     assert run_ranks(load_pairs, pairs, urls, world_size=worlds[1]) == [[]] * worlds[1]
     for url in urls:

@@ -231,13 +231,15 @@ def test_training_keeps_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     zarrckpt.async_save(state, tmp_path / "1", progress=threads).result(timeout=60)
     assert threads.count() == 1
     # A number of the caller's own is kept to.
-    zarrckpt.async_save(state, tmp_path / "2", progress=threads, concurrency=3).result(timeout=60)
+    zarrckpt.async_save(state, tmp_path / "2", progress=threads, options=zarrckpt.SaveOptions(concurrency=3)).result(
+        timeout=60
+    )
     assert threads.count() > 1
     # A save that training waits for has them all.
     zarrckpt.save(state, tmp_path / "3", progress=threads)
     assert threads.count() > 1
     # Through the store of the package's own tests, too.
-    zarrckpt.async_save(state, store=FaultyStore(tmp_path / "4"), progress=threads).result(timeout=60)
+    zarrckpt.async_save(state, FaultyStore(tmp_path / "4"), progress=threads).result(timeout=60)
     assert threads.count() == 1
     for number in "1234":
         assert zarrckpt.open(tmp_path / number)["t7"][0] == 7
@@ -308,12 +310,12 @@ def test_it_takes_what_save_takes() -> None:
 
 def test_timeouts_without_meaning_are_refused_by_name(tmp_path: Path) -> None:
     state = {"w": torch.ones(3)}
-    zarrckpt.save(state, tmp_path / "one", timeout=1)
+    zarrckpt.save(state, tmp_path / "one", options=zarrckpt.SaveOptions(timeout=1))
     calls: list[Any] = [
-        lambda timeout: zarrckpt.save(state, tmp_path / "two", timeout=timeout),
-        lambda timeout: zarrckpt.async_save(state, tmp_path / "two", timeout=timeout),
-        lambda timeout: zarrckpt.load(state, tmp_path / "one", timeout=timeout),
-        lambda timeout: zarrckpt.plan_report(state, timeout=timeout),
+        lambda timeout: zarrckpt.save(state, tmp_path / "two", options=zarrckpt.SaveOptions(timeout=timeout)),
+        lambda timeout: zarrckpt.async_save(state, tmp_path / "two", options=zarrckpt.SaveOptions(timeout=timeout)),
+        lambda timeout: zarrckpt.load(state, tmp_path / "one", options=zarrckpt.LoadOptions(timeout=timeout)),
+        lambda timeout: zarrckpt.plan_report(state, options=zarrckpt.SaveOptions(timeout=timeout)),
     ]
     wrong: list[Any] = [0, -1, -0.5, 1e9, float("inf"), float("nan"), "8", None, True, timedelta(seconds=1)]
     for call, timeout in itertools.product(calls, wrong):
@@ -321,8 +323,8 @@ def test_timeouts_without_meaning_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ValueError if numeric else TypeError, match="timeout must be"):
             call(timeout)
     assert not (tmp_path / "two").exists()
-    zarrckpt.async_save(state, tmp_path / "two", timeout=0.5).result(timeout=60)
-    zarrckpt.load(state, tmp_path / "two", timeout=1)
+    zarrckpt.async_save(state, tmp_path / "two", options=zarrckpt.SaveOptions(timeout=0.5)).result(timeout=60)
+    zarrckpt.load(state, tmp_path / "two", options=zarrckpt.LoadOptions(timeout=1))
 
 
 def _errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -361,7 +363,7 @@ def test_errors_come_out_of_the_future(tmp_path: Path) -> None:
                 zarrckpt.save(state, tmp_path / "late")
         return None
 
-    late = zarrckpt.async_save(state, store=FaultyStore(tmp_path / "late", commits_first))
+    late = zarrckpt.async_save(state, FaultyStore(tmp_path / "late", commits_first))
     with pytest.raises(zarrckpt.CheckpointExistsError, match="Checkpoint already exists"):
         late.result(timeout=60)
     sparse = zarrckpt.async_save({"odd": torch.eye(2).to_sparse()}, tmp_path / "two")
@@ -379,7 +381,7 @@ def _save_over(url: str) -> None:
     zarrckpt.async_save({"w": torch.ones(3)}, url).result(timeout=60)
     store = FaultyStore(url)
     with pytest.raises(zarrckpt.CheckpointExistsError, match="Checkpoint already exists"):
-        zarrckpt.async_save({"w": torch.ones(3)}, store=store)
+        zarrckpt.async_save({"w": torch.ones(3)}, store)
     assert [(call.verb, call.key) for call in store.calls] == [("get", "zarr.json")] * (dist.get_rank() == 0)
     # The group is as it was, and so is the memory of the copy.
     zarrckpt.async_save({"w": torch.zeros(3)}, url, overwrite=True).result(timeout=60)
@@ -393,7 +395,7 @@ def test_a_committed_checkpoint_is_found_in_the_call(tmp_path: Path) -> None:
         return Fault.FAIL if call.number == 0 else None
 
     store = FaultyStore(tmp_path / "two", no_answer_at_first)
-    zarrckpt.async_save({"w": torch.ones(3)}, store=store).result(timeout=60)
+    zarrckpt.async_save({"w": torch.ones(3)}, store).result(timeout=60)
     assert zarrckpt.open(tmp_path / "two")["w"][0] == 1
 
 

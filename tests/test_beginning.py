@@ -91,7 +91,7 @@ def test_a_marker_that_fails_is_no_lost_race(tmp_path: Path) -> None:
     zarrckpt.save(STATE, tmp_path / "run")
     store = FaultyStore(tmp_path / "run", rule)
     with pytest.raises(zarrckpt.StorageError) as raised:
-        zarrckpt.save({**STATE, "step": 8}, store=store, overwrite=True)
+        zarrckpt.save({**STATE, "step": 8}, store, overwrite=True)
     assert not isinstance(raised.value, zarrckpt.CheckpointExistsError)
     assert all(is_marker(call.key) for call in store.calls if call.verb == "put")
     assert zarrckpt.open(tmp_path / "run")["step"] == 7

@@ -131,7 +131,9 @@ def test_stored_bytes_are_those_of_the_objects(compression: str | None, tmp_path
         "m": {"cut": torch.randn(301, 77), "scalar": torch.ones(()), "none": torch.zeros(0, 4)},
         "blob": b"x" * 70000,
     }
-    zarrckpt.save(state, tmp_path / "one", compression=compression, max_chunk_bytes=1 << 21)
+    zarrckpt.save(
+        state, tmp_path / "one", options=zarrckpt.SaveOptions(compression=compression, max_chunk_bytes=1 << 21)
+    )
     ckpt = zarrckpt.open(tmp_path / "one")
     for part in (ckpt, ckpt.select("m"), ckpt.select("large")):
         places = [tmp_path / "one" / fqn.replace(".", "/") for fqn in part]
@@ -141,7 +143,9 @@ def test_stored_bytes_are_those_of_the_objects(compression: str | None, tmp_path
 
 def test_only_compressed_checkpoints_need_a_table_for_stored_bytes(tmp_path: Path) -> None:
     for name, compression in (("plain", None), ("small", "zstd")):
-        zarrckpt.save({"w": torch.zeros(50, 50)}, tmp_path / name, compression=compression)
+        zarrckpt.save(
+            {"w": torch.zeros(50, 50)}, tmp_path / name, options=zarrckpt.SaveOptions(compression=compression)
+        )
         for table in tmp_path.rglob("@zarrckpt/*/*/c.0"):
             table.unlink()
     assert zarrckpt.open(tmp_path / "plain").info.nbytes_stored == 10004
@@ -189,7 +193,7 @@ def test_stats_are_those_of_numpy(tmp_path: Path) -> None:
     state = {name: torch.from_numpy(array) for name, array in arrays.items()}
     state["b16"] = torch.from_numpy(arrays["f32"]).bfloat16()
     arrays["b16"] = state["b16"].float().numpy()
-    zarrckpt.save(state, tmp_path / "one", max_chunk_bytes=1 << 19)
+    zarrckpt.save(state, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 19))
     seen: list[tuple[int, int]] = []
     ckpt = zarrckpt.open(tmp_path / "one")
     for name, found in ckpt.stats(progress=lambda *done: seen.append(done)).items():
@@ -220,8 +224,8 @@ def test_moments_of_parts_are_those_of_the_whole(parts: list[list[float]]) -> No
 
 def test_diff_across_chunks_and_stores(tmp_path: Path) -> None:
     one = {"w": torch.randn(300, 400), "b": torch.ones(3).bfloat16(), "v": [1, 2], "blob": b"x" * 100000}
-    zarrckpt.save(one, tmp_path / "one", max_chunk_bytes=1 << 16)
-    zarrckpt.save(one, tmp_path / "two", compression="zstd")
+    zarrckpt.save(one, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
+    zarrckpt.save(one, tmp_path / "two", options=zarrckpt.SaveOptions(compression="zstd"))
     a, b = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
     assert a.diff(b) and b.diff(a)
     changed = {**one, "w": one["w"].clone(), "blob": b"y" * 100000}  # type: ignore[attr-defined]
@@ -261,8 +265,8 @@ def test_diff_across_dtypes_counts_what_is_not_merely_rounded(tmp_path: Path) ->
     narrow: dict[str, Any] = {name: pair[1] for name, pair in pairs.items()}
     wide |= {"exact": torch.arange(9.0), "int": torch.ones(3).int(), "real": torch.ones(3)}
     narrow |= {"exact": torch.arange(9).half(), "int": torch.ones(3).long(), "real": torch.ones(3) + 0j}
-    zarrckpt.save(wide, tmp_path / "wide", max_chunk_bytes=1 << 10)
-    zarrckpt.save(narrow, tmp_path / "narrow", compression="zstd")
+    zarrckpt.save(wide, tmp_path / "wide", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 10))
+    zarrckpt.save(narrow, tmp_path / "narrow", options=zarrckpt.SaveOptions(compression="zstd"))
     a, b = zarrckpt.open(tmp_path / "wide"), zarrckpt.open(tmp_path / "narrow")
     found = a.diff(b)
     back = b.diff(a)

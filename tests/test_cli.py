@@ -184,7 +184,9 @@ def test_info_says_what_it_is(saved: Path) -> None:
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_info_says_how_much_is_stored(compression: str | None, tmp_path: Path) -> None:
     state = {"w": torch.zeros(700, 800), "half": torch.ones(90, 33).bfloat16(), "none": torch.ones(0, 3)}
-    zarrckpt.save(state, tmp_path / "one", compression=compression, max_chunk_bytes=1 << 20)
+    zarrckpt.save(
+        state, tmp_path / "one", options=zarrckpt.SaveOptions(compression=compression, max_chunk_bytes=1 << 20)
+    )
     on_disk = sum(file.stat().st_size for file in tmp_path.rglob("c.*") if "@zarrckpt" not in file.parts)
     found = as_json("info", tmp_path / "one")
     assert found["nbytes_stored"] == zarrckpt.open(tmp_path / "one").nbytes_stored == on_disk
@@ -193,7 +195,7 @@ def test_info_says_how_much_is_stored(compression: str | None, tmp_path: Path) -
 
 
 def test_info_of_a_damaged_checkpoint(tmp_path: Path) -> None:
-    zarrckpt.save({"w": torch.zeros(70, 80)}, tmp_path / "one", compression="zstd")
+    zarrckpt.save({"w": torch.zeros(70, 80)}, tmp_path / "one", options=zarrckpt.SaveOptions(compression="zstd"))
     (table,) = tmp_path.rglob("sizes/c.0")
     table.unlink()
     assert as_json("info", tmp_path / "one")["nbytes_stored"] is None
@@ -299,7 +301,7 @@ def test_verify_names_the_damaged_object(saved: Path) -> None:
 def test_doctor_says_what_to_run_and_recover_runs_it(saved: Path) -> None:
     assert run("doctor", saved).exit_code == 0
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
-        zarrckpt.save(STATE, store=testing.FaultyStore(saved, testing.at(12, testing.STOP)), overwrite=True)
+        zarrckpt.save(STATE, testing.FaultyStore(saved, testing.at(12, testing.STOP)), overwrite=True)
     found = run("doctor", saved)
     assert found.exit_code == 1 and "could still commit" in found.stdout and "--stopped" in found.stdout
     assert "kept" in run("recover", saved).stdout

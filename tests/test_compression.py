@@ -92,7 +92,7 @@ def test_a_wrong_option_is_refused_before_anything_is_written(
     tmp_path: Path, option: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        zarrckpt.save({"w": torch.ones(2)}, tmp_path / "ck", compression=option)
+        zarrckpt.save({"w": torch.ones(2)}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression=option))
     assert not (tmp_path / "ck").exists()
 
 
@@ -306,7 +306,7 @@ def test_hostile_bytes_with_right_checksums(tmp_path: Path, case: str) -> None:
     """What decompresses to anything but the subchunk is damage; no more than the subchunk is ever allocated for it."""
     name, make = HOSTILE[case]
     tensor = (torch.arange(N) // 32).to(torch.uint8)
-    zarrckpt.save({"w": tensor}, tmp_path / "ck", compression=name)
+    zarrckpt.save({"w": tensor}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression=name))
     assert (zarrckpt.open(tmp_path / "ck")["w"][:] == tensor.numpy()).all()  # and its imports are made
     forge(tmp_path / "ck", "w", make(tensor.numpy().tobytes()))
     target = torch.zeros(N, dtype=torch.uint8)
@@ -351,7 +351,7 @@ def edit_root(checkpoint: Path, change: Callable[[Any], None]) -> None:
 
 @pytest.mark.parametrize("size", [0, 4, 2**32 - 1, most_stored(4 * N) + 5])
 def test_hostile_sizes(tmp_path: Path, size: int) -> None:
-    zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", compression="zstd")
+    zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="zstd"))
     set_table(tmp_path / "ck", "sizes", struct.pack("<I", size))
     for read in (
         lambda: zarrckpt.load({"w": torch.zeros(N)}, tmp_path / "ck"),
@@ -363,7 +363,7 @@ def test_hostile_sizes(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize("more", [-1, 1])
 def test_sizes_that_are_possible_but_wrong(tmp_path: Path, more: int) -> None:
-    zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", compression="zstd")
+    zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="zstd"))
     size = (tmp_path / "ck/w/c.0").stat().st_size + more
     set_table(tmp_path / "ck", "sizes", struct.pack("<I", size))
     with pytest.raises(CorruptCheckpointError, match=r"w/c\.0"):
@@ -381,7 +381,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_table_of_sizes_is_found(tmp_path: Path, kind: str) -> None:
-    zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", compression="zstd")
+    zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="zstd"))
     (table,) = (tmp_path / "ck/@zarrckpt").glob("*/sizes/c.0")
     DAMAGE[kind](table)
     with pytest.raises(CorruptCheckpointError, match="sizes table"):
@@ -391,7 +391,7 @@ def test_a_damaged_table_of_sizes_is_found(tmp_path: Path, kind: str) -> None:
 
 
 def test_fewer_sizes_than_compressed_subchunks(tmp_path: Path) -> None:
-    zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", compression="zstd")
+    zarrckpt.save({"w": torch.randn(N)}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="zstd"))
     edit_root(tmp_path / "ck", lambda root: root["attributes"]["zarrckpt"]["tables"]["sizes"].update(length=0))
     with pytest.raises(CorruptCheckpointError, match="'sizes' is 0, expected 1"):
         zarrckpt.open(tmp_path / "ck")
@@ -402,7 +402,9 @@ def test_fewer_sizes_than_compressed_subchunks(tmp_path: Path) -> None:
 
 def test_a_swapped_chunk_is_found(tmp_path: Path) -> None:
     tensor = torch.arange(4096.0)
-    zarrckpt.save({"w": tensor}, tmp_path / "ck", compression="blosc", max_chunk_bytes=8192)
+    zarrckpt.save(
+        {"w": tensor}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="blosc", max_chunk_bytes=8192)
+    )
     one, other = tmp_path / "ck/w/c.0", tmp_path / "ck/w/c.1"
     first, second = one.read_bytes(), other.read_bytes()
     one.write_bytes(second)
@@ -426,7 +428,7 @@ def test_a_swapped_chunk_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("subchunks", [False, True])
 def test_a_codec_that_is_not_known_is_refused_by_name(tmp_path: Path, codec: Any, name: str, subchunks: bool) -> None:
     tensor = torch.zeros((2048, 1024) if subchunks else (3, 4))
-    zarrckpt.save({"w": tensor}, tmp_path / "ck", compression="zstd")
+    zarrckpt.save({"w": tensor}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="zstd"))
 
     def change(root: Any) -> None:
         document = root["consolidated_metadata"]["metadata"]["w"]
@@ -490,7 +492,11 @@ BOX = [[100, 1900], [500, 530]]
 @pytest.mark.parametrize("option", ["zstd", {"name": "blosc", "cname": "zstd", "clevel": 3}], ids=["zstd", "blosc"])
 def test_every_reader_reads_every_tensor(tmp_path: Path, option: Any) -> None:
     state, url = a_state(), tmp_path / "ck"
-    report = zarrckpt.save({**state, "step": 3, "raw": b"x" * 99}, url, compression=option, max_chunk_bytes=3 << 20)
+    report = zarrckpt.save(
+        {**state, "step": 3, "raw": b"x" * 99},
+        url,
+        options=zarrckpt.SaveOptions(compression=option, max_chunk_bytes=3 << 20),
+    )
     assert report.nbytes == stored_bytes(url)
     assert report.nbytes < sum(tensor.nbytes for tensor in state.values())
     expected = {name: bits(tensor) for name, tensor in state.items()}
@@ -534,15 +540,19 @@ def test_every_reader_reads_every_tensor(tmp_path: Path, option: Any) -> None:
 def test_what_compresses_well_is_small(tmp_path: Path) -> None:
     state = {"w": torch.zeros(1024, 1024), "normal": (torch.randn(1024, 1024) * 0.02).bfloat16()}
     plain = zarrckpt.save(state, tmp_path / "plain").nbytes
-    small = zarrckpt.save({"w": state["w"]}, tmp_path / "zeros", compression="zstd").nbytes
+    small = zarrckpt.save(
+        {"w": state["w"]}, tmp_path / "zeros", options=zarrckpt.SaveOptions(compression="zstd")
+    ).nbytes
     assert small < plain / 200
-    assert zarrckpt.save({"normal": state["normal"]}, tmp_path / "bf16", compression="blosc").nbytes < 0.8 * (2 << 20)
+    assert zarrckpt.save(
+        {"normal": state["normal"]}, tmp_path / "bf16", options=zarrckpt.SaveOptions(compression="blosc")
+    ).nbytes < 0.8 * (2 << 20)
 
 
 def test_overwriting_with_another_compression(tmp_path: Path) -> None:
     states = [{"w": torch.full((1000,), float(number))} for number in range(3)]
     for state, option in zip(states, [None, "zstd", None], strict=True):
-        zarrckpt.save(state, tmp_path / "ck", overwrite=True, compression=option)
+        zarrckpt.save(state, tmp_path / "ck", overwrite=True, options=zarrckpt.SaveOptions(compression=option))
         target = {"w": torch.zeros(1000)}
         zarrckpt.load(target, tmp_path / "ck")
         assert torch.equal(target["w"], state["w"])
@@ -555,7 +565,7 @@ def test_on_s3(moto_bucket: S3Place, tmp_path: Path) -> None:
     """Through an object store's puts and ranged reads, ours and zarr-python's."""
     url, options = moto_bucket.url("run"), moto_bucket.storage_options
     state = {"large": torch.randn(2048, 1024) * 0.02, "small": torch.randn(5)}
-    zarrckpt.save(state, url, compression="blosc", storage_options=options)
+    zarrckpt.save(state, url, options=zarrckpt.SaveOptions(compression="blosc"), storage_options=options)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     report = zarrckpt.load(target, url, storage_options=options)
     assert all(torch.equal(target[name], tensor) for name, tensor in state.items())
@@ -569,7 +579,7 @@ def test_on_s3(moto_bucket: S3Place, tmp_path: Path) -> None:
 
 def test_portable_dtypes(tmp_path: Path) -> None:
     tensor = random_tensor("bfloat16", (300, 20))
-    save_portable({"w": tensor}, tmp_path / "ck", compression="blosc")
+    save_portable({"w": tensor}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="blosc"))
     target = torch.zeros_like(tensor)
     zarrckpt.load({"w": target}, tmp_path / "ck")
     assert (
@@ -594,11 +604,19 @@ def _across_ranks(folder: str) -> tuple[int, ...]:
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in full.items()}
     state["plain"] = full["plain"] = torch.arange(3000.0)[None]
     saves = [
-        zarrckpt.save(state, f"{folder}/merged", compression="blosc"),
-        zarrckpt.save(state, f"{folder}/apart", compression="zstd", min_piece_bytes=0, max_inflight_bytes=1 << 20),
-        zarrckpt.async_save(state, f"{folder}/async", compression="zstd").result(),
+        zarrckpt.save(state, f"{folder}/merged", options=zarrckpt.SaveOptions(compression="blosc")),
+        zarrckpt.save(
+            state,
+            f"{folder}/apart",
+            options=zarrckpt.SaveOptions(compression="zstd", min_piece_bytes=0, max_inflight_bytes=1 << 20),
+        ),
+        zarrckpt.async_save(state, f"{folder}/async", options=zarrckpt.SaveOptions(compression="zstd")).result(),
     ]
-    dcp.save(state, storage_writer=zarrckpt.ZarrStorageWriter(f"{folder}/dcp", compression="blosc"), no_dist=False)
+    dcp.save(
+        state,
+        storage_writer=zarrckpt.ZarrStorageWriter(f"{folder}/dcp", options=zarrckpt.SaveOptions(compression="blosc")),
+        no_dist=False,
+    )
     loads = [("merged", Shard(1), True), ("merged", Replicate(), False), ("apart", Shard(1), False)]
     for where, placement, share in [
         *loads,
@@ -607,7 +625,9 @@ def _across_ranks(folder: str) -> tuple[int, ...]:
         ("dcp", Shard(0), False),
     ]:
         target = {n: distribute_tensor(torch.zeros_like(t), mesh, [placement]) for n, t in full.items()}
-        zarrckpt.load(target, f"{folder}/{where}", share_reads=share, max_inflight_bytes=8 << 20)
+        zarrckpt.load(
+            target, f"{folder}/{where}", options=zarrckpt.LoadOptions(share_reads=share, max_inflight_bytes=8 << 20)
+        )
         for name, tensor in full.items():
             assert torch.equal(target[name].full_tensor(), tensor), (where, placement, share, name)
     return tuple(report.nbytes for report in saves)

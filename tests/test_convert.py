@@ -38,7 +38,9 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def test_every_dtype_goes_there_and_back(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    zarrckpt.save({"model": tensors, "step": 3}, tmp_path / "one", max_chunk_bytes=1 << 19)
+    zarrckpt.save(
+        {"model": tensors, "step": 3}, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 19)
+    )
     report = zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "out", "model", strip="model")
     assert report.files == ("model.safetensors",) and report.tensors == len(tensors)
     assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors)
@@ -63,7 +65,7 @@ def test_several_files_have_an_index_and_bounded_sizes(tmp_path: Path, tensors: 
         assert len(part) == 1 or sum(tensor.nbytes for tensor in part.values()) <= 30_000
         found |= part
     assert same(found, state)
-    zarrckpt.import_checkpoint(tmp_path / "out", tmp_path / "two", compression="zstd")
+    zarrckpt.import_checkpoint(tmp_path / "out", tmp_path / "two", options=zarrckpt.SaveOptions(compression="zstd"))
     assert ckpt.diff(zarrckpt.open(tmp_path / "two"))
 
 
@@ -104,17 +106,24 @@ def test_out_of_a_bucket_and_into_it(
 ) -> None:
     tensors = {name: tensors[name] for name in ("a.bfloat16", "c.empty", "c.scalar", "c.large")}
     options: dict[str, Any] = {"storage_options": moto_bucket.storage_options}
-    zarrckpt.save(tensors, moto_bucket.url("one"), max_chunk_bytes=1 << 18, compression=compression, **options)
+    zarrckpt.save(
+        tensors,
+        moto_bucket.url("one"),
+        options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 18, compression=compression),
+        **options,
+    )
     ckpt = zarrckpt.open(moto_bucket.url("one"), **options)
     for method, name in WAYS_OUT.items():
         getattr(ckpt, method)(tmp_path / name, max_inflight_bytes=1 << 19)
-        zarrckpt.import_checkpoint(tmp_path / name, moto_bucket.url(name), compression=compression, **options)
+        zarrckpt.import_checkpoint(
+            tmp_path / name, moto_bucket.url(name), options=zarrckpt.SaveOptions(compression=compression), **options
+        )
         assert ckpt.diff(zarrckpt.open(moto_bucket.url(name), **options))
 
 
 @pytest.mark.parametrize("method", WAYS_OUT)
 def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_path: Path, method: str) -> None:
-    zarrckpt.save({"w": torch.randn(90, 100)}, tmp_path / "one", max_chunk_bytes=1 << 14)
+    zarrckpt.save({"w": torch.randn(90, 100)}, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 14))
     export, target = getattr(zarrckpt.open(tmp_path / "one"), method), tmp_path / WAYS_OUT[method]
 
     def stop(done: int, total: int) -> None:
@@ -161,7 +170,11 @@ def test_an_export_replaces_one_before_it_and_nothing_else(tmp_path: Path) -> No
 
 
 def test_one_file_by_its_name(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    zarrckpt.save({**tensors, "e8": torch.ones(3).to(torch.float8_e8m0fnu)}, tmp_path / "one", max_chunk_bytes=1 << 17)
+    zarrckpt.save(
+        {**tensors, "e8": torch.ones(3).to(torch.float8_e8m0fnu)},
+        tmp_path / "one",
+        options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 17),
+    )
     ckpt = zarrckpt.open(tmp_path / "one")
     limits: dict[str, Any] = {"max_file_bytes": 1, "max_inflight_bytes": 1 << 17}
     report = ckpt.to_safetensors(tmp_path / "new" / "weights.safetensors", **limits)

@@ -109,7 +109,7 @@ def _load_sharded(folder: str) -> tuple[dict[str, Any], int]:
 def test_shards_of_several_ranks_go_there_and_back_on_another_mesh(tmp_path: Path) -> None:
     saved = run_ranks(_save_sharded, str(tmp_path / "dcp"), world_size=4)[0]
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) > 1
-    zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "one", compression="zstd")
+    zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "one", options=zarrckpt.SaveOptions(compression="zstd"))
     ckpt = zarrckpt.open(tmp_path / "one")
     assert bits(dict(sorted(ckpt.load("model")["model"].items()))) == bits(dict(sorted(saved.items())))
     ckpt.to_dcp(tmp_path / "back")
@@ -119,7 +119,7 @@ def test_shards_of_several_ranks_go_there_and_back_on_another_mesh(tmp_path: Pat
 
 def test_dcp_reads_what_is_exported(tmp_path: Path) -> None:
     state = {**_state(), "ordered": OrderedDict(w=torch.ones(2)), "int": {0: torch.ones(2)}, "none": {}}
-    zarrckpt.save(state, tmp_path / "one", max_chunk_bytes=1 << 16)
+    zarrckpt.save(state, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     seen: list[tuple[int, int]] = []
     ckpt = zarrckpt.open(tmp_path / "one")
     report = ckpt.to_dcp(tmp_path / "dcp", max_inflight_bytes=1 << 17, progress=lambda *done: seen.append(done))
@@ -282,7 +282,7 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_folders_are_refused_and_nothing_is_saved(tmp_path: Path, kind: str) -> None:
-    zarrckpt.save({"w": torch.randn(8, 4)}, tmp_path / "source", max_chunk_bytes=32)
+    zarrckpt.save({"w": torch.randn(8, 4)}, tmp_path / "source", options=zarrckpt.SaveOptions(max_chunk_bytes=32))
     zarrckpt.open(tmp_path / "source").to_dcp(tmp_path / "dcp")
     assert len(dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata["w"].chunks) > 1
     _spoil(tmp_path / "dcp", kind)

@@ -22,6 +22,7 @@ import torch
 import zarrckpt
 
 folder, nbytes = Path(sys.argv[1]), int(sys.argv[2])
+SAVING = zarrckpt.SaveOptions(max_chunk_bytes=16 << 20, durable=False)
 
 def status(name):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
@@ -29,13 +30,12 @@ def status(name):
 def convert(size):
     ckpt = zarrckpt.open(folder / size)
     less = {"max_inflight_bytes": 48 << 20}
-    into = {"max_chunk_bytes": 16 << 20, "durable": False}
     yield "to dcp", lambda: ckpt.to_dcp(folder / f"{size}.dcp", **less)
     yield "to safetensors", lambda: ckpt.to_safetensors(folder / f"{size}.safetensors", **less)
     ckpt.to_torch_save(folder / f"{size}.pt")
     for kind in ("pt", "dcp", "safetensors"):
         source = folder / f"{size}.{kind}"
-        yield f"from {kind}", lambda s=source: zarrckpt.import_checkpoint(s, f"{s}.back", progress=note, **into)
+        yield f"from {kind}", lambda s=source: zarrckpt.import_checkpoint(s, f"{s}.back", progress=note, options=SAVING)
 
 private = []
 
@@ -45,7 +45,7 @@ def note(done, total):
 for size, count in (("small", 1 << 10), ("large", nbytes // 8)):
     # One tensor alone is larger than what may be used.
     state = {"a": torch.zeros(count), "b": [torch.zeros(count // 8, 4), torch.zeros(4, count // 16, 2)]}
-    zarrckpt.save(state, folder / size, max_chunk_bytes=16 << 20, durable=False)
+    zarrckpt.save(state, folder / size, options=SAVING)
     del state
     peaks = {}
     for name, run in convert(size):

@@ -41,7 +41,7 @@ def test_everything_goes_there_and_back(tmp_path: Path) -> None:
     state = _state()
     shared = state["rng"][0]
     state["rng"] = (shared, shared[3:5], *state["rng"][1:])
-    zarrckpt.save(state, tmp_path / "one", max_chunk_bytes=1 << 15)
+    zarrckpt.save(state, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 15))
     ckpt = zarrckpt.open(tmp_path / "one")
     seen: list[tuple[int, int]] = []
     limits: dict[str, Any] = {"max_inflight_bytes": 1 << 15, "progress": lambda *done: seen.append(done)}

@@ -35,7 +35,9 @@ def _state(value: float = 1.0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "save", [zarrckpt.save, partial(zarrckpt.save, compression="zstd"), save_portable], ids=["", "zstd", "portable"]
+    "save",
+    [zarrckpt.save, partial(zarrckpt.save, options=zarrckpt.SaveOptions(compression="zstd")), save_portable],
+    ids=["", "zstd", "portable"],
 )
 def test_a_copy_is_what_it_is_a_copy_of(tmp_path: Path, save: Callable[..., Any]) -> None:
     save(_state(), tmp_path / "one")
@@ -104,7 +106,7 @@ def one(tmp_path: Path) -> zarrckpt.Checkpoint:
     """A checkpoint of some tensors in several chunks, and a blob."""
     torch.manual_seed(0)
     state = {"m": {"w": torch.randn(60, 100), "i": torch.arange(3000)}, "b": b"x" * 100_000, "step": 3}
-    zarrckpt.save(state, tmp_path / "one", max_chunk_bytes=1000)
+    zarrckpt.save(state, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1000))
     return zarrckpt.open(tmp_path / "one")
 
 
@@ -117,12 +119,12 @@ def test_a_copy_that_dies_anywhere_leaves_the_old_or_the_new_one(tmp_path: Path,
     zarrckpt.save(small, tmp_path / "one")
     one = zarrckpt.open(tmp_path / "one")
     counted = _one_at_a_time(testing.FaultyStore(tmp_path / "count"))
-    one.copy_to(store=counted, **changes)
+    one.copy_to(counted, **changes)
     (commit,) = (call.number for call in counted.calls if (call.verb, call.key) == ("create", "zarr.json"))
     for number in range(len(counted.calls)):
         place, fault = tmp_path / str(number), (testing.STOP, testing.STOP_AFTER)[number % 2]
         with pytest.raises(testing.Stopped):
-            one.copy_to(store=_one_at_a_time(testing.FaultyStore(place, testing.at(number, fault))), **changes)
+            one.copy_to(_one_at_a_time(testing.FaultyStore(place, testing.at(number, fault))), **changes)
         if number < commit or (number == commit and fault == testing.STOP):
             with pytest.raises(zarrckpt.CheckpointNotFoundError):
                 zarrckpt.open(place)
@@ -144,7 +146,7 @@ def test_a_copy_that_fails_removes_what_it_wrote(
     for number in (8, 20, 30):
         store = testing.FaultyStore(place, testing.writes(number, testing.FAIL))
         with pytest.raises(zarrckpt.StorageError):
-            one.copy_to(store=store, overwrite=True, **changes)
+            one.copy_to(store, overwrite=True, **changes)
         writes += sum(call.verb == "put" and "/c" in call.key for call in store.calls)
         left = _files(place) - before - {"@zarrckpt/zarr.json"}
         assert all(key.startswith("@zarrckpt/") and key.count("/") == 2 for key in left), left  # markers
@@ -162,7 +164,7 @@ def test_a_save_that_commits_while_a_copy_runs_wins(tmp_path: Path, one: zarrckp
             zarrckpt.save({"w": torch.ones(3)}, tmp_path / "two")
 
     with pytest.raises(zarrckpt.CheckpointExistsError):
-        one.copy_to(store=testing.FaultyStore(tmp_path / "two", rule))
+        one.copy_to(testing.FaultyStore(tmp_path / "two", rule))
     assert begun and zarrckpt.open(tmp_path / "two").verify() and list(zarrckpt.open(tmp_path / "two")) == ["w"]
     # What it wrote after the winner's clean-up is gone as well.
     assert not list((tmp_path / "two").glob("m/**/c*"))
@@ -174,7 +176,7 @@ import zarrckpt
 from zarrckpt import testing
 
 slow = testing.FaultyStore(sys.argv[2], lambda call: time.sleep(0.02))
-zarrckpt.open(sys.argv[1]).copy_to(store=slow)
+zarrckpt.open(sys.argv[1]).copy_to(slow)
 """
 
 

@@ -56,7 +56,9 @@ def _tables(ckpt: zarrckpt.Checkpoint) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    "save", [zarrckpt.save, partial(zarrckpt.save, compression="blosc"), save_portable], ids=["", "blosc", "portable"]
+    "save",
+    [zarrckpt.save, partial(zarrckpt.save, options=zarrckpt.SaveOptions(compression="blosc")), save_portable],
+    ids=["", "blosc", "portable"],
 )
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_the_same_values_in_other_chunks(tmp_path: Path, save: Callable[..., Any], changes: dict[str, Any]) -> None:
@@ -85,7 +87,9 @@ def test_the_same_values_in_other_chunks(tmp_path: Path, save: Callable[..., Any
 
 def test_chunks_are_those_of_a_save_by_one_process(tmp_path: Path) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
-    zarrckpt.save(_state(), tmp_path / "small", max_chunk_bytes=100_000, compression="zstd")
+    zarrckpt.save(
+        _state(), tmp_path / "small", options=zarrckpt.SaveOptions(max_chunk_bytes=100_000, compression="zstd")
+    )
     one, small = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "small")
     one.copy_to(tmp_path / "two", max_chunk_bytes=100_000, compression="zstd")
     two = zarrckpt.open(tmp_path / "two")
@@ -96,7 +100,7 @@ def test_chunks_are_those_of_a_save_by_one_process(tmp_path: Path) -> None:
 
 
 def test_what_no_option_changes_is_copied_as_it_is(tmp_path: Path) -> None:
-    zarrckpt.save(_state(), tmp_path / "one", compression={"name": "zstd", "level": 5})
+    zarrckpt.save(_state(), tmp_path / "one", options=zarrckpt.SaveOptions(compression={"name": "zstd", "level": 5}))
     zarrckpt.open(tmp_path / "one").copy_to(tmp_path / "two", dtype={"model.w": "float64"}, chunks={"other.i": (640,)})
     for path in (tmp_path / "one").rglob("c*"):
         below = path.relative_to(tmp_path / "one")
@@ -123,7 +127,7 @@ def test_casts_are_those_of_torch(tmp_path: Path, name: str) -> None:
     rest = {"i": torch.arange(5), "z": torch.randn(3).cfloat(), "t": torch.tensor([True, False])}
     special = {"nan": torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0])}
     state = {k: (v.clamp(-400, 400) if v.dtype is torch.float32 else v) for k, v in state.items()}
-    zarrckpt.save({**state, **rest, **special}, tmp_path / "one", max_chunk_bytes=60_000)
+    zarrckpt.save({**state, **rest, **special}, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=60_000))
     report = zarrckpt.open(tmp_path / "one").copy_to(tmp_path / "two", dtype=name)
     two = zarrckpt.open(tmp_path / "two")
     two.verify().raise_if_damaged()
@@ -158,7 +162,9 @@ def test_portable_copies_have_the_same_bytes(tmp_path: Path) -> None:
 def test_values_beyond_the_range_are_counted(tmp_path: Path) -> None:
     values = torch.tensor([1.0, 70_000.0, -1e30, float("inf"), float("nan"), 65_504.0])
     zarrckpt.save(
-        {"a": values, "b": torch.ones(3), "n": {"c": values.repeat(1000)}}, tmp_path / "one", max_chunk_bytes=4096
+        {"a": values, "b": torch.ones(3), "n": {"c": values.repeat(1000)}},
+        tmp_path / "one",
+        options=zarrckpt.SaveOptions(max_chunk_bytes=4096),
     )
     with pytest.warns(UserWarning) as caught:
         report = zarrckpt.open(tmp_path / "one").copy_to(tmp_path / "two", dtype="float16")
@@ -239,7 +245,7 @@ def test_from_the_terminal(tmp_path: Path) -> None:
 
 
 def test_damage_is_not_rearranged(tmp_path: Path) -> None:
-    zarrckpt.save(_state(), tmp_path / "one", max_chunk_bytes=300_000)
+    zarrckpt.save(_state(), tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=300_000))
     chunk = next((tmp_path / "one" / "model" / "w").glob("c.1*"))
     data = bytearray(chunk.read_bytes())
     data[1000] ^= 1
@@ -266,7 +272,9 @@ def test_in_place_of_its_source_and_through_s3(tmp_path: Path, moto_bucket: S3Pl
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    zarrckpt.save({"w": torch.randn(4096, 5120)}, tmp_path / "one", max_chunk_bytes=4 << 20)  # 80 MiB
+    zarrckpt.save(
+        {"w": torch.randn(4096, 5120)}, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=4 << 20)
+    )  # 80 MiB
     one = zarrckpt.open(tmp_path / "one")
     one.copy_to(tmp_path / "warm", chunks=(2048, 2048), compression="zstd", dtype="float16")
     for number, changes in enumerate(({"chunks": (-1, 256)}, {"dtype": "bfloat16"}, {"compression": "zstd"})):
@@ -300,7 +308,11 @@ def test_any_shape_in_any_chunks(
     place = tmp_path_factory.mktemp("any")
     chunks = tuple(data.draw(st.sampled_from([-1, 1, 2, 7, 40])) for _ in shape)
     value = torch.randn(shape, dtype=torch.float64)
-    zarrckpt.save({"w": value}, place / "one", max_chunk_bytes=data.draw(st.sampled_from([64, 1000, 100_000])))
+    zarrckpt.save(
+        {"w": value},
+        place / "one",
+        options=zarrckpt.SaveOptions(max_chunk_bytes=data.draw(st.sampled_from([64, 1000, 100_000]))),
+    )
     one = zarrckpt.open(place / "one")
     compression = data.draw(st.sampled_from(["keep", "blosc"]))
     dtype = data.draw(st.sampled_from([None, "float32"]))

@@ -18,7 +18,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +83,20 @@ def narrow(number: int) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Kind:
     state: Callable[[int], dict[str, Any]]
-    options: dict[str, Any]
+    options: zarrckpt.SaveOptions
     overwritten: bool = False
     portable: bool = False
 
 
+PLAIN = zarrckpt.SaveOptions(durable=False)
+
 KINDS = {
-    "plain": Kind(small, {"max_chunk_bytes": 64}),
-    "subchunks": Kind(large, {}),
-    "zstd": Kind(compressible, {"compression": "zstd"}),
-    "blosc": Kind(compressible, {"compression": "blosc", "max_chunk_bytes": 300_000}),
-    "portable": Kind(narrow, {}, portable=True),
-    "tree": Kind(small, {"max_chunk_bytes": 256}, overwritten=True),
+    "plain": Kind(small, replace(PLAIN, max_chunk_bytes=64)),
+    "subchunks": Kind(large, PLAIN),
+    "zstd": Kind(compressible, replace(PLAIN, compression="zstd")),
+    "blosc": Kind(compressible, replace(PLAIN, compression="blosc", max_chunk_bytes=300_000)),
+    "portable": Kind(narrow, PLAIN, portable=True),
+    "tree": Kind(small, replace(PLAIN, max_chunk_bytes=256), overwritten=True),
 }
 
 
@@ -125,15 +127,15 @@ class Subject:
 
 def subject(kind: str, url: str, storage_options: dict[str, Any] | None = None) -> Subject:
     """Save twice: into two places, or over each other."""
-    made, options = KINDS[kind], {**KINDS[kind].options, "storage_options": storage_options}
+    made, options = KINDS[kind], {"options": KINDS[kind].options, "storage_options": storage_options}
     first = url if made.overwritten else f"{url}-older"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save: Callable[..., zarrckpt.SaveReport] = save_portable if made.portable else zarrckpt.save
-        old = save(made.state(1), first, durable=False, **options)
+        old = save(made.state(1), first, **options)
         store, other = (open_store(place, storage_options=storage_options, durable=False) for place in (url, first))
         earlier = {info.key: other.get(info.key) for info in other.list()}
-        report = save(made.state(2), url, durable=False, **options, **({"overwrite": True} if made.overwritten else {}))
+        report = save(made.state(2), url, **options, **({"overwrite": True} if made.overwritten else {}))
     prefixes = (report.save_id, f"@{report.save_id}/") if made.overwritten else (report.save_id, "")
     objects = {info.key: store.get(info.key) for info in store.list() if _belongs(info.key, *prefixes)}
     older = {}
@@ -301,7 +303,7 @@ def check(subject: Subject, state: dict[str, Any], changes: Changes) -> list[str
         unsized = {key for key in sizes if changes[key] is not None and key in _unsized(subject)}
         # Where arrays are compressed, the tables are read, and without them no chunk's size is known.
         tables = {key for key in changes if key.endswith(("/checksums/c.0", "/sizes/c.0"))}
-        if tables and "compression" in KINDS[subject.kind].options:
+        if tables and KINDS[subject.kind].options.compression:
             unsized = {key for key in sizes if changes[key] is not None}
         if not sizes - unsized <= quick or quick - sizes - tables:
             faults.append(f"verify(quick=True) names {quick}, of {sizes}")

@@ -123,7 +123,7 @@ def test_documented_arguments_exist(name: str, found: Any) -> None:
 
 
 def test_arguments_are_found() -> None:
-    assert {"url", "compression", "progress"} <= set(arguments(inspect.getdoc(zarrckpt.ZarrStorageWriter) or ""))
+    assert {"url", "options", "progress"} <= set(arguments(inspect.getdoc(zarrckpt.ZarrStorageWriter) or ""))
 
 
 def test_the_drawings_are_those_that_the_program_draws() -> None:

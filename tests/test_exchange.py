@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
@@ -67,7 +68,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SECONDS = 30.0
 """What a failing save may take. All take far less; what they must not do is wait for a timeout of a minute."""
 
-MANY_BUNDLES: dict[str, Any] = {"max_inflight_bytes": 4, "fill_bytes": 64, "durable": False}
+MANY_BUNDLES = zarrckpt.SaveOptions(max_inflight_bytes=4, fill_bytes=64, durable=False)
 """Options under which pieces move in many bundles, one after the other, within :func:`small_bundles`."""
 
 ALL = (0, 1, 2, 3)
@@ -142,12 +143,12 @@ def _several_calls(folder: str) -> tuple[list[str], list[dict[Any, str]], int]:
     with Moves() as moves:
         for number in range(4):
             state, url = uneven_state(number), f"{folder}/{number}"
-            zarrckpt.save(state, url, **(MANY_BUNDLES if number % 2 else {}))
+            zarrckpt.save(state, url, options=MANY_BUNDLES if number % 2 else None)
             wrong += _wrong(url, number)
             meshes.append(idle_meshes())
             target = uneven_state(-1)
             clear(target)
-            zarrckpt.load(target, url, share_reads=True)
+            zarrckpt.load(target, url, options=zarrckpt.LoadOptions(share_reads=True))
             wrong += [] if held_of(target) == held_of(state) else [f"the load of {number}"]
             meshes.append(idle_meshes())
     return wrong, meshes, moves.count
@@ -218,7 +219,7 @@ def _then_destroyed(folder: str) -> tuple[int, bool]:
     report = zarrckpt.plan_report(state)
     zarrckpt.save(state, f"{folder}/1")
     zarrckpt.async_save(state, f"{folder}/2").result(timeout=60)
-    zarrckpt.load(state, f"{folder}/2", share_reads=True)
+    zarrckpt.load(state, f"{folder}/2", options=zarrckpt.LoadOptions(share_reads=True))
     group = weakref.ref(dist.group.WORLD)
     dist.barrier()
     dist.destroy_process_group()
@@ -245,7 +246,7 @@ def _groups(folder: str) -> tuple[list[str], list[Any]]:
         whole, url = full((7, 3), number + mine[0]), f"{folder}/{mine[0]}-{number}"
         zarrckpt.save({"w": sharded(whole, mesh_of(list(mine)))}, url, process_group=group)
         target = {"w": sharded(torch.zeros_like(whole), mesh_of(list(mine)), 1)}
-        zarrckpt.load(target, url, process_group=group, share_reads=True)
+        zarrckpt.load(target, url, process_group=group, options=zarrckpt.LoadOptions(share_reads=True))
         if held_of(target) != held_of({"w": sharded(whole, mesh_of(list(mine)), 1)}):
             wrong.append(url)
         zarrckpt.save(uneven_state(number), f"{folder}/all-{number}")
@@ -277,9 +278,9 @@ def _beside_training(folder: str, how: str) -> tuple[list[str], list[Any]]:
             if how == "dcp":
                 del state["spec"]  # DCP's stager takes no ShardedTensors
             if how == "zarrckpt":
-                future = zarrckpt.async_save(state, url, **MANY_BUNDLES)
+                future = zarrckpt.async_save(state, url, options=MANY_BUNDLES)
             else:
-                writer = ZarrStorageWriter(url, **MANY_BUNDLES)
+                writer = ZarrStorageWriter(url, options=MANY_BUNDLES)
                 future = dcp.async_save(state, storage_writer=writer, process_group=group, planner=ZarrSavePlanner())
             clear(state)
             for _ in range(50):
@@ -299,7 +300,7 @@ def test_background_saves_beside_training(how: str, tmp_path: Path) -> None:
 def _by_process(folder: str) -> None:
     for number in range(2):
         state = {"w": sharded(full((7, 3), number), mesh_of([0, 1])), "v": sharded(full((9,)), mesh_of([0, 1]))}
-        writer = ZarrStorageWriter(f"{folder}/{number}", max_inflight_bytes=4)
+        writer = ZarrStorageWriter(f"{folder}/{number}", options=zarrckpt.SaveOptions(max_inflight_bytes=4))
         answer = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
         (answer if isinstance(answer, Future) else answer.upload_completion).result(timeout=100)
     _async_process_executor._CHECKPOINT_PROCESS = None  # ends the daemon
@@ -327,7 +328,7 @@ def _cached_plans(folder: str, planner: type[SavePlanner]) -> tuple[list[str], i
             if planner is DefaultSavePlanner:
                 del state["odd"]  # torch's own rule for its boxes is wrong
             options: dict[str, Any] = {"enable_plan_caching": True}
-            dcp.save(state, storage_writer=ZarrStorageWriter(url, **MANY_BUNDLES), planner=planner(**options))
+            dcp.save(state, storage_writer=ZarrStorageWriter(url, options=MANY_BUNDLES), planner=planner(**options))
             wrong += [name for name in _wrong(url, number, rows) if "odd" in state or not name.startswith("odd.")]
     return wrong, moves.count
 
@@ -345,7 +346,7 @@ def _kept_plans(folder: str) -> list[str]:
     with Moves() as moves:
         for number, rows in enumerate([13, 13, 10, 10, 17, 17, 17]):
             before = moves.count
-            zarrckpt.save(uneven_state(number, rows), f"{folder}/{number}", **MANY_BUNDLES)
+            zarrckpt.save(uneven_state(number, rows), f"{folder}/{number}", options=MANY_BUNDLES)
             wrong += _wrong(f"{folder}/{number}", number, rows)
             wrong += [] if moves.count > before else [f"nothing moved in {number}"]
     return wrong
@@ -372,15 +373,15 @@ def _while_another_is_halfway(folder: str) -> list[str]:
         gate.wait(60)
 
     wrong = []
-    zarrckpt.async_save(states[0], f"{folder}/0", **MANY_BUNDLES).result(timeout=60)
+    zarrckpt.async_save(states[0], f"{folder}/0", options=MANY_BUNDLES).result(timeout=60)
     with Moves() as moves:
-        slow = zarrckpt.async_save(states[1], f"{folder}/1", **MANY_BUNDLES, progress=progress)
+        slow = zarrckpt.async_save(states[1], f"{folder}/1", options=MANY_BUNDLES, progress=progress)
         halfway.wait(60)
         try:
             for number in (2, 3):
-                zarrckpt.save(states[number], f"{folder}/{number}", **MANY_BUNDLES)
+                zarrckpt.save(states[number], f"{folder}/{number}", options=MANY_BUNDLES)
                 target = uneven_state(-1)
-                zarrckpt.load(target, f"{folder}/{number}", share_reads=True)
+                zarrckpt.load(target, f"{folder}/{number}", options=zarrckpt.LoadOptions(share_reads=True))
                 wrong += [] if held_of(target) == held_of(states[number]) else [f"the load of {number}"]
                 # And some of the ranks by themselves.
                 whole, url = full((9,), number + mine), f"{folder}/pair-{mine}-{number}"
@@ -409,7 +410,7 @@ def _side_by_side(folder: str) -> list[str]:
 
     def save_all(lane: int) -> None:
         for number, state in enumerate(states[lane]):
-            writer = ZarrStorageWriter(f"{folder}/{lane}-{number}", **MANY_BUNDLES)
+            writer = ZarrStorageWriter(f"{folder}/{lane}-{number}", options=MANY_BUNDLES)
             planner = ZarrSavePlanner()
             save_state_dict(state, writer, groups[lane], coordinator_rank=3 * lane, planner=planner)
 
@@ -504,16 +505,16 @@ def _fail_in_exchanges(folder: str, how: str) -> list[Told]:
     """Every rank fails in every way, and then the same is saved to the same url."""
     found = []
     state = uneven_state(5)
-    zarrckpt.save(state, f"{folder}/first", **MANY_BUNDLES)
+    zarrckpt.save(state, f"{folder}/first", options=MANY_BUNDLES)
     for what, rank in itertools.product(FAULTS, ALL):
         url = f"{folder}/{what}-{rank}"
-        writer = ZarrStorageWriter(url, **MANY_BUNDLES)
+        writer = ZarrStorageWriter(url, options=MANY_BUNDLES)
 
         def save(url: str = url, writer: ZarrStorageWriter = writer) -> None:
             if how == "dcp":
                 dcp.save(state, storage_writer=writer, planner=ZarrSavePlanner())
             else:
-                zarrckpt.save(state, url, **MANY_BUNDLES)
+                zarrckpt.save(state, url, options=MANY_BUNDLES)
 
         told = Told(what, rank, meshes=[idle_meshes()])
         with told.failing():
@@ -547,14 +548,17 @@ def _fail_in_shared_reads(url: str, how: str) -> list[Told]:
     zarrckpt.save(uneven_state(5), url)
     target, expected = uneven_state(-1), held_of(uneven_state(5))
     for what, rank in itertools.product(("piece 1", "piece 3", "read"), ALL):
-        told, reader = Told(what, rank), ZarrStorageReader(url, share_reads=True, max_inflight_bytes=4)
+        told, reader = (
+            Told(what, rank),
+            ZarrStorageReader(url, options=zarrckpt.LoadOptions(share_reads=True, max_inflight_bytes=4)),
+        )
 
         def load(reader: ZarrStorageReader = reader) -> None:
             clear(target)
             if how == "dcp":
                 dcp.load(target, storage_reader=reader, planner=ZarrLoadPlanner())
             else:
-                zarrckpt.load(target, url, share_reads=True, max_inflight_bytes=4)
+                zarrckpt.load(target, url, options=zarrckpt.LoadOptions(share_reads=True, max_inflight_bytes=4))
 
         with told.failing():
             load()
@@ -663,9 +667,9 @@ def _die(folder: str, victim: int, how: str) -> None:
     try:
         with Moves(3, lambda: os._exit(1)) if dist.get_rank() == victim else contextlib.nullcontext():
             if how == "dcp":
-                dcp.save(state, storage_writer=ZarrStorageWriter(url, **MANY_BUNDLES), planner=ZarrSavePlanner())
+                dcp.save(state, storage_writer=ZarrStorageWriter(url, options=MANY_BUNDLES), planner=ZarrSavePlanner())
             else:
-                zarrckpt.save(state, url, **MANY_BUNDLES)
+                zarrckpt.save(state, url, options=MANY_BUNDLES)
     except Exception as err:  # DCP has no group any more to gather failures over
         raised = f"{type(err).__name__}: {err}"
     told = json.dumps([raised, time.monotonic() - began, opens(url)])
@@ -673,7 +677,7 @@ def _die(folder: str, victim: int, how: str) -> None:
 
 
 def _restart(url: str) -> None:
-    zarrckpt.save(uneven_state(8), url, **MANY_BUNDLES)
+    zarrckpt.save(uneven_state(8), url, options=MANY_BUNDLES)
 
 
 @pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
@@ -696,9 +700,9 @@ def _does_not_come(folder: str, absent: int) -> list[str]:
     told, state, url = [], uneven_state(1), f"{folder}/one"
     zarrckpt.save(state, url)
     calls: list[Callable[[], object]] = [
-        lambda: zarrckpt.save(state, f"{folder}/two", timeout=1),
-        lambda: zarrckpt.async_save(state, f"{folder}/two", timeout=1),
-        lambda: zarrckpt.load(uneven_values(1), url, timeout=1),
+        lambda: zarrckpt.save(state, f"{folder}/two", options=zarrckpt.SaveOptions(timeout=1)),
+        lambda: zarrckpt.async_save(state, f"{folder}/two", options=zarrckpt.SaveOptions(timeout=1)),
+        lambda: zarrckpt.load(uneven_values(1), url, options=zarrckpt.LoadOptions(timeout=1)),
     ]
     for call in calls:
         began = time.monotonic()
@@ -732,12 +736,14 @@ def _peaks(folder: str, inflight: int) -> tuple[int, int, float]:
     """Peak bytes of numpy's and Python's buffers in a save; that of the process; how many pieces moved."""
     # 128 MiB, of which 32 lie here; in chunks of 1 MiB, so that three quarters of all bytes move.
     state = {f"w{i}": sharded(torch.rand(512, 512), mesh_of([0, 1, 2, 3])) for i in range(128)}
-    zarrckpt.save({"w": state["w0"]}, f"{folder}/warm-{inflight}", durable=False)
+    zarrckpt.save({"w": state["w0"]}, f"{folder}/warm-{inflight}", options=zarrckpt.SaveOptions(durable=False))
     url, traced = f"{folder}/{inflight}", 0
 
     def save() -> None:
         nonlocal traced
-        traced = traced_peak_of(lambda: zarrckpt.save(state, url, max_inflight_bytes=inflight, durable=False))
+        traced = traced_peak_of(
+            lambda: zarrckpt.save(state, url, options=zarrckpt.SaveOptions(max_inflight_bytes=inflight, durable=False))
+        )
 
     with Moves() as moves, _slow_puts(0.1):  # so that what was received and not put piles up, if it can
         resident = peak_of(save)
@@ -760,17 +766,20 @@ def _balanced(folder: str) -> dict[str, float]:
     dims = [Replicate(), Shard(0)]
     layers = {f"{i}": nn.Linear(100, 100) for i in range(8)}
     model = nn.parallel.DistributedDataParallel(nn.ModuleDict(layers))
-    states: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "plain": ({"w": torch.ones(1000, 64)}, {"max_chunk_bytes": 10_000}),
+    chunked, default = zarrckpt.SaveOptions(max_chunk_bytes=10_000), zarrckpt.SaveOptions()
+    states: dict[str, tuple[dict[str, Any], zarrckpt.SaveOptions]] = {
+        "plain": ({"w": torch.ones(1000, 64)}, chunked),
         "replicated": (
             {"w": distributed(torch.ones(1000, 64), (1000, 64), line, [Replicate()])},
-            {"max_chunk_bytes": 10_000},
+            chunked,
         ),
-        "hsdp": ({f"w{i}": distributed(torch.ones(200, 64), (400, 64), square, dims) for i in range(4)}, {}),
-        "ddp": ({"model": model}, {}),
-        "merged": ({f"w{i}": sharded(torch.ones(40, 64), line) for i in range(16)}, {}),
+        "hsdp": ({f"w{i}": distributed(torch.ones(200, 64), (400, 64), square, dims) for i in range(4)}, default),
+        "ddp": ({"model": model}, default),
+        "merged": ({f"w{i}": sharded(torch.ones(40, 64), line) for i in range(16)}, default),
     }
-    reports = {name: zarrckpt.save(state, f"{folder}/{name}", **options) for name, (state, options) in states.items()}
+    reports = {
+        name: zarrckpt.save(state, f"{folder}/{name}", options=options) for name, (state, options) in states.items()
+    }
     state = {"model": get_model_state_dict(model)}
     reports["ddp, DCP's planner"] = dcp.save(state, storage_writer=ZarrStorageWriter(f"{folder}/dcp")).storage_data
     return {name: max(report.rank_bytes) * 4 / report.nbytes for name, report in reports.items()}
@@ -784,7 +793,13 @@ def test_what_ranks_write_is_balanced(tmp_path: Path) -> None:
 # -- many layouts, one after the other
 
 
-OPTIONS: list[dict[str, Any]] = [{}, MANY_BUNDLES, {"min_piece_bytes": 0}, {"fill_bytes": 64}, {"max_chunk_bytes": 64}]
+OPTIONS = [
+    zarrckpt.SaveOptions(),
+    MANY_BUNDLES,
+    zarrckpt.SaveOptions(min_piece_bytes=0),
+    zarrckpt.SaveOptions(fill_bytes=64),
+    zarrckpt.SaveOptions(max_chunk_bytes=64),
+]
 
 
 def _laid_out(draw: random.Random, whole: torch.Tensor) -> Any:
@@ -811,16 +826,16 @@ def _one_after_the_other(folder: str, seed: int) -> list[str]:
         shapes = [tuple(draw.randint(1, 20) for _ in range(draw.randint(1, 3))) for _ in range(draw.randint(1, 6))]
         wholes = {f"t{place}": full(shape, number) for place, shape in enumerate(shapes)}
         state = {name: _laid_out(draw, whole) for name, whole in wholes.items()}
-        options = {**draw.choice(OPTIONS), "durable": False}
+        options = dataclasses.replace(draw.choice(OPTIONS), durable=False)
         with small_bundles(draw.choice([64, 500, owners.BUNDLE_BYTES])):
             if draw.random() < 0.3:
-                zarrckpt.async_save(state, url, **options).result(timeout=60)
+                zarrckpt.async_save(state, url, options=options).result(timeout=60)
             else:
-                zarrckpt.save(state, url, **options)
+                zarrckpt.save(state, url, options=options)
         expected = {name: _laid_out(draw, whole) for name, whole in wholes.items()}
         before = held_of(expected)
         clear(expected)
-        zarrckpt.load(expected, url, share_reads=draw.random() < 0.5)
+        zarrckpt.load(expected, url, options=zarrckpt.LoadOptions(share_reads=draw.random() < 0.5))
         wrong += [f"{number}: {name}" for name, held in held_of(expected).items() if held != before[name]]
         dist.barrier()
         if dist.get_rank() == 0:
@@ -849,11 +864,11 @@ def _altered_on_its_way(url: str) -> list[str]:
     clear(target)
     with altered_message(2), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        zarrckpt.load(target, url, share_reads=True)
+        zarrckpt.load(target, url, options=zarrckpt.LoadOptions(share_reads=True))
     # It has read from the store what did not arrive.
     assert held_of(target) == held_of(state)
     assert any("altered" in str(one.message) for one in told) == (dist.get_rank() == 2)
-    zarrckpt.load(target, url, share_reads=True)
+    zarrckpt.load(target, url, options=zarrckpt.LoadOptions(share_reads=True))
     return wrong
 
 
@@ -881,9 +896,11 @@ def _a_put_fails_while_others_wait_to_begin() -> None:
     mesh = mesh_of([0, 1])
     state = {"big": sharded(torch.randn(1024, 1024), mesh, 0)}
     state |= {f"small{number}": sharded(torch.randn(64, 64), mesh, 0) for number in range(12)}
-    small = {"min_piece_bytes": 64 << 10, "max_chunk_bytes": 1 << 20, "max_inflight_bytes": 96 << 10}
+    options = zarrckpt.SaveOptions(
+        fill_bytes=16 << 10, min_piece_bytes=64 << 10, max_chunk_bytes=1 << 20, max_inflight_bytes=96 << 10
+    )
     with memory_store(_FailingStore()), pytest.raises(zarrckpt.StorageError, match="no more space"):
-        zarrckpt.save(state, "run", fill_bytes=16 << 10, **small)
+        zarrckpt.save(state, "run", options=options)
 
 
 def test_a_put_that_fails_ends_the_save_whatever_is_waited_for() -> None:

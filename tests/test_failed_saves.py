@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_when_the_root_is_put(tmp_path: Path, monkeypatch: p
 def test_whatever_fails_before_the_root_is_put_is_removed(by_dcp: bool, fault: Fault, tmp_path: Path) -> None:
     place, number = Place(str(tmp_path / "a"), durable=False), 0
     place.save(1)
-    before = left(place.url or "")
+    before = left(place.url)
     while True:
         writes = 0
 
@@ -129,13 +129,13 @@ def test_whatever_fails_before_the_root_is_put_is_removed(by_dcp: bool, fault: F
         store = FaultyStore(place.url, rule, durable=False)
         try:
             if by_dcp:
-                writer = zarrckpt.ZarrStorageWriter(store=store, overwrite=True)
+                writer = zarrckpt.ZarrStorageWriter(store, overwrite=True)
                 dcp.save(state(2), storage_writer=writer, no_dist=True)
             else:
-                zarrckpt.save(state(2), store=store, overwrite=True)
+                zarrckpt.save(state(2), store, overwrite=True)
         except (zarrckpt.CheckpointError, dcp.api.CheckpointException):
-            assert held(place) == 1 and left(place.url or "") == before, store.calls
-            assert all_files(place.url or "")[1] == set()
+            assert held(place) == 1 and left(place.url) == before, store.calls
+            assert all_files(place.url)[1] == set()
             number += 1
         else:
             break
@@ -155,7 +155,7 @@ def test_nothing_is_removed_once_the_root_was_sent(fault: Fault, tmp_path: Path)
 
     store = FaultyStore(tmp_path / "a", rule)
     with pytest.raises(zarrckpt.StorageError):
-        zarrckpt.save(state(1), store=store)
+        zarrckpt.save(state(1), store)
     assert sent and not [call for call in store.calls if call.verb == "delete"]
     assert held(Place(str(tmp_path / "a"))) == (1 if fault is FAIL_AFTER else None)
     report = zarrckpt.recover(tmp_path / "a")
@@ -172,12 +172,12 @@ def test_a_root_that_was_refused_and_arrives_later() -> None:
             return False
         return shelf._answer(op)
 
-    zarrckpt.save(state(1), store=shelf.store)
+    zarrckpt.save(state(1), shelf.store)
     with pytest.raises(zarrckpt.StorageError):
-        zarrckpt.save(state(2), store=AskedStore(ask), overwrite=True)
-    assert zarrckpt.open(store=shelf.store)["step"] == 1
+        zarrckpt.save(state(2), AskedStore(ask), overwrite=True)
+    assert zarrckpt.open(shelf.store)["step"] == 1
     assert shelf._answer(sent[0])
-    assert zarrckpt.open(store=shelf.store)["step"] == 2 and zarrckpt.open(store=shelf.store).verify()
+    assert zarrckpt.open(shelf.store)["step"] == 2 and zarrckpt.open(shelf.store).verify()
 
 
 def test_doctor_and_open_after_a_save_that_failed(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_doctor_and_open_after_a_save_that_failed(tmp_path: Path) -> None:
         return FAIL if call.verb == "put" and "/checksums/" in call.key else None
 
     with pytest.raises(zarrckpt.StorageError):
-        zarrckpt.save(state(1), store=FaultyStore(tmp_path / "a", rule))
+        zarrckpt.save(state(1), FaultyStore(tmp_path / "a", rule))
     with pytest.raises(zarrckpt.CheckpointNotFoundError) as raised:
         zarrckpt.open(tmp_path / "a")
     assert "failed" in str(raised.value) and "running" not in str(raised.value)
@@ -212,7 +212,7 @@ def test_recover_removes_what_a_failed_save_could_not(tmp_path: Path) -> None:
         return FAIL if failed and call.verb in ("put", "delete") else None
 
     with pytest.raises(zarrckpt.StorageError):
-        zarrckpt.save(state(1), store=FaultyStore(tmp_path / "a", rule))
+        zarrckpt.save(state(1), FaultyStore(tmp_path / "a", rule))
     assert left(tmp_path / "a")
     zarrckpt.save(state(2), tmp_path / "a")
     zarrckpt.recover(tmp_path / "a")
@@ -230,7 +230,7 @@ def test_a_store_that_is_gone_is_asked_once_more(tmp_path: Path) -> None:
     store = FaultyStore(tmp_path / "a", rule)
     store.max_concurrency = 1
     with pytest.raises(zarrckpt.StorageError, match="put"):
-        zarrckpt.save(state(1), store=store)
+        zarrckpt.save(state(1), store)
     # What failed, whether another save has committed, the deletion.
     assert sorted(call.verb for call in gone) == ["delete", "get", "put"]
     assert len(zarrckpt.recover(tmp_path / "a").kept) == 1
@@ -251,8 +251,8 @@ def _save_with_a_limit(url: str, failing: int, small: bool) -> None:
     if dist.get_rank() == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        options: dict[str, Any] = {} if not small else {"min_piece_bytes": 1 << 30, "fill_bytes": 1 << 20}
-        zarrckpt.save(_state(2), url, overwrite=True, **options)
+        options = zarrckpt.SaveOptions(min_piece_bytes=1 << 30, fill_bytes=1 << 20) if small else None
+        zarrckpt.save(_state(2), url, overwrite=True, options=options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -289,7 +289,7 @@ def _lose_the_answer(url: str, fault: Fault) -> list[str]:
 
     store = FaultyStore(url, rule)
     try:
-        zarrckpt.save(_state(1), store=store)
+        zarrckpt.save(_state(1), store)
     except zarrckpt.StorageError:
         return [call.key for call in store.calls if call.verb == "delete"]
     raise AssertionError("it did not fail")
@@ -310,7 +310,9 @@ def _save_by_dcp(url: str, failing: int) -> None:
     if dist.get_rank() == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        dcp.save(_state(2), storage_writer=zarrckpt.ZarrStorageWriter(url, min_piece_bytes=0))
+        dcp.save(
+            _state(2), storage_writer=zarrckpt.ZarrStorageWriter(url, options=zarrckpt.SaveOptions(min_piece_bytes=0))
+        )
     except dcp.api.CheckpointException as err:
         assert sorted(err.failures) == [failing]
     finally:

@@ -71,10 +71,10 @@ STEPS: dict[str, tuple[type, str]] = {
 # -- ranks that stay alive
 
 
-def _named(url: str, rank: int, **options: Any) -> list[str]:
+def _named(url: str, rank: int) -> list[str]:
     """The error of a save, which names a rank, and by which nothing is committed."""
     with pytest.raises(zarrckpt.CheckpointError) as caught:
-        zarrckpt.save(state(1.0), url, **options)
+        zarrckpt.save(state(1.0), url)
     told = [str(caught.value), *getattr(caught.value, "__notes__", [])]
     assert f"rank {rank}" in " ".join(told), told
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
@@ -123,7 +123,7 @@ def _absences(folder: str) -> None:
         url = f"{folder}/absent-{turn}"
         if rank != 3:
             with pytest.raises(zarrckpt.CheckpointError, match="rank 3"):
-                zarrckpt.save(mesh_of_all, url, timeout=TIMEOUT)
+                zarrckpt.save(mesh_of_all, url, options=zarrckpt.SaveOptions(timeout=TIMEOUT))
         dist.barrier()
         if turn == 1 or not connected:
             with pytest.raises(zarrckpt.CheckpointNotFoundError):
@@ -199,9 +199,9 @@ def _save_with(fault: Fault, rank: int, folder: str, answers: Connection) -> Non
         if rank == fault.rank:
             cls, name = STEPS[fault.step if fault.step != "committed" else "commit"]
             with _after_the_root(act) if fault.step == "committed" else before(cls, name, act):
-                report = zarrckpt.save(kept, f"{folder}/one", timeout=TIMEOUT)
+                report = zarrckpt.save(kept, f"{folder}/one", options=zarrckpt.SaveOptions(timeout=TIMEOUT))
         else:
-            report = zarrckpt.save(kept, f"{folder}/one", timeout=TIMEOUT)
+            report = zarrckpt.save(kept, f"{folder}/one", options=zarrckpt.SaveOptions(timeout=TIMEOUT))
         answers.send(("saved", report.save_id))
     except BaseException as err:
         answers.send((type(err).__name__, " ".join([str(err), *getattr(err, "__notes__", [])])))

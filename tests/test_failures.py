@@ -42,12 +42,14 @@ from torch.futures import Future
 from uneven_states import clear, differing, held_of, opens, uneven_state
 
 import zarrckpt
-from zarrckpt import ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
+from zarrckpt import LoadOptions, SaveOptions, ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
 from zarrckpt._dcp import channel
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 ALL = (0, 1, 2, 3)
+
+MERGED, APART = SaveOptions(durable=False), SaveOptions(durable=False, min_piece_bytes=0)
 
 SECONDS = 30.0
 """What a failing save or load may take. All take far less; what they must not do is wait for a timeout of a minute."""
@@ -147,8 +149,8 @@ class Fault:
 class FaultyWriter(ZarrStorageWriter):
     """Fails in the step that its fault names."""
 
-    def __init__(self, url: str, fault: Fault, **options: Any) -> None:
-        super().__init__(url, **options)
+    def __init__(self, url: str, fault: Fault, options: SaveOptions | None = None) -> None:
+        super().__init__(url, options=options)
         self.fault = fault
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -257,8 +259,8 @@ class Wrapper(StorageWriter):
 class FaultyReader(ZarrStorageReader):
     """Fails in the step that its fault names."""
 
-    def __init__(self, url: str, fault: Fault, **options: Any) -> None:
-        super().__init__(url, **options)
+    def __init__(self, url: str, fault: Fault, options: LoadOptions | None = None) -> None:
+        super().__init__(url, options=options)
         self.fault = fault
 
     def read_metadata(self) -> Metadata:
@@ -380,13 +382,13 @@ def _absent_ranks_are_missed_soon(case: Case) -> Iterator[None]:
         yield
 
 
-def _fail_saves(folder: str, cases: Sequence[Case], coordinator: int, options: dict[str, Any]) -> list[Told]:
+def _fail_saves(folder: str, cases: Sequence[Case], coordinator: int, options: SaveOptions) -> list[Told]:
     """Let each case fail, then save to the same url with the same writer."""
     found = []
     state = uneven_state(coordinator)
     for number, case in enumerate(cases):
         url, fault = f"{folder}/{number}", Fault(case)
-        inner = FaultyWriter(url, fault, durable=False, **options)
+        inner = FaultyWriter(url, fault, options)
         writer = Wrapper(inner, fault) if "wrapper" in case.step else inner
 
         def save(fault: Fault = fault, writer: StorageWriter = writer) -> None:
@@ -405,13 +407,13 @@ def _fail_saves(folder: str, cases: Sequence[Case], coordinator: int, options: d
     return found
 
 
-def _fail_loads(url: str, cases: Sequence[Case], coordinator: int, options: dict[str, Any]) -> list[Told]:
+def _fail_loads(url: str, cases: Sequence[Case], coordinator: int, options: LoadOptions | None = None) -> list[Told]:
     """Let each case fail, then load with the same reader."""
     found = []
     expected, target = held_of(uneven_state(7)), uneven_state(-1)
     for case in cases:
         fault = Fault(case)
-        reader = FaultyReader(url, fault, **options)
+        reader = FaultyReader(url, fault, options)
 
         def load(fault: Fault = fault, reader: ZarrStorageReader = reader) -> None:
             load_state_dict(target, reader, coordinator_rank=coordinator, planner=FaultyLoadPlanner(fault))
@@ -480,22 +482,22 @@ SAVE_AFTERS = ["prepare_local_plan", "finish_plan", "resolve_data", "write_data"
 def test_each_step_of_a_save_fails_on_each_rank(coordinator: int, tmp_path: Path) -> None:
     cases = _cases(SAVE_STEPS, SAVE_AFTERS, EVERYWHERE)
     cases += _cases(["create_global_plan", "prepare_global_plan", "finish"], ["prepare_global_plan"], [(coordinator,)])
-    _check(run_ranks(_fail_saves, str(tmp_path), cases, coordinator, {}, timeout=600))
+    _check(run_ranks(_fail_saves, str(tmp_path), cases, coordinator, MERGED, timeout=600))
 
 
 def test_saves_that_fail_on_several_ranks(tmp_path: Path) -> None:
     # Not within their exchange: there the first one to fail keeps the others from it.
     cases = _cases(SAVE_STEPS, [step for step in SAVE_AFTERS if step != "resolve_data"], SEVERAL)
-    _check(run_ranks(_fail_saves, str(tmp_path), cases, 1, {}, timeout=600))
+    _check(run_ranks(_fail_saves, str(tmp_path), cases, 1, MERGED, timeout=600))
 
 
 def test_saves_whose_pieces_move_only_where_they_fit_no_grid(tmp_path: Path) -> None:
     cases = _cases(["finish_plan", "write_data", "resolve_data"], ["resolve_data", "write_data"], EVERYWHERE)
-    _check(run_ranks(_fail_saves, str(tmp_path), cases, 3, {"min_piece_bytes": 0}, timeout=600))
+    _check(run_ranks(_fail_saves, str(tmp_path), cases, 3, APART, timeout=600))
 
 
-@pytest.mark.parametrize("options", [{}, {"min_piece_bytes": 0}], ids=["merged", "apart"])
-def test_a_rank_that_writes_nothing_in_silence(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [MERGED, APART], ids=["merged", "apart"])
+def test_a_rank_that_writes_nothing_in_silence(options: SaveOptions, tmp_path: Path) -> None:
     """No rank has failed, but the coordinator counts."""
     cases = _cases(["write_data of a wrapper, in silence"], [], [*EVERYWHERE, *SEVERAL])
     answers = run_ranks(_fail_saves, str(tmp_path), cases, 1, options, timeout=600)
@@ -515,10 +517,10 @@ def test_what_fails_after_the_commit_is_committed(tmp_path: Path) -> None:
 
 
 def _fail_on_s3(url: str, cases: Sequence[Case]) -> list[list[Told]]:
-    saved = _fail_saves(url, cases, 1, {})
+    saved = _fail_saves(url, cases, 1, MERGED)
     zarrckpt.save(uneven_state(7), f"{url}/good")
     loads = [Case(case.step.replace("write", "read"), case.ranks) for case in cases if "resolve" not in case.step]
-    return [saved, _fail_loads(f"{url}/good", loads, 1, {})]
+    return [saved, _fail_loads(f"{url}/good", loads, 1)]
 
 
 def test_failures_on_s3(moto_bucket: S3Place) -> None:
@@ -552,7 +554,7 @@ def test_each_step_of_a_load_fails_on_each_rank(coordinator: int, tmp_path: Path
     planning = _cases(LOAD_PLANS, ["set_up_storage_reader", "prepare_local_plan"], EVERYWHERE)
     planning += _cases(["create_global_plan", "prepare_global_plan"], ["prepare_global_plan"], [(coordinator,)])
     reading = _cases(LOAD_READS, ["read_data"], EVERYWHERE)
-    options = {"share_reads": True}
+    options = LoadOptions(share_reads=True)
     answers = run_ranks(_fail_loads, url, [*planning, *reading], coordinator, options, timeout=600)
     _check_loads(answers, len(planning))
 
@@ -561,7 +563,7 @@ def test_loads_of_ranks_that_read_for_themselves(tmp_path: Path) -> None:
     url = str(tmp_path / "good")
     run_ranks(_save_good, url)
     cases = _cases([*LOAD_PLANS, *LOAD_READS], [], SEVERAL)
-    answers = run_ranks(_fail_loads, url, cases, 1, {"share_reads": False}, timeout=600)
+    answers = run_ranks(_fail_loads, url, cases, 1, LoadOptions(share_reads=False), timeout=600)
     _check_loads(answers, len(LOAD_PLANS) * len(SEVERAL))
 
 
@@ -581,4 +583,4 @@ def test_ranks_that_cannot_read_the_metadata(coordinator: int, tmp_path: Path) -
     url = str(tmp_path / "good")
     run_ranks(_save_good, url)
     cases = _cases(["read_metadata"], [], [*EVERYWHERE, *SEVERAL])
-    _check(run_ranks(_fail_loads, url, cases, coordinator, {}), error="AssertionError")
+    _check(run_ranks(_fail_loads, url, cases, coordinator), error="AssertionError")

@@ -73,7 +73,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if over:
         zarrckpt.save({"model": {"old": torch.zeros(4)}, "other": torch.ones(1)}, url)
     state = a_state()
-    zarrckpt.save(state, url, overwrite=True, durable=False)
+    zarrckpt.save(state, url, overwrite=True, options=zarrckpt.SaveOptions(durable=False))
     tree = zarrckpt.open(url).tree
     assert bool(tree) == over
     # What zarr-python calls chunks, where there are shards, are our subchunks.

@@ -98,7 +98,7 @@ LARGE = {
 
 def test_subchunks(tmp_path: Path) -> None:
     state = {name: torch.randn(shape) for name, shape in LARGE.items()}
-    zarrckpt.save(state, tmp_path / "ck", durable=False)
+    zarrckpt.save(state, tmp_path / "ck", options=zarrckpt.SaveOptions(durable=False))
     reader = Reader(tmp_path / "ck")
     assert {name: reader.arrays[name].sub_counts for name in LARGE} == {
         "rows": [8, 1],
@@ -111,8 +111,10 @@ def test_subchunks(tmp_path: Path) -> None:
 
 def test_padded_chunks_with_and_without_subchunks(tmp_path: Path) -> None:
     state = {"subchunks": torch.randn(8209, 1024), "plain": torch.randn(8209, 1024).bfloat16()}
-    zarrckpt.save(state, tmp_path / "ck", max_chunk_bytes=18 << 20, durable=False)
-    zarrckpt.save({"plain": torch.randn(257, 30)}, tmp_path / "small", max_chunk_bytes=1000)
+    zarrckpt.save(state, tmp_path / "ck", options=zarrckpt.SaveOptions(max_chunk_bytes=18 << 20, durable=False))
+    zarrckpt.save(
+        {"plain": torch.randn(257, 30)}, tmp_path / "small", options=zarrckpt.SaveOptions(max_chunk_bytes=1000)
+    )
     reader = Reader(tmp_path / "ck")
     array = reader.arrays["subchunks"]
     assert array.counts == [2, 1] and array.sub is not None and array.shape[0] % array.chunk[0]
@@ -296,7 +298,9 @@ def _save_sharded(folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     full = torch.arange(35.0).reshape(5, 7)
     state = {"rows": distribute_tensor(full, mesh, [Shard(0)]), "columns": distribute_tensor(full, mesh, [Shard(1)])}
-    zarrckpt.save({**state, "plain": full, "step": 3}, f"{folder}/apart", min_piece_bytes=0)
+    zarrckpt.save(
+        {**state, "plain": full, "step": 3}, f"{folder}/apart", options=zarrckpt.SaveOptions(min_piece_bytes=0)
+    )
     zarrckpt.save({**state, "plain": full, "step": 3}, f"{folder}/merged")
 
 
@@ -316,7 +320,7 @@ def test_shards_are_padded_chunks_and_their_writers_are_known(tmp_path: Path) ->
 
 def test_the_reader_sees_damage(tmp_path: Path) -> None:
     """The oracle itself must be able to fail."""
-    zarrckpt.save({"w": torch.randn(8, 4)}, tmp_path / "ck", max_chunk_bytes=64)
+    zarrckpt.save({"w": torch.randn(8, 4)}, tmp_path / "ck", options=zarrckpt.SaveOptions(max_chunk_bytes=64))
     one, other = tmp_path / "ck/w/c.0.0", tmp_path / "ck/w/c.1.0"
     first, second = one.read_bytes(), other.read_bytes()
     one.write_bytes(second)

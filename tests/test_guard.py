@@ -21,10 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zarrckpt
-from zarrckpt import ZarrStorageReader, ZarrStorageWriter
+from zarrckpt import SaveOptions, ZarrStorageReader, ZarrStorageWriter
 from zarrckpt._commit import protocol
 from zarrckpt._store import Store, StoreSpec
-from zarrckpt.testing import FaultyStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -108,7 +107,7 @@ def test_who_holds_a_replaced_checkpoint_reads_it_whole_until_it_is_deleted(tmp_
     zarrckpt.save(_state(1), url)
     old = zarrckpt.open(url)
     with pytest.warns(UserWarning, match="could not be removed"):
-        zarrckpt.save(_state(2), store=undeletable(url), overwrite=True)
+        zarrckpt.save(_state(2), undeletable(url), overwrite=True)
     assert (old["w"][:] == 1).all() and old["blob"] == b"1" and old.writers("w").size and _holds(url, 2)
 
 
@@ -136,10 +135,10 @@ class OverwritingPlanner(DefaultLoadPlanner):
 
     def __init__(self, place: Any) -> None:
         super().__init__()
-        self._place = {"store": place} if isinstance(place, FaultyStore) else {"url": place}
+        self._place = place
 
     def finish_plan(self, new_plan: Any) -> Any:
-        zarrckpt.save(_state(2), overwrite=True, **self._place)
+        zarrckpt.save(_state(2), self._place, overwrite=True)
         return super().finish_plan(new_plan)
 
 
@@ -232,7 +231,7 @@ def _watched_save(
     value: float,
     dies_at: int | None = None,
     after: bool = False,
-    **options: Any,
+    overwrite: bool = False,
 ) -> list[tuple[str, tuple[str, ...]]]:
     """Save through a :class:`WatchedStore`, one operation after the other; return what was done."""
     log: list[tuple[str, tuple[str, ...]]] = []
@@ -240,10 +239,10 @@ def _watched_save(
     with monkeypatch.context() as patch:
         patch.setattr(StoreSpec, "open", lambda spec: WatchedStore(unwatched(spec), log, dies_at, after))
         if dies_at is None:
-            zarrckpt.save(_state(value), url, concurrency=1, **options)
+            zarrckpt.save(_state(value), url, overwrite=overwrite, options=SaveOptions(concurrency=1))
         else:
             with pytest.raises(zarrckpt.CheckpointError, match="DeadError"):
-                zarrckpt.save(_state(value), url, concurrency=1, **options)
+                zarrckpt.save(_state(value), url, overwrite=overwrite, options=SaveOptions(concurrency=1))
     return log
 
 
@@ -345,7 +344,11 @@ class DyingPlanner(DefaultSavePlanner):
 
 def _die_while_writing(url: str, ranks: Sequence[int]) -> None:
     state = {f"t{i}": torch.full((4,), 1.0) for i in range(20)}
-    dcp.save(state, storage_writer=ZarrStorageWriter(url, concurrency=1), planner=DyingPlanner(ranks))
+    dcp.save(
+        state,
+        storage_writer=ZarrStorageWriter(url, options=SaveOptions(concurrency=1)),
+        planner=DyingPlanner(ranks),
+    )
 
 
 def _die_before_the_commit(url: str) -> None:

@@ -200,7 +200,11 @@ def test_sizes_that_nothing_has_are_damage_of_their_table(tmp_path: Path) -> Non
 
 def test_what_does_not_decompress_is_an_error_for_every_reader(tmp_path: Path) -> None:
     for kind in ("zstd", "blosc"):
-        zarrckpt.save({"w": (torch.arange(4000) // 32).to(torch.uint8)}, tmp_path / kind, compression=kind)
+        zarrckpt.save(
+            {"w": (torch.arange(4000) // 32).to(torch.uint8)},
+            tmp_path / kind,
+            options=zarrckpt.SaveOptions(compression=kind),
+        )
         forgery = Forgery(tmp_path / kind)
         stored = (forgery.folder / "w/c.0").read_bytes()[:-4]
         forgery.chunk("w", stored[:18] + bytes(n % 251 for n in range(len(stored) - 18)))  # the header stays

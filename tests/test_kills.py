@@ -44,7 +44,7 @@ def test_files_that_were_being_written_go_with_the_dead_save(first: bool, stoppe
         zarrckpt.save({"w": torch.ones(3)}, url)
     store = FaultyStore(url, lambda call: STOP if call.key.endswith("w/c.0") else None)
     with pytest.raises(Stopped):
-        zarrckpt.save({"w": torch.zeros(3), "deep": {"v": torch.ones(4)}}, store=store, overwrite=True)
+        zarrckpt.save({"w": torch.zeros(3), "deep": {"v": torch.ones(4)}}, store, overwrite=True)
     (folder,) = (path for path in url.rglob("w") if not (path / "c.0").exists())
     write_temp(str(folder / "c.0"), [[memoryview(b"half")]], unique=False, sync=False)
     (folder.parent / "deep" / "v").mkdir(parents=True, exist_ok=True)

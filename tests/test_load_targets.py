@@ -574,7 +574,7 @@ class _LateReader(zarrckpt.ZarrStorageReader):
         found = super().read_metadata()
         dist.barrier()
         if dist.get_rank() == 0:
-            writer = zarrckpt.ZarrStorageWriter(store=undeletable(self._where), overwrite=True)
+            writer = zarrckpt.ZarrStorageWriter(undeletable(self._where), overwrite=True)
             dcp.save({"w": torch.full((8,), 2.0)}, storage_writer=writer, no_dist=True)
         dist.barrier()
         return super().read_metadata() if dist.get_rank() == 1 else found

@@ -51,7 +51,7 @@ def state() -> dict[str, Any]:
 @pytest.fixture
 def url(tmp_path: Path, state: dict[str, Any]) -> str:
     path = str(tmp_path / "ck")
-    zarrckpt.save(state, path, max_chunk_bytes=32)
+    zarrckpt.save(state, path, options=zarrckpt.SaveOptions(max_chunk_bytes=32))
     return path
 
 
@@ -59,7 +59,9 @@ def url(tmp_path: Path, state: dict[str, Any]) -> str:
 def large(tmp_path: Path) -> Iterator[str]:
     """Two arrays: one of a chunk with subchunks, one of two plain chunks."""
     path = str(tmp_path / "large")
-    zarrckpt.save({"w": torch.randn(4100, 1200), "v": torch.randn(8, 4)}, path, durable=False)
+    zarrckpt.save(
+        {"w": torch.randn(4100, 1200), "v": torch.randn(8, 4)}, path, options=zarrckpt.SaveOptions(durable=False)
+    )
     yield path
     shutil.rmtree(path)
 
@@ -134,7 +136,7 @@ def test_what_it_says_of_itself(url: str, tmp_path: Path) -> None:
 
 def test_opening_costs_one_request_and_reads_fetch_what_they_need(large: str) -> None:
     store = CountingStore(LocalStore(large))
-    opened = zarrckpt.open(store=store)
+    opened = zarrckpt.open(store)
     list(opened), repr(opened), opened.node_path("w"), opened["w"].shape, opened["v"].metadata
     assert [key for key, _ in store.log] == ["zarr.json"]
     store.log.clear()
@@ -150,8 +152,8 @@ def test_opening_costs_one_request_and_reads_fetch_what_they_need(large: str) ->
 
 def test_a_store_in_memory(state: dict[str, Any]) -> None:
     store = MemoryStore()
-    zarrckpt.save(state, "runs/one", store=store)
-    opened = zarrckpt.open("runs/one", store=store)
+    zarrckpt.save(state, zarr.storage.StorePath(store, "runs/one"))
+    opened = zarrckpt.open(zarr.storage.StorePath(store, "runs/one"))
     assert list(opened) == NAMES and np.array_equal(opened["model.w.x"][...], state["model"]["w.x"])
 
 
@@ -450,13 +452,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(url: str, state: dict[st
 def test_damage_in_a_store_in_memory(state: dict[str, Any]) -> None:
     """Whose own calls wait on the loop that the check is called from."""
     store = MemoryStore()
-    zarrckpt.save(state, "one", store=store)
-    opened = zarrckpt.open("one", store=store)
+    zarrckpt.save(state, zarr.storage.StorePath(store, "one"))
+    opened = zarrckpt.open(zarr.storage.StorePath(store, "one"))
     weight = opened["model.w.x"]
     del store._store_dict["one/model/w.x/c.0.0"]
     with pytest.raises(CorruptCheckpointError, match=r"model/w\.x/c\.0\.0"):
         weight[...]
-    zarrckpt.save(state, "one", store=store, overwrite=True)
+    zarrckpt.save(state, zarr.storage.StorePath(store, "one"), overwrite=True)
     with pytest.raises(CheckpointReplacedError):
         weight[...]
 
@@ -472,8 +474,8 @@ class _FailingStore(MemoryStore):
 
 def test_a_store_that_fails_says_why(state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     store = _FailingStore()
-    zarrckpt.save(state, "one", store=store)
-    weight = zarrckpt.open("one", store=store)["model.w.x"]
+    zarrckpt.save(state, zarr.storage.StorePath(store, "one"))
+    weight = zarrckpt.open(zarr.storage.StorePath(store, "one"))["model.w.x"]
     monkeypatch.setattr(_FailingStore, "fails", True)
     with pytest.raises(zarrckpt.StorageError, match="the network is down"):
         weight[...]
@@ -607,7 +609,7 @@ def test_read_gives_whole_tensors_bit_for_bit(tmp_path: Path) -> None:
         "wide": torch.randn(3, 50_000, dtype=torch.float64),
         "step": 7,
     }
-    zarrckpt.save(state, tmp_path / "ck", max_chunk_bytes=1 << 21)
+    zarrckpt.save(state, tmp_path / "ck", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 21))
     ckpt, seen = zarrckpt.open(tmp_path / "ck"), list[tuple[int, int]]()
     arrays = ckpt.read(progress=lambda *at: seen.append(at))
     assert list(arrays) == list(ckpt.tensors) == [name for name in state if name != "step"]

@@ -288,7 +288,7 @@ def _load_own_tensors(url: str, share_reads: bool | None = None) -> list[str]:
     """The names of what this rank has not got back."""
     target, expected = _own_tensors(50), _values(_own_tensors(10))
     tensors = [target["rng"].value, target["deep"].value["ranks"]]
-    zarrckpt.load(target, url, strict=False, share_reads=share_reads)
+    zarrckpt.load(target, url, strict=False, options=zarrckpt.LoadOptions(share_reads=share_reads))
     assert tensors[0] is target["rng"].value and tensors[1] is target["deep"].value["ranks"]
     return [name for name, value in _values(target).items() if str(value) != str(expected[name])]
 
@@ -477,7 +477,9 @@ def test_stacks_have_chunks_of_their_own_type(tmp_path: Path) -> None:
     for order in ("ab", "ba"):
         tensors = {"a": torch.zeros(1 << 20, dtype=torch.uint8), "b": torch.zeros(1 << 20, dtype=torch.float64)}
         zarrckpt.save(
-            {"x": PerRank({name: tensors[name] for name in order})}, tmp_path / order, max_chunk_bytes=1 << 20
+            {"x": PerRank({name: tensors[name] for name in order})},
+            tmp_path / order,
+            options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 20),
         )
         ckpt = zarrckpt.open(tmp_path / order)
         assert ckpt.writers("x.ranks.a").size == 1 and ckpt.writers("x.ranks.b").size == 8

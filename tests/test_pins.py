@@ -100,7 +100,7 @@ def test_a_removal_that_was_broken_off_before_it_saw_the_pin(tmp_path: Path) -> 
     zarrckpt.save(STATE, tmp_path / "a")
     pin_id = zarrckpt.pin(tmp_path / "a")
     with pytest.raises(Stopped):
-        zarrckpt.remove(store=FaultyStore(tmp_path / "a", crash))
+        zarrckpt.remove(FaultyStore(tmp_path / "a", crash))
     assert (tmp_path / "a/@zarrckpt/removed/zarr.json").exists()
     with pytest.raises(zarrckpt.CheckpointPinnedError, match=pin_id):
         zarrckpt.recover(tmp_path / "a")
@@ -108,7 +108,7 @@ def test_a_removal_that_was_broken_off_before_it_saw_the_pin(tmp_path: Path) -> 
     assert not (tmp_path / "a/@zarrckpt/removed/zarr.json").exists()
     assert zarrckpt.open(tmp_path / "a").verify()
     with pytest.raises(Stopped):
-        zarrckpt.remove(store=FaultyStore(tmp_path / "a", crash))
+        zarrckpt.remove(FaultyStore(tmp_path / "a", crash))
     with pytest.raises(zarrckpt.CheckpointRemovedError):  # what is on its way out is not pinned
         zarrckpt.pin(tmp_path / "a")
 
@@ -119,16 +119,16 @@ def test_a_removal_that_was_broken_off_before_it_saw_the_pin(tmp_path: Path) -> 
 def _pin(store: Store) -> str:
     running.number = 3
     try:
-        zarrckpt.pin(store=store)
+        zarrckpt.pin(store)
     except (zarrckpt.CheckpointNotFoundError, zarrckpt.CheckpointRemovedError, zarrckpt.CheckpointReplacedError):
         return "not pinned"
-    return f"pinned {zarrckpt.open(store=store)['step']}"
+    return f"pinned {zarrckpt.open(store)['step']}"
 
 
 def _remove(store: Store) -> str:
     running.number = 1
     try:
-        zarrckpt.remove(store=store)
+        zarrckpt.remove(store)
     except zarrckpt.CheckpointPinnedError:
         return "refused"
     return "removed"
@@ -147,7 +147,7 @@ class _Replace(Save):
 def _recover(store: Store) -> str:
     running.number = 2
     try:
-        zarrckpt.recover(store=store)
+        zarrckpt.recover(store)
     except zarrckpt.CheckpointPinnedError:
         return "refused"
     return "recovered"
@@ -184,7 +184,7 @@ def test_of_two_one_sees_the_other(name: str) -> None:
             assert pinned == ends[0].startswith("pinned")
             if pinned:  # then it is still what was pinned
                 assert "zarr.json" in content
-                assert zarrckpt.open(store=Shelf(content).store)["step"] == int(ends[0][-1])
+                assert zarrckpt.open(Shelf(content).store)["step"] == int(ends[0][-1])
 
         found = exploration.run(judge.committed, at_end, 10**6)
     assert found.complete and found.states > 100

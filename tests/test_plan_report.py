@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard
 from uneven_states import distributed, full, sharded, uneven_state
 
 import zarrckpt
-from zarrckpt import PlanReport, SaveReport, UnsupportedLayoutError, UnsupportedValueError
+from zarrckpt import PlanReport, SaveOptions, SaveReport, UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._format.chunk_layout import chunk_object_bytes
 from zarrckpt._plan import owners
 from zarrckpt._ranks.mesh import _places
@@ -58,10 +58,10 @@ def _no_requests(*args: Any) -> Any:
     raise AssertionError("a store was opened")
 
 
-def planned(state: Mapping[str, Any], **sizes: Any) -> PlanReport:
+def planned(state: Mapping[str, Any], ranks_per_host: int | None = None, **sizes: Any) -> PlanReport:
     """A report; it fails where that opens a store, or a piece moves."""
     with patch.object(StoreSpec, "open", _no_requests), patch.object(Rounds, "pieces", _no_requests):
-        return zarrckpt.plan_report(state, **sizes)
+        return zarrckpt.plan_report(state, options=SaveOptions(**sizes), ranks_per_host=ranks_per_host)
 
 
 def files(url: str) -> tuple[int, int]:
@@ -97,7 +97,7 @@ def check_ranks(url: str, report: PlanReport, saved: SaveReport) -> None:
 def test_without_a_process_group(sizes: dict[str, Any], tmp_path: Path) -> None:
     url, state = str(tmp_path / "run"), plain()
     report = planned(state, **sizes)
-    saved = zarrckpt.save(state, url, **sizes)
+    saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))
     assert (report.objects, report.documents) == files(url)
     assert report.objects == saved.objects > (3 if not sizes else 30)
     assert (report.ranks, report.tensors, report.merged, report.moved_bytes, report.bundles) == (1, 5, 0, 0, 0)
@@ -200,7 +200,7 @@ def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanRepo
             patch.object(Rounds, "merge", lambda *args: traffic.merge(*args)),
             patch.object(Pieces, "_posted", lambda *args: traffic.posted(*args)),
         ):
-            saved = zarrckpt.save(state, url, **sizes)
+            saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))
     (mesh,) = (place.mesh for place in _places.values() if place.mesh is not None and place.mesh.usable(None))
     return report, saved, (traffic.rounds, traffic.sent, traffic.peers | {*mesh.edges})
 

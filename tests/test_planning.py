@@ -245,8 +245,8 @@ def _same_again(folder: str) -> None:
     saves(_state(7), 0)
     background(_state(8), 0)
     # What steers a plan.
-    saves(_state(9), 1, max_chunk_bytes=40)
-    saves(_state(10), 0, max_chunk_bytes=40)
+    saves(_state(9), 1, options=zarrckpt.SaveOptions(max_chunk_bytes=40))
+    saves(_state(10), 0, options=zarrckpt.SaveOptions(max_chunk_bytes=40))
     saves(_state(11), 1)
     background(_state(12), 0)
 

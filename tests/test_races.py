@@ -9,7 +9,6 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from crashes import SAVING, Place, held, needed, state
@@ -50,7 +49,11 @@ def _race(folder: str, number: int, place: Place, both_begin: bool) -> Outcome:
 
     try:
         report = zarrckpt.save(
-            state(value), **place.options, max_chunk_bytes=48, overwrite=both_begin, progress=progress
+            state(value),
+            **place.options,
+            options=zarrckpt.SaveOptions(max_chunk_bytes=48),
+            overwrite=both_begin,
+            progress=progress,
         )
     except zarrckpt.CheckpointExistsError:
         return "", value
@@ -108,11 +111,11 @@ def test_races_on_s3(way: str, s3_server: Served, tmp_path: Path) -> None:
 # -- a server that takes conditions and ignores them
 
 
-def _save_and_count(place: Place, value: int, **options: Any) -> int:
+def _save_and_count(place: Place, value: int, overwrite: bool = False) -> int:
     """Save; returns how often the guard was called best effort."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        zarrckpt.save(state(value), **place.options, **SAVING, **options)
+        zarrckpt.save(state(value), **place.options, overwrite=overwrite, options=SAVING)
     return sum("conditional puts" in str(warning.message) for warning in caught)
 
 
@@ -140,7 +143,7 @@ def test_there_it_is_check_then_put(overwrite: bool, sloppy_bucket: S3Place) -> 
             place.save(2, overwrite=overwrite)
 
     with pytest.raises(zarrckpt.CheckpointExistsError):
-        zarrckpt.save(state(3), **place.options, **SAVING, overwrite=overwrite, progress=progress)
+        zarrckpt.save(state(3), **place.options, overwrite=overwrite, options=SAVING, progress=progress)
     assert held(place) == 2
     zarrckpt.recover(**place.options, stopped=True)
     assert place.keys() == needed(place)

@@ -16,6 +16,7 @@ from portable import save_portable
 from store_servers import S3Place
 
 import zarrckpt
+from zarrckpt import SaveOptions
 
 
 def _state() -> dict[str, Any]:
@@ -32,13 +33,13 @@ def _state() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=[{}, {"compression": "zstd"}, {"max_chunk_bytes": 70_000}, None])
+@pytest.fixture(params=[SaveOptions(), SaveOptions(compression="zstd"), SaveOptions(max_chunk_bytes=70_000), None])
 def ckpt(tmp_path: Path, request: pytest.FixtureRequest) -> zarrckpt.Checkpoint:
     """A checkpoint whose chunks are stored in several ways; None: of portable arrays."""
     if request.param is None:
         save_portable(_state(), tmp_path / "ckpt")
     else:
-        zarrckpt.save(_state(), tmp_path / "ckpt", **request.param)
+        zarrckpt.save(_state(), tmp_path / "ckpt", options=request.param)
     return zarrckpt.open(tmp_path / "ckpt")
 
 
@@ -133,7 +134,7 @@ def test_nothing_of_the_size_of_the_data_is_allocated(tmp_path: Path, moto_bucke
     places: list[dict[str, Any]] = [{"url": tmp_path / "plain"}, {"url": tmp_path / "zstd"}]
     places.append({"url": moto_bucket.url("out"), "storage_options": moto_bucket.storage_options})
     for place in places:
-        zarrckpt.save(state, **place, compression="zstd" if "zstd" in str(place["url"]) else None)
+        zarrckpt.save(state, **place, options=SaveOptions(compression="zstd" if "zstd" in str(place["url"]) else None))
         ckpt = zarrckpt.open(**place)
         ckpt.read(out={"v": np.zeros(1 << 22, "f4")})  # what is imported and connected meanwhile
         out = {"w": np.ones((4096, 2048), "f4"), "v": np.ones(1 << 22, "f4")}

@@ -112,14 +112,14 @@ def test_zipped_checkpoints_open(name: str, tmp_path: Path, pipeline: str) -> No
     expected = opened(unpacked(name, tmp_path)).read()
     shutil.copy(GOLDEN / f"{name}.zip", tmp_path / "x.zip")
     for mode in ("r", "a"):
-        ckpt = zarrckpt.open(store=ZipStore(tmp_path / "x.zip", mode=mode))
+        ckpt = zarrckpt.open(ZipStore(tmp_path / "x.zip", mode=mode))
         assert ckpt.verify() and expected.keys() == ckpt.read().keys()
         for fqn, array in expected.items():
             assert found(ckpt.read([fqn])[fqn]) == found(array)
             assert found(ckpt[fqn][...])[1:] == found(array)[1:]
-        assert zarrckpt.open(store=ckpt[fqn].store).save_id == ckpt.save_id
+        assert zarrckpt.open(ckpt[fqn].store).save_id == ckpt.save_id
     with pytest.raises(zarrckpt.CheckpointError, match=r"no\.zip"):
-        zarrckpt.open(store=ZipStore(tmp_path / "no.zip", mode="r"))
+        zarrckpt.open(ZipStore(tmp_path / "no.zip", mode="r"))
 
 
 def test_another_save_s_documents_are_not_read(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_what_a_store_raises_is_an_error_of_ours(tmp_path: Path, monkeypatch: py
         if file.is_file():
             data = PROTOTYPE.buffer.from_bytes(file.read_bytes())
             ask(inside.set(f"run/{file.relative_to(folder).as_posix()}", data))
-    array = zarrckpt.open("run", store=inside)["w"]
+    array = zarrckpt.open(zarr.storage.StorePath(inside, "run"))["w"]
     assert found(array[...]) == found(opened(folder)["w"][...])
     monkeypatch.setattr(Refusing, "refuses", True)
     for question in (

@@ -68,8 +68,9 @@ class Rows:
         self.folder = folder
         self.rows: dict[str, list[Case]] = {}
 
-    def save(self, name: str, state: dict[str, Any], **options: Any) -> zarrckpt.Checkpoint:
-        zarrckpt.save(state, self.folder / name, durable=False, **options)
+    def save(self, name: str, state: dict[str, Any], *, overwrite: bool = False, **options: Any) -> zarrckpt.Checkpoint:
+        layout = zarrckpt.SaveOptions(durable=False, **options)
+        zarrckpt.save(state, self.folder / name, overwrite=overwrite, options=layout)
         return zarrckpt.open(self.folder / name)
 
     def add(self, row: str, ckpt: zarrckpt.Checkpoint, tensors: dict[str, torch.Tensor], box: Any = None) -> None:
@@ -96,7 +97,7 @@ def _types(rows: Rows) -> None:
     rows.add("0-dimensional", ckpt, {f"scalar.{name}": scalar[name] for name in CORE})
     rows.add("no elements", ckpt, {f"empty.{name}": empty[name] for name in CORE})
     others = {name: square[name] for name in DTYPES if name not in CORE}
-    save_portable(others, folder := rows.folder / "portable", durable=False)
+    save_portable(others, folder := rows.folder / "portable", options=zarrckpt.SaveOptions(durable=False))
     as_integers = {name: t.view(getattr(torch, DTYPES[name].portable_name)) for name, t in others.items()}
     rows.add("bfloat16 and float8 copied with `portable_dtypes`", zarrckpt.open(folder), as_integers)
 

@@ -37,7 +37,7 @@ def crash_after(verb: str, key: str, url: Path) -> None:
         return None
 
     with pytest.raises(Stopped):
-        zarrckpt.remove(store=FaultyStore(url, rule))
+        zarrckpt.remove(FaultyStore(url, rule))
     assert done
 
 
@@ -161,7 +161,7 @@ def test_a_root_that_cannot_be_deleted_leaves_the_checkpoint(tmp_path: Path) -> 
 
     zarrckpt.save(STATE, tmp_path / "a")
     with pytest.raises(zarrckpt.StorageError):
-        zarrckpt.remove(store=FaultyStore(tmp_path / "a", rule))
+        zarrckpt.remove(FaultyStore(tmp_path / "a", rule))
     # Nothing takes it for one that is to go.
     assert zarrckpt.recover(tmp_path / "a").objects == 0
     zarrckpt.save(STATE, tmp_path / "a", overwrite=True)
@@ -174,7 +174,7 @@ def test_a_root_whose_deletion_got_no_answer_can_be_finished(tmp_path: Path) -> 
 
     zarrckpt.save(STATE, tmp_path / "a")
     with pytest.raises(zarrckpt.StorageError):
-        zarrckpt.remove(store=FaultyStore(tmp_path / "a", rule))
+        zarrckpt.remove(FaultyStore(tmp_path / "a", rule))
     assert zarrckpt.recover(tmp_path / "a").objects > 5
     assert not (tmp_path / "a").exists()
 
@@ -183,7 +183,7 @@ def test_a_store_that_takes_deletions_only(tmp_path: Path) -> None:
     """A server whose quota is used up: a removal is what helps."""
     zarrckpt.save(STATE, tmp_path / "a")
     fails = FaultyStore(tmp_path / "a", lambda call: FAIL if call.verb in ("put", "create", "replace") else None)
-    assert zarrckpt.remove(store=fails) > 5
+    assert zarrckpt.remove(fails) > 5
     assert not (tmp_path / "a").exists()
 
 
@@ -206,7 +206,7 @@ def test_a_removal_that_another_one_has_ended_deletes_nothing_more(tmp_path: Pat
                     zarrckpt.remove(url)
                 zarrckpt.save({**STATE, "step": 8}, url)
 
-        zarrckpt.recover(store=FaultyStore(url, rule))
+        zarrckpt.recover(FaultyStore(url, rule))
         if asked <= number:
             break
         assert zarrckpt.open(url)["step"] == 8 and zarrckpt.open(url).verify(), f"before request {number}"
@@ -222,14 +222,14 @@ def test_a_save_that_began_before_a_removal_and_goes_on_after_it(tmp_path: Path)
         if call.verb == "put" and call.key.startswith("@zarrckpt/") and not removed:
             removed.append(zarrckpt.remove(tmp_path / "a"))
 
-    zarrckpt.save(STATE, store=FaultyStore(tmp_path / "a", rule))
+    zarrckpt.save(STATE, FaultyStore(tmp_path / "a", rule))
     assert removed == [1] and zarrckpt.open(tmp_path / "a").tree == ""
 
     def crash(call: Call) -> Fault | None:
         return STOP if call.verb == "replace" and call.key == "zarr.json" else None
 
     with pytest.raises(Stopped):
-        zarrckpt.save({**STATE, "w": torch.zeros(4000)}, store=FaultyStore(tmp_path / "a", crash), overwrite=True)
+        zarrckpt.save({**STATE, "w": torch.zeros(4000)}, FaultyStore(tmp_path / "a", crash), overwrite=True)
     # Only its claim is gone, and what the crashed save wrote lies elsewhere.
     found = zarrckpt.open(tmp_path / "a")
     assert found["w"][-1] == 3999 and {damage.key for damage in found.verify().damages} == {"@zarrckpt/zarr.json"}
@@ -249,14 +249,14 @@ def test_a_marker_that_comes_after_a_removal_names_nothing_of_a_later_save(tmp_p
         return None
 
     with pytest.raises(zarrckpt.StorageError):
-        zarrckpt.save(STATE, store=FaultyStore(tmp_path / "a", fail))
+        zarrckpt.save(STATE, FaultyStore(tmp_path / "a", fail))
     assert removed
 
     def recover(call: Call) -> None:
         if call.verb == "create" and call.key == "zarr.json":
             assert zarrckpt.recover(tmp_path / "a").objects == 0
 
-    zarrckpt.save(STATE, store=FaultyStore(tmp_path / "a", recover))
+    zarrckpt.save(STATE, FaultyStore(tmp_path / "a", recover))
     assert zarrckpt.recover(tmp_path / "a").objects == 0 and zarrckpt.open(tmp_path / "a").verify()
 
 
@@ -285,10 +285,10 @@ def test_recover_leaves_what_was_committed_or_begun_meanwhile(over: bool, at: in
             begun.wait(60)
 
     def run_second() -> None:
-        zarrckpt.save({**STATE, "step": 2}, store=FaultyStore(url, second), overwrite=True)
+        zarrckpt.save({**STATE, "step": 2}, FaultyStore(url, second), overwrite=True)
 
     begun, ended, save = threading.Event(), threading.Event(), threading.Thread(target=run_second)
-    reports.append(zarrckpt.recover(store=FaultyStore(url, first)))
+    reports.append(zarrckpt.recover(FaultyStore(url, first)))
     ended.set()
     save.join()
     assert zarrckpt.open(url)["step"] == 2 and zarrckpt.open(url).verify()
@@ -300,7 +300,7 @@ def test_recover_leaves_what_was_committed_or_begun_meanwhile(over: bool, at: in
 def _remove(store: Store, number: int = 1) -> str:
     running.number = number
     try:
-        zarrckpt.remove(store=store)
+        zarrckpt.remove(store)
     except zarrckpt.CheckpointNotFoundError:
         return "nothing"
     return "removed"
@@ -311,7 +311,7 @@ def _remove_too(store: Store) -> str:
 
 
 def _recover(store: Store) -> str:
-    zarrckpt.recover(store=store)
+    zarrckpt.recover(store)
     return "recovered"
 
 
@@ -329,10 +329,10 @@ def _can_be_finished(content: Content) -> None:
         shelf = Shelf(content)
         if recorded:
             with pytest.raises(zarrckpt.CheckpointRemovedError):
-                zarrckpt.save({"step": 1}, store=shelf.store, overwrite=True)
+                zarrckpt.save({"step": 1}, shelf.store, overwrite=True)
             assert shelf.content == content
         if content:
-            finish(store=shelf.store)
+            finish(shelf.store)
         assert not shelf.content
 
 
@@ -367,6 +367,6 @@ def test_a_removal_of_a_crashed_save(tmp_path: Path) -> None:
         return STOP if call.verb == "create" and call.key == "zarr.json" else None
 
     with pytest.raises(Stopped):
-        zarrckpt.save(STATE, store=FaultyStore(tmp_path / "a", rule))
+        zarrckpt.save(STATE, FaultyStore(tmp_path / "a", rule))
     assert zarrckpt.remove(tmp_path / "a") > 5
     assert not (tmp_path / "a").exists()

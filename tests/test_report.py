@@ -77,8 +77,8 @@ def counted(values: np.ndarray[Any, Any], histogram: list[Any]) -> list[int]:
     return [int((scaled == i).sum()) for i in range(len(counts))]
 
 
-def page_of(state: dict[str, Any], folder: Path, **options: Any) -> Page:
-    zarrckpt.save(state, folder / "one", **options)
+def page_of(state: dict[str, Any], folder: Path, options: zarrckpt.SaveOptions | None = None) -> Page:
+    zarrckpt.save(state, folder / "one", options=options)
     zarrckpt.open(folder / "one").report(folder / "page.html")
     return Page(folder / "page.html")
 
@@ -143,7 +143,7 @@ def test_numbers_are_those_of_numpy(tmp_path: Path) -> None:
     state = {name: torch.tensor(array) for name, array in given.items()}
     state["half"] = state["normal"].bfloat16()
     given["half"] = state["half"].float().numpy()
-    page = page_of(state, tmp_path, max_chunk_bytes=1 << 18)
+    page = page_of(state, tmp_path, zarrckpt.SaveOptions(max_chunk_bytes=1 << 18))
     assert page.layout("normal")["chunks"] > 5
     for name, array in given.items():
         values = np.abs(array) if array.dtype.kind == "c" else array.astype("f8")
@@ -191,7 +191,9 @@ def test_nan_and_inf_are_counted_by_chunk(tmp_path: Path) -> None:
     w[17, 5:9] = torch.nan
     w[60, 0] = -torch.inf
     zarrckpt.save(
-        {"a": torch.ones(3), "w": w, "all": torch.full((2,), torch.nan)}, tmp_path / "one", max_chunk_bytes=6400
+        {"a": torch.ones(3), "w": w, "all": torch.full((2,), torch.nan)},
+        tmp_path / "one",
+        options=zarrckpt.SaveOptions(max_chunk_bytes=6400),
     )
     report = zarrckpt.open(tmp_path / "one").report(tmp_path / "page.html")
     assert report.broken == ("w", "all") and report.tensors == 3
@@ -234,7 +236,7 @@ def test_two_checkpoints_are_compared(tmp_path: Path) -> None:
     w[299, 7] = torch.nan
     other = {**one, "w": w, "cut": torch.ones(4), "new": torch.tensor([torch.inf]), "lr": 0.2}
     del other["gone"]
-    zarrckpt.save(one, tmp_path / "one", max_chunk_bytes=1 << 16)
+    zarrckpt.save(one, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     zarrckpt.save(other, tmp_path / "two")
     a, b = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
     report = a.report(tmp_path / "page.html", b)
@@ -258,7 +260,7 @@ def test_two_checkpoints_are_compared(tmp_path: Path) -> None:
 def test_a_copy_of_another_dtype_is_compared(tmp_path: Path) -> None:
     w = torch.randn(300, 400)
     w[299, 7] = torch.nan
-    zarrckpt.save({"w": w, "n": torch.ones(3)}, tmp_path / "one", max_chunk_bytes=1 << 16)
+    zarrckpt.save({"w": w, "n": torch.ones(3)}, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     zarrckpt.save({"w": w.bfloat16(), "n": torch.ones(3).int()}, tmp_path / "two")
     a, b = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
     seen: list[tuple[int, int]] = []
@@ -355,7 +357,9 @@ def test_long_values_are_cut(tmp_path: Path) -> None:
 def test_without_values_no_tensor_is_read(tmp_path: Path) -> None:
     one = {"w": torch.ones(30, 40), "v": torch.ones(3), "c": torch.ones(64, 64), "step": 1}
     zarrckpt.save(one, tmp_path / "one")
-    zarrckpt.save({**one, "v": torch.zeros(3), "step": 2}, tmp_path / "two", max_chunk_bytes=8192)
+    zarrckpt.save(
+        {**one, "v": torch.zeros(3), "step": 2}, tmp_path / "two", options=zarrckpt.SaveOptions(max_chunk_bytes=8192)
+    )
     for chunk in [*tmp_path.glob("*/[wvc]/c.*")]:
         chunk.unlink()
     a, b = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")

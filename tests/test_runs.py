@@ -33,7 +33,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Pla
         return lambda path: Place(str(tmp_path / path))
     if request.param == "memory":
         store = zarr.storage.MemoryStore()
-        return lambda path: Place(path, store)
+        return lambda path: Place(zarr.storage.StorePath(store, path))
     if request.param == "fsspec":
         return lambda path: Place(f"memory://{tmp_path.name}/{path}")
     bucket: S3Place = request.getfixturevalue("moto_bucket")
@@ -79,7 +79,7 @@ def test_a_save_by_mistake_in_the_folder_of_a_run(place: Callable[[str], Place])
     """It does not commit: the run goes on, and becomes a plain folder again."""
     folder, steps = place("run"), [place(f"run/step-{number}") for number in (1, 2)]
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
-        zarrckpt.save(STATE, store=folder.faulty(at(9, STOP)))
+        zarrckpt.save(STATE, folder.faulty(at(9, STOP)))
     for step in steps:
         zarrckpt.save(STATE, **step.options)
         zarrckpt.save(STATE, **step.options, overwrite=True)
@@ -95,7 +95,7 @@ def test_a_save_by_mistake_in_the_folder_of_a_run(place: Callable[[str], Place])
 
 def test_a_save_below_a_name_that_an_unfinished_one_writes(tmp_path: Path) -> None:
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
-        zarrckpt.save(STATE, store=FaultyStore(tmp_path / "run", at(9, STOP)))
+        zarrckpt.save(STATE, FaultyStore(tmp_path / "run", at(9, STOP)))
     for inner in ("model", "model/best"):
         with pytest.raises(zarrckpt.ForeignObjectsError, match=f"zarrckpt recover {tmp_path / 'run'} --stopped"):
             zarrckpt.save(STATE, tmp_path / "run" / inner)
@@ -113,7 +113,7 @@ def test_a_clean_up_spares_a_checkpoint_below_a_name_of_its_own(tmp_path: Path) 
         return STOP if call.verb == "put" and call.key.startswith("model/") else None
 
     with pytest.raises(Stopped):
-        zarrckpt.save({"model": {"w": torch.zeros(6)}}, store=FaultyStore(outer, rule))
+        zarrckpt.save({"model": {"w": torch.zeros(6)}}, FaultyStore(outer, rule))
     zarrckpt.recover(outer, stopped=True)
     assert zarrckpt.open(inner).verify()
 
@@ -123,18 +123,18 @@ def test_a_folder_above_that_may_not_be_read_does_not_fail_a_save(tmp_path: Path
         return FAIL if call.key.startswith("../") else None
 
     store = FaultyStore(tmp_path / "run" / "step-1", rule)
-    zarrckpt.save(STATE, store=store)
+    zarrckpt.save(STATE, store)
     assert [call.key for call in store.calls if call.key.startswith("../")]
     assert zarrckpt.open(tmp_path / "run" / "step-1")["step"] == 7
 
 
 def test_at_the_top_of_a_store(moto_bucket: S3Place) -> None:
     store = zarr.storage.MemoryStore()
-    for options in ({"store": store}, {"url": moto_bucket.url(), "storage_options": moto_bucket.storage_options}):
+    for options in ({"url": store}, {"url": moto_bucket.url(), "storage_options": moto_bucket.storage_options}):
         zarrckpt.save(STATE, **options)
         assert zarrckpt.open(**options)["step"] == 7
     with pytest.raises(zarrckpt.ForeignObjectsError, match="lies inside"):
-        zarrckpt.save(STATE, "run", store=store)
+        zarrckpt.save(STATE, zarr.storage.StorePath(store, "run"))
     with pytest.raises(zarrckpt.ForeignObjectsError, match="lies inside"):
         zarrckpt.save(STATE, moto_bucket.url("run"), storage_options=moto_bucket.storage_options)
 
@@ -182,7 +182,7 @@ def test_a_folder_of_checkpoints_is_known_as_one(place: Callable[[str], Place]) 
         with pytest.raises(zarrckpt.CheckpointError, match=r"folder of \d checkpoints?.*the newest is .*step-9\b"):
             action()
         assert run_.keys() == before, name
-    if isinstance(run_.url, str) and run_.store is None and not run_.storage_options:
+    if isinstance(run_.url, str) and not run_.storage_options:
         for words in (["rm", "--yes"], ["doctor"], ["info"], ["tree"], ["verify"]):
             found = run(words[0], run_.url, *words[1:])
             assert found.exit_code == 3 and f"the newest is {newest.url}" in found.stderr
@@ -202,7 +202,7 @@ def test_ls_lists_the_checkpoints_of_a_folder(tmp_path: Path) -> None:
     for step in (10, 9):
         zarrckpt.save({**STATE, "step": step}, tmp_path / f"step-{step}")
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
-        zarrckpt.save(STATE, store=FaultyStore(tmp_path / "step-11", at(9, STOP)))
+        zarrckpt.save(STATE, FaultyStore(tmp_path / "step-11", at(9, STOP)))
     zarrckpt.save(STATE, tmp_path / "step-12")
     (tmp_path / "step-12" / "zarr.json").write_text("{")
     (tmp_path / "logs").mkdir()
@@ -234,7 +234,7 @@ def test_recover_takes_a_folder_of_checkpoints(place: Callable[[str], Place], tm
 
     broken = FaultyStore(**place("run/step-2").options, rule=stops)
     with pytest.raises(Stopped):
-        zarrckpt.save(STATE, store=broken, overwrite=True)
+        zarrckpt.save(STATE, broken, overwrite=True)
     report = zarrckpt.recover(**place("run").options)
     assert [part.url.rpartition("/")[2] for part in report.checkpoints] == ["step-1", "step-2", "step-3"]
     assert len(report.kept) == 1 and report.checkpoints[1].kept == report.kept and report.objects == 0
@@ -251,7 +251,7 @@ def test_recover_goes_on_where_one_of_them_is_damaged(tmp_path: Path) -> None:
         zarrckpt.save(STATE, tmp_path / f"step-{step}")
     (tmp_path / "step-1" / "zarr.json").write_text("{")
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
-        zarrckpt.save(STATE, store=FaultyStore(tmp_path / "step-2", at(12, STOP)), overwrite=True)
+        zarrckpt.save(STATE, FaultyStore(tmp_path / "step-2", at(12, STOP)), overwrite=True)
     report = zarrckpt.recover(tmp_path, stopped=True)
     assert "zarrckpt.remove deletes it" in report.checkpoints[0].error and not report.checkpoints[1].error
     assert report.objects > 0 and len(report.removed) == 1

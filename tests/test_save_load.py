@@ -209,7 +209,7 @@ def _save_rows(url: str, **options: Any) -> zarrckpt.SaveReport:
 
 
 def _save_rows_unmerged(url: str) -> zarrckpt.SaveReport:
-    return _save_rows(url, min_piece_bytes=0)
+    return _save_rows(url, options=zarrckpt.SaveOptions(min_piece_bytes=0))
 
 
 def test_each_rank_writes_its_own_chunks(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def _save_sharded_tensor(url: str) -> None:
     rank, source = dist.get_rank(), _source((10, 4))
     rows = source[3 * rank : 3 * rank + 3].clone()
     shards = [SpecShard.from_tensor_and_offsets(rows, [3 * rank, 0], rank)]
-    zarrckpt.save({"w": init_from_local_shards(shards, [10, 4])}, url, min_piece_bytes=0)
+    zarrckpt.save({"w": init_from_local_shards(shards, [10, 4])}, url, options=zarrckpt.SaveOptions(min_piece_bytes=0))
     target = init_from_local_shards([SpecShard.from_tensor_and_offsets(rows * 0, [3 * rank, 0], rank)], [10, 4])
     zarrckpt.load({"w": target}, url)
     assert torch.equal(target.local_shards()[0].tensor, rows)
@@ -767,7 +767,7 @@ def test_casts_of_pieces_that_do_not_lie_like_the_chunks(saved: torch.dtype, tmp
     """Every piece is converted by itself: parts of subchunks, whatever their size and alignment."""
     whole = torch.arange(3 * 5 * 7).reshape(3, 5, 7).to(saved)
     parts = {"w": whole, "scalar": whole[1, 2, 3].clone(), "empty": whole[:0]}
-    zarrckpt.save(parts, tmp_path / "one", max_chunk_bytes=40 * whole.element_size())
+    zarrckpt.save(parts, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=40 * whole.element_size()))
     wide = torch.complex128 if saved.is_complex else torch.float32
     strided = torch.zeros(7, 5, 3, dtype=wide).permute(2, 1, 0)
     target = {"w": strided, "scalar": torch.zeros((), dtype=wide), "empty": torch.zeros(0, 5, 7, dtype=wide)}
@@ -914,7 +914,7 @@ def _in_a_group_of_three(url: str) -> tuple[zarrckpt.SaveReport, zarrckpt.LoadRe
         {"w": distribute_tensor(source, mesh, [Shard(0)], src_data_rank=None), "who": "three"},
         url,
         process_group=group,
-        min_piece_bytes=0,
+        options=zarrckpt.SaveOptions(min_piece_bytes=0),
     )
     targets = {"w": distribute_tensor(source * 0, mesh, [Shard(1)], src_data_rank=None), "who": ""}
     loaded = zarrckpt.load(targets, url, process_group=group)

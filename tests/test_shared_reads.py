@@ -120,14 +120,17 @@ def stored_bytes(url: str, **options: Any) -> int:
     return sum(node.grid.num_subchunks * most_subchunk_stored(node) for node in nodes)
 
 
-def _save(url: str, kind: str, number: float, options: dict[str, Any]) -> None:
-    zarrckpt.save(state(kind, number), url, **options)
+def _save(url: str, kind: str, number: float, options: zarrckpt.SaveOptions | None = None) -> None:
+    zarrckpt.save(state(kind, number), url, options=options)
 
 
-def _load(url: str, kind: str, number: float, share: bool | None, **options: Any) -> int:
+def _load(
+    url: str, kind: str, number: float, share: bool | None, max_inflight_bytes: int = 1 << 29, **arguments: Any
+) -> int:
     """Load into a state of other values; return what this rank fetched."""
     target = state(kind, -7)
-    report = zarrckpt.load(target, url, share_reads=share, **options)
+    options = zarrckpt.LoadOptions(share_reads=share, max_inflight_bytes=max_inflight_bytes)
+    report = zarrckpt.load(target, url, options=options, **arguments)
     assert not wrong(kind, number, target), (kind, share)
     return report.nbytes
 
@@ -153,7 +156,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return Place(bucket.url("run"), bucket.environment, True)
 
 
-def _all_kinds(url: str, saved: str, options: dict[str, Any]) -> dict[tuple[str, bool | None], int]:
+def _all_kinds(url: str, saved: str, options: zarrckpt.SaveOptions | None = None) -> dict[tuple[str, bool | None], int]:
     _save(url, saved, 3, options)
     return {(kind, share): _load(url, kind, 3, share) for kind in KINDS for share in (True, False, None)}
 
@@ -190,7 +193,7 @@ def _of_so_many(url: str) -> list[int]:
 
 def test_bytes_fetched_do_not_depend_on_the_number_of_replicas(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
-    zarrckpt.save(wholes(1), url, max_chunk_bytes=1 << 18)
+    zarrckpt.save(wholes(1), url, options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 18))
     once = stored_bytes(url)
     assert _of_so_many(url) == [once, once]
     for ranks in (2, 3, 4):
@@ -240,7 +243,7 @@ def _of_subsets(url: str) -> int:
     whole = {f"for{ranks}.{n}": full((40 + n,), 10 * n + int(ranks)) for ranks in sets for n in range(4)}
     zarrckpt.save(whole, url)
     target = {name: torch.zeros_like(t) for name, t in whole.items() if str(dist.get_rank()) in name.split(".")[0]}
-    reader = ZarrStorageReader(url, share_reads=True)
+    reader = ZarrStorageReader(url, options=zarrckpt.LoadOptions(share_reads=True))
     dcp.load(target, storage_reader=reader)
     assert len(target) == 4 * 7 and all(torch.equal(target[name], whole[name]) for name in target)
     return reader.bytes_read
@@ -299,7 +302,11 @@ def flights_recorded() -> Iterator[_Flights]:
 
 def _other_targets(url: str) -> None:
     whole = wholes(2)
-    zarrckpt.save({name: tensor.clone() for name, tensor in whole.items()}, url, max_chunk_bytes=1 << 17)
+    zarrckpt.save(
+        {name: tensor.clone() for name, tensor in whole.items()},
+        url,
+        options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 17),
+    )
     turned = torch.zeros(1024, 384, dtype=torch.float64).T
     spread = torch.zeros(33, 200, dtype=torch.float64)[:, 100::2]
     backing = torch.full((130,), -5.0, dtype=torch.float64)
@@ -309,18 +316,18 @@ def _other_targets(url: str) -> None:
         "norm": backing[::2],
         "scalar": torch.zeros((), dtype=torch.float64),
     }
-    zarrckpt.load(target, url, share_reads=True)
+    zarrckpt.load(target, url, options=zarrckpt.LoadOptions(share_reads=True))
     assert target["w"] is turned and not turned.is_contiguous()
     assert all(torch.equal(target[name], whole[name]) for name in whole)
     assert backing[1::2].eq(-5).all()
     # Targets of another type, another one on each rank.
     dtype = (torch.float32, torch.bfloat16, torch.float64, torch.float32)[dist.get_rank()]
     cast = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in whole.items()}
-    zarrckpt.load(cast, url, share_reads=True, allow_cast=True)
+    zarrckpt.load(cast, url, options=zarrckpt.LoadOptions(share_reads=True), allow_cast=True)
     assert all(torch.equal(cast[name], whole[name].to(dtype)) for name in whole)
     # DCP's own planner; and only the coordinator's choice counts.
     target = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-    reader = ZarrStorageReader(url, share_reads=dist.get_rank() == 0)
+    reader = ZarrStorageReader(url, options=zarrckpt.LoadOptions(share_reads=dist.get_rank() == 0))
     dcp.load(target, storage_reader=reader, planner=DefaultLoadPlanner())
     assert all(torch.equal(target[name], whole[name]) for name in whole)
     fetched: list[Any] = [None] * 4
@@ -329,7 +336,7 @@ def _other_targets(url: str) -> None:
     # Ranks that want different tensors, and one that wants none.
     names = (["w", "v"], ["v", "norm"], ["norm", "w"], [])[dist.get_rank()]
     target = {name: torch.zeros_like(whole[name]) for name in names}
-    dcp.load(target, storage_reader=ZarrStorageReader(url, share_reads=True))
+    dcp.load(target, storage_reader=ZarrStorageReader(url, options=zarrckpt.LoadOptions(share_reads=True)))
     assert all(torch.equal(target[name], whole[name]) for name in names)
 
 
@@ -338,7 +345,7 @@ def test_targets_of_every_kind(tmp_path: Path) -> None:
 
 
 def _many_rounds(url: str) -> _Flights:
-    _save(url, "ddp", 4, {"max_chunk_bytes": 1 << 16})
+    _save(url, "ddp", 4, zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     with flights_recorded() as flights:
         nbytes = _load(url, "ddp", 4, True, max_inflight_bytes=1 << 20)
     assert nbytes < stored_bytes(url) / 2
@@ -353,7 +360,7 @@ def test_rounds_stay_within_the_memory_bound(tmp_path: Path) -> None:
 
 
 def _one_subchunk_a_round(url: str) -> None:
-    _save(url, "fsdp", 4, {})
+    _save(url, "fsdp", 4)
     for kind in ("ddp", "hsdp", "odd"):
         _load(url, kind, 4, True, max_inflight_bytes=1)
 
@@ -366,7 +373,7 @@ def _some_ranks(url: str) -> int | None:
     group = dist.new_group([1, 3])
     if dist.get_rank() not in (1, 3):
         return None
-    zarrckpt.save(wholes(6), url, process_group=group, max_chunk_bytes=1 << 18)
+    zarrckpt.save(wholes(6), url, process_group=group, options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 18))
     return _load(url, "ddp", 6, True, process_group=group)
 
 
@@ -380,12 +387,12 @@ def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
 
 def _save_load_save(url: str) -> list[dict[Any, str]]:
     meshes = []
-    _save(f"{url}/1", "fsdp", 1, {})
+    _save(f"{url}/1", "fsdp", 1)
     meshes.append(idle_meshes())
     for share in (True, False, True):
         _load(f"{url}/1", "ddp", 1, share)
         meshes.append(idle_meshes())
-    _save(f"{url}/2", "odd", 2, {})
+    _save(f"{url}/2", "odd", 2)
     with flights_recorded() as flights:
         _load(f"{url}/2", "hsdp", 2, True)
     meshes.append(idle_meshes())
@@ -400,7 +407,7 @@ def test_loads_and_saves_take_turns_on_one_mesh(tmp_path: Path) -> None:
 
 
 def _unshared(url: str) -> int:
-    _save(url, "ddp", 1, {})
+    _save(url, "ddp", 1)
     with flights_recorded() as flights:
         _load(url, "ddp", 1, False)
         _load(url, "ddp", 1, None)
@@ -428,10 +435,14 @@ class Changing(DefaultLoadPlanner):
 
 
 def _changed_plan(url: str, how: str) -> None:
-    _save(url, "ddp", 3, {"max_chunk_bytes": 1 << 18})
+    _save(url, "ddp", 3, zarrckpt.SaveOptions(max_chunk_bytes=1 << 18))
     target = {name: torch.zeros_like(tensor) for name, tensor in wholes(0).items()}
     with patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=2)):
-        dcp.load(target, storage_reader=ZarrStorageReader(url, share_reads=True), planner=Changing(how))
+        dcp.load(
+            target,
+            storage_reader=ZarrStorageReader(url, options=zarrckpt.LoadOptions(share_reads=True)),
+            planner=Changing(how),
+        )
     left_out = {"w"} if how == "fewer" and dist.get_rank() == 1 else set()
     expected = wholes(3)
     for name, tensor in target.items():
@@ -491,7 +502,7 @@ def _damage(path: Path, how: str) -> None:
 
 
 def _loads_with_damage(url: str, how: str) -> None:
-    zarrckpt.save(_fragile(1), url, min_piece_bytes=0)
+    zarrckpt.save(_fragile(1), url, options=zarrckpt.SaveOptions(min_piece_bytes=0))
     for key, needing in DAMAGED.items():
         path = Path(url, key)
         whole = path.read_bytes()
@@ -501,9 +512,8 @@ def _loads_with_damage(url: str, how: str) -> None:
         dist.barrier()
         target = _fragile(-1)
         began = time.monotonic()
-        failed = _failures(
-            lambda target=target: dcp.load(target, storage_reader=ZarrStorageReader(url, share_reads=True))
-        )  # type: ignore[misc]
+        reader = ZarrStorageReader(url, options=zarrckpt.LoadOptions(share_reads=True))
+        failed = _failures(lambda target=target, reader=reader: dcp.load(target, storage_reader=reader))  # type: ignore[misc]
         assert failed == dict.fromkeys(needing, CorruptCheckpointError), (key, failed)
         assert time.monotonic() - began < QUICK
         assert _is_filled(target, 1) == (dist.get_rank() not in needing)
@@ -512,7 +522,7 @@ def _loads_with_damage(url: str, how: str) -> None:
             path.write_bytes(whole)
         dist.barrier()
         # A load after a failed one is right again.
-        dcp.load(target, storage_reader=ZarrStorageReader(url, share_reads=True))
+        dcp.load(target, storage_reader=ZarrStorageReader(url, options=zarrckpt.LoadOptions(share_reads=True)))
         assert _is_filled(target, 1)
 
 
@@ -522,11 +532,11 @@ def test_damage_fails_those_who_need_the_chunk_and_nobody_else(how: str, tmp_pat
 
 
 def _load_fragile(url: str) -> None:
-    zarrckpt.load(_fragile(-1), url, share_reads=True)
+    zarrckpt.load(_fragile(-1), url, options=zarrckpt.LoadOptions(share_reads=True))
 
 
 def _save_fragile(url: str) -> None:
-    zarrckpt.save(_fragile(1), url, min_piece_bytes=0)
+    zarrckpt.save(_fragile(1), url, options=zarrckpt.SaveOptions(min_piece_bytes=0))
 
 
 def test_damage_is_named_on_every_rank(tmp_path: Path) -> None:
@@ -594,15 +604,17 @@ def failing(where: str, rank: int, error: Exception, after: int) -> Iterator[Non
 
 def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
     """Returns the seconds that the load took."""
-    _save(url, "ddp", 1, {"max_chunk_bytes": 1 << 16})
+    _save(url, "ddp", 1, zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     target = state("ddp", -1)
     # About 16 rounds.
-    reader: ZarrStorageReader = ZarrStorageReader(url, share_reads=True, max_inflight_bytes=1 << 20)
+    reader: ZarrStorageReader = ZarrStorageReader(
+        url, options=zarrckpt.LoadOptions(share_reads=True, max_inflight_bytes=1 << 20)
+    )
     planner = ZarrLoadPlanner()
     if how == "resolve":
         planner = UnwellPlanner(rank)
     elif how == "read_data":
-        reader = UnwellReader(url, share_reads=True, max_inflight_bytes=1 << 20)
+        reader = UnwellReader(url, options=zarrckpt.LoadOptions(share_reads=True, max_inflight_bytes=1 << 20))
         reader.unwell = rank  # type: ignore[attr-defined]
     error = PeerLost("made up") if how == "lost" else Unwell(how)
     where = {"lost": "piece"}.get(how, how)
@@ -658,14 +670,14 @@ class UnwellObject:
 def _own_load_with_a_failing_rank(url: str, how: str, rank: int) -> float:
     """The same in this package's own load. Returns the seconds that it took."""
     whole = {**wholes(1), "object": {"n": torch.ones(3)}}
-    zarrckpt.save(whole, url, max_chunk_bytes=1 << 16)
+    zarrckpt.save(whole, url, options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     unwell = UnwellObject(how if dist.get_rank() == rank else "")
     target: dict[str, Any] = {**state("ddp", -1), "object": unwell}
     before = idle_meshes()
     began = time.monotonic()
     fault = failing(how, rank, Unwell(how), after=9) if how in PLACES else nullcontext()
     with fault, pytest.raises(CheckpointError, match=rf"^rank {rank} failed with Unwell: {how} ") as caught:
-        zarrckpt.load(target, url, share_reads=True, max_inflight_bytes=1 << 20)
+        zarrckpt.load(target, url, options=zarrckpt.LoadOptions(share_reads=True, max_inflight_bytes=1 << 20))
     seconds = time.monotonic() - began
     assert f"(failed ranks: {rank})" in str(caught.value)
     assert isinstance(caught.value.__cause__, Unwell) == (dist.get_rank() == rank)
@@ -687,7 +699,7 @@ def test_who_fails_is_named_on_every_rank(how: str, rank: int, tmp_path: Path) -
 
 def _waits_while_another_fails(url: str) -> float:
     """One rank fails at once, where the others would take a minute to read."""
-    _save(url, "ddp", 1, {"max_chunk_bytes": 1 << 16})
+    _save(url, "ddp", 1, zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     target, fetch = state("ddp", -1), fill.fetch
     gate = threading.Event()
 
@@ -700,7 +712,9 @@ def _waits_while_another_fails(url: str) -> float:
     dist.barrier()
     began = time.monotonic()
     with patch.object(fill, "fetch", slowly), pytest.raises(CheckpointError, match="rank 1 failed with Unwell"):
-        zarrckpt.load(target, url, share_reads=True, max_inflight_bytes=1 << 16, concurrency=1)
+        zarrckpt.load(
+            target, url, options=zarrckpt.LoadOptions(share_reads=True, max_inflight_bytes=1 << 16, concurrency=1)
+        )
     return time.monotonic() - began
 
 
@@ -709,7 +723,7 @@ def test_the_others_do_not_read_on_in_vain(tmp_path: Path) -> None:
 
 
 def _killed_between_rounds(url: str, notes: str, how: str) -> None:
-    _save(url, "ddp", 1, {"max_chunk_bytes": 1 << 16})
+    _save(url, "ddp", 1, zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     target = state("ddp", -1)
     # In DCP's, who waits for one that waits for the dead one hears nothing before the group's own timeout.
     group = dist.new_group(timeout=timedelta(seconds=3))
@@ -728,10 +742,12 @@ def _killed_between_rounds(url: str, notes: str, how: str) -> None:
     with patch.object(Pieces, "_posted", dies):
         try:
             if how == "dcp":
-                reader = ZarrStorageReader(url, share_reads=True, max_inflight_bytes=1 << 20)
+                reader = ZarrStorageReader(
+                    url, options=zarrckpt.LoadOptions(share_reads=True, max_inflight_bytes=1 << 20)
+                )
                 dcp.load(target, storage_reader=reader, process_group=group)
             else:
-                zarrckpt.load(target, url, share_reads=True, max_inflight_bytes=1 << 20)
+                zarrckpt.load(target, url, options=zarrckpt.LoadOptions(share_reads=True, max_inflight_bytes=1 << 20))
         except Exception as err:
             error = err
     right = not wrong("ddp", 1, target)

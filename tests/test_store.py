@@ -66,7 +66,7 @@ def make_spec(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> S
     if backend == "fsspec-folder":
         return StoreSpec(tmp_path / path, storage_options={"backend": "fsspec"})
     if backend.startswith("zarr-"):
-        return StoreSpec(path, make_zarr_store(backend, tmp_path))
+        return StoreSpec(zarr.storage.StorePath(make_zarr_store(backend, tmp_path), path))
     if backend == "obstore-gcs":
         stub: S3Stub = request.getfixturevalue("s3_stub")
         return StoreSpec(f"gs://bucket/{path}", storage_options={"bearer_token": "t", "endpoint_url": stub.endpoint})

@@ -99,7 +99,7 @@ def test_a_provider_is_asked_by_every_store(s3_stub: S3Stub) -> None:
 
     options = {"endpoint_url": s3_stub.endpoint}
     for number in (1, 2):
-        open_store("s3://bucket/run", storage_options=options, credential_provider=provider).put("k", [b"x"])
+        open_store("s3://bucket/run", storage_options={**options, "credential_provider": provider}).put("k", [b"x"])
         assert signer(s3_stub) == f"key-{number}"
 
 

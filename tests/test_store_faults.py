@@ -411,7 +411,7 @@ def _again_and_again(url: str, options: dict[str, Any], seed: int) -> list[str]:
         zarrckpt.save(state, url, overwrite=True, storage_options=options)
         for shared in (False, True):
             clear(target)
-            zarrckpt.load(target, url, share_reads=shared, storage_options=options)
+            zarrckpt.load(target, url, options=zarrckpt.LoadOptions(share_reads=shared), storage_options=options)
             held, expected = held_of(target), held_of(state)
             wrong += [name for name in expected if held[name] != expected[name]]
             wrong += [name for name in ("value", "blob") if target[name] != state[name]]
@@ -599,9 +599,9 @@ def _flat(number: float) -> dict[str, Any]:
     return {"w": torch.full((6, 4), float(number)), "deep": {"b": torch.full((3,), float(number))}, "blob": b"12345"}
 
 
-def _filled(store: object | None = None, url: str | None = None) -> dict[str, Any]:
+def _filled(url: str | FaultyStore) -> dict[str, Any]:
     target = {"w": torch.full((6, 4), -1.0), "deep": {"b": torch.full((3,), -1.0)}, "blob": None}
-    zarrckpt.load(target, url, store=store)
+    zarrckpt.load(target, url)
     return target
 
 
@@ -619,7 +619,7 @@ def test_every_short_read_is_noticed(how: str, tmp_path: Path) -> None:
         """Whether what was read is right."""
         if how == "load":
             return same(_filled(store), _flat(1))
-        checkpoint = zarrckpt.open(store=store)
+        checkpoint = zarrckpt.open(store)
         if how == "verify":
             return bool(checkpoint.verify())
         return checkpoint.read()["w"].tobytes() == _flat(1)["w"].numpy().tobytes() and checkpoint["blob"] == b"12345"
@@ -645,7 +645,7 @@ def _short_on_one_rank(url: str) -> tuple[list[Failure], list[str]]:
     for rank, number in itertools.product((0, 1), (0, 1, 2)):
         rule: Rule = _chunk_reads(number, SHORTEN) if dist.get_rank() == rank else never
         store = FaultyStore(url, rule)
-        failures.append(failure_of(lambda: zarrckpt.load(target, store=store)))  # noqa: B023 - called here
+        failures.append(failure_of(lambda: zarrckpt.load(target, store)))  # noqa: B023 - called here
     clear(target)
     zarrckpt.load(target, url)
     held, expected = held_of(target), held_of(state_of(3))
@@ -694,7 +694,7 @@ class _Stale:
         if self.holds is None:
             assert not opens(self.url, {})
         else:
-            assert same(_filled(url=self.url), _flat(self.holds))
+            assert same(_filled(self.url), _flat(self.holds))
 
 
 def test_stale_listings_never_cost_a_checkpoint(tmp_path: Path) -> None:
@@ -704,12 +704,12 @@ def test_stale_listings_never_cost_a_checkpoint(tmp_path: Path) -> None:
         stale = _Stale(url, FaultyStore(url, _listing(number), durable=False))
         store = stale.store
         for value in (1, 2, 3):
-            stale.do(lambda: zarrckpt.save(_flat(value), store=store, overwrite=True), value)  # noqa: B023
-        stale.do(lambda: zarrckpt.recover(store=store), stale.holds)  # noqa: B023
-        stale.do(lambda: zarrckpt.open(store=store).verify(quick=True), stale.holds)  # noqa: B023
+            stale.do(lambda: zarrckpt.save(_flat(value), store, overwrite=True), value)  # noqa: B023
+        stale.do(lambda: zarrckpt.recover(store), stale.holds)  # noqa: B023
+        stale.do(lambda: zarrckpt.open(store).verify(quick=True), stale.holds)  # noqa: B023
         # Where listings are as they should be again, nothing stands in the way.
-        zarrckpt.save(_flat(9), url, overwrite=True, durable=False)
-        assert same(_filled(url=url), _flat(9)) and zarrckpt.open(url).verify()
+        zarrckpt.save(_flat(9), url, overwrite=True, options=zarrckpt.SaveOptions(durable=False))
+        assert same(_filled(url), _flat(9)) and zarrckpt.open(url).verify()
         if number >= sum(call.verb == "list" for call in store.calls):
             break
         number += 1

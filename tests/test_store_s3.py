@@ -300,7 +300,7 @@ def test_credentials_of_a_provider_are_not_quoted(s3_stub: S3Stub) -> None:
 
     place = s3_stub.bucket()
     store = open_store(
-        place.url(), storage_options={"endpoint_url": place.endpoint, **QUICK}, credential_provider=provider
+        place.url(), storage_options={"endpoint_url": place.endpoint, **QUICK, "credential_provider": provider}
     )
     with pytest.raises(StorageError, match="cannot renew") as caught:
         store.get("k")
@@ -609,7 +609,7 @@ def test_a_provider_is_asked_again_when_its_credentials_expire(s3_stub: S3Stub) 
         return {"access_key_id": f"key-{len(asked)}", "secret_access_key": "s", "token": "t", "expires_at": expires}
 
     store = open_store(
-        "s3://bucket/run", storage_options={"endpoint_url": s3_stub.endpoint}, credential_provider=provider
+        "s3://bucket/run", storage_options={"endpoint_url": s3_stub.endpoint, "credential_provider": provider}
     )
     store.put("k", [b"x"])
     time.sleep(1.1)
@@ -767,7 +767,7 @@ KEYS = {"key": "k", "secret": "s"}
 def test_two_ways_to_sign_in_are_refused(url: str, options: dict[str, Any], names: tuple[str, str]) -> None:
     options = dict(options)
     with pytest.raises(StorageError) as caught:
-        open_store(url, credential_provider=options.pop("provider", None), storage_options=options)
+        open_store(url, storage_options={**options, "credential_provider": options.pop("provider", None)})
     assert all(repr(name) in str(caught.value) for name in names)
 
 
@@ -782,7 +782,7 @@ def test_what_the_caller_says_beats_an_environment_that_signs_nothing(
     credentials = {"access_key_id": "k", "secret_access_key": "s", "token": None, "expires_at": None}
     provider = (lambda: credentials) if way == "provider" else None
     options = {**options, "endpoint_url": s3_stub.endpoint}
-    open_store("s3://bucket", storage_options=options, credential_provider=provider).put("k", [b"x"])
+    open_store("s3://bucket", storage_options={**options, "credential_provider": provider}).put("k", [b"x"])
     assert ("authorization" in s3_stub.requests[-1].headers) == (way is not None)
 
 

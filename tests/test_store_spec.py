@@ -9,6 +9,7 @@ import pickle
 import signal
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -153,8 +154,8 @@ def test_lists_among_the_options(tmp_path: Path) -> None:
 
 def test_copies_within_a_process_keep_everything() -> None:
     memory = zarr.storage.MemoryStore()
-    zarrckpt.save({"step": 3}, store=memory)
-    assert copy.deepcopy(zarrckpt.open(store=memory))["step"] == 3
+    zarrckpt.save({"step": 3}, memory)
+    assert copy.deepcopy(zarrckpt.open(memory))["step"] == 3
 
 
 class Provider:
@@ -166,7 +167,7 @@ class Provider:
 
 def test_a_picklable_provider_goes_along(s3_stub: S3Stub) -> None:
     options = {"endpoint_url": s3_stub.endpoint, "region": "eu-west-1"}
-    spec = StoreSpec("s3://bucket/run", None, options, Provider())
+    spec = StoreSpec("s3://bucket/run", {**options, "credential_provider": Provider()})
     store = pickle.loads(pickle.dumps(spec)).open()
     store.put("k", [b"x"])
     assert store.get("k") == b"x"
@@ -174,7 +175,7 @@ def test_a_picklable_provider_goes_along(s3_stub: S3Stub) -> None:
 
 
 def test_a_provider_that_does_not_pickle_is_an_error_of_ours() -> None:
-    spec = StoreSpec("s3://bucket/run", credential_provider=lambda: {})
+    spec = StoreSpec("s3://bucket/run", storage_options={"credential_provider": lambda: {}})
     with pytest.raises(StorageError, match="credential_provider cannot be pickled"):
         pickle.dumps(spec)
 
@@ -204,19 +205,20 @@ def test_at_and_child(tmp_path: Path) -> None:
 
 def test_paths_inside_a_ready_store() -> None:
     memory = zarr.storage.MemoryStore()
-    StoreSpec("run/step-1", memory).open().put("k", [b"x"])
-    StoreSpec(None, memory).at("/run/step-2/").open().put("k", [b"xx"])
-    StoreSpec("run", memory).child("step-3").open().put("k", [b"xxx"])
-    root = open_store(None, store=memory)
+    run = zarr.storage.StorePath(memory, "run")
+    StoreSpec(zarr.storage.StorePath(memory, "run/step-1")).open().put("k", [b"x"])
+    StoreSpec(memory).at("/run/step-2/").open().put("k", [b"xx"])
+    StoreSpec(run).child("step-3").open().put("k", [b"xxx"])
+    root = open_store(memory)
     assert {item.key: item.size for item in root.list()} == {"run/step-1/k": 1, "run/step-2/k": 2, "run/step-3/k": 3}
-    assert StoreSpec("run", memory).url == "MemoryStore/run"
-    assert open_store("run", store=zarr.storage.StorePath(memory, "x")).url == "MemoryStore/x/run"
+    assert StoreSpec(run).url == "MemoryStore/run"
+    assert StoreSpec(run).at("x").open().url == "MemoryStore/run/x"
     with pytest.raises(StorageError, match="path inside that store"):
-        StoreSpec("s3://bucket/run", memory)
+        StoreSpec(memory).at("s3://bucket/run")
 
 
 def test_a_local_zarr_store_takes_the_direct_path(tmp_path: Path) -> None:
-    spec = StoreSpec("run", zarr.storage.LocalStore(tmp_path))
+    spec = StoreSpec(zarr.storage.StorePath(zarr.storage.LocalStore(tmp_path), "run"))
     assert spec.url == str(tmp_path / "run")
     spec.open().create("k", b"x")
     assert (tmp_path / "run/k").read_bytes() == b"x"
@@ -236,8 +238,8 @@ def test_an_obstore_store_keeps_its_options(moto_bucket: S3Place) -> None:
         region="us-east-1",
         client_options={"allow_http": True},
     )
-    for ready in (inner, zarr.storage.ObjectStore(inner)):
-        spec = StoreSpec("run", ready)
+    in_zarr = zarr.storage.StorePath(zarr.storage.ObjectStore(inner), "run")
+    for spec in (StoreSpec(inner).child("run"), StoreSpec(in_zarr)):
         assert spec.url == moto_bucket.url("some/prefix/run")
         spec.open().put("k", [b"x"])
         found = moto_bucket.client().get_object(Bucket=moto_bucket.bucket, Key="some/prefix/run/k")
@@ -252,13 +254,13 @@ def test_the_endpoint_that_counts_of_an_obstore_store(s3_stub: S3Stub) -> None:
 
     options: dict[str, Any] = {"access_key_id": "k", "secret_access_key": "s", "client_options": {"allow_http": True}}
     endpoints = {"endpoint": "http://127.0.0.1:1", "aws_endpoint_url_s3": s3_stub.endpoint}
-    open_store("run", store=S3Store("bucket", region="us-east-1", **endpoints, **options)).put("k", [b"x"])
+    open_store(S3Store("bucket", prefix="run", region="us-east-1", **endpoints, **options)).put("k", [b"x"])
     assert list(s3_stub.objects) == ["bucket/run/k"]
 
 
 def test_an_fsspec_zarr_store_keeps_its_filesystem(moto_bucket: S3Place) -> None:
     ready = zarr.storage.FsspecStore.from_url(moto_bucket.url("pre fix"), storage_options=moto_bucket.s3fs_options)
-    spec = StoreSpec("run", ready)
+    spec = StoreSpec(zarr.storage.StorePath(ready, "run"))
     store = spec.open()
     assert type(store).__name__ == "FsspecStore"
     store.create("k", b"x")
@@ -268,7 +270,7 @@ def test_an_fsspec_zarr_store_keeps_its_filesystem(moto_bucket: S3Place) -> None
 
 
 def test_memory_does_not_leave_its_process() -> None:
-    memory = StoreSpec("run", zarr.storage.MemoryStore())
+    memory = StoreSpec(zarr.storage.StorePath(zarr.storage.MemoryStore(), "run"))
     with pytest.raises(StorageError, match="lives in this process's memory"):
         pickle.dumps(memory)
     spec = pickle.loads(pickle.dumps(StoreSpec("memory://run")))
@@ -282,13 +284,14 @@ def test_memory_does_not_leave_its_process() -> None:
 
 
 def test_other_objects_are_refused(tmp_path: Path) -> None:
-    for wrong in (tmp_path, "s3://x", object()):
-        with pytest.raises(StorageError, match="expected a zarr store"):
-            StoreSpec("run", wrong)
+    wrong: Any
+    for wrong in (object(), b"/tmp/run", 7, {}, zarr.storage.StorePath(FaultyStore(tmp_path), "run")):  # type: ignore[arg-type]
+        with pytest.raises(StorageError, match="expected a url, a path, a zarr store"):
+            StoreSpec(wrong)
     with pytest.raises(StorageError, match="belong to a url"):
-        StoreSpec("run", zarr.storage.MemoryStore(), {"key": "x"})
+        StoreSpec(zarr.storage.MemoryStore(), {"key": "x"})
     with pytest.raises(StorageError, match="through obstore only"):
-        StoreSpec("memory://x", credential_provider=Provider()).open()
+        StoreSpec("memory://x", storage_options={"credential_provider": Provider()}).open()
 
 
 def a_place(kind: str, folder: Path) -> Callable[[bool], Any]:
@@ -307,27 +310,28 @@ def a_place(kind: str, folder: Path) -> Callable[[bool], Any]:
 @pytest.mark.parametrize("kind", ["local", "obstore", "fsspec", "memory"])
 def test_a_read_only_store_is_read_and_never_changed(kind: str, tmp_path: Path) -> None:
     place = a_place(kind, tmp_path)
-    own, there = {"store": place(False)}, {"store": place(True)}
+    ready = place(False)
+    own, there = partial(zarr.storage.StorePath, ready), partial(zarr.storage.StorePath, place(True))
     state = {"w": torch.ones(3)}
-    zarrckpt.save(state, "run", **own)
-    zarrckpt.save(state, "pinned", **own)
-    pin_id = zarrckpt.pin("pinned", **own)
-    before = {info.key: info.size for info in open_store(None, **own).list()}
+    zarrckpt.save(state, own("run"))
+    zarrckpt.save(state, own("pinned"))
+    pin_id = zarrckpt.pin(own("pinned"))
+    before = {info.key: info.size for info in open_store(ready).list()}
     calls: list[Callable[[], Any]] = [
-        lambda: zarrckpt.save(state, "new", **there),
-        lambda: zarrckpt.save(state, "run", overwrite=True, **there),
-        lambda: zarrckpt.remove("run", **there),
-        lambda: zarrckpt.recover("run", stopped=True, **there),
-        lambda: zarrckpt.pin("run", **there),
-        lambda: zarrckpt.unpin("pinned", pin_id, **there),
-        lambda: zarrckpt.open("run", **own).copy_to("copy", **there),
+        lambda: zarrckpt.save(state, there("new")),
+        lambda: zarrckpt.save(state, there("run"), overwrite=True),
+        lambda: zarrckpt.remove(there("run")),
+        lambda: zarrckpt.recover(there("run"), stopped=True),
+        lambda: zarrckpt.pin(there("run")),
+        lambda: zarrckpt.unpin(there("pinned"), pin_id),
+        lambda: zarrckpt.open(own("run")).copy_to(there("copy")),
     ]
     for call in calls:
         with pytest.raises(StorageError):
             call()
-    assert {info.key: info.size for info in open_store(None, **own).list()} == before
-    assert zarrckpt.open("run", **there)["w"][:].tolist() == [1, 1, 1]
-    assert zarrckpt.open("run", **there).verify()
+    assert {info.key: info.size for info in open_store(ready).list()} == before
+    assert zarrckpt.open(there("run"))["w"][:].tolist() == [1, 1, 1]
+    assert zarrckpt.open(there("run")).verify()
 
 
 # -- forked children
@@ -403,7 +407,7 @@ def test_other_stores_work_in_a_forked_child(kind: str, request: pytest.FixtureR
 def test_no_more_transfers_are_useful_than_are_asked_for(tmp_path: Path) -> None:
     for spec in (
         StoreSpec(tmp_path, concurrency=1),
-        StoreSpec(None, FaultyStore(tmp_path), concurrency=1),
+        StoreSpec(FaultyStore(tmp_path), concurrency=1),
         StoreSpec("s3://bucket/run", storage_options={"anon": True}, concurrency=1),
     ):
         assert spec.open().useful_concurrency() == 1

@@ -89,16 +89,17 @@ class Transfers:
 
 @pytest.mark.parametrize("concurrency", [1, 20])
 def test_a_given_number_is_reached_and_never_exceeded(concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"concurrency": concurrency}
     state = a_state(3)
     transfers = Transfers(monkeypatch)
     # Long enough for twenty threads to begin on a busy machine.
     with served(latency=0.02 if concurrency == 1 else 0.2) as server:
-        options["storage_options"] = server.storage_options
-        zarrckpt.save(state, "s3://bucket/run", **options)
+        where = server.storage_options
+        saving = zarrckpt.SaveOptions(concurrency=concurrency)
+        zarrckpt.save(state, "s3://bucket/run", storage_options=where, options=saving)
         assert transfers.most == concurrency
         transfers.most = 0
-        assert loaded("s3://bucket/run", state, **options)
+        loading = zarrckpt.LoadOptions(concurrency=concurrency)
+        assert loaded("s3://bucket/run", state, storage_options=where, options=loading)
         assert transfers.most == concurrency
 
 

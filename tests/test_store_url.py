@@ -108,7 +108,7 @@ def test_text_that_names_nothing_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         StoreSpec(text)
     with pytest.raises(StorageError):
-        StoreSpec(text.rpartition("/")[2].replace("%00", "\0"), zarr.storage.LocalStore(tmp_path))
+        StoreSpec(zarr.storage.LocalStore(tmp_path)).at(text.rpartition("/")[2].replace("%00", "\0"))
 
 
 def test_a_path_may_have_bytes_that_are_no_text(tmp_path: Path) -> None:

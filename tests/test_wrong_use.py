@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,36 @@ from zarrckpt._state import objects
 
 @pytest.mark.parametrize("name", ["concurrency", "max_inflight_bytes", "max_chunk_bytes"])
 def test_limits_without_meaning_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one", **{name: 1})  # type: ignore[arg-type]
+    one: dict[str, Any] = {name: 1}
+    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one", options=zarrckpt.SaveOptions(**one))
     for value, error in {0: ValueError, -1: ValueError, 1.5: TypeError, "8": TypeError}.items():
-        options: dict[str, Any] = {name: value}
+        wrong: dict[str, Any] = {name: value}
         with pytest.raises(error, match=name):
-            zarrckpt.save({"w": torch.ones(3)}, tmp_path / "two", **options)
+            zarrckpt.SaveOptions(**wrong)
         if name != "max_chunk_bytes":
             with pytest.raises(error, match=name):
-                zarrckpt.load({"w": torch.ones(3)}, tmp_path / "one", **options)
-    assert not (tmp_path / "two").exists()
+                zarrckpt.LoadOptions(**wrong)
+
+
+CALLS: dict[str, Callable[..., object]] = {
+    "SaveOptions": lambda state, url, options: zarrckpt.save(state, url, options=options),
+    "SaveOptions of async_save": lambda state, url, options: zarrckpt.async_save(state, url, options=options),
+    "SaveOptions of plan_report": lambda state, url, options: zarrckpt.plan_report(state, options=options),
+    "SaveOptions of the writer": lambda state, url, options: zarrckpt.ZarrStorageWriter(url, options=options),
+    "LoadOptions": lambda state, url, options: zarrckpt.load(state, url, options=options),
+    "LoadOptions of the reader": lambda state, url, options: zarrckpt.ZarrStorageReader(url, options=options),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_options_of_another_kind_are_refused(call: str, tmp_path: Path) -> None:
+    """A dict, or those of the other direction; before anything is written or looked for."""
+    kind = call.partition(" ")[0]
+    other = zarrckpt.LoadOptions() if kind == "SaveOptions" else zarrckpt.SaveOptions()
+    for wrong in ({"timeout": 60}, other):
+        with pytest.raises(TypeError, match=f"must be a zarrckpt.{kind}, got a {type(wrong).__name__}$"):
+            CALLS[call]({"w": torch.ones(3)}, tmp_path / "one", wrong)
+    assert not (tmp_path / "one").exists()
 
 
 @pytest.mark.parametrize("state", [nn.Linear(2, 2), [torch.ones(2)], torch.ones(2), None])

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from zarrckpt._dcp.writer import ZarrStorageWriter
     from zarrckpt._ops.recover import RecoverReport, recover, remove
     from zarrckpt._ops.verify import Damage, VerifyReport
+    from zarrckpt._options import LoadOptions, SaveOptions
     from zarrckpt._reports import LoadReport, PlanReport, SaveReport
     from zarrckpt._save.background import async_save
     from zarrckpt._save.plan_report import plan_report
@@ -60,12 +61,14 @@ __all__ = [
     "ForeignObjectsError",
     "IncompleteSaveError",
     "KeyMismatchError",
+    "LoadOptions",
     "LoadReport",
     "ObjectExistsError",
     "ObjectNotFoundError",
     "PerRank",
     "PlanReport",
     "RecoverReport",
+    "SaveOptions",
     "SaveReport",
     "StorageError",
     "UnsafeValueError",
@@ -94,10 +97,12 @@ __all__ = [
 _LAZY = {
     "Checkpoint": "_checkpoint",
     "Damage": "_ops.verify",
+    "LoadOptions": "_options",
     "LoadReport": "_reports",
     "PerRank": "_state.per_rank",
     "PlanReport": "_reports",
     "RecoverReport": "_ops.recover",
+    "SaveOptions": "_options",
     "SaveReport": "_reports",
     "VerifyReport": "_ops.verify",
     "ZarrLoadPlanner": "_dcp.planner",

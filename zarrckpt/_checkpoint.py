@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress
 from zarrckpt._read.arrays import read_arrays
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import ExportReport, count_text, size_text, time_text, value_text
-from zarrckpt._store import StoreSpec, join_url
+from zarrckpt._store import StoreSpec, Url, join_url
 from zarrckpt._store._whole_files import local_path
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def copy_to(
         self,
-        url: str | os.PathLike[str] | None = None,
+        url: Url,
         *,
         overwrite: bool = False,
         chunks: ChunksOption = None,
@@ -291,9 +291,7 @@ class Checkpoint(Mapping[str, Any]):
         dtype: DTypeOption = None,
         compression: CompressionOption = "keep",
         portable_dtypes: bool = False,
-        store: object | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        credential_provider: Callable[..., Any] | None = None,
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         progress: Progress | None = None,
     ) -> CopyReport:
@@ -303,7 +301,7 @@ class Checkpoint(Mapping[str, Any]):
         has a save id of its own. Chunks of tensors for which no option changes anything stay the same, byte for byte.
 
         Args:
-            url: where to, as in :func:`save`; so are store, storage_options and credential_provider.
+            url: where to, as in :func:`save`; so is storage_options.
             overwrite: replace what is there.
             chunks: a shape for the chunks of all tensors with as many dimensions, or a mapping pattern -> shape (the
                 first that means a tensor counts); -1 stands for a whole dimension.
@@ -336,7 +334,7 @@ class Checkpoint(Mapping[str, Any]):
             compression=compression,
             portable_dtypes=portable_dtypes,
         )
-        target = StoreSpec(url, store, storage_options, credential_provider).open()
+        target = StoreSpec(url, storage_options).open()
         limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
         report = copy_checkpoint(self._catalog, list(self._names), target, changes, overwrite=overwrite, **limits)
         for fqn, count in report.overflowed.items():
@@ -618,11 +616,9 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def open(
-    url: str | os.PathLike[str] | None = None,
+    url: Url,
     *,
-    store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    credential_provider: Callable[..., Any] | None = None,
     allow_pickle: bool = False,
 ) -> Checkpoint:
     """Open a committed checkpoint for reading. One request; torch is not needed.
@@ -630,24 +626,24 @@ def open(
     Raises CheckpointNotFoundError (saying whether nothing is there or an unfinished save is), ForeignObjectsError,
     UnsupportedFormatError, CorruptCheckpointError.
     """
-    spec = StoreSpec(url, store, storage_options, credential_provider)
+    spec = StoreSpec(url, storage_options)
     return Checkpoint(Catalog(spec), allow_pickle=allow_pickle)
 
 
 def latest(
-    prefix: str | os.PathLike[str] | None = None,
+    prefix: Url,
     *,
-    store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    credential_provider: Callable[..., Any] | None = None,
 ) -> str | None:
     """The url of the checkpoint below a prefix that was committed last, or None where there is none: for resuming.
+
+    Of a ready store in place of the url: the path below it.
 
     Looks at the folders right below the prefix (``<prefix>/step-100``), one request each, and skips unfinished
     saves and what is no checkpoint. All ranks that call it get the same answer as long as no save is being
     committed.
     """
-    place = StoreSpec(prefix, store, storage_options, credential_provider).open()
+    place = StoreSpec(prefix, storage_options).open()
     folders = place.list_dir()[1]
     if HOUSE in folders:
         warnings.warn(f"latest({place.url!r}) looks below a checkpoint: pass the folder that holds it", stacklevel=2)
@@ -658,7 +654,4 @@ def latest(
     last = protocol.newest(found)
     if last is None:
         return None
-    if store is not None:
-        return last.name if prefix is None else f"{str(prefix).rstrip('/')}/{last.name}"
-    assert prefix is not None
-    return join_url(prefix, last.name)
+    return join_url(prefix, last.name) if isinstance(prefix, str | os.PathLike) else last.name

@@ -2,17 +2,16 @@
 
     rule = zarrckpt.testing.at(17, zarrckpt.testing.STOP)
     store = zarrckpt.testing.FaultyStore("s3://bucket/run/step-7", rule)
-    zarrckpt.save(state, store=store)                                    # dies at the 17th operation
+    zarrckpt.save(state, store)                                          # dies at the 17th operation
 
 A :class:`FaultyStore` stands in front of a url or a ready store, and asks a rule what becomes of each operation. It
-goes wherever ``store=`` does. No torch.
+goes wherever a url does. No torch.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import StorageError
-from zarrckpt._store import Buffer, ObjectInfo, Store, Versioned, open_store
+from zarrckpt._store import Buffer, ObjectInfo, Store, Url, Versioned, open_store
 from zarrckpt._store._base import Listing
 
 if TYPE_CHECKING:
@@ -121,23 +120,21 @@ class FaultyStore(Store):
     A put is one operation, however many requests it takes; so is a delete of many keys, a sync, a listing.
 
     Args:
-        url: what stands behind it, a local path or any url.
+        url: what stands behind it, a local path, any url, or a ready store.
         rule: what becomes of each operation.
-        store: a ready store instead of a url.
         storage_options: as everywhere.
         durable: as for :func:`zarrckpt.save`.
     """
 
     def __init__(
         self,
-        url: str | os.PathLike[str] | None = None,
+        url: Url,
         rule: Rule = never,
         *,
-        store: object | None = None,
         storage_options: Mapping[str, Any] | None = None,
         durable: bool = True,
     ) -> None:
-        self._inner = open_store(url, store=store, storage_options=storage_options, durable=durable)
+        self._inner = open_store(url, storage_options=storage_options, durable=durable)
         self.url = self._inner.url
         self.is_local = self._inner.is_local
         self.max_concurrency = self._inner.max_concurrency

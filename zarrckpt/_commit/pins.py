@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,16 +13,14 @@ from zarrckpt._format.documents import NODE, group_document, join
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import HOUSE, Root
 from zarrckpt._format.sealed import is_save_id, now
-from zarrckpt._store import Store, StoreSpec
+from zarrckpt._store import Store, StoreSpec, Url
 
 
 def pin(
-    url: str | os.PathLike[str] | None = None,
+    url: Url,
     note: str = "",
     *,
-    store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    credential_provider: Callable[..., Any] | None = None,
 ) -> str:
     """Keep the checkpoint at a url from being removed or replaced; return the pin's id, for :func:`unpin`.
 
@@ -41,7 +38,7 @@ def pin(
     """
     if not isinstance(note, str):
         raise TypeError(f"note must be a str, got a {type(note).__name__}")
-    place = StoreSpec(url, store, storage_options, credential_provider).open()
+    place = StoreSpec(url, storage_options).open()
     root = protocol.load_root(place)
     own = Pin(protocol.new_id(), note, now())
     key = pin_key(own.pin_id)
@@ -73,12 +70,10 @@ def _refuse_endangered(place: Store, root: Root) -> None:
 
 
 def unpin(
-    url: str | os.PathLike[str] | None = None,
-    pin_id: str = "",
+    url: Url,
+    pin_id: str,
     *,
-    store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    credential_provider: Callable[..., Any] | None = None,
 ) -> None:
     """Delete a pin of the checkpoint at a url; one that is gone is no error. One request.
 
@@ -86,4 +81,4 @@ def unpin(
     """
     if not is_save_id(pin_id):
         raise CheckpointError(f"{pin_id!r:.80} is no pin's id: zarrckpt.pin returns 32 hexadecimal digits")
-    StoreSpec(url, store, storage_options, credential_provider).open().delete([pin_key(pin_id)])
+    StoreSpec(url, storage_options).open().delete([pin_key(pin_id)])

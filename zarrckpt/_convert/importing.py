@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zarrckpt._convert.safetensors import INDEX, SAFETENSORS_SUFFIX
 from zarrckpt._errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeValueError, UnsupportedValueError
@@ -17,24 +18,31 @@ from zarrckpt._format.documents import NODE
 from zarrckpt._format.matching import select
 from zarrckpt._format.state_path import DICT, StatePath
 from zarrckpt._jobs import Progress
-from zarrckpt._ranks.group import TIMEOUT, Ranks, checked_timeout
+from zarrckpt._options import SaveOptions
+from zarrckpt._ranks.group import Ranks
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.run import run_save
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import for_save
+from zarrckpt._store import Url
 
 
 def import_checkpoint(
     source: str | os.PathLike[str],
-    url: str | os.PathLike[str],
+    url: Url,
     *,
     prefix: str = "",
     keys: tuple[str, ...] = (),
     allow_pickle: bool = False,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    options: SaveOptions | None = None,
     progress: Progress | None = None,
-    **options: Any,
 ) -> SaveReport:
     """Save what another library's files hold as a checkpoint. Runs in one process.
 
@@ -49,7 +57,8 @@ def import_checkpoint(
         keys: only these, patterns as in :meth:`Checkpoint.select`.
         allow_pickle: values, and DCP's metadata, that hold other classes than torch's and Python's own run their code.
         progress: called as ``progress(bytes_done, bytes_total)``.
-        options: the others of :func:`save`.
+
+    The other arguments are those of :func:`save`.
 
     Tensors that share memory in a file of ``torch.save`` (tied weights) are saved under each of their names.
 
@@ -57,16 +66,22 @@ def import_checkpoint(
     UnsupportedLayoutError where the pieces of a tensor leave gaps or overlap, and what :func:`save` raises.
     """
     path = Path(source)
-    ranks = Ranks(options.pop("process_group", None), options.pop("no_dist", False))
-    timeout = checked_timeout(options.pop("timeout", TIMEOUT))
+    ranks = Ranks(process_group, no_dist)
     paths, leaf = _source(path, allow_pickle)
     wanted = select(paths, keys, str(path)) if keys else [*paths]
     above = prefix.split(".") if prefix else []
     entries = {fqn: leaf(fqn) for fqn in wanted}
     named = {fqn: _path_with(above, paths[fqn]) for fqn in wanted}
     flat = {named[fqn].fqn: entries[fqn] for fqn in wanted}
-    request = SaveRequest.checked(url, progress=progress, **options)
-    return run_save(lambda: LocalState(flat, {path.fqn: path for path in named.values()}), request, ranks, timeout)
+    request = SaveRequest.checked(
+        url,
+        options,
+        overwrite=overwrite,
+        metadata=metadata,
+        storage_options=storage_options,
+        progress=progress,
+    )
+    return run_save(lambda: LocalState(flat, {path.fqn: path for path in named.values()}), request, ranks)
 
 
 def _path_with(above: Sequence[str], path: StatePath) -> StatePath:

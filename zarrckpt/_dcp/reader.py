@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -30,14 +30,15 @@ from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismat
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
 from zarrckpt._format.root import Root
-from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits, run
+from zarrckpt._jobs import Progress, run
 from zarrckpt._load.fill import TensorReads, TensorTarget
 from zarrckpt._load.shared_reads import Shares, plan_shares, wanted_boxes
+from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._state.tensors import torch_dtype
-from zarrckpt._store import StoreSpec
+from zarrckpt._store import StoreSpec, Url
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,43 +66,31 @@ class ZarrStorageReader(StorageReader):
     and without secrets.
 
     Args:
-        url: where the checkpoint is: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
-        store: a ready ``zarr.abc.store.Store`` instead of a url.
-        storage_options: options of the store, under the names of fsspec or obstore (``docs/how-to/stores.md``).
-        credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
+        url: where the checkpoint is: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url; or
+            a ready zarr or obstore store, with ``zarr.storage.StorePath(store, path)`` for a path in one.
         allow_pickle: also load values that were saved pickled, which can run any code that the checkpoint holds.
         allow_cast: with planners other than :class:`ZarrLoadPlanner`, convert to the target's dtype instead of raising.
-        share_reads: what several ranks need (replicas, small chunks) is fetched by one of them and handed on over a
-            private gloo mesh; if false, each rank fetches all that it needs. The coordinator's choice counts. Default:
-            in object stores yes; in local paths no, since the machine's file cache is faster than the mesh.
-        concurrency: so many requests at once, a rank. Default: the store's own choice, 64 in object stores
-            (``docs/how-to/speed.md``).
-        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the targets (default 512 MiB).
+        storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
+            (``docs/how-to/stores.md``); default: what the environment says. ``credential_provider``, for tokens that
+            expire: a picklable callable that returns fresh credentials. An unknown name is a StorageError.
+        options: how bytes are moved, see :class:`LoadOptions`.
         progress: called as ``progress(bytes_done, bytes_total)`` while chunks are read.
     """
 
     def __init__(
         self,
-        url: str | os.PathLike[str] | None = None,
+        url: Url | None = None,
         *,
-        store: object | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        credential_provider: Callable[..., Any] | None = None,
         allow_pickle: bool = False,
         allow_cast: bool = False,
-        share_reads: bool | None = None,
-        concurrency: int | None = None,
-        max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+        storage_options: Mapping[str, Any] | None = None,
+        options: LoadOptions | None = None,
         progress: Progress | None = None,
     ) -> None:
-        check_limits(max_inflight_bytes=max_inflight_bytes)
-        if concurrency is not None:
-            check_limits(concurrency=concurrency)
-        self._spec = StoreSpec(url, store, storage_options, credential_provider, concurrency=concurrency)
+        self._options = checked_options(options, LoadOptions)
+        self._spec = StoreSpec(url, storage_options, concurrency=self._options.concurrency)
         self._allow_pickle = allow_pickle
         self._allow_cast = allow_cast
-        self._share_reads = share_reads
-        self._max_inflight_bytes = max_inflight_bytes
         self._progress = progress
         self._catalog: Catalog | None = None
         self.load_id = uuid.uuid4().hex
@@ -182,13 +171,15 @@ class ZarrStorageReader(StorageReader):
             targets = [_targets(plan.items) for plan in plans]
             for fqn in {fqn for own in targets for fqn, _ in own}:
                 self._catalog.refuse_uncounted(nodes[fqn])
-            shares = plan_shares(nodes, wanted_boxes(targets), len(plans), max(1, self._max_inflight_bytes // 4))
+            shares = plan_shares(
+                nodes, wanted_boxes(targets), len(plans), max(1, self._options.max_inflight_bytes // 4)
+            )
         channel = ChannelName.new(tuple(fact.rank for fact in facts)) if any(shares) else None
         tasks = [_LoadTask(own, channel) for own in shares]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def _shares(self, catalog: Catalog) -> bool:
-        return not catalog.store.is_local if self._share_reads is None else self._share_reads
+        return not catalog.store.is_local if self._options.share_reads is None else self._options.share_reads
 
     # -- all ranks
 
@@ -236,7 +227,7 @@ class ZarrStorageReader(StorageReader):
         found = run((partial(read, item.storage_index.fqn) for item in objects), catalog.store.max_concurrency)
         with catalog.guard():
             targets = [_target(item, planner) for item in tensors]
-            reads = TensorReads(catalog, targets, self._max_inflight_bytes, self._progress)
+            reads = TensorReads(catalog, targets, self._options.max_inflight_bytes, self._progress)
         return reads, list(zip(objects, found, strict=True))
 
     def _check_dtypes(self, root: Root, items: list[ReadItem], planner: LoadPlanner) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -20,9 +20,8 @@ from zarrckpt._dcp.channel import ChannelName, pieces_connected
 from zarrckpt._dcp.items import Facts, Notes, PlannerSource, check_item, told_by, whole_plans
 from zarrckpt._dcp.planner import gives_the_states_own
 from zarrckpt._errors import CheckpointError, IncompleteSaveError
-from zarrckpt._format.compression import CompressionOption
-from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress
-from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
+from zarrckpt._jobs import Progress
+from zarrckpt._options import SaveOptions
 from zarrckpt._plan.holders import hold
 from zarrckpt._plan.plan import Layout, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
@@ -31,6 +30,7 @@ from zarrckpt._ranks.group import global_rank
 from zarrckpt._save.agree import differing_parts, warn_of
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.run import AttemptName, SaveAttempt
+from zarrckpt._store import Url
 from zarrckpt._torch_private import sent_plans
 
 
@@ -58,61 +58,34 @@ class ZarrStorageWriter(StorageWriter):
     pickles without clients and without secrets.
 
     Args:
-        url: where the checkpoint goes: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
+        url: where the checkpoint goes: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url;
+            or a ready zarr or obstore store, with ``zarr.storage.StorePath(store, path)`` for a path in one.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
             committed.
         metadata: a dict of JSON types to keep with the checkpoint, as for :func:`zarrckpt.save`.
-        store: a ready ``zarr.abc.store.Store`` instead of a url.
-        storage_options: options of the store, under the names of fsspec or obstore (``docs/how-to/stores.md``).
-        credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
-        compression: None, ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
-            ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``); tensors are compressed, values are not.
-        max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
-            ``max_inflight_bytes``, but for 16 MiB).
-        min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks and are merged
-            into chunks of about ``fill_bytes`` (default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
-            merging, except where pieces fit no regular grid).
-        fill_bytes: see there (default: a quarter of a rank's mean part, 4 to 32 MiB).
-        concurrency: so many chunks and documents in transfer at once, a rank. Default: the store's own choice, 64 in
-            object stores (``docs/how-to/speed.md``).
-        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state (default 512 MiB, at
-            least one chunk).
-        durable: local files are synced to disk before the commit.
+        storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
+            (``docs/how-to/stores.md``); default: what the environment says. ``credential_provider``, for tokens that
+            expire: a picklable callable that returns fresh credentials. An unknown name is a StorageError.
+        options: how bytes are laid out and moved, see :class:`SaveOptions`.
         progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are written.
     """
 
     def __init__(
         self,
-        url: str | os.PathLike[str] | None = None,
+        url: Url | None = None,
         overwrite: bool = False,
         *,
         metadata: Mapping[str, Any] | None = None,
-        store: object | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        credential_provider: Callable[..., Any] | None = None,
-        compression: CompressionOption = None,
-        max_chunk_bytes: int = MAX_CHUNK_BYTES,
-        min_piece_bytes: int | None = None,
-        fill_bytes: int | None = None,
-        concurrency: int | None = None,
-        max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
-        durable: bool = True,
+        options: SaveOptions | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._request = SaveRequest.checked(
             url,
-            overwrite,
+            options,
+            overwrite=overwrite,
             metadata=metadata,
-            store=store,
             storage_options=storage_options,
-            credential_provider=credential_provider,
-            compression=compression,
-            max_chunk_bytes=max_chunk_bytes,
-            min_piece_bytes=min_piece_bytes,
-            fill_bytes=fill_bytes,
-            concurrency=concurrency,
-            max_inflight_bytes=max_inflight_bytes,
-            durable=durable,
             progress=progress,
         )
         self.save_id: str | None = None
@@ -191,7 +164,7 @@ class ZarrStorageWriter(StorageWriter):
         only, differing = differing_parts(digests)
         held = hold(told, only)
         warn_of({**held.differing, **differing})
-        planned = plan_save(held, self._request.options)
+        planned = plan_save(held, self._request.options.layout)
         self._layout, self._hollow = planned.layout, held.hollow
         members = tuple(told.members)
         self._alone = len(members) == 1

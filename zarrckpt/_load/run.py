@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import Root
-from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress, check_limits, run
+from zarrckpt._jobs import Progress, run
 from zarrckpt._load.fill import TensorReads
 from zarrckpt._load.match import Findings, ObjectMatch, Saved
 from zarrckpt._load.shared_reads import Shares, share_of
+from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._plan.holders import Asked, Told, wanted
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import Rounds, joined
@@ -22,7 +22,7 @@ from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import LoadReport
 from zarrckpt._state.optimizers import SavedTensor
 from zarrckpt._state.tensors import torch_dtype
-from zarrckpt._store import StoreSpec
+from zarrckpt._store import StoreSpec, Url
 
 
 @dataclass(frozen=True)
@@ -34,40 +34,33 @@ class LoadRequest:
     keys: Sequence[str] | None
     allow_pickle: bool
     allow_cast: bool
-    share_reads: bool | None
-    max_inflight_bytes: int
+    options: LoadOptions
     progress: Progress | None
 
     @classmethod
     def checked(
         cls,
-        url: str | os.PathLike[str] | None,
+        url: Url | None,
+        options: LoadOptions | None = None,
         *,
         strict: bool = True,
         keys: str | Iterable[str] | None = None,
-        store: object | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        credential_provider: Callable[..., Any] | None = None,
         allow_pickle: bool = False,
         allow_cast: bool = False,
-        share_reads: bool | None = None,
-        concurrency: int | None = None,
-        max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         progress: Progress | None = None,
     ) -> LoadRequest:
         """From the arguments of :func:`zarrckpt.load`. Raises TypeError and ValueError naming the argument."""
-        check_limits(max_inflight_bytes=max_inflight_bytes)
-        if concurrency is not None:
-            check_limits(concurrency=concurrency)
-        spec = StoreSpec(url, store, storage_options, credential_provider, concurrency=concurrency)
+        options = checked_options(options, LoadOptions)
+        spec = StoreSpec(url, storage_options, concurrency=options.concurrency)
         patterns = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
-        return cls(spec, strict, patterns, allow_pickle, allow_cast, share_reads, max_inflight_bytes, progress)
+        return cls(spec, strict, patterns, allow_pickle, allow_cast, options, progress)
 
 
-def run_load(state: dict[str, Any], request: LoadRequest, ranks: Ranks, timeout: float) -> LoadReport:
+def run_load(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> LoadReport:
     """Load into a state, in place. An error on one rank is raised on all."""
     began = time.monotonic()
-    with joined(ranks, f"the load from {request.spec.url}", timeout) as rounds:
+    with joined(ranks, f"the load from {request.spec.url}", request.options.timeout) as rounds:
         load = _load_together(state, request, rounds)
     match = load.match
     return LoadReport(
@@ -100,7 +93,7 @@ def _shares(load: _Load, asked: Asked, rounds: Rounds) -> Shares:
         lambda found: [data for data in found if data is not None],
     )
     told = Told.sent(packed, asked.given, rounds.members)
-    limit = max(1, load.request.max_inflight_bytes // 4)
+    limit = max(1, load.request.options.max_inflight_bytes // 4)
     return share_of(rounds.rank, load.catalog.root.tensors, wanted(told), rounds.size, limit)
 
 
@@ -134,7 +127,7 @@ class _Load:
     def check_all(self, found: Sequence[tuple[Findings, bytes]]) -> Asked | None:
         """Raise KeyMismatchError for what no rank loads; say who describes its targets, if ranks share their reads."""
         self.match.check_all([findings for findings, _ in found])
-        wish = self.request.share_reads
+        wish = self.request.options.share_reads
         share = not self.catalog.store.is_local if wish is None else wish
         if not share or len(found) == 1:
             return None
@@ -151,7 +144,7 @@ class _Load:
             reads = self._reads = TensorReads(
                 catalog,
                 match.tensors(),
-                self.request.max_inflight_bytes,
+                self.request.options.max_inflight_bytes,
                 self.request.progress,
                 self._rounds.progressed,
             )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from zarrckpt._jobs import run
 from zarrckpt._ops.verify import verify
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import count_text, time_text
-from zarrckpt._store import Store, StoreSpec
+from zarrckpt._store import Store, StoreSpec, Url
 
 _PLACES_AT_ONCE = 4
 """So many checkpoints of a folder are recovered side by side; each makes many requests at a time."""
@@ -41,12 +40,10 @@ class RecoverReport:
 
 
 def recover(
-    url: str | os.PathLike[str] | None = None,
+    url: Url,
     *,
     stopped: bool = False,
-    store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    credential_provider: Callable[..., Any] | None = None,
 ) -> RecoverReport:
     """Delete what saves that never committed, or were replaced, left at a url. What is committed stays.
 
@@ -70,7 +67,7 @@ def recover(
     Raises ForeignObjectsError where the url holds objects that no save of this package wrote; nothing is deleted then.
     CorruptCheckpointError where the root document is damaged. In a folder of checkpoints the others are gone on with.
     """
-    spec = StoreSpec(url, store, storage_options, credential_provider)
+    spec = StoreSpec(url, storage_options)
     names = protocol.places_below(spec.open())
     if not names:
         return _recovered(spec, stopped)
@@ -136,17 +133,15 @@ class Examination:
 
 
 def examine(
-    url: str | os.PathLike[str] | None = None,
+    url: Url,
     *,
-    store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    credential_provider: Callable[..., Any] | None = None,
 ) -> Examination:
     """Say what is at a url: a checkpoint, unfinished saves, leftovers, damage that a listing shows. Reads no chunk.
 
     The arguments are those of :func:`open`. Raises ForeignObjectsError where the url holds anything else.
     """
-    spec = StoreSpec(url, store, storage_options, credential_provider)
+    spec = StoreSpec(url, storage_options)
     place = spec.open()
     found = protocol.leftovers(place, damaged=True)
     pinned = tuple(f"pinned: {one.note!r:.200} (pin {one.pin_id})" for one in protocol.pins(place))
@@ -195,11 +190,9 @@ def examine(
 
 
 def remove(
-    url: str | os.PathLike[str] | None = None,
+    url: Url,
     *,
-    store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    credential_provider: Callable[..., Any] | None = None,
 ) -> int:
     """Delete the checkpoint at a url, damaged or whole, with all that saves left there; return the number of objects.
 
@@ -213,7 +206,7 @@ def remove(
     CheckpointPinnedError where the checkpoint is pinned, StorageError where the root document cannot be deleted:
     nothing is deleted then.
     """
-    place = StoreSpec(url, store, storage_options, credential_provider).open()
+    place = StoreSpec(url, storage_options).open()
     found = protocol.leftovers(place, damaged=True)
     if not found.begun:
         raise CheckpointNotFoundError(f"there is no checkpoint at {place.url}, and no save was begun; check the path")

@@ -17,7 +17,6 @@ from zarrckpt._format.documents import ArrayNode, compressible
 from zarrckpt._format.grid import Box, Grid, Ints
 from zarrckpt._format.root import parent_groups
 from zarrckpt._format.state_path import StatePath
-from zarrckpt._jobs import check_limits
 from zarrckpt._plan.chunking import (
     MAX_CHUNK_BYTES,
     choose_grid,
@@ -46,29 +45,13 @@ class Layout:
         return Marker(attempt, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
 
 
-LEAST_FITTING = 16 << 20
-"""For a smaller bound of memory, no smaller chunks are made: they would be too many."""
-
-
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of bytes that steer a plan, see :func:`zarrckpt.save`. None: chosen from ranks and state."""
+    """The numbers of bytes that steer a plan, see :class:`zarrckpt.SaveOptions`. None: chosen from ranks and state."""
 
     max_chunk: int = MAX_CHUNK_BYTES
     min_piece: int | None = None
     fill: int | None = None
-
-    @classmethod
-    def checked(cls, max_chunk: int, min_piece: int | None, fill: int | None, max_inflight: int) -> Sizes:
-        """From the arguments of a save. Raises TypeError and ValueError naming the argument."""
-        check_limits(max_chunk_bytes=max_chunk, max_inflight_bytes=max_inflight)
-        if fill is not None:
-            check_limits(fill_bytes=fill)
-        if min_piece is not None:
-            check_limits(0, min_piece_bytes=min_piece)
-        # A chunk that is copied is in memory as a whole, but for local files; an eighth is for what is rounded up.
-        fits = max(max_inflight - max_inflight // 8, LEAST_FITTING)
-        return cls(min(max_chunk, fits), min_piece, fill)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,6 @@ import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError
 
-TIMEOUT = 1800.0
-"""Seconds without an arrival or progress after which ranks give up, where the caller says nothing."""
-
-MOST_SECONDS = 10_000_000
-
 
 def in_use() -> bool:
     """Whether this process is one of a group (under torchrun, after init_process_group)."""
@@ -61,12 +56,3 @@ def errors_as_ours() -> Iterator[None]:
         raise
     except Exception as err:
         raise CheckpointError(f"{type(err).__name__}: {err}") from err
-
-
-def checked_timeout(timeout: float) -> float:
-    """The ``timeout`` of a call. Raises TypeError and ValueError."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout must be a number of seconds, got {timeout!r} of type {type(timeout).__name__}")
-    if not 0 < timeout <= MOST_SECONDS:
-        raise ValueError(f"timeout must be more than 0 and at most {MOST_SECONDS} seconds, got {timeout}")
-    return float(timeout)

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zarrckpt._format.compression import CompressionOption
-from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress, beside
-from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
-from zarrckpt._ranks.group import TIMEOUT, Ranks, checked_timeout
+from zarrckpt._jobs import Progress, beside
+from zarrckpt._options import SaveOptions
+from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.request import SaveRequest
@@ -22,6 +21,7 @@ from zarrckpt._save.run import run_save
 from zarrckpt._save.staging import Stager
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
+from zarrckpt._store import Url
 
 _log = logging.getLogger("zarrckpt")
 
@@ -74,12 +74,12 @@ class _Saver:
         self._last: _SaveFuture | None = None
 
     def save(
-        self, state: Mapping[str, Any], request: SaveRequest, ranks: Ranks, timeout: float, keep_buffers: bool
+        self, state: Mapping[str, Any], request: SaveRequest, ranks: Ranks, keep_buffers: bool
     ) -> Future[SaveReport]:
         with self._lock:
             self.finish()
             url = request.spec.url
-            with joined(ranks, f"the background save to {url}", timeout) as rounds:
+            with joined(ranks, f"the background save to {url}", request.options.timeout) as rounds:
                 look = request.refuse_committed if rounds.rank == 0 else lambda: None
                 with beside(look) as looked:
                     staged = self._staged(state, keep_buffers)
@@ -91,7 +91,7 @@ class _Saver:
                 return LocalState.of(staged)
 
             self._last = last = _SaveFuture(url)
-            self._thread.submit(last.run, lambda: run_save(take, request, ranks, timeout, background=True))
+            self._thread.submit(last.run, lambda: run_save(take, request, ranks, background=True))
             return last
 
     def _staged(self, state: Mapping[str, Any], keep_buffers: bool) -> dict[Any, Any] | Exception:
@@ -123,23 +123,14 @@ threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 
 def async_save(
     state: Mapping[str, Any],
-    url: str | os.PathLike[str] | None = None,
+    url: Url,
     *,
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    store: object | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    credential_provider: Callable[..., Any] | None = None,
-    compression: CompressionOption = None,
-    max_chunk_bytes: int = MAX_CHUNK_BYTES,
-    min_piece_bytes: int | None = None,
-    fill_bytes: int | None = None,
-    concurrency: int | None = None,
-    max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
-    durable: bool = True,
-    timeout: float = TIMEOUT,
+    options: SaveOptions | None = None,
     progress: Progress | None = None,
     keep_buffers: bool = True,
 ) -> Future[SaveReport]:
@@ -155,7 +146,8 @@ def async_save(
     Args:
         state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
             Python values. It may change as soon as the call returns.
-        url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url.
+        url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url; or a ready zarr or
+            obstore store, with ``zarr.storage.StorePath(store, "run/step-7")`` for a path in one.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
             committed. False, the default: CheckpointExistsError.
         metadata: what to keep with the checkpoint, for people and programs that choose among several: a dict of JSON
@@ -163,25 +155,11 @@ def async_save(
             taken as numbers. ``Checkpoint.metadata``, ``zarrckpt info`` and ``ls`` show it. The coordinator's counts.
         process_group: the ranks that save together (default: all); each of them calls, the others do not.
         no_dist: this process saves alone, as in :func:`zarrckpt.save`.
-        store: a ready ``zarr.abc.store.Store`` instead of a url.
         storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
-            (``docs/how-to/stores.md``); default: what the environment says. An unknown name is a StorageError.
-        credential_provider: a picklable callable that returns fresh credentials, for tokens that expire.
-        compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec
-            (``docs/how-to/compression.md``); tensors are compressed, values are not.
-        max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
-            ``max_inflight_bytes``, but for 16 MiB).
-        min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks and are merged
-            into chunks of about ``fill_bytes``. Default: 256 KiB times the number of ranks, at most 16 MiB; 0: no
-            merging, except where pieces fit no regular grid.
-        fill_bytes: the size of merged chunks (default: a quarter of a rank's mean part, 4 to 32 MiB).
-        concurrency: exactly so many chunks and documents in transfer at once, a rank. Default: the store's own choice,
-            which leaves one processor to training (``docs/how-to/speed.md``).
-        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the copy (default 512 MiB, at least
-            one chunk).
-        durable: local files are synced to disk before the commit (default). Without meaning in object stores.
-        timeout: the longest time in seconds without an arrival or progress of a rank, as in :func:`save` (default
-            1800), for this call and for the background each.
+            (``docs/how-to/stores.md``); default: what the environment says. ``credential_provider``, for tokens that
+            expire: a picklable callable that returns fresh credentials. An unknown name is a StorageError.
+        options: how bytes are laid out and moved, see :class:`SaveOptions`. Its ``timeout`` holds for this
+            call and for the background each.
         progress: called on each rank as ``progress(bytes_done, bytes_total)``, in the background's threads.
         keep_buffers: keep the memory of the copy for the next call, which then takes about a third of the time: new
             memory is slow to touch, and slower to pin (default). False frees it, when this save is done.
@@ -201,20 +179,12 @@ def async_save(
         objects.refuse_fsdp1(state)
     request = SaveRequest.checked(
         url,
-        overwrite,
+        options,
+        overwrite=overwrite,
         metadata=metadata,
-        store=store,
         storage_options=storage_options,
-        credential_provider=credential_provider,
-        compression=compression,
-        max_chunk_bytes=max_chunk_bytes,
-        min_piece_bytes=min_piece_bytes,
-        fill_bytes=fill_bytes,
-        concurrency=concurrency,
-        max_inflight_bytes=max_inflight_bytes,
-        durable=durable,
         progress=progress,
     )
     # By process: a forked child has neither the thread nor the group.
     saver = _savers.get(os.getpid()) or _savers.setdefault(os.getpid(), _Saver())
-    return saver.save(state, request, ranks, checked_timeout(timeout), keep_buffers)
+    return saver.save(state, request, ranks, keep_buffers)

@@ -11,11 +11,11 @@ import numpy as np
 import torch.distributed as dist
 
 from zarrckpt._format.root import parent_groups
-from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, check_limits
-from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
+from zarrckpt._jobs import check_limits
+from zarrckpt._options import SaveOptions, checked_options
 from zarrckpt._plan.owners import Numbers
-from zarrckpt._plan.plan import Options, SavePlan, Sizes
-from zarrckpt._ranks.group import TIMEOUT, Ranks, checked_timeout
+from zarrckpt._plan.plan import SavePlan
+from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.mesh import FANOUT
 from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import PlanReport
@@ -38,11 +38,7 @@ def plan_report(
     *,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    max_chunk_bytes: int = MAX_CHUNK_BYTES,
-    min_piece_bytes: int | None = None,
-    fill_bytes: int | None = None,
-    max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
-    timeout: float = TIMEOUT,
+    options: SaveOptions | None = None,
     ranks_per_host: int | None = None,
 ) -> PlanReport:
     """What :func:`save` would do with a state: objects, bytes by rank, bytes between ranks, cost of the puts.
@@ -55,12 +51,12 @@ def plan_report(
         ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
     else:
         check_limits(ranks_per_host=ranks_per_host)
-    sizes = Sizes.checked(max_chunk_bytes, min_piece_bytes, fill_bytes, max_inflight_bytes)
+    options = checked_options(options, SaveOptions)
     ranks = Ranks(process_group, no_dist)
     if no_dist:
         refuse_fsdp1(state)
-    with joined(ranks, "plan_report", checked_timeout(timeout)) as rounds:
-        plan = plan_together(rounds, partial(LocalState.saving, state), Options(sizes=sizes))
+    with joined(ranks, "plan_report", options.timeout) as rounds:
+        plan = plan_together(rounds, partial(LocalState.saving, state), options.layout)
     return report_of(plan, rounds.members, ranks_per_host)
 
 

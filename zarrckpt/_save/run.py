@@ -37,17 +37,17 @@ class AttemptName(NamedTuple):
 
 
 def run_save(
-    take: Callable[[], LocalState], request: SaveRequest, ranks: Ranks, timeout: float, *, background: bool = False
+    take: Callable[[], LocalState], request: SaveRequest, ranks: Ranks, *, background: bool = False
 ) -> SaveReport:
     """Save what ``take`` gives on each rank; return when it is committed. An error on one rank is raised on all.
 
     ``background``: beside training, to which it leaves a processor.
     """
-    with joined(ranks, f"the save to {request.spec.url}", timeout, background=background) as rounds:
+    with joined(ranks, f"the save to {request.spec.url}", request.options.timeout, background=background) as rounds:
         attempt = SaveAttempt(request, background=background)
         if rounds.size == 1:
             return _save_alone(take(), attempt, rounds)
-        agreed = agree(rounds, take, request.options, attempt.begin)
+        agreed = agree(rounds, take, request.options.layout, attempt.begin)
         name, layout = agreed.attempt, agreed.plan.layout
         try:
             channel = rounds.pieces() if agreed.plan.moves else None
@@ -65,7 +65,7 @@ def run_save(
 
 def _save_alone(state: LocalState, attempt: SaveAttempt, rounds: Rounds) -> SaveReport:
     """The same without other ranks: nothing to agree on. The attempt begins beside the first chunks."""
-    plan = plan_alone(state, attempt.request.options, rounds.members)
+    plan = plan_alone(state, attempt.request.options.layout, rounds.members)
     try:
         with beside(partial(attempt.begin, plan.layout), at_once=attempt.is_local) as begun:
             results = attempt.write(begun, plan.part(0), state, None, lambda: None)
@@ -92,7 +92,7 @@ class SaveAttempt:
         self.request = request
         self._store = request.spec.open()
         # A number of the caller's own is kept to.
-        self._store.beside_training = background and request.spec.concurrency is None
+        self._store.beside_training = background and request.options.concurrency is None
         self._started = time.monotonic()
         self._work: RankWork | None = None
         self._stopped = False

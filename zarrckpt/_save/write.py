@@ -169,7 +169,7 @@ class RankWork:
         self._source = source
         self._items = Items(plan, source)
         # What moves between ranks may take the other half.
-        limit = request.max_inflight_bytes
+        limit = request.options.max_inflight_bytes
         self._limit = max(1, limit // 2 if plan.bundles else limit)
         self._progress = request.progress
         self._progressed = progressed

@@ -7,7 +7,7 @@ here knows what a checkpoint is, and importing this package imports neither zarr
 from __future__ import annotations
 
 from zarrckpt._store._base import Buffer, ObjectInfo, Reader, Store, Versioned
-from zarrckpt._store._spec import StoreSpec, open_store
+from zarrckpt._store._spec import StoreSpec, Url, open_store
 from zarrckpt._store._url import join_url
 
-__all__ = ["Buffer", "ObjectInfo", "Reader", "Store", "StoreSpec", "Versioned", "join_url", "open_store"]
+__all__ = ["Buffer", "ObjectInfo", "Reader", "Store", "StoreSpec", "Url", "Versioned", "join_url", "open_store"]

@@ -161,7 +161,7 @@ class Store(abc.ABC):
         """From now on every call that changes something raises StorageError, before it does."""
 
         def refuse(*_: Any) -> NoReturn:
-            raise StorageError(f"{self.url}: this store= was opened read-only: pass one that may be written to")
+            raise StorageError(f"{self.url}: this store was opened read-only: pass one that may be written to")
 
         for verb in ("put", "put_parts", "create", "replace", "delete", "sweep", "remove_folder"):
             setattr(self, verb, refuse)

@@ -9,12 +9,22 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store._base import Store
 from zarrckpt._store._secrets import MARKER, has_marker, redact, redact_url
 from zarrckpt._store._url import has_protocol, join_url, normalize, parse, text_of
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+    from zarr.abc.store import Store as ZarrStore
+    from zarr.storage import StorePath
+
+    Url: TypeAlias = str | os.PathLike[str] | ZarrStore | StorePath | ObjectStore | Store
+    """Where a checkpoint is: a path, a url, or a ready store."""
+else:
+    Url = str | os.PathLike[str] | Any
 
 _ACCEPTED = (
     "a zarr store (zarr.storage.LocalStore, ObjectStore, FsspecStore, MemoryStore or another zarr.abc.store.Store), "
@@ -22,7 +32,7 @@ _ACCEPTED = (
 )
 
 
-def open_store(url: str | os.PathLike[str] | None, **options: Any) -> Store:
+def open_store(url: Url | None, **options: Any) -> Store:
     """The store of a :class:`StoreSpec` with these arguments. Makes no request."""
     return StoreSpec(url, **options).open()
 
@@ -36,14 +46,13 @@ class StoreSpec:
 
     Args:
         url: a local path (``str`` or ``Path``), ``file://``, ``s3://``, ``gs://``, ``az://`` (``abfs(s)://``), or any
-            other url that fsspec knows, such as ``memory://`` or ``sftp://``. With ``store``: a path in it, or None.
-            May be None until :meth:`at` gives one.
-        store: a ready zarr or obstore store, instead of a url. One that is read-only is never changed.
+            other url that fsspec knows, such as ``memory://`` or ``sftp://``; or a ready zarr or obstore store, or a
+            ``zarr.storage.StorePath``. A store that is read-only is never changed. None until :meth:`at` gives one.
         storage_options: obstore's options, and a few of the names of s3fs, gcsfs and adlfs; an unknown name is an
             error. For fsspec's protocols they go to the filesystem as they are. ``{"backend": "fsspec"}`` takes
-            fsspec's own filesystem (s3fs, gcsfs, adlfs) for a cloud's url, too.
-        credential_provider: for ``s3://``, ``gs://`` and ``az://``: a callable that returns credentials in obstore's
-            form with the time when they expire; it is asked again then. It must pickle to go to other processes.
+            fsspec's own filesystem (s3fs, gcsfs, adlfs) for a cloud's url, too. ``credential_provider``, for ``s3://``,
+            ``gs://`` and ``az://``: a callable that returns credentials in obstore's form with the time when they
+            expire; it is asked again then. It must pickle to go to other processes.
         durable: False leaves out the fsyncs of local files. The conditional puts of a commit keep theirs.
         concurrency: so many transfers at once, as :attr:`Store.max_concurrency` says then. Default: the store's own
             choice.
@@ -54,10 +63,8 @@ class StoreSpec:
 
     def __init__(
         self,
-        url: str | os.PathLike[str] | None = None,
-        store: object | None = None,
+        url: Url | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        credential_provider: Callable[..., Any] | None = None,
         durable: bool = True,
         concurrency: int | None = None,
     ) -> None:
@@ -65,21 +72,21 @@ class StoreSpec:
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
             raise StorageError("storage_options must be a dict, with a str as the name of each option")
         self._options = dict(options)
-        self._provider = credential_provider
+        self._provider: Callable[..., Any] | None = self._options.pop("credential_provider", None)
         self._durable = durable
         self.concurrency = concurrency
-        self._given = store is not None
+        self._given = url is not None and not isinstance(url, str | os.PathLike)
         self._store: Any = None
         """A ready store that no url describes, as :meth:`open` takes it."""
         self._in_memory = False
         self._read_only = False
         self._root = ""
         """Of a ready store: the url that describes it, or the path in it."""
-        if store is not None:
-            if storage_options or credential_provider is not None:
-                raise StorageError("storage_options and credential_provider belong to a url, not to a ready store=")
-            self._take(store)
-        self._address = self._resolve(url)
+        if self._given:
+            if storage_options:
+                raise StorageError("storage_options belong to a url, not to a ready store")
+            self._take(url)
+        self._address = self._resolve(url if isinstance(url, str | os.PathLike) else None)
         self._pid = os.getpid()
         self._opened: tuple[int, Store] | None = None
 
@@ -147,7 +154,7 @@ class StoreSpec:
             return "" if url is None else normalize(url)
         text = "" if url is None else text_of(url)
         if has_protocol(text):
-            raise StorageError(f"with store=, the url is a path inside that store: {redact_url(text)!r} is none")
+            raise StorageError(f"with a ready store, the url is a path inside that store: {redact_url(text)!r} is none")
         text = text.strip("/")
         return f"{self._root}/{text}".strip("/") if self._store is not None else join_url(self._root, text)
 
@@ -172,9 +179,7 @@ class StoreSpec:
 
             return WrappedZarrStore(self._store, self._address, self._in_memory)
         if not self._address:
-            raise StorageError(
-                "no url is given: pass one, or store=; latest() returns None where no checkpoint is committed"
-            )
+            raise StorageError("no url is given; latest() returns None where no checkpoint is committed")
         return self._from_url()
 
     def _from_url(self) -> Store:
@@ -185,7 +190,7 @@ class StoreSpec:
             raise StorageError(f"{self.url}: the option backend is {backend!r}: expected {' or '.join(backends)}")
         through_fsspec = place.kind == "fsspec" or backend == "fsspec"
         if self._provider is not None and (through_fsspec or place.kind == "local"):
-            raise StorageError(f"{self.url}: credential_provider= serves s3://, gs:// and az:// through obstore only")
+            raise StorageError(f"{self.url}: a credential_provider serves s3://, gs:// and az:// through obstore only")
         if through_fsspec:
             from zarrckpt._store._fsspec import FsspecStore
 
@@ -243,7 +248,9 @@ class StoreSpec:
             kind = type(client).__name__
             raise StorageError(f"an obstore {kind} cannot hold checkpoints: expected {_ACCEPTED}, or a url")
         else:
-            raise StorageError(f"store= is a {type(store).__module__}.{type(store).__name__}: expected {_ACCEPTED}")
+            raise StorageError(
+                f"the url is a {type(store).__module__}.{type(store).__name__}: expected a url, a path, {_ACCEPTED}"
+            )
         self._root = path if self._store is not None else join_url(self._root, path)
 
     def _take_client(self, client: Any) -> None:
@@ -266,7 +273,7 @@ class StoreSpec:
         if fs.storage_args or fsspec.get_filesystem_class(protocol) is not type(fs):
             raise StorageError(
                 f"the filesystem {type(fs).__name__} of this FsspecStore cannot be opened again by a url: pass the url "
-                "and storage_options instead of store="
+                "and storage_options instead"
             )
         options = {name: value for name, value in fs.storage_options.items() if name not in ("asynchronous", "loop")}
         self._root = f"{protocol}://{store.path.lstrip('/')}"

@@ -141,7 +141,7 @@ def import_command(
             prefix=prefix,
             keys=patterns,
             allow_pickle=allow_pickle,
-            compression=compression,
+            options=zarrckpt.SaveOptions(compression=compression),
             overwrite=overwrite,
             storage_options=storage_options,
             progress=progress,

@@ -70,7 +70,7 @@ def _checkpoints(url: str, storage_options: Any) -> list[dict[str, Any]]:
     from zarrckpt._inspect.info import info_of
     from zarrckpt._store import StoreSpec
 
-    spec, listed = StoreSpec(url, None, storage_options), []
+    spec, listed = StoreSpec(url, storage_options), []
     try:
         below = checkpoints_below(spec.open(), unfinished=True)
     except StorageError:
