@@ -129,13 +129,24 @@ def complete_page(app: Sphinx, docname: str, source: list[str]) -> None:
 ERROR = re.compile(rf"(?<![\w`.~])({'|'.join(name for name in __all__ if name.endswith('Error'))})\b")
 
 
-def format_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """``Args:`` as a list, and links to errors.
+class Docstring(GoogleDocstring):
+    """A docstring whose ``Args:`` become a table."""
 
-    No lists for attributes, where the napoleon extension takes what stands before a colon for a type.
+    def _parse_parameters_section(self, section: str) -> list[str]:
+        lines = [".. list-table::", "   :class: arguments", "   :header-rows: 1", ""]
+        for name, _, text in [("Argument", "", ["Meaning"]), *self._consume_fields()]:
+            cell = name if name == "Argument" else f"``{name}``"
+            lines += [f"   * - {cell}", *self._format_block("     - ", text)]
+        return [*lines, ""]
+
+
+def format_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """``Args:`` as a table, and links to errors.
+
+    Not for attributes, where the napoleon extension takes what stands before a colon for a type.
     """
     if what in ("class", "function", "method"):
-        lines[:] = GoogleDocstring("\n".join(lines), Config(), app, what, name, obj, options).lines()
+        lines[:] = Docstring("\n".join(lines), Config(), app, what, name, obj, options).lines()
     lines[:] = [ERROR.sub(r":class:`~zarrckpt.\1`", line) for line in lines]
 
 

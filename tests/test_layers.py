@@ -12,7 +12,8 @@ import zarrckpt
 
 PACKAGE = Path(zarrckpt.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
-ROOM = re.compile(r"^\| (\d+) \| `(\w+)/?` \| (torch)? ?\|", re.MULTILINE)
+ROOM = re.compile(r"^\| (\d+) \| `(\w+)/` \| (torch)? ?\|", re.MULTILINE)
+MODULE = re.compile(r"`(\w+)` \(floor (\d+)(?:, (torch))?\): ")
 
 CLIENTS = {
     "zarr": {"_read.zarr_view", "_read.zarr_dtypes", "_store._zarr", "_store._zarr_readers"},
@@ -70,8 +71,11 @@ def _inside(tree: ast.AST, is_outer: object) -> set[int]:
 def test_the_page_on_the_architecture_has_the_rooms_of_the_contracts() -> None:
     layers, without_torch = contracts()[0]["layers"], contracts()[1]["source_modules"]
     rooms = {room: floor for floor, row in enumerate(reversed(layers)) for room in row.split(" | ")}
-    told = ROOM.findall(PAGE.read_text())
-    assert {room: int(floor) for floor, room, _ in told} == rooms
+    page = PAGE.read_text()
+    folders = ROOM.findall(page)
+    told = [*folders, *((floor, module, torch) for module, floor, torch in MODULE.findall(page))]
+    assert len(told) == len(rooms) and {room: int(floor) for floor, room, _ in told} == rooms
+    assert {room for _, room, _ in folders} == {room for room in rooms if (PACKAGE / room).is_dir()}
     assert {name.partition(".")[0] for name in modules()} == {*rooms, "__init__"}
     assert {f"zarrckpt.{room}" for _, room, torch in told if not torch} == {*without_torch}
 

@@ -156,8 +156,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return Place(bucket.url("run"), bucket.environment, True)
 
 
-def _all_kinds(url: str, saved: str, options: zarrckpt.SaveOptions | None = None) -> dict[tuple[str, bool | None], int]:
-    _save(url, saved, 3, options)
+def _all_kinds(url: str, saved: str) -> dict[tuple[str, bool | None], int]:
+    _save(url, saved, 3)
     return {(kind, share): _load(url, kind, 3, share) for kind in KINDS for share in (True, False, None)}
 
 
@@ -165,7 +165,7 @@ def _all_kinds(url: str, saved: str, options: zarrckpt.SaveOptions | None = None
 def test_every_kind_is_loaded_right_and_replicas_are_fetched_once(
     saved: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetched = run_ranks(_all_kinds, place.url, saved, {}, env=dict(place.env))
+    fetched = run_ranks(_all_kinds, place.url, saved, env=dict(place.env))
     for name, value in place.env.items():
         monkeypatch.setenv(name, value)
     once = stored_bytes(place.url)
@@ -217,7 +217,7 @@ def ranges_of_chunks(stub: S3Stub) -> dict[str, list[tuple[int, int]]]:
 def test_a_server_is_asked_for_each_byte_once(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     place = s3_stub.bucket()
     url, env = place.url("run"), place.environment
-    run_ranks(_save, url, "fsdp", 5, {}, env=env)
+    run_ranks(_save, url, "fsdp", 5, env=env)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     once = stored_bytes(url)

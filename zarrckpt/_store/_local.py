@@ -258,9 +258,9 @@ class LocalStore(Store):
         try:
             os.makedirs(folder, exist_ok=True)
         except FileExistsError as error:
-            if os.path.lexists(error.filename):
+            if os.path.lexists(error.filename) and not os.path.isdir(error.filename):
                 raise
-            # It was there, and a clean-up has removed it since.
+            # It was there, and a clean-up has removed it since; another thread may have made it again.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
         # Whoever has made them may die before it syncs them.
         self._changed({os.path.dirname(inner) for inner in new} | (self._grown if self._root in new else set()))
