@@ -16,7 +16,7 @@ from zarrckpt._format.dtypes import DType
 from zarrckpt._format.grid import Box, Ints, intersect
 from zarrckpt._jobs import BytesBudget, run
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.chunks import READ_BYTES, chunk_jobs, unpacking_bytes
+from zarrckpt._read.chunks import READ_BYTES, unpacking_bytes
 from zarrckpt._store import Store
 
 _READS_AT_ONCE = 8
@@ -89,17 +89,8 @@ def _fill_chunk(
 ) -> int:
     """Fill memory with a box of the source's array; the number of values that a cast lost."""
     target = cells if old.dtype == new.dtype else CastTarget(old.dtype, new.dtype, cells)
-    stored = old.under(source.root.tree)
-    jobs = [
-        job
-        for chunk in old.grid.chunks_of(box)
-        for job in chunk_jobs(source.store, stored, chunk, box, target, source.chunk_table(old, chunk), memory)
-    ]
-    if at_once == 1 or len(jobs) == 1:
-        for job in jobs:
-            job()
-    else:
-        run(jobs, min(at_once, len(jobs)))
+    jobs = [*source.stored(old).box_jobs(box, target, memory)]
+    run(jobs, min(at_once, len(jobs)))
     return target.overflowed if isinstance(target, CastTarget) else 0
 
 
