@@ -11,9 +11,8 @@ import torch
 from s3_stub import S3Stub
 
 import zarrckpt
-from zarrckpt._commit import protocol
+from zarrckpt._commit import chunks, protocol
 from zarrckpt._jobs import beside
-from zarrckpt._save import write
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
 STATE = {"weights": {f"w{number}": torch.arange(1000.0) + number for number in range(4)}, "step": 7}
@@ -45,7 +44,7 @@ def test_nothing_is_put_before_the_marker(s3_stub: S3Stub) -> None:
 
 def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     place, made = s3_stub.bucket(), threading.Event()
-    begin, new_encoder = protocol.begin, write.ChunkEncoder
+    begin, new_encoder = protocol.begin, chunks.ChunkEncoder
 
     def late(*args: Any, **kwargs: Any) -> protocol.Attempt:
         assert made.wait(60)
@@ -56,7 +55,7 @@ def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypat
         return new_encoder(*args)
 
     monkeypatch.setattr(protocol, "begin", late)
-    monkeypatch.setattr(write, "ChunkEncoder", making)
+    monkeypatch.setattr(chunks, "ChunkEncoder", making)
     zarrckpt.save(STATE, place.url("run"), storage_options=place.storage_options)
     found = zarrckpt.open(place.url("run"), storage_options=place.storage_options)
     assert found["weights.w3"][:].tolist() == [number + 3.0 for number in range(1000)]

@@ -27,14 +27,14 @@ from zarr.storage import MemoryStore
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
 from zarrckpt._format.chunk_codec import encode_chunk
-from zarrckpt._format.chunk_layout import CRC_BYTES, ChunkTable, chunk_object_bytes, raw_dtype, subchunk_bytes
+from zarrckpt._format.chunk_layout import CRC_BYTES, chunk_object_bytes, raw_dtype, subchunk_bytes
 from zarrckpt._format.crc32c import crc32c
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import DTYPES, by_name
 from zarrckpt._format.grid import Box, Grid
 from zarrckpt._format.json_values import dumps
 from zarrckpt._jobs import BytesBudget, run
-from zarrckpt._read.chunks import chunk_jobs, neighbours, read_box, runs_of
+from zarrckpt._read.chunks import StoredArray, neighbours, runs_of
 from zarrckpt._store import Store
 
 Ints = tuple[int, ...]
@@ -168,11 +168,11 @@ def test_reading_a_box_is_numpy_s_slice_and_fetches_nothing_twice(case: tuple[Ar
     node, box = case
     elements = random_elements(node)
     objects, table = store_array(node, elements)
-    found = read_box(objects, node, table, box)  # type: ignore[arg-type]
+    found = StoredArray(objects, node, table).read(box)  # type: ignore[arg-type]
     assert as_bytes(found) == as_bytes(elements[box.slices()])
     requests = objects.requests.copy()
     objects.is_local = True
-    assert as_bytes(read_box(objects, node, table, box)) == as_bytes(found)  # type: ignore[arg-type]
+    assert as_bytes(StoredArray(objects, node, table).read(box)) == as_bytes(found)  # type: ignore[arg-type]
     # Exactly the subchunks that share an element with the box, each once.
     part = subchunk_bytes(node) + CRC_BYTES
     fetched = [(key, place) for key, start, n in requests for place in range(start // part, (start + n) // part)]
@@ -199,8 +199,8 @@ def test_a_strided_target_is_filled_in_place() -> None:
     target = memory[1:7:2, ::-2][:, :4]
     box = Box((2, 3), (3, 4))
     (chunk,) = node.grid.chunks_of(box)
-    part = ChunkTable.of(node, chunk, table)
-    for job in chunk_jobs(objects, node, chunk, box, target, part, BytesBudget(1 << 20)):  # type: ignore[arg-type]
+    array = StoredArray(objects, node, table)  # type: ignore[arg-type]
+    for job in array.chunk_jobs(chunk, box, target, BytesBudget(1 << 20)):
         job()
     assert (target == elements[2:5, 3:7]).all() and np.count_nonzero(memory) <= target.size
 
@@ -208,7 +208,7 @@ def test_a_strided_target_is_filled_in_place() -> None:
 def test_a_band_of_rows_is_one_request() -> None:
     node = ArrayNode("a", Grid((8, 8), (8, 8), (2, 8)), by_name("float32"))
     objects, table = store_array(node, random_elements(node))
-    read_box(objects, node, table, Box((3, 4), (4, 4)))  # type: ignore[arg-type]
+    StoredArray(objects, node, table).read(Box((3, 4), (4, 4)))  # type: ignore[arg-type]
     part = subchunk_bytes(node) + CRC_BYTES
     assert objects.requests == [("a/c.0.0", part, 3 * part)]
 
@@ -227,7 +227,7 @@ def test_every_flipped_bit_of_a_subchunk_is_found(sub: Ints | None, local: bool)
         flipped[bit // 8] ^= 1 << bit % 8
         objects.data[key] = bytes(flipped)
         with pytest.raises(CorruptCheckpointError, match=r"a/c\.0\.0"):
-            read_box(objects, node, table)  # type: ignore[arg-type]
+            StoredArray(objects, node, table).read()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -238,7 +238,7 @@ def test_a_chunk_in_the_place_of_another_is_found(local: bool) -> None:
     one, other = objects.data["a/c.0"], objects.data["a/c.1"]
     objects.data |= {"a/c.0": other, "a/c.1": one}
     with pytest.raises(CorruptCheckpointError):
-        read_box(objects, node, table)  # type: ignore[arg-type]
+        StoredArray(objects, node, table).read()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -248,10 +248,10 @@ def test_a_missing_or_short_chunk_is_found(local: bool) -> None:
     objects.is_local = local
     objects.data["a/c.1"] = objects.data["a/c.1"][:-1]
     with pytest.raises(CorruptCheckpointError):
-        read_box(objects, node, table)  # type: ignore[arg-type]
+        StoredArray(objects, node, table).read()  # type: ignore[arg-type]
     del objects.data["a/c.1"]
     with pytest.raises(CorruptCheckpointError):
-        read_box(objects, node, table)  # type: ignore[arg-type]
+        StoredArray(objects, node, table).read()  # type: ignore[arg-type]
 
 
 def test_a_whole_contiguous_chunk_is_not_copied() -> None:

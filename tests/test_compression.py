@@ -44,7 +44,7 @@ from zarrckpt._format.dtypes import DTYPES, by_name
 from zarrckpt._format.grid import Box, Grid
 from zarrckpt._format.json_values import dumps
 from zarrckpt._jobs import BytesBudget
-from zarrckpt._read.chunks import chunk_jobs, read_box
+from zarrckpt._read.chunks import StoredArray
 from zarrckpt._store import Store
 
 CODECS: list[tuple[Any, Any]] = [
@@ -197,7 +197,7 @@ def test_reading_a_box_is_numpy_s_slice_and_fetches_what_it_needs(case: tuple[Ar
     elements = elements_of(node)
     data, checksums, sizes = encoded(node, elements)
     objects: Any = Objects(data, local)
-    assert as_bytes(read_box(objects, node, checksums, box, sizes=sizes)) == as_bytes(elements[box.slices()])
+    assert as_bytes(StoredArray(objects, node, checksums, sizes).read(box)) == as_bytes(elements[box.slices()])
     # The subchunks that share an element with the box, and nothing else; the tables are in C order.
     marks = np.zeros(node.grid.shape, bool)
     marks[box.slices()] = True
@@ -223,8 +223,8 @@ def test_a_strided_target_is_filled_in_place() -> None:
     target = memory[1:7:2, ::-2][:, :4]
     box = Box((2, 3), (3, 4))
     (chunk,) = node.grid.chunks_of(box)
-    table = ChunkTable.of(node, chunk, checksums, sizes)
-    for job in chunk_jobs(Objects(data), node, chunk, box, target, table, BytesBudget(1 << 20)):  # type: ignore[arg-type]
+    array = StoredArray(Objects(data), node, checksums, sizes)  # type: ignore[arg-type]
+    for job in array.chunk_jobs(chunk, box, target, BytesBudget(1 << 20)):
         job()
     assert (target == elements[2:5, 3:7]).all() and np.count_nonzero(memory) <= target.size
 
@@ -243,7 +243,7 @@ def test_every_flipped_bit_of_a_chunk_is_found(compression: Compression, sub: tu
         assert not table.check(0, np.frombuffer(flipped, np.uint8))
         if bit // 8 < table.begin(len(checksums)):
             with pytest.raises(CorruptCheckpointError, match=r"a/c\.0\.0"):
-                read_box(Objects({key: bytes(flipped)}), node, checksums, sizes=sizes)  # type: ignore[arg-type]
+                StoredArray(Objects({key: bytes(flipped)}), node, checksums, sizes).read()  # type: ignore[arg-type]
 
 
 def zstd_frame(data: bytes, size: int | None, last: bool = True) -> bytes:

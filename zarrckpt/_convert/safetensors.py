@@ -15,8 +15,8 @@ from typing import Any
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._jobs import Progress, Tally
+from zarrckpt._read.arrays import batches, read_in_order
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.parts import batches, parts_in_order
 from zarrckpt._reports import ExportReport
 from zarrckpt._store._whole_files import flush, new_files, refuse_existing
 
@@ -117,7 +117,7 @@ def _write(catalog: Catalog, path: str, names: Mapping[str, str], max_inflight_b
     ordered = sorted(names, key=lambda fqn: -catalog.root.tensors[fqn].dtype.itemsize)
     with open(path, "wb") as file:
         file.write(_header(catalog, {fqn: names[fqn] for fqn in ordered}))
-        for _, array in parts_in_order(catalog, ordered, max_inflight_bytes):
+        for array in read_in_order(catalog, ordered, max_inflight_bytes):
             file.write(array.reshape(-1).view("u1").data)
             tally.add(array.nbytes)
         flush(file)

@@ -8,7 +8,6 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,8 @@ from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._jobs import Progress, Tally
 from zarrckpt._ranks.group import errors_as_ours
+from zarrckpt._read.arrays import StoredBox, batches, read_boxes, stored_boxes
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.parts import TensorPart, batches, nbytes_of, read_parts, stored_boxes
 from zarrckpt._reports import ExportReport
 from zarrckpt._state.tensors import torch_dtype
 from zarrckpt._store._whole_files import refuse_existing
@@ -114,21 +113,21 @@ class _Planner(DefaultSavePlanner):
         values = [item for item in items if item.type == WriteItemType.BYTE_IO]
         if values:
             yield values
-        parts = {self._part(item): item for item in items if item.type != WriteItemType.BYTE_IO}
-        for batch in batches(parts, partial(nbytes_of, self._catalog), self._max_bytes):
-            arrays = read_parts(self._catalog, batch, self._max_bytes)
-            for part in batch:
+        boxes = {self._box(item): item for item in items if item.type != WriteItemType.BYTE_IO}
+        for batch in batches(boxes, lambda box: box.nbytes, self._max_bytes):
+            arrays = read_boxes(self._catalog, batch, self._max_bytes)
+            for box in batch:
                 array = arrays.pop(0)
                 raw = torch.from_numpy(array.reshape(-1).view(np.uint8))
-                dtype = torch_dtype(self._catalog.root.tensors[part.fqn])
-                self._read[parts[part].index] = raw.view(dtype).reshape(array.shape)
-            yield [parts[part] for part in batch]
-            self._tally.add(sum(nbytes_of(self._catalog, part) for part in batch))
+                self._read[boxes[box].index] = raw.view(torch_dtype(box.node)).reshape(array.shape)
+            yield [boxes[box] for box in batch]
+            self._tally.add(sum(box.nbytes for box in batch))
 
-    def _part(self, item: WriteItem) -> TensorPart:
+    def _box(self, item: WriteItem) -> StoredBox:
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
-        return TensorPart(self._fqns[item.index.fqn], Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+        node = self._catalog.root.tensors[self._fqns[item.index.fqn]]
+        return StoredBox(node, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What an item stands for: a value, or a part of a tensor, which is handed out once."""

@@ -51,6 +51,11 @@ class Grid(NamedTuple):
     subchunk_shape: Ints | None = None
 
     @property
+    def whole(self) -> Box:
+        """The box of all elements."""
+        return Box((0,) * len(self.shape), self.shape)
+
+    @property
     def counts(self) -> Ints:
         """The number of chunks along each dimension; zero where the array has no elements."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))

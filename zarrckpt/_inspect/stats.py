@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from zarrckpt._format.documents import ArrayNode
-from zarrckpt._format.grid import Box, Grid
+from zarrckpt._format.grid import Box
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, BytesBudget, Progress, Tally, run
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.chunks import read_box
 
 P = TypeVar("P")
 NumberArray = np.ndarray[Any, np.dtype[Any]]
@@ -250,21 +249,18 @@ def by_chunks(
         tally.add(nbytes)
         return fqn, found
 
-    jobs = (partial(job, fqn, box) for fqn, node in nodes.items() for box in _boxes(node.grid))
+    jobs = (
+        partial(job, fqn, node.grid.chunk_box(chunk))
+        for fqn, node in nodes.items()
+        for chunk in node.grid.chunks_of(node.grid.whole)
+    )
     with catalog.guard():
         return run(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
 
 
-def _boxes(grid: Grid) -> Iterator[Box]:
-    for chunk in grid.chunks_of(Box((0,) * len(grid.shape), grid.shape)):
-        yield grid.chunk_box(chunk)
-
-
 def read_part(catalog: Catalog, fqn: str, box: Box) -> NumberArray:
     node = catalog.root.tensors[fqn]
-    stored = node.under(catalog.root.tree)
-    raw = read_box(catalog.store, stored, catalog.checksums(node), box, sizes=catalog.sizes(node))
-    return raw.reshape(-1).view(node.dtype.numpy)
+    return catalog.stored(node).read(box).reshape(-1).view(node.dtype.numpy)
 
 
 def blocks(*arrays: NumberArray) -> Iterator[tuple[NumberArray, ...]]:

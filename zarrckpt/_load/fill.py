@@ -20,7 +20,7 @@ from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, Subch
 from zarrckpt._ranks.errors import StoppedByOthers
 from zarrckpt._ranks.messages import Channel, cut, is_intact, message_bytes, new_message, seal
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.chunks import ChunkPart, Job, chunk_jobs, fetch, runs_of, subchunks_in, unpacked, unpacking_bytes
+from zarrckpt._read.chunks import ChunkPart, Job, fetch, runs_of, subchunks_in, unpacked, unpacking_bytes
 from zarrckpt._state.tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype, transfer_memory
 
 
@@ -42,7 +42,6 @@ class _Target:
         self.fqn, self.box, self.finish = target.fqn, target.box, target.filled
         self._catalog = catalog
         self._node = catalog.root.tensors[self.fqn]
-        self._stored = self._node.under(catalog.root.tree)
         self._tensor = target.tensor
         if overlaps(self._tensor):
             raise KeyMismatchError(f"{self.fqn!r} {OVERLAPS}")
@@ -64,8 +63,7 @@ class _Target:
 
     def jobs(self, chunk: Ints, memory: BytesBudget) -> list[Job]:
         """What fills this target's part of a chunk that no other target here needs."""
-        table = self._catalog.chunk_table(self._node, chunk)
-        return chunk_jobs(self._catalog.store, self._stored, chunk, self.box, self._memory, table, memory)
+        return self._catalog.stored(self._node).chunk_jobs(chunk, self.box, self._memory, memory)
 
     def _raw_memory(self) -> Target:
         dtype = torch_dtype(self._node)
@@ -160,17 +158,16 @@ class TensorReads:
             stored, scratch = memory[: part.nbytes], memory[part.nbytes :]
             self._fetch(part, stored)
             for number, one in part.each(stored):
-                elements = unpacked(self._catalog.store, part, number, one, scratch)
+                elements = unpacked(part, number, one, scratch)
                 for target in needing[number]:
                     self._copy(part, number, elements, target)
 
     def _part(self, wanted: SubchunkRun) -> ChunkPart:
-        node = self._catalog.root.tensors[wanted.fqn]
-        table = self._catalog.chunk_table(node, wanted.chunk)
-        return ChunkPart(node.under(self._catalog.root.tree), wanted.chunk, wanted.numbers, table)
+        array = self._catalog.stored(self._catalog.root.tensors[wanted.fqn])
+        return ChunkPart(array, wanted.chunk, wanted.numbers, array.table(wanted.chunk))
 
     def _fetch(self, part: ChunkPart, stored: RawArray) -> None:
-        fetch(self._catalog.store, part, stored)
+        fetch(part, stored)
         self._count(len(stored), 0)
 
     def _copy(self, part: ChunkPart, number: int, elements: RawArray, target: _Target) -> None:
@@ -240,7 +237,7 @@ class TensorReads:
         begins = [0] * len(packs)
         with self._memory.take(unpacking_bytes(part.node)) as scratch:
             for number, one in part.each(stored):
-                elements = unpacked(self._catalog.store, part, number, one, scratch)
+                elements = unpacked(part, number, one, scratch)
                 for target in targets:
                     self._copy(part, number, elements, target)
                 for place, (box, out) in enumerate(packs):

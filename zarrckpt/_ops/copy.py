@@ -112,8 +112,7 @@ class _Copy:
 
     def run(self) -> None:
         """Put all chunks and documents."""
-        # An array without dimensions has one chunk, and an empty one none: numpy's rule, too.
-        chunks = [(node, chunk) for node in self._root.arrays() for chunk in np.ndindex(*node.grid.counts)]
+        chunks = [(node, chunk) for node in self._root.arrays() for chunk in node.grid.chunks_of(node.grid.whole)]
         with self._source.guard():
             self._tally = Tally(sum(self._expected(*item) for item in chunks), self._progress)
             jobs: list[Callable[[], None]] = [*self._documents(), *(partial(self._chunk, *item) for item in chunks)]

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder, encoding_memory
+from zarrckpt._commit.chunks import put_chunk
+from zarrckpt._format.chunk_codec import ArrayElements, encoding_memory
 from zarrckpt._format.chunk_layout import RawArray, most_subchunk_stored, raw_dtype
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import DType
 from zarrckpt._format.grid import Box, Ints, intersect
 from zarrckpt._jobs import BytesBudget, run
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.chunks import READ_BYTES, chunk_jobs, unpacking_bytes
+from zarrckpt._read.chunks import READ_BYTES, unpacking_bytes
 from zarrckpt._store import Store
 
 _READS_AT_ONCE = 8
 """Of one chunk, from a distant store: few large chunks fit into the memory bound."""
-
-_COPY_ALIGNED = 64
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,11 @@ def make_chunk(
     box = new.grid.chunk_box(chunk)
     at_once = 1 if source.store.is_local else _READS_AT_ONCE
     reading = at_once * _reading_bytes(source.store, old)
-    elements = box.size * new.dtype.itemsize
-    begin = -(-elements // _COPY_ALIGNED) * _COPY_ALIGNED
-    scratch, beside = encoding_memory(new, box.shape, in_parts=target.is_local)
-    with memory.take(begin + scratch, beside + reading) as taken:
-        cells = taken[:elements].view(raw_dtype(new.dtype.itemsize)).reshape(box.shape)
+    encoding = sum(encoding_memory(new, box.shape, in_parts=target.is_local))
+    with memory.take(box.size * new.dtype.itemsize, reading + encoding) as taken:
+        cells = taken.view(raw_dtype(new.dtype.itemsize)).reshape(box.shape)
         overflowed = _fill_chunk(source, old, new, box, cells, BytesBudget(reading), at_once)
-        encoder = _put(target, key, new, cells, taken[begin:])
+        encoder = put_chunk(target, lambda: key, new, ArrayElements(cells), BytesBudget(encoding))
     return MadeChunk(encoder.checksums, encoder.sizes, encoder.nbytes, overflowed)
 
 
@@ -89,32 +86,9 @@ def _fill_chunk(
 ) -> int:
     """Fill memory with a box of the source's array; the number of values that a cast lost."""
     target = cells if old.dtype == new.dtype else CastTarget(old.dtype, new.dtype, cells)
-    stored = old.under(source.root.tree)
-    jobs = [
-        job
-        for chunk in old.grid.chunks_of(box)
-        for job in chunk_jobs(source.store, stored, chunk, box, target, source.chunk_table(old, chunk), memory)
-    ]
-    if at_once == 1 or len(jobs) == 1:
-        for job in jobs:
-            job()
-    else:
-        run(jobs, min(at_once, len(jobs)))
+    jobs = [*source.stored(old).box_jobs(box, target, memory)]
+    run(jobs, min(at_once, len(jobs)))
     return target.overflowed if isinstance(target, CastTarget) else 0
-
-
-def _put(store: Store, key: str, node: ArrayNode, cells: RawArray, scratch: RawArray) -> ChunkEncoder:
-    encoder: ChunkEncoder | None = None
-
-    def groups() -> Iterable[Sequence[memoryview | bytes]]:
-        # Once for each try of the store's.
-        nonlocal encoder
-        encoder = ChunkEncoder(node, ArrayElements(cells))
-        return encoder.groups(scratch)
-
-    store.put_parts(lambda: key, groups)
-    assert encoder is not None
-    return encoder
 
 
 def writers_of(old: ArrayNode, new: ArrayNode, writers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

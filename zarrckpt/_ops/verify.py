@@ -228,7 +228,7 @@ class _Verification:
         tree = self._catalog.root.tree
         for fqn, node in self._arrays():
             stored = node.under(tree)
-            for chunk in _all_chunks(node):
+            for chunk in node.grid.chunks_of(node.grid.whole):
                 check = partial(self._check_chunk if tables else self._check_alone, node, chunk)
                 yield _Expected(stored.chunk_key(chunk), fqn, self._size(node, chunk, tables), check)
 
@@ -300,10 +300,6 @@ def _stored_spans(node: ArrayNode, stored: RawArray) -> list[tuple[int, int]] | 
         return None
     numbers: list[int] = index[:-CRC_BYTES].view("<u8").tolist()
     return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def _all_chunks(node: ArrayNode) -> Iterator[Ints]:
-    return iter(np.ndindex(*node.grid.counts)) if node.grid.num_chunks else iter(())
 
 
 def _read_parts(node: ArrayNode, table: ChunkTable, memory: BytesBudget) -> Iterator[tuple[int, int]]:

@@ -1,22 +1,64 @@
-"""Whole tensors of an open checkpoint as numpy arrays, all their chunks side by side. No torch."""
+"""Tensors of an open checkpoint in memory: whole ones as numpy arrays, or box by box. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from zarrckpt._errors import KeyMismatchError
-from zarrckpt._format.chunk_layout import raw_dtype
+from zarrckpt._format.chunk_codec import Target
+from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
 from zarrckpt._jobs import BytesBudget, Progress, Tally, run
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.chunks import Job, chunk_jobs, new_array
+from zarrckpt._read.chunks import Job, box_memory
 
 Array = np.ndarray[Any, np.dtype[Any]]
+T = TypeVar("T")
+
+
+class StoredBox(NamedTuple):
+    """A box of a stored tensor."""
+
+    node: ArrayNode
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.node.dtype.itemsize
+
+
+def fill_boxes(
+    catalog: Catalog,
+    boxes: Sequence[StoredBox],
+    targets: Iterable[Target],
+    max_inflight_bytes: int,
+    progress: Progress | None = None,
+) -> None:
+    """Fill a target (raw elements, the box's shape) with each box, all their chunks side by side.
+
+    One request for the table of checksums, unless that was read before, then those for the chunks.
+    """
+    memory = BytesBudget(max_inflight_bytes)
+    tally = Tally(sum(box.nbytes for box in boxes), progress)
+
+    def counted(job: Job) -> None:
+        tally.add(job()[1])
+
+    jobs = (
+        partial(counted, job)
+        for (node, box), target in zip(boxes, targets, strict=True)
+        if box.size  # what has no elements needs no table either
+        for job in catalog.stored(node).box_jobs(box, target, memory)
+    )
+    with catalog.guard():
+        run(jobs, catalog.store.useful_concurrency)
 
 
 def read_arrays(
@@ -26,41 +68,94 @@ def read_arrays(
     progress: Progress | None,
     out: Mapping[str, Any] | None = None,
 ) -> dict[str, Array]:
-    """Read tensors: name -> array. One request for the table of checksums, then those for the chunks.
-
-    ``out`` is memory that is filled, see :meth:`Checkpoint.read`.
-    """
+    """Read tensors: name -> array. ``out`` is memory that is filled, see :meth:`Checkpoint.read`."""
     nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
     if out is not None:
         arrays = _given(nodes, out)
         raw = {fqn: array.view(raw_dtype(nodes[fqn].dtype.itemsize)) for fqn, array in arrays.items()}
     else:
         with catalog.guard():
-            raw = {fqn: _new_array(catalog, node) for fqn, node in nodes.items()}
+            raw = {fqn: catalog.stored(node).new_memory() for fqn, node in nodes.items()}
         arrays = {fqn: array.view(nodes[fqn].dtype.numpy) for fqn, array in raw.items()}
-    memory = BytesBudget(max_inflight_bytes)
-    tally = Tally(sum(array.nbytes for array in raw.values()), progress)
-
-    def counted(job: Job) -> None:
-        tally.add(job()[1])
-
-    def jobs() -> Iterator[Callable[[], None]]:
-        for fqn, node in nodes.items():
-            box = Box((0,) * len(node.grid.shape), node.grid.shape)
-            stored = node.under(catalog.root.tree)
-            for chunk in node.grid.chunks_of(box):
-                table = catalog.chunk_table(node, chunk)
-                for job in chunk_jobs(catalog.store, stored, chunk, box, raw[fqn], table, memory):
-                    yield partial(counted, job)
-
-    with catalog.guard():
-        run(jobs(), catalog.store.useful_concurrency)
+    boxes = [StoredBox(node, node.grid.whole) for node in nodes.values()]
+    fill_boxes(catalog, boxes, raw.values(), max_inflight_bytes, progress)
     return arrays
 
 
-def _new_array(catalog: Catalog, node: ArrayNode) -> Array:
-    stored = node.under(catalog.root.tree)
-    return new_array(catalog.store, stored, catalog.checksums(node), catalog.sizes(node))
+def read_boxes(catalog: Catalog, boxes: Sequence[StoredBox], max_inflight_bytes: int) -> list[RawArray]:
+    """Read boxes of tensors as raw elements. Errors as in ``Checkpoint.read``."""
+    arrays = [box_memory(*box) for box in boxes]
+    fill_boxes(catalog, boxes, arrays, max_inflight_bytes)
+    return arrays
+
+
+def read_in_order(catalog: Catalog, fqns: Iterable[str], max_bytes: int) -> Iterator[RawArray]:
+    """The elements of tensors, one tensor after the other, each in C order: raw, in parts.
+
+    What is read at once takes about ``max_bytes``: parts of one large tensor, or several small ones, all their chunks
+    side by side. Tensors without elements have no part. Errors as in ``Checkpoint.read``.
+    """
+    nodes = [catalog.root.tensors[fqn] for fqn in fqns]
+    for node in nodes:
+        catalog.refuse_unstored(node)
+    half = max(1, max_bytes // 2)  # the other half is for what is on its way
+    boxes = (StoredBox(node, box) for node in nodes for box in _contiguous_boxes(node, node.grid.whole, half))
+    for batch in batches(boxes, lambda box: box.nbytes, half):
+        arrays = read_boxes(catalog, batch, half)
+        while arrays:
+            # Not kept here: what has been written is freed.
+            yield arrays.pop(0)
+
+
+def batches(items: Iterable[T], nbytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """Items in groups, in their order, each of at most so many bytes; a larger item is alone."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if batch and size + nbytes > max_bytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def stored_boxes(node: ArrayNode, max_bytes: int) -> Iterator[Box]:
+    """The boxes of a tensor's chunks; of larger ones parts. A tensor without elements is one empty box."""
+    grid = node.grid
+    if not grid.num_chunks:
+        yield grid.whole
+    for chunk in grid.chunks_of(grid.whole):
+        yield from _contiguous_boxes(node, grid.chunk_box(chunk), max_bytes)
+
+
+def _contiguous_boxes(node: ArrayNode, whole: Box, max_bytes: int) -> Iterator[Box]:
+    """Boxes that cover a box of a tensor, each at most ``max_bytes`` and contiguous in it in C order, one by one."""
+    shape, itemsize = whole.shape, node.dtype.itemsize
+    if not whole.size:
+        return
+    if not shape:
+        yield whole
+        return
+    inner = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
+    axis = next((axis for axis, nbytes in enumerate(inner) if nbytes <= max_bytes), len(shape) - 1)
+    step = _aligned_rows(node, axis, max(1, max_bytes // inner[axis]))
+    for outer in itertools.product(*map(range, shape[:axis])):
+        for begin in range(0, shape[axis], step):
+            rows = min(step, shape[axis] - begin)
+            inside = (*outer, begin, *(0,) * (len(shape) - axis - 1))
+            offset = tuple(map(sum, zip(whole.offset, inside, strict=True)))
+            yield Box(offset, (*(1,) * axis, rows, *shape[axis + 1 :]))
+
+
+def _aligned_rows(node: ArrayNode, axis: int, step: int) -> int:
+    """So many rows or a few less: whole chunks where that is possible, else whole subchunks."""
+    for shape in (node.grid.chunk_shape, node.grid.subchunk_shape or node.grid.chunk_shape):
+        if step >= shape[axis]:
+            return step - step % shape[axis]
+    return step
 
 
 def _given(nodes: Mapping[str, ArrayNode], out: Mapping[str, Any]) -> dict[str, Array]:

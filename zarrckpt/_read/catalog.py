@@ -33,7 +33,7 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, Table, ValueEntry, table_node
 from zarrckpt._jobs import run
-from zarrckpt._read.chunks import LARGE_BYTES, look_for_end, read_box
+from zarrckpt._read.chunks import LARGE_BYTES, StoredArray
 from zarrckpt._store import Store, StoreSpec
 
 _MANY = 1 << 16
@@ -71,8 +71,11 @@ class Catalog:
 
     def chunk_table(self, node: ArrayNode, chunk: Ints) -> ChunkTable:
         """One chunk's part of the tables."""
-        checksums, sizes = self._read_tables()
-        return ChunkTable.of(node, chunk, checksums[node.path], sizes.get(node.path))
+        return self.stored(node).table(chunk)
+
+    def stored(self, node: ArrayNode) -> StoredArray:
+        """An array as what reads it takes it: with its place and its parts of the tables."""
+        return StoredArray(self.store, node.under(self.root.tree), self.checksums(node), self.sizes(node))
 
     def _read_tables(self) -> tuple[_Parts, _Parts]:
         """Each array's part of the checksums, and of the sizes; read once, both at the same time."""
@@ -138,8 +141,7 @@ class Catalog:
             np.empty(node.nbytes, np.uint8)  # no memory is touched
         except (MemoryError, ValueError):
             with self.guard():
-                stored = node.under(self.root.tree)
-                look_for_end(self.store, stored, self.checksums(node), self.sizes(node))
+                self.stored(node).look_for_end()
 
     def writers(self) -> dict[str, RawArray]:
         """Which rank wrote each chunk: node path -> uint32 array in the shape of the chunk grid. One request."""
@@ -193,8 +195,7 @@ class Catalog:
             except CorruptCheckpointError as err:
                 raise CorruptCheckpointError(f"value {fqn!r} in {self.store.url}: {err}") from err
         with self.guard():
-            node = entry.array
-            payload = read_box(self.store, node.under(self.root.tree), self.checksums(node), sizes=self.sizes(node))
+            payload = self.stored(entry.array).read()
         return values.decode_blob(fqn, entry.encoding, entry.kind, payload.tobytes(), allow_pickle=allow_pickle)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Read chunks: jobs that fetch, check and copy what a box needs of one, within a memory bound."""
+"""Read boxes of stored arrays: jobs that fetch, check and copy what a box needs of a chunk, within a memory bound."""
 
 from __future__ import annotations
 
@@ -39,15 +39,96 @@ _REQUESTS = 32
 
 
 @dataclass(frozen=True)
+class StoredArray:
+    """An array of a checkpoint: where it is stored, and what the tables say of it."""
+
+    store: Store
+    node: ArrayNode
+    """Its path begins at the store's url."""
+    checksums: RawArray
+    """Of all its subchunks, chunks and their subchunks in C order."""
+    sizes: RawArray | None = None
+    """Their stored sizes, where they are compressed."""
+
+    def table(self, chunk: Ints) -> ChunkTable:
+        """What the tables say of one chunk."""
+        return ChunkTable.of(self.node, chunk, self.checksums, self.sizes)
+
+    def box_jobs(self, box: Box, target: Target, memory: BytesBudget) -> Iterator[Job]:
+        """Jobs that fill a target (raw elements, the box's shape) with a box of the array."""
+        for chunk in self.node.grid.chunks_of(box):
+            yield from self.chunk_jobs(chunk, box, target, memory)
+
+    def chunk_jobs(self, chunk: Ints, box: Box, target: Target, memory: BytesBudget) -> list[Job]:
+        """The jobs of :meth:`box_jobs` for one of the box's chunks.
+
+        Nothing is fetched but what shares a subchunk with the box.
+        """
+        node, table = self.node, self.table(chunk)
+        numbers = subchunks_in(node.grid, chunk, box)
+        runs: Sequence[Sequence[int]] = runs_of(node, numbers, memory)
+        read = read_run
+        if self.store.is_local and node.compression is None:
+            step = max(1, FILE_BYTES // subchunk_bytes(node))
+            runs = [numbers[begin : begin + step] for begin in range(0, len(numbers), step)]
+            read = read_local
+        return [partial(read, ChunkPart(self, chunk, run, table), box, target, memory) for run in runs]
+
+    def read(self, box: Box | None = None) -> RawArray:
+        """A box of the array (default: all of it) as raw elements, read in the calling thread."""
+        target = self.new_memory() if box is None else box_memory(self.node, box)
+        whole = self.node.grid.whole if box is None else box
+        for job in self.box_jobs(whole, target, BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)):
+            job()
+        return target
+
+    def new_memory(self) -> RawArray:
+        """Memory for the whole array, raw elements.
+
+        A document can claim any size: before much is allocated, one request looks for the end of the first chunk.
+        Raises CorruptCheckpointError where that is not stored, CheckpointError where there is not so much memory.
+        """
+        if self.node.nbytes > LARGE_BYTES:
+            self.look_for_end()
+        try:
+            return box_memory(self.node, self.node.grid.whole)
+        except (MemoryError, ValueError) as err:
+            raise CheckpointError(
+                f"array {self.node.path!r} in {self.store.url} has {self.node.nbytes:,} bytes, more than can be "
+                "allocated here: read it in parts, ckpt[name][begin:end]"
+            ) from err
+
+    def look_for_end(self) -> None:
+        """One request for the end of the first chunk. Raises CorruptCheckpointError where that is not stored."""
+        first = (0,) * len(self.node.grid.shape)
+        with self.missing_is_damage(first):
+            self.store.read(self.node.chunk_key(first), self.table(first).object_size - CRC_BYTES, CRC_BYTES)
+
+    @contextmanager
+    def missing_is_damage(self, chunk: Ints) -> Iterator[None]:
+        """Raise CorruptCheckpointError in place of ObjectNotFoundError."""
+        try:
+            yield
+        except ObjectNotFoundError as err:
+            key = self.node.chunk_key(chunk)
+            raise CorruptCheckpointError(
+                f"chunk {key!r} of array {self.node.path!r} is missing in {self.store.url}"
+            ) from err
+
+
+@dataclass(frozen=True)
 class ChunkPart:
     """Some subchunks of one chunk, which are read together."""
 
-    node: ArrayNode
-    """Its path begins at the checkpoint's url."""
+    array: StoredArray
     chunk: Ints
     numbers: Sequence[int]
     """Ascending; without gaps, where they are read with one request."""
     table: ChunkTable
+
+    @property
+    def node(self) -> ArrayNode:
+        return self.array.node
 
     @property
     def key(self) -> str:
@@ -63,23 +144,6 @@ class ChunkPart:
         first = self.table.begin(self.numbers[0])
         for number in self.numbers:
             yield number, stored[self.table.begin(number) - first : self.table.begin(number + 1) - first]
-
-
-def chunk_jobs(
-    store: Store, node: ArrayNode, chunk: Ints, box: Box, target: Target, table: ChunkTable, memory: BytesBudget
-) -> list[Job]:
-    """Jobs that fill a target (raw elements, the box's shape) with what a box has of a chunk.
-
-    Nothing is fetched but what shares a subchunk with the box. Called for each of the box's chunks.
-    """
-    numbers = subchunks_in(node.grid, chunk, box)
-    parts: Sequence[Sequence[int]] = runs_of(node, numbers, memory)
-    read = read_run
-    if store.is_local and node.compression is None:
-        step = max(1, FILE_BYTES // subchunk_bytes(node))
-        parts = [numbers[begin : begin + step] for begin in range(0, len(numbers), step)]
-        read = read_local
-    return [partial(read, store, ChunkPart(node, chunk, part, table), box, target, memory) for part in parts]
 
 
 def subchunks_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
@@ -108,20 +172,20 @@ def neighbours(numbers: Sequence[int], longest: int) -> list[range]:
     return out
 
 
-def read_local(store: Store, part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
+def read_local(part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
     """Fill a target from a local file, straight where that may be; return the bytes read and the bytes filled.
 
     Raises CorruptCheckpointError naming the array and the object for an absent, short or altered object.
     """
-    node, size = part.node, subchunk_bytes(part.node)
+    array, node, size = part.array, part.node, subchunk_bytes(part.node)
     straight = [straight_bytes(node, part.chunk, number, box, target) for number in part.numbers]
     need = size if any(memory is None for memory in straight) else 0
     filled = 0
-    with missing_is_damage(store, node, part.chunk), store.reader(part.key) as file, memory.take(need) as scratch:
+    with array.missing_is_damage(part.chunk), array.store.reader(part.key) as file, memory.take(need) as scratch:
         for number, data in zip(part.numbers, straight, strict=True):
             read = scratch if data is None else data
             if _read_checked(file, part.table.begin(number), read) != part.table.checksums[number]:
-                raise altered(store, part, number)
+                raise altered(part, number)
             filled += size if data is not None else copy_shared(node, part.chunk, number, read, box, target)
     return len(part.numbers) * (size + CRC_BYTES), filled
 
@@ -140,15 +204,23 @@ def _read_checked(file: Reader, byte_offset: int, data: RawArray) -> int | None:
     return crc if crc == int.from_bytes(stored.tobytes(), "little") else None
 
 
-def read_run(store: Store, part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
+def read_run(part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
     """Fetch, check and copy neighbouring subchunks; return the bytes fetched and the bytes filled. One request.
 
     Raises CorruptCheckpointError naming the array and the object for an absent, short or altered object.
     """
-    nbytes = part.nbytes
-    with memory.take(nbytes + unpacking_bytes(part.node)) as both:
-        fetch(store, part, both[:nbytes])
-        return nbytes, deliver(store, part, both[:nbytes], box, target, both[nbytes:])
+    node, filled = part.node, 0
+    with memory.take(part.nbytes + unpacking_bytes(node)) as taken:
+        stored, scratch = taken[: part.nbytes], taken[part.nbytes :]
+        fetch(part, stored)
+        for number, data in part.each(stored):
+            straight = straight_bytes(node, part.chunk, number, box, target)
+            if straight is not None and node.compression is not None:
+                filled += len(unpacked(part, number, data, straight))
+            else:
+                elements = unpacked(part, number, data, scratch)
+                filled += copy_shared(node, part.chunk, number, elements, box, target)
+    return part.nbytes, filled
 
 
 def unpacking_bytes(node: ArrayNode) -> int:
@@ -156,108 +228,42 @@ def unpacking_bytes(node: ArrayNode) -> int:
     return 0 if node.compression is None else subchunk_bytes(node)
 
 
-def fetch(store: Store, part: ChunkPart, stored: RawArray) -> None:
+def fetch(part: ChunkPart, stored: RawArray) -> None:
     """Fill bytes with neighbouring subchunks as they are stored, unchecked. One request.
 
     Raises CorruptCheckpointError for an absent object.
     """
-    with missing_is_damage(store, part.node, part.chunk):
-        store.read_into(part.key, part.table.begin(part.numbers[0]), stored.data)
+    with part.array.missing_is_damage(part.chunk):
+        part.array.store.read_into(part.key, part.table.begin(part.numbers[0]), stored.data)
 
 
-def deliver(store: Store, part: ChunkPart, stored: RawArray, box: Box, target: Target, scratch: RawArray) -> int:
-    """Check neighbouring subchunks as they are stored, and copy them into a target; the bytes filled. No requests.
-
-    ``scratch`` has :func:`unpacking_bytes`. Errors as in :func:`unpacked`.
-    """
-    filled = 0
-    for number, data in part.each(stored):
-        straight = straight_bytes(part.node, part.chunk, number, box, target)
-        if straight is not None and part.node.compression is not None:
-            filled += len(unpacked(store, part, number, data, straight))
-        else:
-            elements = unpacked(store, part, number, data, scratch)
-            filled += copy_shared(part.node, part.chunk, number, elements, box, target)
-    return filled
-
-
-def unpacked(store: Store, part: ChunkPart, number: int, stored: RawArray, out: RawArray) -> RawArray:
+def unpacked(part: ChunkPart, number: int, stored: RawArray, out: RawArray) -> RawArray:
     """A stored subchunk, checked: its elements' bytes, in their place or, where they are compressed, in ``out``.
 
     Raises CorruptCheckpointError naming the array and the object where it is not what was saved.
     """
     if not part.table.holds(number, stored):
-        raise altered(store, part, number)
+        raise altered(part, number)
     if part.node.compression is None:
         return stored[:-CRC_BYTES]
     try:
         part.node.compression.decode(stored[:-CRC_BYTES], out)
     except DecodeError as err:
         raise CorruptCheckpointError(
-            f"chunk {part.key!r} of array {part.node.path!r} in {store.url} is not what was saved: bytes "
+            f"chunk {part.key!r} of array {part.node.path!r} in {part.array.store.url} is not what was saved: bytes "
             f"{part.table.begin(number)}-{part.table.begin(number + 1)} do not decompress: {err}"
         ) from err
     return out
 
 
-@contextmanager
-def missing_is_damage(store: Store, node: ArrayNode, chunk: Ints) -> Iterator[None]:
-    """Raise CorruptCheckpointError in place of ObjectNotFoundError."""
-    try:
-        yield
-    except ObjectNotFoundError as err:
-        raise CorruptCheckpointError(
-            f"chunk {node.chunk_key(chunk)!r} of array {node.path!r} is missing in {store.url}"
-        ) from err
-
-
-def altered(store: Store, part: ChunkPart, number: int) -> CorruptCheckpointError:
+def altered(part: ChunkPart, number: int) -> CorruptCheckpointError:
     """The error for a subchunk that is not what was saved."""
     return CorruptCheckpointError(
-        f"chunk {part.key!r} of array {part.node.path!r} in {store.url} is not what was saved: the checksum of bytes "
-        f"{part.table.begin(number)}-{part.table.begin(number + 1)} differs"
+        f"chunk {part.key!r} of array {part.node.path!r} in {part.array.store.url} is not what was saved: the checksum "
+        f"of bytes {part.table.begin(number)}-{part.table.begin(number + 1)} differs"
     )
 
 
-def new_array(store: Store, node: ArrayNode, checksums: RawArray, sizes: RawArray | None = None) -> RawArray:
-    """Memory for a whole stored array, raw elements. ``checksums`` and ``sizes`` are its parts of the tables.
-
-    A document can claim any size: before much is allocated, one request looks for the end of the first chunk.
-    Raises CorruptCheckpointError where that is not stored, CheckpointError where there is not so much memory.
-    """
-    if node.nbytes > LARGE_BYTES:
-        look_for_end(store, node, checksums, sizes)
-    try:
-        return new_memory(node, Box((0,) * len(node.grid.shape), node.grid.shape))
-    except (MemoryError, ValueError) as err:
-        raise CheckpointError(
-            f"array {node.path!r} in {store.url} has {node.nbytes:,} bytes, more than can be allocated here: read it "
-            "in parts, ckpt[name][begin:end]"
-        ) from err
-
-
-def new_memory(node: ArrayNode, box: Box) -> RawArray:
+def box_memory(node: ArrayNode, box: Box) -> RawArray:
     """Memory for a box of a stored array, raw elements."""
     return np.empty(box.shape, raw_dtype(node.dtype.itemsize))
-
-
-def look_for_end(store: Store, node: ArrayNode, checksums: RawArray, sizes: RawArray | None) -> None:
-    """One request for the end of an array's first chunk. Raises CorruptCheckpointError where that is not stored."""
-    first = (0,) * len(node.grid.shape)
-    end = ChunkTable.of(node, first, checksums, sizes).object_size
-    with missing_is_damage(store, node, first):
-        store.read(node.chunk_key(first), end - CRC_BYTES, CRC_BYTES)
-
-
-def read_box(
-    store: Store, node: ArrayNode, checksums: RawArray, box: Box | None = None, *, sizes: RawArray | None = None
-) -> RawArray:
-    """A box of a stored array (default: all of it) as raw elements, read in the calling thread."""
-    whole = box if box is not None else Box((0,) * len(node.grid.shape), node.grid.shape)
-    target = new_array(store, node, checksums, sizes) if box is None else new_memory(node, box)
-    memory = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
-    for chunk in node.grid.chunks_of(whole):
-        table = ChunkTable.of(node, chunk, checksums, sizes)
-        for job in chunk_jobs(store, node, chunk, whole, target, table, memory):
-            job()
-    return target

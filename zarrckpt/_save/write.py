@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from zarrckpt._commit.chunks import put_chunk
 from zarrckpt._errors import CheckpointError
 from zarrckpt._format import values as _values
 from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder, Elements
@@ -31,10 +31,6 @@ from zarrckpt._save.items import Items, Source
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._state.tensors import transfer_memory
 from zarrckpt._store import Store
-
-BufferGroup = Sequence[memoryview | bytes]
-"""Buffers of a chunk that go to the store together."""
-
 
 _LITTLE_BYTES = 64 << 10
 """One small tensor is in a local file before another thread has started."""
@@ -276,25 +272,10 @@ class RankWork:
                 self._progress(self._done, self._total)
 
     def _put_elements(self, node: ArrayNode, cell: Ints, elements: Elements) -> ChunkEncoder:
-        """Put a chunk."""
-        encoder: ChunkEncoder | None = None
-
         def key() -> str:
             return self._noted(join(self._tree(), node.chunk_key(cell)))
 
-        with ExitStack() as held:
-
-            def groups() -> Iterable[BufferGroup]:
-                nonlocal encoder
-                # Taken when the store asks for the bytes: by then it has freed the memory of chunks before.
-                held.close()
-                encoder = ChunkEncoder(node, elements)
-                scratch = held.enter_context(self._memory.take(*encoder.memory(in_parts=self._store.is_local)))
-                return encoder.groups(scratch)
-
-            self._store.put_parts(key, groups)
-        assert encoder is not None
-        return encoder
+        return put_chunk(self._store, key, node, elements, self._memory)
 
     def _put_document(self, path: str, document: Json) -> None:
         self._store.put(self._noted(join(self._tree(), path, NODE)), [dumps(document)])
@@ -314,7 +295,7 @@ class RankWork:
         payload = np.frombuffer(blob.payload, np.uint8)
         node = ArrayNode(path, blob_grid(len(payload)), by_name("uint8"))
         written = _Written()
-        for chunk in node.grid.chunks_of(Box((0,), node.grid.shape)):
+        for chunk in node.grid.chunks_of(node.grid.whole):
             elements = ArrayElements(payload[node.grid.chunk_box(chunk).slices()])
             encoder = self._put_elements(node, chunk, elements)
             written.add(node, chunk, encoder)
