@@ -93,7 +93,7 @@ def test_a_given_number_is_reached_and_never_exceeded(concurrency: int, monkeypa
     state = a_state(3)
     transfers = Transfers(monkeypatch)
     # Long enough for twenty threads to begin on a busy machine.
-    with served(latency=0.02 if concurrency == 1 else 0.2) as server:
+    with served(latency=0.005 if concurrency == 1 else 0.2) as server:
         options["storage_options"] = server.storage_options
         zarrckpt.save(state, "s3://bucket/run", **options)
         assert transfers.most == concurrency
