@@ -32,7 +32,15 @@ took an exception, which then holds its traceback, and so the state and its grou
 context = get_context("forkserver")
 # What takes seconds to import is imported once, in the one that all of them are forked from.
 context.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "zarr", "pytest"]
+    [
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "zarr",
+        "pytest",
+        "hypothesis",
+        "zarrckpt._api",
+    ]
 )
 
 

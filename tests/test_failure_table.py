@@ -26,7 +26,7 @@ from zarrckpt._save.run import SaveAttempt
 from zarrckpt._state.local_state import LocalState
 
 WORLD = 4
-TIMEOUT = 4.0
+TIMEOUT = 2.0
 """Of saves in which a rank is silent."""
 
 

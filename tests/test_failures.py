@@ -378,7 +378,7 @@ def _works(call: Callable[[], Any]) -> list[str]:
 def _absent_ranks_are_missed_soon(case: Case) -> Iterator[None]:
     """Where a rank fails before it joins the others."""
     absent = case.step in NEVER_JOINS or (case.step in ("write_data", "read_data") and not case.after)
-    with mock.patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=2) if absent else channel.JOIN_TIMEOUT):
+    with mock.patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=0.5) if absent else channel.JOIN_TIMEOUT):
         yield
 
 
@@ -461,6 +461,15 @@ def _cases(steps: Sequence[str], afters: Sequence[str], ranks: Sequence[tuple[in
     return cases + [Case(step, own, after=True) for step in afters for own in ranks]
 
 
+def _cases_in_turn(coordinator: int, steps: Sequence[str], afters: Sequence[str]) -> list[Case]:
+    """Each step on the coordinator, and on one of the others in turn: with 0, 1 and 3, each step on all four ranks."""
+    cases = []
+    for number, (step, after) in enumerate([*((step, False) for step in steps), *((step, True) for step in afters)]):
+        other = (coordinator + 1 + number % 3) % len(ALL)
+        cases += [Case(step, (rank,), after=after) for rank in (coordinator, other)]
+    return cases
+
+
 # -- saves
 
 SAVE_STEPS = [
@@ -480,7 +489,7 @@ SAVE_AFTERS = ["prepare_local_plan", "finish_plan", "resolve_data", "write_data"
 
 @pytest.mark.parametrize("coordinator", [0, 1, 3])
 def test_each_step_of_a_save_fails_on_each_rank(coordinator: int, tmp_path: Path) -> None:
-    cases = _cases(SAVE_STEPS, SAVE_AFTERS, EVERYWHERE)
+    cases = _cases_in_turn(coordinator, SAVE_STEPS, SAVE_AFTERS)
     cases += _cases(["create_global_plan", "prepare_global_plan", "finish"], ["prepare_global_plan"], [(coordinator,)])
     _check(run_ranks(_fail_saves, str(tmp_path), cases, coordinator, MERGED, timeout=600))
 
@@ -551,9 +560,9 @@ def test_each_step_of_a_load_fails_on_each_rank(coordinator: int, tmp_path: Path
     """With replicas read once: ranks wait for what others read."""
     url = str(tmp_path / "good")
     run_ranks(_save_good, url)
-    planning = _cases(LOAD_PLANS, ["set_up_storage_reader", "prepare_local_plan"], EVERYWHERE)
+    planning = _cases_in_turn(coordinator, LOAD_PLANS, ["set_up_storage_reader", "prepare_local_plan"])
     planning += _cases(["create_global_plan", "prepare_global_plan"], ["prepare_global_plan"], [(coordinator,)])
-    reading = _cases(LOAD_READS, ["read_data"], EVERYWHERE)
+    reading = _cases_in_turn(coordinator, LOAD_READS, ["read_data"])
     options = LoadOptions(share_reads=True)
     answers = run_ranks(_fail_loads, url, [*planning, *reading], coordinator, options, timeout=600)
     _check_loads(answers, len(planning))

@@ -437,7 +437,7 @@ class Changing(DefaultLoadPlanner):
 def _changed_plan(url: str, how: str) -> None:
     _save(url, "ddp", 3, zarrckpt.SaveOptions(max_chunk_bytes=1 << 18))
     target = {name: torch.zeros_like(tensor) for name, tensor in wholes(0).items()}
-    with patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=2)):
+    with patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=0.5 if how == "anew" else 2)):
         dcp.load(
             target,
             storage_reader=ZarrStorageReader(url, options=zarrckpt.LoadOptions(share_reads=True)),
@@ -623,7 +623,7 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
 
     def load() -> None:
         # Before its part is called, a rank cannot tell the others that it does not take it.
-        with patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=2 if how == "read_data" else 60)):
+        with patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=0.5 if how == "read_data" else 60)):
             dcp.load(target, storage_reader=reader, planner=planner)
 
     if where in PLACES:

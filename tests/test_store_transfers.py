@@ -92,7 +92,7 @@ def test_a_given_number_is_reached_and_never_exceeded(concurrency: int, monkeypa
     state = a_state(3)
     transfers = Transfers(monkeypatch)
     # Long enough for twenty threads to begin on a busy machine.
-    with served(latency=0.02 if concurrency == 1 else 0.2) as server:
+    with served(latency=0.005 if concurrency == 1 else 0.2) as server:
         where = server.storage_options
         saving = zarrckpt.SaveOptions(concurrency=concurrency)
         zarrckpt.save(state, "s3://bucket/run", storage_options=where, options=saving)
