@@ -793,9 +793,10 @@ def peak():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
 target = {str(i): torch.ones(4 << 20, dtype=torch.float64) for i in range(8)}
+options = zarrckpt.LoadOptions(max_inflight_bytes=16 << 20, concurrency=2)
 zarrckpt.load({"small": torch.zeros(2, dtype=torch.float64)}, sys.argv[1], keys="small", allow_cast=True)
 before = peak()
-zarrckpt.load(target, sys.argv[1], allow_cast=True, strict=False, max_inflight_bytes=16 << 20, concurrency=2)
+zarrckpt.load(target, sys.argv[1], allow_cast=True, strict=False, options=options)
 assert target["7"].eq(7).all()
 print(peak() - before)
 """
