@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from zarrckpt._commit import protocol
-from zarrckpt._convert.stripping import MAX_EXPORT_BYTES, stripped
+from zarrckpt._convert.export_paths import MAX_EXPORT_BYTES, stripped
 from zarrckpt._errors import CheckpointError, KeyMismatchError
 from zarrckpt._format.documents import ArrayNode, join
 from zarrckpt._format.matching import hint, select

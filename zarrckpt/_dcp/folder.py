@@ -33,8 +33,8 @@ from zarrckpt._errors import (
 )
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
+from zarrckpt._ranks.torch_private import without_data
 from zarrckpt._state.local_boxes import HeldPieces
-from zarrckpt._torch_private import without_data
 
 METADATA = ".metadata"
 ARCHIVE = b"PK\x03\x04"

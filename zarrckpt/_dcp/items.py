@@ -19,8 +19,8 @@ from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
 from zarrckpt._plan.holders import ReplicaPart, Told
+from zarrckpt._ranks.torch_private import merged_plans
 from zarrckpt._state.digests import content_digest
-from zarrckpt._torch_private import merged_plans
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,28 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zarrckpt._dcp.held import DcpTensor, chunk_of
 from zarrckpt._dcp.items import notes_of, resolves_as_dcp
 from zarrckpt._errors import UnsupportedLayoutError
+from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._load.match import Match, Saved
 from zarrckpt._ranks.group import in_use
@@ -176,3 +187,29 @@ def _saved(metadata: Metadata) -> Saved:
         for fqn, entry in metadata.state_dict_metadata.items()
     }
     return Saved(entries, {fqn: StatePath.of(metadata.planner_data[fqn]) for fqn in entries})
+
+
+class DcpTensor:
+    """Takes a sharded tensor's place in a planner's flat state: DCP asks it for write items and for boxes."""
+
+    def __init__(self, held: HeldTensor) -> None:
+        self.held = held
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.held.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(box.offset)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk_of(box), properties, torch.Size(self.held.shape)),
+            )
+            for box in self.held.boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk_of(box) for box in self.held.boxes]
+
+
+def chunk_of(box: Box) -> ChunkStorageMetadata:
+    """A box as DCP knows it."""
+    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))

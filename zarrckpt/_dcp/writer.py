@@ -27,11 +27,11 @@ from zarrckpt._plan.plan import Layout, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.group import global_rank
+from zarrckpt._ranks.torch_private import sent_plans
 from zarrckpt._save.agree import differing_parts, warn_of
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.run import AttemptName, SaveAttempt
 from zarrckpt._store import Url
-from zarrckpt._torch_private import sent_plans
 
 
 @dataclasses.dataclass(frozen=True)

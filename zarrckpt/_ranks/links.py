@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError
-from zarrckpt._torch_private import lazy_gloo_options
+from zarrckpt._ranks.torch_private import lazy_gloo_options
 
 # torch's stubs lack what its compiled part brings; a torch built without it still imports this.
 c10d: Any = dist

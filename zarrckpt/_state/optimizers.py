@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.state_path import StatePath
+from zarrckpt._ranks.torch_private import is_over_tensor_parallelism
 from zarrckpt._state.modules import fsdp1_of, parameter_names
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_sharded_tensor
-from zarrckpt._torch_private import is_over_tensor_parallelism
 
 Name = str | int
 """Of a parameter: that in its module; its number in the optimizer where the state holds no module."""
