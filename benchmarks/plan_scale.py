@@ -38,7 +38,7 @@ from zarrckpt._load.shared_reads import _shared_runs, share_of
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
 from zarrckpt._plan.holders import Holdings, Told, hold, wanted
 from zarrckpt._plan.owners import Numbers
-from zarrckpt._plan.plan import Options, SavePlan, plan_save
+from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.shards import Cut, CutMesh, Sharding, mesh_boxes
 from zarrckpt._ranks.mesh import FANOUT, Message
 from zarrckpt._save import agree
@@ -200,7 +200,7 @@ def own_part(packed: Sequence[bytes], given: Any, rank: int) -> Part:
     began = time.process_time()
     told = Told.sent(packed, given, ranks)
     held = hold(told)
-    plan = plan_save(held, Options())
+    plan = plan_save(held, PlanOptions())
     held.replicas(rank)
     assert plan.digest and plan.part(rank)
     return Part(time.process_time() - began, most_memory() - before)
@@ -304,7 +304,7 @@ def _below(place: int, size: int) -> Iterator[int]:
 
 def _agreement(size: int) -> Any:
     began = ("3f1c6a0e9b7d4c52a8e0f6b1d2c3a495", "@trees/3f1c6a0e", "")
-    made: Any = agree._Agreement(_Ranks(size), None, Options(), lambda layout: began)  # type: ignore[arg-type]
+    made: Any = agree._Agreement(_Ranks(size), None, PlanOptions(), lambda layout: began)  # type: ignore[arg-type]
     made._last = None
     return made
 
@@ -331,7 +331,7 @@ def next_save(told: Told, plan: SavePlan) -> tuple[Coordinator, int]:
     size = len(told.given)
     agreement, coordinator = _agreement(size), Coordinator(size)
     digests = [description.digest for description in told.descriptions]
-    agreement._last = agree._Kept(b"the plan", digests[0], Options(), plan, plan.part(0), {})
+    agreement._last = agree._Kept(b"the plan", digests[0], PlanOptions(), plan, plan.part(0), {})
     # Random but for the last, as digests are; their sum is 0.
     balances = [int.from_bytes(blake2b(b"%d" % rank, digest_size=8).digest(), "little") for rank in range(size - 1)]
     balances = [balance % agree._PRIME for balance in balances]
@@ -399,7 +399,7 @@ def measure(case: Case, quick: bool) -> tuple[list[str], list[str], list[str]]:
     """A row of each table."""
     told = case.told()
     held = hold(told)
-    plan = plan_save(held, Options())
+    plan = plan_save(held, PlanOptions())
     first = first_save(told, plan, folds_of(held))
     again, nbytes = next_save(told, plan)
     parts = [] if quick else own_parts(told)

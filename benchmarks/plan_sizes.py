@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.plan_scale import LAYOUTS, MODELS, Case
 from zarrckpt._plan.holders import hold
-from zarrckpt._plan.plan import Options, Sizes, plan_save
+from zarrckpt._plan.plan import PlanOptions, Sizes, plan_save
 from zarrckpt._save.plan_report import report_of
 
 
@@ -34,7 +34,7 @@ def main() -> None:
         told = Case(model, args.layout, ranks).told()
         for name, least in (("no", 0), ("default", None)):
             began = time.process_time()
-            plan = plan_save(hold(told), Options(sizes=Sizes(min_piece=least)))
+            plan = plan_save(hold(told), PlanOptions(sizes=Sizes(min_piece=least)))
             seconds = time.process_time() - began
             report = report_of(plan, range(ranks))
             moved = 100 * report.moved_bytes / report.nbytes

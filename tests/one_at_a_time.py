@@ -232,7 +232,7 @@ class Save:
     def __post_init__(self) -> None:
         shelf, held = Shelf({}), LocalState.saving(state(self.number))
         request = SaveRequest.checked(shelf.store, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
-        plan = plan_alone(held, request.options.layout, (0,))
+        plan = plan_alone(held, request.options.plan, (0,))
         attempt = SaveAttempt(request)
         name = attempt.begin(plan.layout)
         before = shelf.content

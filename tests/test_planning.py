@@ -32,7 +32,7 @@ import zarrckpt
 from zarrckpt._format.grid import Box, intersect
 from zarrckpt._format.root import Root, Table
 from zarrckpt._plan.holders import Told, hold
-from zarrckpt._plan.plan import Options, SavePlan, Sizes, plan_save
+from zarrckpt._plan.plan import PlanOptions, SavePlan, Sizes, plan_save
 from zarrckpt._save import agree
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -46,7 +46,7 @@ def _planned(layout: str, ranks: int, least: int | None = None) -> SavePlan:
     """The plan of a small model's save, as each rank computes it."""
     with patch.dict(plan_scale.MODELS, SMALL):
         told = plan_scale.Case("small", layout, ranks).told()
-    return plan_save(hold(told), Options(sizes=Sizes(min_piece=least)))
+    return plan_save(hold(told), PlanOptions(sizes=Sizes(min_piece=least)))
 
 
 # -- what ranks do
@@ -112,7 +112,7 @@ def test_every_process_computes_the_same(tmp_path: Path) -> None:
     """Nothing comes from the order of a set, or of a hash."""
     program = (
         "from benchmarks.plan_scale import *; case = Case('8B', 'hsdp-tp', 64); plan = plan_save(hold(case.told()), "
-        "Options()); print([*map(bytes.hex, [d.digest for d in case.told().descriptions])], plan.digest.hex())"
+        "PlanOptions()); print([*map(bytes.hex, [d.digest for d in case.told().descriptions])], plan.digest.hex())"
     )
     root = Path(plan_scale.__file__).parents[1]
     found = {
@@ -135,7 +135,7 @@ def test_what_is_sent_and_documents_grow_with_tensors_only() -> None:
     for ranks in (8, 1024):
         with patch.dict(plan_scale.MODELS, SMALL):
             told: Told = plan_scale.Case("small", "fsdp-tp", ranks).told()
-        layout = plan_save(hold(told), Options()).layout
+        layout = plan_save(hold(told), PlanOptions()).layout
         document = Root("0" * 32, "", layout.tensors, Table(0, 0), world_size=layout.world_size).to_bytes()
         sizes.append((len(told.descriptions[0].packed), len(document)))
         assert len(told.descriptions) == 1

@@ -8,7 +8,7 @@ from typing import TypeVar
 from zarrckpt._format.compression import CompressionOption, parse_option
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, check_limits
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
-from zarrckpt._plan.plan import Options, Sizes
+from zarrckpt._plan.plan import PlanOptions, Sizes
 
 OptionsT = TypeVar("OptionsT", "SaveOptions", "LoadOptions")
 
@@ -71,12 +71,12 @@ class SaveOptions:
         _check_timeout(self.timeout)
 
     @property
-    def layout(self) -> Options:
+    def plan(self) -> PlanOptions:
         """What of it the plan is made with."""
         # A chunk that is copied is in memory as a whole, but for local files; an eighth is for what is rounded up.
         fits = max(self.max_inflight_bytes - self.max_inflight_bytes // 8, LEAST_FITTING)
         sizes = Sizes(min(self.max_chunk_bytes, fits), self.min_piece_bytes, self.fill_bytes)
-        return Options(parse_option(self.compression), sizes)
+        return PlanOptions(parse_option(self.compression), sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,7 +164,7 @@ class ZarrStorageWriter(StorageWriter):
         only, differing = differing_parts(digests)
         held = hold(told, only)
         warn_of({**held.differing, **differing})
-        planned = plan_save(held, self._request.options.layout)
+        planned = plan_save(held, self._request.options.plan)
         self._layout, self._hollow = planned.layout, held.hollow
         members = tuple(told.members)
         self._alone = len(members) == 1

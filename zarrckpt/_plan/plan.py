@@ -55,7 +55,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """What the coordinator decides for all ranks."""
 
     compression: Compression | None = None
@@ -92,7 +92,7 @@ class SavePlan:
         return made.digest()
 
 
-def plan_save(held: Holdings, options: Options) -> SavePlan:
+def plan_save(held: Holdings, options: PlanOptions) -> SavePlan:
     """Lay out a checkpoint from what all ranks hold, and choose the rank that writes each chunk and each value.
 
     No I/O. Every rank calls it with the same arguments.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError, warn
 from zarrckpt._plan.holders import Asked, ReplicaPart, Told, hold
-from zarrckpt._plan.plan import Layout, Options, SavePlan, plan_save
+from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds
 from zarrckpt._state.local_state import LocalState
@@ -55,7 +55,7 @@ class _Kept:
     """8 bytes: the same on all ranks that have the plan."""
     digest: bytes
     """Of this rank's description."""
-    options: Options
+    options: PlanOptions
     plan: SavePlan
     part: RankPlan
     replicas: Replicas
@@ -125,7 +125,9 @@ class _Checked(NamedTuple):
     details: Mapping[ReplicaPart, bytes]
 
 
-def agree(rounds: Rounds, take: Callable[[], LocalState], options: Options, begin: Callable[[Layout], A]) -> Agreed[A]:
+def agree(
+    rounds: Rounds, take: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
+) -> Agreed[A]:
     """Come to a plan. ``begin`` is called on the coordinator once there is one; all ranks get what it returns.
 
     Raises on every rank what ``take`` and ``begin`` raise on one, and UnsupportedLayoutError where what ranks hold does
@@ -134,14 +136,14 @@ def agree(rounds: Rounds, take: Callable[[], LocalState], options: Options, begi
     return _Agreement(rounds, take, options, begin).reached()
 
 
-def plan_together(rounds: Rounds, take: Callable[[], LocalState], options: Options) -> SavePlan:
+def plan_together(rounds: Rounds, take: Callable[[], LocalState], options: PlanOptions) -> SavePlan:
     """The plan of a save that is not made. Raises what :func:`agree` raises."""
     if rounds.size == 1:
         return plan_alone(take(), options, rounds.members)
     return agree(rounds, take, options, lambda layout: None).plan
 
 
-def plan_alone(state: LocalState, options: Options, members: tuple[int, ...]) -> SavePlan:
+def plan_alone(state: LocalState, options: PlanOptions, members: tuple[int, ...]) -> SavePlan:
     """The plan of a process alone. Raises UnsupportedLayoutError for a state of which it has only parts."""
     state.refuse_parts()
     return plan_save(hold(Told([state.description()], np.zeros(1, np.int64), members)), options)
@@ -149,7 +151,7 @@ def plan_alone(state: LocalState, options: Options, members: tuple[int, ...]) ->
 
 class _Agreement(Generic[A]):
     def __init__(
-        self, rounds: Rounds, take: Callable[[], LocalState], options: Options, begin: Callable[[Layout], A]
+        self, rounds: Rounds, take: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
     ) -> None:
         self._rounds = rounds
         self._take = take
@@ -199,7 +201,7 @@ class _Agreement(Generic[A]):
         own = self._description
         return (own.version, own.packed) if self._rounds.rank in asked.senders else None
 
-    def _check(self, told: Told, options: Options, compare: _Compare) -> _Checked:
+    def _check(self, told: Told, options: PlanOptions, compare: _Compare) -> _Checked:
         if compare.wanted:
             return _Checked(self._plan.digest, b"", _details(self._state, self._replicas, compare.wanted))
         held = hold(told, compare.only)
@@ -219,7 +221,7 @@ class _Agreement(Generic[A]):
             return _Begun(self._begin(last.plan.layout))
         return Asked.by([hello.digest for hello in hellos])
 
-    def _answer_to_descriptions(self, told: Sequence[tuple[str, bytes] | None]) -> tuple[list[bytes], Options]:
+    def _answer_to_descriptions(self, told: Sequence[tuple[str, bytes] | None]) -> tuple[list[bytes], PlanOptions]:
         found = [one for one in told if one is not None]
         versions = sorted({version for version, _ in found})
         if len(versions) > 1:
@@ -299,7 +301,7 @@ def differing_parts(
     return only, {fqn: sorted(ranks) for fqn, ranks in differing.items()}
 
 
-def _name_of(told: Told, options: Options, plan: SavePlan) -> bytes:
+def _name_of(told: Told, options: PlanOptions, plan: SavePlan) -> bytes:
     digests = [description.digest for description in told.descriptions]
     said = repr((digests, told.given.tolist(), options)).encode()
     return hashlib.blake2b(said + plan.digest, digest_size=len(_NO_PLAN)).digest()

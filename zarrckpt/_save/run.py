@@ -47,7 +47,7 @@ def run_save(
         attempt = SaveAttempt(request, background=background)
         if rounds.size == 1:
             return _save_alone(take(), attempt, rounds)
-        agreed = agree(rounds, take, request.options.layout, attempt.begin)
+        agreed = agree(rounds, take, request.options.plan, attempt.begin)
         name, layout = agreed.attempt, agreed.plan.layout
         try:
             channel = rounds.pieces() if agreed.plan.moves else None
@@ -65,7 +65,7 @@ def run_save(
 
 def _save_alone(state: LocalState, attempt: SaveAttempt, rounds: Rounds) -> SaveReport:
     """The same without other ranks: nothing to agree on. The attempt begins beside the first chunks."""
-    plan = plan_alone(state, attempt.request.options.layout, rounds.members)
+    plan = plan_alone(state, attempt.request.options.plan, rounds.members)
     try:
         with beside(partial(attempt.begin, plan.layout), at_once=attempt.is_local) as begun:
             results = attempt.write(begun, plan.part(0), state, None, lambda: None)
