@@ -288,7 +288,7 @@ def _save_drifted(url: str) -> list[str]:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (4,))
     drifted = torch.zeros(200_000)
-    drifted[::2] = rank
+    drifted[100_000::2] = rank
     state = {
         "rng": torch.full((16,), rank, dtype=torch.uint8),
         "lr": 0.1 * (rank // 2),
