@@ -438,28 +438,28 @@ FORMAT = [
         "true counts as the number 1",
         "if type(value) is not int or not least <= value < 2**63:",
         "if not isinstance(value, int) or not least <= value < 2**63:",
-        ("test_open.py -k contradicts", "test_hostile.py"),
+        ("test_open.py -k contradicts",),
     ),
     Fault(
         "_format/documents.py",
         "to a document 1, 1.0 and true are one",
         "    if type(one) is not type(other):\n        return False\n",
         "    if one != other:\n        return False\n",
-        ("test_open.py -k 'another_form or contradicts'", "test_hostile.py"),
+        ("test_hostile.py -k refused_when_it_is_opened",),
     ),
     Fault(
         "_format/documents.py",
         "the dimensions of shape and chunks are not compared",
         "if len(chunk) != len(shape) or (sub",
         "if (sub",
-        ("test_open.py -k 'another_form or contradicts'", "test_hostile.py"),
+        ("test_hostile.py -k refused_when_it_is_opened",),
     ),
     Fault(
         "_format/root.py",
         "a root may name another save's tree",
         'if tree and tree != f"@{save_id}":',
         'if tree and not tree.startswith("@"):',
-        ("test_open.py -k contradicts", "test_hostile.py"),
+        ("test_hostile.py -k refused_when_it_is_opened",),
     ),
     Fault(
         "_format/root.py",
@@ -474,13 +474,6 @@ FORMAT = [
         "            found.append([rank, rank + 1])",
         "            found.append([rank, rank])",
         ("test_per_rank.py -k one_form",),
-    ),
-    Fault(
-        "_format/values.py",
-        "strings of numpy lose the nulls at their end",
-        'if array.dtype.kind in "SU" and array[()] != value:',
-        'if array.dtype.kind in "SU" and array.ndim:',
-        ("test_values.py -k cannot_tell", "test_values.py"),
     ),
     Fault(
         "_format/values.py",
@@ -505,9 +498,9 @@ FORMAT = [
     ),
     Fault(
         "_format/values.py",
-        "the items of a tree may overlap",
+        "the items of a tree may leave bytes between them",
         "        if start != end:\n",
-        "        if start > end:\n",
+        "        if start < end:\n",
         ("test_values.py -k damaged_trees",),
     ),
     Fault(
@@ -515,7 +508,7 @@ FORMAT = [
         "a long name is measured in characters",
         "    if len(encoded) <= MAX_COMPONENT_BYTES:",
         "    if len(escaped) <= MAX_COMPONENT_BYTES:",
-        ("test_names.py -k shortened",),
+        ("test_names.py -k escaped_names",),
     ),
     Fault(
         "_format/names.py",
@@ -557,7 +550,7 @@ FORMAT = [
         "the fill value of unsigned integers is that of signed ones",
         "                return (1 << (8 * self.itemsize)) - 1",
         "                return (1 << (8 * self.itemsize - 1)) - 1",
-        ("test_codec.py -k documents", "test_dtypes.py", "test_format.py"),
+        ("test_format.py -k dtypes_that_zarr_can_name", "test_dtypes.py -k plain_zarr_reads"),
     ),
     Fault(
         "_format/dtypes.py",
@@ -747,13 +740,6 @@ PLAN = [
     ),
     Fault(
         "_plan/plan.py",
-        "what is too long for a codec is compressed",
-        "chosen = options.compression if compressible(grid, tensor.dtype) else None",
-        "chosen = options.compression",
-        ("test_compression.py -k too_long",),
-    ),
-    Fault(
-        "_plan/plan.py",
         "the digest of a plan does not tell who writes what",
         '        made.update(self.dealt.owner.astype("<i8").tobytes())\n',
         "",
@@ -877,18 +863,11 @@ STATE = [
         ("test_save_load.py -k no_place", "test_dcp.py", "test_save_load.py -k sharded"),
     ),
     Fault(
-        "_state/local_state.py",
-        "one rank alone saves its part of a tensor as the whole",
-        "                if held < size:\n",
-        "                if held > size:\n",
-        ("test_no_dist.py -k refused_by_name",),
-    ),
-    Fault(
         "_state/modules.py",
         "any submodule named module is left out of names",
         'in_ddp = segment == "module" and isinstance(at, DistributedDataParallel)',
         'in_ddp = segment == "module"',
-        ("test_optimizers.py", "test_save_load.py"),
+        ("test_optimizers.py -k named_module",),
     ),
     Fault(
         "_state/modules.py",
@@ -952,7 +931,7 @@ STATE = [
         "an optimizer gets names from any module that shares a parameter",
         "if wanted <= {id(p) for p in module.parameters()}:",
         "if wanted & {id(p) for p in module.parameters()}:",
-        ("test_optimizers.py", "test_save_load.py"),
+        ("test_save_load.py -k optimizer_without_its_module",),
     ),
     Fault(
         "_state/tensors.py",
@@ -1004,10 +983,10 @@ STATE = [
         ("test_load_targets.py -k stages", "test_wrong_use.py -k without_a_target"),
     ),
     Fault(
-        "_load/match.py",
-        "an expanded tensor is filled",
-        "local.layout == torch.strided and overlaps(local):",
-        "local.layout != torch.strided and overlaps(local):",
+        "_state/tensors.py",
+        "a tensor that is expanded along some dimensions is filled",
+        "    return any(n > 1 and stride == 0",
+        "    return all(n > 1 and stride == 0",
         ("test_wrong_use.py -k expanded",),
     ),
     Fault(
@@ -1047,10 +1026,10 @@ STATE = [
     ),
     Fault(
         "_load/shared_reads.py",
-        "a box is wanted by every rank that fills an empty one",
-        "if box.size and ranks[-1:] != [rank]:",
-        "if ranks[-1:] != [rank]:",
-        ("test_owners.py -k nobody_shares", "test_shared_reads.py -k every_kind_is_loaded", "test_shared_reads.py"),
+        "who fetches a run is sent it, too",
+        "receivers = tuple(rank for rank in ranks if rank != reader)",
+        "receivers = tuple(ranks)",
+        ("test_owners.py -k 'handed_on or all_ranks_alike'",),
     ),
     Fault(
         "_ranks/rounds.py",
@@ -1064,7 +1043,7 @@ STATE = [
         "a rank beats while its work stands still",
         "        if not (self._progress or self._waiting):\n            return\n",
         "",
-        ("test_rounds.py",),
+        ("test_rounds.py -k work_that_goes_on",),
     ),
     Fault(
         "_ranks/rounds.py",
