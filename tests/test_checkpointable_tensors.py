@@ -122,7 +122,13 @@ def test_parts_and_dtensors_load_into_each_other(tmp_path: Path) -> None:
 
 
 def _wrong_parts(url: str) -> None:
-    for what, wrong in {"global_offsets": ((8, 0),), "local_offsets": ((3, 0),), "local_sizes": ()}.items():
+    cases = [
+        ("global_offsets", ((8, 0), (0, 0))),
+        ("local_offsets", ((4, 0), (0, 0))),
+        ("global_offsets", ((2, 0),)),
+        ("local_sizes", ()),
+    ]
+    for what, wrong in cases:
         part = _part(_whole(torch.float32), 0, ROWS)
         if dist.get_rank() == 1:
             setattr(part, what, wrong)

@@ -26,7 +26,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError
-from zarrckpt._format.chunk_codec import encode_chunk
+from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder, encode_chunk
 from zarrckpt._format.chunk_layout import CRC_BYTES, chunk_object_bytes, raw_dtype, subchunk_bytes
 from zarrckpt._format.crc32c import crc32c
 from zarrckpt._format.documents import ArrayNode
@@ -140,12 +140,16 @@ def test_every_chunk_object_has_the_size_and_checksums_that_the_format_says(node
 def test_the_bytes_of_a_padded_chunk_with_subchunks() -> None:
     """By hand, from the format page: a chunk of 2 x 4 bytes in subchunks of 1 x 2, of which the array has 2 x 3."""
     node = ArrayNode("a", Grid((2, 3), (2, 4), (1, 2)), by_name("uint8"))
-    buffers, checksums = encode_chunk(node, np.array([[1, 2, 3], [4, 5, 6]], np.uint8))
+    encoder = ChunkEncoder(node, ArrayElements(np.array([[1, 2, 3], [4, 5, 6]], np.uint8)))
+    # What another chunk has left in the scratch memory must not come into this one.
+    groups = [*encoder.groups(np.full(encoder.memory(in_parts=False)[0], 0xFF, np.uint8))]
     parts = [bytes([1, 2]), bytes([3, 0]), bytes([4, 5]), bytes([6, 0])]
     stored = b"".join(part + struct.pack("<I", google_crc32c.value(part)) for part in parts)
     index = struct.pack("<8Q", 0, 6, 6, 6, 12, 6, 18, 6)
-    assert b"".join(map(bytes, buffers)) == stored + index + struct.pack("<I", google_crc32c.value(index))
-    assert checksums == [google_crc32c.value(part) for part in parts]
+    assert b"".join(map(bytes, itertools.chain(*groups))) == stored + index + struct.pack(
+        "<I", google_crc32c.value(index)
+    )
+    assert encoder.checksums == [google_crc32c.value(part) for part in parts]
 
 
 def test_crc32c_is_castagnoli_s() -> None:

@@ -180,6 +180,23 @@ def test_a_root_that_was_refused_and_arrives_later() -> None:
     assert zarrckpt.open(shelf.store)["step"] == 2 and zarrckpt.open(shelf.store).verify()
 
 
+def test_a_root_whose_folder_was_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and its name may not outlive a power cut: so the folder is synced before the save succeeds."""
+    folder, sync, refused, synced = tmp_path / "a", os.fsync, [], []
+
+    def once(file: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file}") == str(folder) and (folder / ROOT).exists():
+            if not refused:
+                refused.append(file)
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            synced.append(file)
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", once)
+    zarrckpt.save(state(1), folder)
+    assert refused and synced and held(Place(str(folder))) == 1
+
+
 def test_doctor_and_open_after_a_save_that_failed(tmp_path: Path) -> None:
     def rule(call: Call) -> Fault | None:
         return FAIL if call.verb == "put" and "/checksums/" in call.key else None

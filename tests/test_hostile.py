@@ -77,6 +77,14 @@ def shape(forgery: Forgery, path: str, *extents: int, chunks: int | None = None)
     forgery.own["tables"]["checksums"]["length"] = hostile._subchunks(forgery.nodes)
 
 
+def tree(forgery: Forgery, name: str) -> None:
+    """All nodes in a tree of some name."""
+    forgery.own["tree"] = name
+    nodes = {f"{name}/{path}": node for path, node in forgery.nodes.items()}
+    nodes[name] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    forgery.document["consolidated_metadata"]["metadata"] = nodes
+
+
 def nest(depth: int) -> list[Any]:
     found: list[Any] = []
     for _ in range(depth):
@@ -135,6 +143,11 @@ REFUSED: dict[str, Callable[[Forgery], Any]] = {
     "a stack at a key that is none": lambda f: stack(f, "model/w", 0, [[0, 4000]]),
     "ranks of one stack too many": lambda f: stack(f, "model/w", 1, [[0, 2**40]]),
     "ranks of many stacks": lambda f: [empty_stack(f, number) for number in range(6)],
+    "another save's tree": lambda f: tree(f, f"@{'0' * 32}"),
+    "a number that is none of a whole": lambda f: f.nodes["model/w"].update(zarr_format=3.0),
+    "chunks of one more dimension": lambda f: f.nodes["model/w"]["chunk_grid"]["configuration"].update(
+        chunk_shape=[4000, 1]
+    ),
     "no list of features": lambda f: f.own.pop("features"),
     "more bytes than any array": lambda f: shape(f, "model/w", 2**61),
     "more bytes than any array but for a zero": lambda f: shape(f, "model/w", 0, 2**61),
@@ -155,6 +168,9 @@ def test_the_same_without_a_change_opens(forgery: Forgery) -> None:
     ckpt = zarrckpt.open(forgery.folder)
     assert ckpt["x"] == nest(20)
     assert ckpt.verify()
+    tree(forgery, f"@{forgery.own['save_id']}")
+    forgery.write()
+    assert zarrckpt.open(forgery.folder)["x"] == nest(20)
 
 
 @pytest.mark.parametrize(("extent", "chunks"), [(2**58, None), (2**40, 2**20), (2**30, 1), (2**45, 1)])

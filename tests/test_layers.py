@@ -1,4 +1,4 @@
-"""What import-linter's contracts in ``pyproject.toml`` do not say of imports; and that names are defined once."""
+"""What import-linter's contracts in ``pyproject.toml`` do not say: imports, names, the list of faults."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+
+from faults import FAULTS
 
 import zarrckpt
 
@@ -124,3 +126,14 @@ def test_a_name_is_defined_in_one_module() -> None:
     # Type variables have one letter.
     twice = {name: places for name, places in defined.items() if len(places) > 1 and len(name) > 1}
     assert twice.keys() <= {"__all__"}, twice
+
+
+def test_the_list_of_faults_fits_the_package() -> None:
+    faults = [fault for those in FAULTS.values() for fault in those]
+    assert not [fault.misfit for fault in faults if fault.misfit]
+    assert not [
+        fault
+        for fault in faults
+        if not all((PACKAGE.parent / "tests" / one.split()[0]).is_file() for one in fault.tests)
+    ]
+    assert len({(fault.file, fault.what) for fault in faults}) == len(faults) >= 60

@@ -394,6 +394,13 @@ def test_parameters_that_have_other_names_in_the_state_dict(kind: type[nn.Module
         assert torch.equal(loaded, parameter)
 
 
+def test_a_part_of_a_model_may_be_named_module(tmp_path: Path) -> None:
+    """Only what DistributedDataParallel calls so is left out of names."""
+    model = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    zarrckpt.save({"model": model}, tmp_path / "one")
+    assert {*zarrckpt.open(tmp_path / "one")} == {"model.module.weight", "model.module.bias"}
+
+
 def test_entries_of_a_module_that_it_does_not_take_are_an_error(tmp_path: Path) -> None:
     class OneWay(Fused):
         @staticmethod

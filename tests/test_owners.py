@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import plan_oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_oracle import Owned, Spread
 from subchunk_shapes import subchunks_of
@@ -38,6 +38,7 @@ from zarrckpt._plan.chunking import (
     ANY_SUBCHUNK,
     FILL_BYTES,
     MAX_CHUNK_BYTES,
+    MOST_PIECES,
     choose_grid,
     default_min_piece_bytes,
     overlapping,
@@ -126,6 +127,18 @@ def test_pieces_are_whole_chunks_or_merged_within_the_bounds(
     # What is cut oddly, or small: and then no object for each.
     assert grid.num_chunks == 1 or nbytes * 4 >= limit or grid == unmerged
     assert nbytes <= max(limit, itemsize) or grid == unmerged
+
+
+def test_a_merged_chunk_spans_so_many_pieces_at_most() -> None:
+    """Each piece is a connection to its holder."""
+    boxes = [Box((row,), (1,)) for row in range(4 * MOST_PIECES)]
+    grid = choose_grid((len(boxes),), boxes, 4, min_piece_bytes=ALWAYS)
+    assert grid.chunk_shape == (MOST_PIECES,)
+
+
+def test_a_large_chunk_is_divided_along_its_first_dimension() -> None:
+    """Its parts are then runs of its elements, and a row is in one of them."""
+    assert choose_grid((100, 100), [], 1, max_chunk_bytes=1000).chunk_shape == (10, 100)
 
 
 @settings(max_examples=300, deadline=None)
@@ -337,7 +350,14 @@ def check_owned(chunk: Owned) -> None:
         assert source == chunk.owner or chunk.owner not in held[number].ranks
 
 
+def one_and_a_fifth(name: str) -> Spread:
+    """A chunk of which rank 0 holds all, and rank 1 a fifth."""
+    held = [HeldBox(Box((0,), (8,)), (0,)), HeldBox(Box((8,), (2,)), (0, 1))]
+    return Spread(name, Grid((10,), (10,)), 1, held)
+
+
 @settings(deadline=None)
+@example(([one_and_a_fifth("a"), one_and_a_fifth("b")], 2))
 @given(spread_out())
 def test_every_chunk_has_one_owner_that_holds_much_of_it(case: tuple[list[Spread], int]) -> None:
     spreads, world_size = case

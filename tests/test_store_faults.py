@@ -710,6 +710,7 @@ def test_stale_listings_never_cost_a_checkpoint(tmp_path: Path) -> None:
         # Where listings are as they should be again, nothing stands in the way.
         zarrckpt.save(_flat(9), url, overwrite=True, options=zarrckpt.SaveOptions(durable=False))
         assert same(_filled(url), _flat(9)) and zarrckpt.open(url).verify()
+        assert {path.name for path in Path(url).iterdir()} <= {"@zarrckpt", "zarr.json", zarrckpt.open(url).tree}
         if number >= sum(call.verb == "list" for call in store.calls):
             break
         number += 1

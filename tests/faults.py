@@ -1,0 +1,1169 @@
+"""Put faults into the package, one by one, and see that the test suite finds each.
+
+    nice python -m tests.faults                        # all of them: about half an hour
+    python -m tests.faults --only _commit --jobs 2     # those whose file or description has this text
+    python -m tests.faults --clean                     # the same tests without a fault: all must pass
+
+A fault is a small change that a hurried engineer might make: a condition that is dropped, a `<` for a `<=`, two steps
+in the wrong order. Each has the tests that are to fail with it, the fastest first. They run against a copy of the
+repository in a temporary folder; a run of more than four minutes counts as a failure, too. The command prints a line
+for each fault, and exits with 1 if any is not found.
+
+``tests/test_layers.py`` checks that each text still occurs once in its file. Whoever changes that text changes the
+fault with it: what matters is the mistake, not the line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LONGEST_SECONDS = 240.0
+_LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "build", ".hypothesis", ".mypy_cache", ".ruff_cache")
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of the package, and the tests that must fail with it."""
+
+    file: str
+    """Relative to ``zarrckpt/``."""
+    what: str
+    """The mistake, in a few words."""
+    old: str
+    """A text that occurs exactly once in the file."""
+    new: str
+    """What stands in its place."""
+    tests: tuple[str, ...]
+    """Arguments of pytest, each for a run of its own: a file of ``tests/``, and perhaps ``-k``. The fastest first."""
+
+    @property
+    def misfit(self) -> str:
+        """Why the fault cannot be put in; "" where it can."""
+        count = (REPOSITORY / "zarrckpt" / self.file).read_text().count(self.old)
+        if count != 1:
+            return f"{self.file}: the text of {self.what!r} occurs {count} times, expected once"
+        return f"{self.file}: {self.what!r} changes nothing" if self.old == self.new else ""
+
+
+COMMIT = [
+    Fault(
+        "_commit/protocol.py",
+        "a save over a checkpoint is not refused",
+        "if root is not None and not overwrite:\n        raise _exists(store, root)\n    older",
+        "older",
+        ("test_guard.py -k 'second_save_is_refused or at_once_exactly_one'",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "the first root is put without a condition",
+        "            store.create(NODE, data)",
+        "            store.put(NODE, [data])",
+        ("test_interleavings.py -k over_nothing",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "a root is replaced without a condition",
+        "            store.replace(NODE, data, attempt.base.version)",
+        "            store.put(NODE, [data])",
+        ("test_interleavings.py -k over_a_committed_one",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "a commit whose answer was lost is not synced",
+        "            return store.sync([NODE])\n",
+        "            return\n",
+        ("test_failed_saves.py -k folder_was_not_synced",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "the marker is not synced before the chunks",
+        "        store.sync(keys)\n        if seen.base",
+        "        if seen.base",
+        ("test_crash_points.py -k synced_when",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "a pinned checkpoint is replaced",
+        "        if seen.base is not None:\n            # After",
+        "        if seen.base is None:\n            # After",
+        ("test_pins.py -k a_pinned_checkpoint_stays",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "pins are looked for before the marker is put",
+        "    try:\n        store.put(keys[0], [own.to_bytes()])\n",
+        "    try:\n        if seen.base is not None:\n            refuse_pinned(store)\n"
+        "            seen = dataclasses.replace(seen, base=None)\n        store.put(keys[0], [own.to_bytes()])\n",
+        ("test_pins.py -k one_sees_the_other",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "a commit whose answer was lost counts only while it is the newest",
+        "attempt.save_id in (winner.save_id, *winner.history):\n            return store",
+        "attempt.save_id == winner.save_id:\n            return store",
+        ("test_interleavings.py -k get_lost",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "any failure to replace a root counts as a race that was lost",
+        "        if winner is not None and winner.save_id != attempt.base_id:\n            abandon",
+        "        if winner is not None:\n            abandon",
+        ("test_failed_saves.py -k root_was_refused",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "chunks are removed after any failed put of the root",
+        "        if is_full(err):\n            abandon",
+        "        if err:\n            abandon",
+        ("test_failed_saves.py -k root_was_sent",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "a clean-up deletes the marker before what it names",
+        "        tops = marker.top_names()\n        deleted +=",
+        "        tops = marker.top_names()\n        if marker.attempt in done:\n            store.delete([marker_key("
+        "marker.attempt)])\n        deleted +=",
+        ("test_crash_points.py -k in_memory",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "a clean-up believes one listing",
+        "            more = _delete_named(store, marker, tops, spared, removal)\n",
+        "            more = 0\n",
+        ("test_store_faults.py -k stale",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "a clean-up deletes what another marker names, too",
+        "    return [key for key in keys if not any(other.names_key(key) for other in spared)]",
+        "    return keys",
+        ("test_hostile.py -k marker_does_not_lead", "test_removal.py"),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "an attempt that has failed may still commit",
+        "        return not marker.failed and marker.base",
+        "        return marker.base",
+        ("test_failed_saves.py -k doctor_and_open",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "an attempt does not say that it has failed",
+        "dataclasses.replace(attempt.marker, failed=True)",
+        "attempt.marker",
+        ("test_failed_saves.py -k doctor_and_open",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "a save forgets the saves before the last one",
+        "(root.save_id, *root.history)[:HISTORY]",
+        "(root.save_id,)",
+        ("test_format.py -k overwritten", "test_interleavings.py -k three_saves"),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "a failed clean-up fails the save",
+        "    except CheckpointError as err:\n        # It is committed",
+        "    except CheckpointNotFoundError as err:\n        # It is committed",
+        ("test_guard.py -k clean_up_that_fails",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "a removal deletes on after another one has ended it",
+        "        check_removal(store, removal)\n        store.delete(keys",
+        "        store.delete(keys",
+        ("test_removal.py -k 'another_one_has_ended or interleaving'",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "a removal deletes any root that it finds",
+        "get_if_stored(store, NODE) == root_bytes:",
+        "is_stored(store, NODE):",
+        ("test_removal.py", "test_interleavings.py"),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "the claim is looked for before the record of a removal",
+        "return REMOVED in _attempts(store) or not is_stored(store, CLAIM_KEY)",
+        "return not is_stored(store, CLAIM_KEY) or REMOVED in _attempts(store)",
+        ("test_removal.py -k interleaving",),
+    ),
+    Fault(
+        "_commit/protocol.py",
+        "the canonical tree is taken while another attempt has it",
+        'tree = "" if first and all(earlier.tree for earlier in older) else',
+        'tree = "" if first else',
+        ("test_removal.py -k 'began_before_a_removal or after_a_removal'",),
+    ),
+    Fault(
+        "_commit/marker.py",
+        "a tree of its own does not keep a marker from naming canonical keys",
+        "if self.tree and relative == key:",
+        "if self.tree and not relative:",
+        ("test_guard.py -k overwriting", "test_removal.py"),
+    ),
+    Fault(
+        "_commit/marker.py",
+        "the paths of a marker are not checked",
+        'check_paths(members.sequence("arrays"), where)',
+        'tuple(members.sequence("arrays"))',
+        ("test_hostile.py -k 'nothing_outside_is_deleted or marker_does_not_lead'",),
+    ),
+    Fault(
+        "_commit/pins.py",
+        "a pin is put after the look for removals",
+        "        place.create(key, own.to_bytes())\n        place.sync([key])\n",
+        "        _refuse_endangered(place, root)\n        place.create(key, own.to_bytes())\n"
+        "        place.sync([key])\n        return own.pin_id\n",
+        ("test_pins.py -k one_sees_the_other",),
+    ),
+    Fault(
+        "_commit/pins.py",
+        "a save that is to replace the checkpoint does not keep it from being pinned",
+        "if found.may_commit(marker)]",
+        "if marker.failed]",
+        ("test_pins.py -k one_sees_the_other",),
+    ),
+    Fault(
+        "_save/finish.py",
+        "the tables are not synced before the root",
+        "    store.sync(puts)\n",
+        "",
+        ("test_crash_points.py -k synced_when",),
+    ),
+    Fault(
+        "_save/finish.py",
+        "a chunk that two ranks have written is not noticed",
+        "if (times != 1).any():",
+        "if (times == 0).any():",
+        ("test_failures.py", "test_any_sharding.py"),
+    ),
+    Fault(
+        "_save/finish.py",
+        "entries that no rank has written are not noticed",
+        "    if missing or unknown:",
+        "    if unknown:",
+        ("test_failures.py -k in_silence",),
+    ),
+    Fault(
+        "_save/finish.py",
+        "the tables are in the order of names, not of paths",
+        "key=lambda item: item[1].path)",
+        "key=lambda item: item[0])",
+        ("test_format.py",),
+    ),
+    Fault(
+        "_save/finish.py",
+        "the keys of names that are escaped are not kept",
+        "(type(key) is str and _names.escape(key) == key)",
+        "type(key) is str",
+        ("test_format.py -k names",),
+    ),
+    Fault(
+        "_store/_local_commit.py",
+        "a file is not synced before it gets its name",
+        "            if sync:\n                os.fsync(file)\n",
+        "",
+        ("test_store_local.py -k 'durable or reaches_the_files'",),
+    ),
+    Fault(
+        "_store/_local_commit.py",
+        "a file is created over another one",
+        "        os.link(temp, path)\n",
+        "        os.replace(temp, path)\n",
+        ("test_store_local.py -k 'one_winner'",),
+    ),
+    Fault(
+        "_store/_local_commit.py",
+        "a file is replaced without the lock",
+        "    with _locked(path):\n",
+        "    with contextlib.nullcontext():\n",
+        ("test_store_local.py -k 'one_winner'",),
+    ),
+    Fault(
+        "_store/_local_commit.py",
+        "a repeated replacement is a conflict with itself",
+        "                return found == data\n",
+        "                return False\n",
+        ("test_store.py -k 'repeating_a_replace and local'",),
+    ),
+    Fault(
+        "_store/_local_commit.py",
+        "a short write is not continued",
+        "    while views:\n        drop(views, os.writev",
+        "    if views:\n        drop(views, os.writev",
+        ("test_store_local.py -k short_writes",),
+    ),
+    Fault(
+        "_store/_conditional_puts.py",
+        "an object of another save counts as an own one",
+        "        if found is not None and found.data != data:\n            raise",
+        "        if found is not None and not found.data:\n            raise",
+        ("test_store.py -k 'creates_once or thirty_creators'",),
+    ),
+    Fault(
+        "_store/_conditional_puts.py",
+        "a server that ignores If-None-Match is trusted",
+        "self._honoured.creates = not self.put_if_absent(key, data)\n",
+        "self._honoured.creates = True\n",
+        ("test_races.py -k 'ignores_conditions'",),
+    ),
+    Fault(
+        "_store/_conditional_puts.py",
+        "a server that ignores If-Match is trusted",
+        ' and not self.put_if_version(probe, b"3", first)',
+        "",
+        ("test_races.py -k 'ignores_conditions or check_then_put'",),
+    ),
+    Fault(
+        "_store/_conditional_puts.py",
+        "where conditions are ignored, the version is not compared",
+        "            if found is not None and found.version == version:\n",
+        "            if found is not None:\n",
+        ("test_races.py -k check_then_put", "test_store.py -k replaces_the_version"),
+    ),
+]
+"""What makes a checkpoint appear at once or not at all."""
+
+FORMAT = [
+    Fault(
+        "_format/chunk_codec.py",
+        "what lies beyond the array's end is not zeroed",
+        "        if inside != box:\n            out[:] = 0",
+        "        if inside is None:\n            out[:] = 0",
+        ("test_codec.py -k padded",),
+    ),
+    Fault(
+        "_format/chunk_codec.py",
+        "copied subchunks share their scratch memory",
+        "used += size if self._node.compression is None else 0",
+        "used += 0",
+        ("test_codec.py -k zarr_decodes",),
+    ),
+    Fault(
+        "_format/chunk_codec.py",
+        "a stored size lacks its checksum",
+        "self.sizes.append(stored + CRC_BYTES)",
+        "self.sizes.append(stored)",
+        ("test_codec.py -k 'zarr_decodes or padded'",),
+    ),
+    Fault(
+        "_format/chunk_codec.py",
+        "a subchunk that begins before the box is read straight into it",
+        "part.start < 0 or part.stop > n",
+        "part.stop > n",
+        ("test_codec.py -k reading_a_box",),
+    ),
+    Fault(
+        "_format/chunk_layout.py",
+        "the checksum behind a subchunk is not compared",
+        "    return own if crc32c(data[:-CRC_BYTES]) == own else None",
+        "    return own",
+        ("test_codec.py -k flipped_bit",),
+    ),
+    Fault(
+        "_format/chunk_layout.py",
+        "any subchunk with a right checksum is taken",
+        "return bool(stored_crc(stored) == self.checksums[number])",
+        "return stored_crc(stored) is not None",
+        ("test_codec.py -k in_the_place_of_another", "test_open.py -k swapped"),
+    ),
+    Fault(
+        "_format/chunk_layout.py",
+        "the last subchunk of what is read is not checked",
+        "bisect_right(begins, end) - 1):",
+        "bisect_right(begins, end) - 2):",
+        ("test_readers.py -k damaged_chunk",),
+    ),
+    Fault(
+        "_format/chunk_layout.py",
+        "the index of a chunk is not checked",
+        "        return stored[begins[-1] - byte_offset :].tobytes() == chunk_index(self._node, begins)",
+        "        return True",
+        ("test_readers.py -k damaged", "test_damage.py"),
+    ),
+    Fault(
+        "_format/chunk_layout.py",
+        "compressed data are not asked how long they are",
+        "if not self.holds(number, part) or not says_its_size(self._node, part):",
+        "if not self.holds(number, part):",
+        ("test_compression.py -k hostile_bytes",),
+    ),
+    Fault(
+        "_format/grid.py",
+        "what two boxes share ends with the longer one",
+        "hi = tuple(min(ao + an, bo + bn) for",
+        "hi = tuple(max(ao + an, bo + bn) for",
+        ("test_grid.py -k intersect",),
+    ),
+    Fault(
+        "_format/grid.py",
+        "a box that ends with a chunk overlaps the next one",
+        "range(o // c, -(-(o + n) // c))",
+        "range(o // c, (o + n) // c + 1)",
+        ("test_grid.py -k of_a_box",),
+    ),
+    Fault(
+        "_format/sealed.py",
+        "the checksum of a document is not compared",
+        "if sealed and _seal(data) != data:",
+        "if sealed and len(_seal(data)) != len(data):",
+        ("test_open.py -k flipped_byte",),
+    ),
+    Fault(
+        "_format/sealed.py",
+        "unknown features are ignored",
+        'own["format"] != FORMAT or features != []:',
+        'own["format"] != FORMAT:',
+        ("test_open.py -k newer_format",),
+    ),
+    Fault(
+        "_format/sealed.py",
+        "true counts as the number 1",
+        "if type(value) is not int or not least <= value < 2**63:",
+        "if not isinstance(value, int) or not least <= value < 2**63:",
+        ("test_open.py -k contradicts",),
+    ),
+    Fault(
+        "_format/documents.py",
+        "to a document 1, 1.0 and true are one",
+        "    if type(one) is not type(other):\n        return False\n",
+        "    if one != other:\n        return False\n",
+        ("test_hostile.py -k refused_when_it_is_opened",),
+    ),
+    Fault(
+        "_format/documents.py",
+        "the dimensions of shape and chunks are not compared",
+        "if len(chunk) != len(shape) or (sub",
+        "if (sub",
+        ("test_hostile.py -k refused_when_it_is_opened",),
+    ),
+    Fault(
+        "_format/root.py",
+        "a root may name another save's tree",
+        'if tree and tree != f"@{save_id}":',
+        'if tree and not tree.startswith("@"):',
+        ("test_hostile.py -k refused_when_it_is_opened",),
+    ),
+    Fault(
+        "_format/root.py",
+        "the length of a table is not compared with its arrays",
+        "        if tables[name].length != expected:\n",
+        "        if tables[name].length < 0:\n",
+        ("test_open.py -k contradicts", "test_hostile.py"),
+    ),
+    Fault(
+        "_format/root.py",
+        "the span of ranks includes its end",
+        "            found.append([rank, rank + 1])",
+        "            found.append([rank, rank])",
+        ("test_per_rank.py -k one_form",),
+    ),
+    Fault(
+        "_format/values.py",
+        "a blob shares memory with its value",
+        'return Blob("raw", bytes(value), "bytearray")',
+        'return Blob("raw", memoryview(value), "bytearray")',
+        ("test_values.py -k do_not_follow",),
+    ),
+    Fault(
+        "_format/values.py",
+        "a pickle is loaded without being asked for",
+        "    if not allow_pickle:\n",
+        "    if not allow_pickle and not kind:\n",
+        ("test_values.py -k 'runs_code or pickle'",),
+    ),
+    Fault(
+        "_format/values.py",
+        "torch loads whatever a blob holds",
+        'return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True, mmap=False)',
+        'return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False, mmap=False)',
+        ("test_values.py -k 'runs_code or unsafe_loads'",),
+    ),
+    Fault(
+        "_format/values.py",
+        "the items of a tree may leave bytes between them",
+        "        if start != end:\n",
+        "        if start < end:\n",
+        ("test_values.py -k damaged_trees",),
+    ),
+    Fault(
+        "_format/names.py",
+        "a long name is measured in characters",
+        "    if len(encoded) <= MAX_COMPONENT_BYTES:",
+        "    if len(escaped) <= MAX_COMPONENT_BYTES:",
+        ("test_names.py -k escaped_names",),
+    ),
+    Fault(
+        "_format/names.py",
+        "an array may be the group of another one",
+        "            if parent in owners:\n",
+        "            if owners.get(parent) == components:\n",
+        ("test_names.py -k clashes",),
+    ),
+    Fault(
+        "_format/names.py",
+        "a document may name the package's own groups",
+        '    if component[0] == "@":',
+        '    if component == "@":',
+        ("test_names.py -k bad_paths",),
+    ),
+    Fault(
+        "_format/json_values.py",
+        "2**53 is written as a number",
+        "_MAX_INT = 2**53 - 1",
+        "_MAX_INT = 2**53",
+        ("test_values.py -k json_forms",),
+    ),
+    Fault(
+        "_format/json_values.py",
+        "the bits of a NaN are lost",
+        "math.isinf(value) or bits == _NAN else",
+        "math.isinf(value) or bits[:2] == _NAN[:2] else",
+        ("test_values.py -k 'json_forms or round_trip'",),
+    ),
+    Fault(
+        "_format/json_values.py",
+        "a set is in the order of its hashes",
+        "            items.sort(key=dumps)  #",
+        "            items.sort(key=lambda item: 0)  #",
+        ("test_values.py -k 'json_forms or round_trip'",),
+    ),
+    Fault(
+        "_format/dtypes.py",
+        "the fill value of unsigned integers is that of signed ones",
+        "                return (1 << (8 * self.itemsize)) - 1",
+        "                return (1 << (8 * self.itemsize - 1)) - 1",
+        ("test_format.py -k dtypes_that_zarr_can_name", "test_dtypes.py -k plain_zarr_reads"),
+    ),
+    Fault(
+        "_format/dtypes.py",
+        "bits of other types are kept as signed integers",
+        'else f"uint{8 * self.itemsize}"',
+        'else f"int{8 * self.itemsize}"',
+        ("test_dtypes.py -k portable_types", "test_format.py -k every_dtype"),
+    ),
+    Fault(
+        "_format/compression.py",
+        "zstd's content size of two bytes lacks its 256",
+        "+ (256 if width == 2 else 0)",
+        "+ 0",
+        ("test_compression.py -k 'decode_what_is_encoded or reading_a_box or by_hand'",),
+    ),
+    Fault(
+        "_format/compression.py",
+        "blosc is believed how long its data are",
+        "or whole != len(stored) or size != nbytes",
+        "or size != nbytes",
+        ("test_compression.py -k hostile_bytes",),
+    ),
+    Fault(
+        "_format/compression.py",
+        "what does not compress is taken to stay as long as it is",
+        "    return nbytes + nbytes // 256 + 64",
+        "    return nbytes",
+        ("test_compression.py -k noise",),
+    ),
+]
+"""What bytes are stored, and what is believed of stored ones."""
+
+PLAN = [
+    Fault(
+        "_plan/chunking.py",
+        "the end of the array counts as a cut",
+        "for c in (b.offset[dim], b.offset[dim] + b.shape[dim]) if 0 < c < n}",
+        "for c in (b.offset[dim], b.offset[dim] + b.shape[dim]) if 0 < c <= n}",
+        ("test_grid.py -k torch_s_shards",),
+    ),
+    Fault(
+        "_plan/chunking.py",
+        "a large chunk is divided along its last dimension first",
+        "    for dim, extent in enumerate(chunk):\n        total",
+        "    for dim, extent in reversed([*enumerate(chunk)]):\n        total",
+        ("test_owners.py -k first_dimension",),
+    ),
+    Fault(
+        "_plan/chunking.py",
+        "merged chunks may be larger than max_chunk_bytes",
+        "    limit = min(fill_bytes, max_chunk_bytes)\n",
+        "    limit = fill_bytes\n",
+        ("test_owners.py -k within_the_bounds",),
+    ),
+    Fault(
+        "_plan/chunking.py",
+        "chunks of any number of pieces are merged",
+        "room = max(1, min(limit // (math.prod(chunk) * itemsize), most))",
+        "room = max(1, limit // (math.prod(chunk) * itemsize))",
+        ("test_owners.py -k so_many_pieces",),
+    ),
+    Fault(
+        "_plan/chunking.py",
+        "boxes that touch count as overlapping",
+        "(begin[:number] < end[number]) & (begin[number] < end[:number])",
+        "(begin[:number] <= end[number]) & (begin[number] <= end[:number])",
+        ("test_owners.py -k overlapping",),
+    ),
+    Fault(
+        "_plan/owners.py",
+        "a piece reaches to the end of its chunk",
+        "np.minimum((cells + 1) * step, end[held]) - self.offset",
+        "(cells + 1) * step - self.offset",
+        ("test_owners.py -k tile_every_chunk",),
+    ),
+    Fault(
+        "_plan/owners.py",
+        "whoever holds anything of a chunk may own it",
+        "much = 2 * sizes >= sizes.max()",
+        "much = sizes > 0",
+        ("test_owners.py -k holds_much",),
+    ),
+    Fault(
+        "_plan/owners.py",
+        "a piece comes from another rank than the owner that holds it",
+        "len(ranks) == 1 or (ranks != owner).all():",
+        "len(ranks) == 1 or (ranks != owner).any():",
+        ("test_planning.py -k fits_together", "test_any_sharding.py"),
+    ),
+    Fault(
+        "_plan/owners.py",
+        "chunks are dealt in the order of the state, not the largest first",
+        "    choices.sort(key=lambda choice: -choice[0])\n",
+        "",
+        ("test_owners.py -k 'largest_are_dealt or dealt_evenly'",),
+    ),
+    Fault(
+        "_plan/owners.py",
+        "the smallest chunks are dealt first",
+        "choice: -choice[0])",
+        "choice: choice[0])",
+        ("test_owners.py -k 'largest_are_dealt or dealt_evenly'",),
+    ),
+    Fault(
+        "_plan/owners.py",
+        "replicas that may differ are dealt over ranks",
+        "if kind.whole and len(open_ones):",
+        "if kind.whole and not len(open_ones):",
+        ("test_any_sharding.py -k dcp_planners", "test_dcp.py"),
+    ),
+    Fault(
+        "_plan/owners.py",
+        "a round is full only when it is full for all its ranks",
+        "if ((total > limit) & (taken > 0)).any():",
+        "if ((total > limit) & (taken > 0)).all():",
+        ("test_owners.py -k above_the_limit",),
+    ),
+    Fault(
+        "_plan/shards.py",
+        "an uneven dimension is cut into parts that are rounded down",
+        "            step = -(-length // mesh[m])\n",
+        "            step = max(length // mesh[m], 1)\n",
+        ("test_shards.py",),
+    ),
+    Fault(
+        "_plan/shards.py",
+        "mesh dimensions are taken to cut in their own order",
+        "for m in reversed(range(len(cuts))):",
+        "for m in range(len(cuts)):",
+        ("test_shards.py",),
+    ),
+    Fault(
+        "_plan/holders.py",
+        "elements that no rank holds are not noticed",
+        "    if size != found:\n",
+        "    if size < found:\n",
+        ("test_save_load.py -k missing_shard", "test_any_sharding.py"),
+    ),
+    Fault(
+        "_plan/holders.py",
+        "shards that overlap are not noticed",
+        "    if pair is not None:\n",
+        "    if pair is not None and pair[0] == pair[1]:\n",
+        ("test_save_load.py -k disjoint_meshes", "test_checkpointable_tensors.py", "test_save_load.py"),
+    ),
+    Fault(
+        "_plan/holders.py",
+        "tensors of two dtypes under one name are taken for one",
+        "if claim.entry[1:4] != first[1:4]]",
+        "if claim.entry[1:3] != first[1:3]]",
+        ("test_save_load.py -k 'do_not_agree or disjoint'", "test_planning.py"),
+    ),
+    Fault(
+        "_plan/holders.py",
+        "of values that differ, any rank's is saved",
+        "        if (fqn, None) in self._only:\n",
+        "        if (fqn, fqn) in self._only:\n",
+        ("test_save_load.py -k do_not_agree",),
+    ),
+    Fault(
+        "_plan/rank_plan.py",
+        "a rank does not know the arrays of which it only receives",
+        "return dict.fromkeys([*(name for name, _ in self.items), *written])",
+        "return dict.fromkeys(name for name, _ in self.items)",
+        ("test_planning.py -k fits_together", "test_any_sharding.py"),
+    ),
+    Fault(
+        "_plan/rank_plan.py",
+        "pieces are sent in another order than they are received",
+        "in sorted(self._sends):",
+        "in sorted(self._sends, reverse=True):",
+        ("test_planning.py -k fits_together", "test_any_sharding.py"),
+    ),
+    Fault(
+        "_plan/rank_plan.py",
+        "every holder of a piece sends it",
+        "if kind.geometry.source(tensor, piece, owner) == self._rank:",
+        "if owner != self._rank:",
+        ("test_planning.py -k fits_together", "test_any_sharding.py"),
+    ),
+    Fault(
+        "_plan/plan.py",
+        "the writer of a value is chosen by a hash",
+        "ranks[turn % len(ranks)])",
+        "ranks[hash(fqn) % len(ranks)])",
+        ("test_planning.py -k every_process", "test_save_load.py -k by_turns"),
+    ),
+    Fault(
+        "_plan/plan.py",
+        "the digest of a plan does not tell who writes what",
+        '        made.update(self.dealt.owner.astype("<i8").tobytes())\n',
+        "",
+        ("test_planning.py", "test_failures.py"),
+    ),
+    Fault(
+        "_options.py",
+        "chunks may be larger than the memory for them",
+        "Sizes(min(self.max_chunk_bytes, fits), ",
+        "Sizes(self.max_chunk_bytes, ",
+        ("test_plan_report.py", "test_exchange.py -k memory_bound"),
+    ),
+    Fault(
+        "_save/agree.py",
+        "a kept plan is used with other options",
+        "last is not None and last.options == self._options and {",
+        "last is not None and {",
+        ("test_planning.py -k 'any_change or plan_once'", "test_exchange.py -k kept_plans"),
+    ),
+    Fault(
+        "_save/agree.py",
+        "with a kept plan, contents are not compared",
+        "known and sum(hello.balance for hello in hellos) % _PRIME == 0:",
+        "known:",
+        ("test_planning.py -k any_change",),
+    ),
+    Fault(
+        "_save/agree.py",
+        "of parts that differ, the highest rank's is saved",
+        "            only[part] = min(digests)\n",
+        "            only[part] = max(digests)\n",
+        ("test_save_load.py -k do_not_agree",),
+    ),
+    Fault(
+        "_save/agree.py",
+        "ranks may compute different plans",
+        "if checked.plan != found[0].plan]",
+        "if len(checked.plan) != len(found[0].plan)]",
+        ("test_planning.py", "test_failures.py"),
+    ),
+    Fault(
+        "_save/exchange.py",
+        "what has arrived altered is saved",
+        "        if not is_intact(message):\n",
+        "        if not len(message):\n",
+        ("test_exchange.py -k altered",),
+    ),
+    Fault(
+        "_save/exchange.py",
+        "bundles are on their way without a bound of memory",
+        "            while moving and self._used + nbytes > self._limit:\n                yield from self._ended("
+        "moving.popleft())\n            self._wait_for_memory(nbytes)\n",
+        "",
+        ("test_exchange.py -k memory_bound",),
+    ),
+    Fault(
+        "_save/exchange.py",
+        "a job that fails keeps its memory",
+        "            try:\n                job()\n            finally:\n                self._free(nbytes)\n",
+        "            job()\n            self._free(nbytes)\n",
+        ("test_exchange.py -k a_put_that_fails",),
+    ),
+]
+"""Who writes what, and what moves."""
+
+STATE = [
+    Fault(
+        "_state/digests.py",
+        "of a large tensor only the beginning is compared",
+        "places = torch.linspace(0, tensor.numel() - 1, _SAMPLE, dtype=torch.float64, device=tensor.device).long()",
+        "places = torch.arange(_SAMPLE, device=tensor.device)",
+        ("test_save_load.py -k do_not_agree", "test_planning.py -k any_change"),
+    ),
+    Fault(
+        "_state/flatten.py",
+        "of two entries with one flat name, the first is lost",
+        "        if fqn in leaves:\n",
+        "        if fqn in leaves and leaves[fqn] is value:\n",
+        ("test_save_load.py -k no_place", "test_dcp.py"),
+    ),
+    Fault(
+        "_state/flatten.py",
+        "tensors in lists of lists are values",
+        "        or (isinstance(item, list) and entered(item))\n",
+        "",
+        ("test_save_load.py -k nested_containers", "test_format.py -k nested"),
+    ),
+    Fault(
+        "_state/flatten.py",
+        "a list is in the order of its names",
+        "return [children[position] for position in sorted(children)]",
+        "return [children[position] for position in sorted(children, key=str)]",
+        ("test_save_load.py -k nested_containers", "test_load_targets.py", "test_save_load.py"),
+    ),
+    Fault(
+        "_state/local_boxes.py",
+        "a box is taken from the begin of the local tensor",
+        "self._local[held.box.slices(_minus(held.box.offset, held.local))]",
+        "self._local[held.box.slices(held.box.offset)]",
+        ("test_save_load.py -k interleaved", "test_checkpointable_tensors.py"),
+    ),
+    Fault(
+        "_state/local_boxes.py",
+        "boxes outside of the tensor are taken",
+        "at < 0 or n < 0 or at + n > size for at",
+        "at < 0 or n < 0 for at",
+        ("test_checkpointable_tensors.py -k outside",),
+    ),
+    Fault(
+        "_state/local_boxes.py",
+        "the offset of an outer shard is forgotten",
+        "tuple(a + b for a, b in zip(origin, shard.metadata.shard_offsets, strict=True))",
+        "tuple(b for _, b in zip(origin, shard.metadata.shard_offsets, strict=True))",
+        ("test_save_load.py -k sharded_tensors", "test_dcp_behaviours.py -k sharded_optimizer_state"),
+    ),
+    Fault(
+        "_state/local_state.py",
+        "partial sums are saved as values",
+        "if any(placement.is_partial() for placement in leaf.placements):",
+        "if len(leaf.placements) > 1 and any(placement.is_partial() for placement in leaf.placements):",
+        ("test_save_load.py -k no_place", "test_dcp.py", "test_save_load.py -k sharded"),
+    ),
+    Fault(
+        "_state/modules.py",
+        "any submodule named module is left out of names",
+        'in_ddp = segment == "module" and isinstance(at, DistributedDataParallel)',
+        'in_ddp = segment == "module"',
+        ("test_optimizers.py -k named_module",),
+    ),
+    Fault(
+        "_state/modules.py",
+        "entries that a module does not take are not noticed",
+        "        if untaken:\n",
+        "        if untaken and not self._keys:\n",
+        ("test_optimizers.py -k does_not_take",),
+    ),
+    Fault(
+        "_state/optimizers.py",
+        "groups of parameters are taken by position, not by names",
+        'sources = [group for group in loaded if not {*own}.isdisjoint(group["params"])]',
+        "sources = loaded[place : place + 1]",
+        ("test_optimizers.py -k groups_find",),
+    ),
+    Fault(
+        "_state/optimizers.py",
+        "torch's casts of an optimizer's state stay",
+        '            self._undo_casts((parameter, taken["state"].get(name, {})) for name, parameter in '
+        "self._parameters)\n",
+        "",
+        ("test_optimizers.py -k any_form",),
+    ),
+    Fault(
+        "_state/optimizers.py",
+        "state that an optimizer does not keep is lost in silence",
+        "        if lost:\n",
+        "        if len(lost) < 0:\n",
+        ("test_optimizers.py -k leaves_out",),
+    ),
+    Fault(
+        "_state/optimizers.py",
+        "a fresh optimizer's moments get the dtype of the parameter",
+        "return torch.empty_like(parameter.detach(), dtype=entry.dtype)",
+        "return torch.empty_like(parameter.detach())",
+        ("test_optimizers.py -k 'any_form or goes_on'",),
+    ),
+    Fault(
+        "_state/per_rank.py",
+        "a new rank takes the last rank's state",
+        "return saved[self._rank % len(saved)] if saved else None",
+        "return saved[-1] if saved else None",
+        ("test_per_rank.py -k each_rank_gets_its_own",),
+    ),
+    Fault(
+        "_state/per_rank.py",
+        "the place in a stack is the number of the rank",
+        "OwnPart(fqn, path.ranks.index(source), own)",
+        "OwnPart(fqn, min(source, len(path.ranks) - 1), own)",
+        ("test_per_rank.py -k 'one_form or sub_group'",),
+    ),
+    Fault(
+        "_state/per_rank.py",
+        "a rank without saved state is passed over",
+        '            elif entry.new_ranks == "wrap" and wrapped is not None:\n',
+        "            elif wrapped is not None:\n",
+        ("test_per_rank.py -k new_rank_is_an_error",),
+    ),
+    Fault(
+        "_state/objects.py",
+        "an optimizer gets names from any module that shares a parameter",
+        "if wanted <= {id(p) for p in module.parameters()}:",
+        "if wanted & {id(p) for p in module.parameters()}:",
+        ("test_save_load.py -k optimizer_without_its_module",),
+    ),
+    Fault(
+        "_state/tensors.py",
+        "a conjugate view is saved as what it is a view of",
+        "tensor.detach().resolve_conj().resolve_neg().cpu()",
+        "tensor.detach().resolve_neg().cpu()",
+        ("test_format.py -k views", "test_save_load.py -k views"),
+    ),
+    Fault(
+        "_state/tensors.py",
+        "bits of one dtype are put into a tensor of another",
+        "        tensor.dtype == dtype\n        and tensor.device",
+        "        tensor.dtype.itemsize == dtype.itemsize\n        and tensor.device",
+        ("test_save_load.py -k 'dtypes_are_converted or casts'", "test_load_targets.py"),
+    ),
+    Fault(
+        "_load/match.py",
+        "missing keys are forgotten",
+        '            faults += [f"{fqn!r} is not in the checkpoint" for fqn in self.missing]\n',
+        "",
+        ("test_save_load.py -k more_or_less",),
+    ),
+    Fault(
+        "_load/match.py",
+        "a module's entries without a target are forgotten",
+        "        left = owed & ~np.bitwise_or",
+        "        left = owed & np.bitwise_or",
+        ("test_save_load.py -k more_or_less", "test_load_targets.py -k no_rank_has"),
+    ),
+    Fault(
+        "_load/match.py",
+        "only the number of dimensions is compared",
+        "        if shape != entry.shape:\n",
+        "        if len(shape) != len(entry.shape):\n",
+        ("test_wrong_use.py -k mismatch", "test_load_targets.py -k listed"),
+    ),
+    Fault(
+        "_load/match.py",
+        "dtypes are converted unasked",
+        "leaf.dtype != entry.dtype and not self._allow_cast:",
+        "leaf.dtype.itemsize < entry.dtype.itemsize and not self._allow_cast:",
+        ("test_save_load.py -k dtypes_are_converted", "test_load_targets.py -k listed"),
+    ),
+    Fault(
+        "_load/match.py",
+        "a pattern must have a target on every rank",
+        "if all(p in one.idle for one in found)]",
+        "if any(p in one.idle for one in found)]",
+        ("test_load_targets.py -k stages", "test_wrong_use.py -k without_a_target"),
+    ),
+    Fault(
+        "_state/tensors.py",
+        "a tensor that is expanded along some dimensions is filled",
+        "    return any(n > 1 and stride == 0",
+        "    return all(n > 1 and stride == 0",
+        ("test_wrong_use.py -k expanded",),
+    ),
+    Fault(
+        "_load/fill.py",
+        "what was handed on altered is taken",
+        "        if not is_intact(data):\n",
+        "        if not len(data):\n",
+        ("test_exchange.py -k altered",),
+    ),
+    Fault(
+        "_load/fill.py",
+        "what was handed on is read again",
+        "            self._delivered.setdefault((wanted.fqn, wanted.chunk, box), set()).update(wanted.numbers)\n",
+        "            self._delivered.setdefault((wanted.fqn, wanted.chunk, box), set())\n",
+        ("test_shared_reads.py -k 'do_not_depend or each_byte_once'",),
+    ),
+    Fault(
+        "_load/fill.py",
+        "a rank reads on after another one has failed",
+        "            if self._stopped:\n                raise StoppedByOthers\n            node",
+        "            node",
+        ("test_shared_reads.py -k in_vain",),
+    ),
+    Fault(
+        "_load/shared_reads.py",
+        "one rank fetches all that several need",
+        "        loads[ranks[place]] += stored\n",
+        "",
+        ("test_owners.py -k all_ranks_alike",),
+    ),
+    Fault(
+        "_load/shared_reads.py",
+        "runs are as long as the limit, whatever the number of ranks",
+        "longest = min(READ_BYTES, limit, max(_LEAST_RUN_BYTES, limit // len(ranks)))",
+        "longest = min(READ_BYTES, limit)",
+        ("test_owners.py -k 'all_ranks_alike or handed_on'", "test_shared_reads.py -k memory_bound"),
+    ),
+    Fault(
+        "_load/shared_reads.py",
+        "who fetches a run is sent it, too",
+        "receivers = tuple(rank for rank in ranks if rank != reader)",
+        "receivers = tuple(ranks)",
+        ("test_owners.py -k 'handed_on or all_ranks_alike'",),
+    ),
+    Fault(
+        "_ranks/rounds.py",
+        "beats do not count against the timeout",
+        "if now - max(self._since, self._seen.get(peer, 0.0)) > timeout]",
+        "if now - self._since > timeout]",
+        ("test_rounds.py -k work_that_goes_on",),
+    ),
+    Fault(
+        "_ranks/rounds.py",
+        "a rank beats while its work stands still",
+        "        if not (self._progress or self._waiting):\n            return\n",
+        "",
+        ("test_rounds.py -k work_that_goes_on",),
+    ),
+    Fault(
+        "_ranks/rounds.py",
+        "ranks in different calls are not noticed",
+        "if not failures and self._number == 1 and len(self._calls) > 1:",
+        "if not failures and self._number > 1 and len(self._calls) > 1:",
+        ("test_rounds.py -k different_calls",),
+    ),
+    Fault(
+        "_ranks/rounds.py",
+        "an error that all ranks have breaks their connections",
+        "        if self._in_step and isinstance(error, Exception):\n            return\n",
+        "",
+        ("test_rounds.py -k error_of_ours",),
+    ),
+    Fault(
+        "_ranks/rounds.py",
+        "the others are not told that one rank has failed",
+        "        elif not self._stopping:\n            self._drain = time.monotonic() + DRAIN_SECONDS\n"
+        "            self._stop_all(None)\n",
+        "",
+        ("test_rounds.py -k the_others_are_stopped",),
+    ),
+    Fault(
+        "_ranks/rounds.py",
+        "a rank that has said all is still missed",
+        "        if self._open and (self._all_in() if self.rank == 0 else self._sent and peer in self._arrived):",
+        "        if self._open and self.rank != 0 and self._sent and peer in self._arrived:",
+        ("test_rounds.py", "test_failures.py"),
+    ),
+]
+"""What a rank has, what a load fills, and what ranks say to each other."""
+
+FAULTS = {"commit": COMMIT, "format": FORMAT, "plan": PLAN, "state": STATE}
+
+
+# -- the campaign
+
+
+def prepared(folder: Path, fault: Fault | None) -> Path:
+    """A copy of the repository, with a fault."""
+    copy = folder / "repository"
+    shutil.copytree(REPOSITORY, copy, ignore=_LEFT_OUT)
+    if fault is not None:
+        file = copy / "zarrckpt" / fault.file
+        file.write_text(file.read_text().replace(fault.old, fault.new))
+    return copy
+
+
+def failed_test(copy: Path, tests: str) -> str:
+    """The first test that fails in a copy of the repository; "" where all pass."""
+    file, *options = shlex.split(tests)
+    command = [sys.executable, "-m", "pytest", f"tests/{file}", *options, "-x", "-q", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "TMPDIR": str(copy.parent)}
+    process = subprocess.Popen(
+        command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output = process.communicate(timeout=LONGEST_SECONDS)[0].decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        return f"{file} (no end within {LONGEST_SECONDS:.0f} s)"
+    finally:
+        # With the processes of ranks and servers that it has started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    if process.returncode == 0:
+        return ""
+    if process.returncode != 1:
+        raise RuntimeError(f"pytest {tests} ended with {process.returncode}:\n{output[-2000:]}")
+    found = _FAILED.search(output)
+    return found[1] if found else file
+
+
+def find(fault: Fault | None, tests: Sequence[str]) -> tuple[str, float]:
+    """The first of some tests that fails with a fault, "" for none, and the seconds that it took."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="zarrckpt-fault-", ignore_cleanup_errors=True) as folder:
+        copy = prepared(Path(folder), fault)
+        found = next(filter(None, (failed_test(copy, one) for one in tests)), "")
+    return found, time.monotonic() - began
+
+
+def put_in(faults: Sequence[Fault], jobs: int) -> int:
+    """Put faults in, one by one; return how many were not found."""
+    missed = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        results = pool.map(lambda fault: find(fault, fault.tests), faults)
+        for number, (fault, (found, seconds)) in enumerate(zip(faults, results, strict=True), 1):
+            missed += not found
+            how = f"found by {found}" if found else "NOT FOUND"
+            print(f"{number:3} {fault.file}: {fault.what}: {how}, {seconds:.0f} s", flush=True)
+    print(f"{len(faults) - missed} of {len(faults)} faults found")
+    return missed
+
+
+def run_clean(faults: Sequence[Fault], jobs: int) -> int:
+    """Run the tests of faults without any; return how many runs failed."""
+    runs = sorted({tests for fault in faults for tests in fault.tests})
+    failed = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        for tests, (found, seconds) in zip(runs, pool.map(lambda one: find(None, [one]), runs), strict=True):
+            failed += bool(found)
+            print(f"{tests}: {f'FAILED: {found}' if found else 'passed'}, {seconds:.0f} s", flush=True)
+    return failed
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description="Put faults into the package.")
+    parser.add_argument("--jobs", type=int, default=2, help="so many at a time (default: %(default)s)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults with this text in their file or description")
+    parser.add_argument("--clean", action="store_true", help="run the tests without a fault: all must pass")
+    options = parser.parse_args(arguments)
+    every = [fault for faults in FAULTS.values() for fault in faults]
+    if misfits := [fault.misfit for fault in every if fault.misfit]:
+        print("\n".join(misfits), file=sys.stderr)
+        return 1
+    faults = [fault for fault in every if options.only in f"{fault.file} {fault.what}"]
+    return int(bool((run_clean if options.clean else put_in)(faults, options.jobs)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
