@@ -292,6 +292,8 @@ def test_other_objects_are_refused(tmp_path: Path) -> None:
         StoreSpec(zarr.storage.MemoryStore(), {"key": "x"})
     with pytest.raises(StorageError, match="through obstore only"):
         StoreSpec("memory://x", storage_options={"credential_provider": Provider()}).open()
+    with pytest.raises(StorageError, match="must be a callable, got a str"):
+        StoreSpec("s3://bucket/run", {"credential_provider": "from_vault"})
 
 
 def a_place(kind: str, folder: Path) -> Callable[[bool], Any]:

@@ -73,6 +73,8 @@ class StoreSpec:
             raise StorageError("storage_options must be a dict, with a str as the name of each option")
         self._options = dict(options)
         self._provider: Callable[..., Any] | None = self._options.pop("credential_provider", None)
+        if self._provider is not None and not callable(self._provider):
+            raise StorageError(f"credential_provider must be a callable, got a {type(self._provider).__name__}")
         self._durable = durable
         self.concurrency = concurrency
         self._given = url is not None and not isinstance(url, str | os.PathLike)
