@@ -128,6 +128,10 @@ def _wrong_parts(url: str) -> None:
         ("global_offsets", ((2, 0),)),
         ("local_sizes", ()),
     ]
+    # As many elements as there are, some of them twice.
+    overlaid = _part(_whole(torch.float32), 0, [*ROWS[:1], [(0, 4), (0, 0)], *ROWS[2:]])
+    with pytest.raises(zarrckpt.UnsupportedLayoutError, match=r"'w' .*overlap"):
+        zarrckpt.save({"w": overlaid}, url)
     for what, wrong in cases:
         part = _part(_whole(torch.float32), 0, ROWS)
         if dist.get_rank() == 1:

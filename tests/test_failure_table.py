@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import context, run_ranks
+from ranks import all_ranks_raise, context, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -156,6 +156,30 @@ def _other_plans(url: str) -> str:
 def test_ranks_with_other_plans_are_named_before_anything_is_written(tmp_path: Path) -> None:
     for told in run_ranks(_other_plans, str(tmp_path / "one"), world_size=WORLD):
         assert "ranks [2]" in told
+
+
+def _written_twice(url: str) -> None:
+    part = SavePlan.part
+    with patch.object(SavePlan, "part", lambda plan, rank: part(plan, 0)):
+        zarrckpt.save({"written_twice": torch.ones(3)}, url)
+
+
+def test_a_chunk_that_two_ranks_write_is_named(tmp_path: Path) -> None:
+    told = all_ranks_raise(zarrckpt.IncompleteSaveError, _written_twice, str(tmp_path / "one"), world_size=2)
+    assert "'written_twice', 0 were not written and 1 by more than one rank" in told
+    with pytest.raises(zarrckpt.CheckpointNotFoundError):
+        zarrckpt.open(tmp_path / "one")
+
+
+def _not_written(url: str) -> None:
+    part = SavePlan.part
+    with patch.object(SavePlan, "part", lambda plan, rank: replace(part(plan, rank), object_paths={})):
+        zarrckpt.save({"not_written": 1, "w": torch.ones(3)}, url)
+
+
+def test_a_value_that_no_rank_writes_is_named(tmp_path: Path) -> None:
+    told = all_ranks_raise(zarrckpt.IncompleteSaveError, _not_written, str(tmp_path / "one"), world_size=2)
+    assert "1 entries were not written (['not_written'])" in told
 
 
 def _destroyed(folder: str) -> None:

@@ -145,8 +145,8 @@ REFUSED: dict[str, Callable[[Forgery], Any]] = {
     "ranks of many stacks": lambda f: [empty_stack(f, number) for number in range(6)],
     "another save's tree": lambda f: tree(f, f"@{'0' * 32}"),
     "a number that is none of a whole": lambda f: f.nodes["model/w"].update(zarr_format=3.0),
-    "chunks of one more dimension": lambda f: f.nodes["model/w"]["chunk_grid"]["configuration"].update(
-        chunk_shape=[4000, 1]
+    "chunks of one more dimension": lambda f: f.nodes["model/w"]["chunk_grid"]["configuration"]["chunk_shape"].append(
+        1
     ),
     "no list of features": lambda f: f.own.pop("features"),
     "more bytes than any array": lambda f: shape(f, "model/w", 2**61),

@@ -54,6 +54,12 @@ def plain() -> dict[str, Any]:
     }
 
 
+def test_chunks_fit_into_the_memory_for_them() -> None:
+    """A chunk whose pieces move is in memory as a whole."""
+    state = {"w": torch.zeros(48 << 20, dtype=torch.uint8)}
+    assert planned(state).objects == 1 and planned(state, max_inflight_bytes=16 << 20).objects > 2
+
+
 def _no_requests(*args: Any) -> Any:
     raise AssertionError("a store was opened")
 

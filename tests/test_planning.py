@@ -31,6 +31,8 @@ from uneven_states import fsdp_tp, full, mesh_of, sharded
 import zarrckpt
 from zarrckpt._format.grid import Box, intersect
 from zarrckpt._format.root import Root, Table
+from zarrckpt._format.state_path import DICT, StatePath
+from zarrckpt._plan.description import DescribedEntry, Description
 from zarrckpt._plan.holders import Told, hold
 from zarrckpt._plan.plan import PlanOptions, SavePlan, Sizes, plan_save
 from zarrckpt._save import agree
@@ -50,6 +52,21 @@ def _planned(layout: str, ranks: int, least: int | None = None) -> SavePlan:
 
 
 # -- what ranks do
+
+
+@pytest.mark.parametrize("compared", [True, False])
+def test_replicas_that_are_not_compared_are_one_ranks(compared: bool) -> None:
+    """They may differ, and a mixture of them is what no rank had."""
+    entry = DescribedEntry(StatePath(("w",), (DICT,)), "tensor", (1000,), "torch.float32")
+    told = Told([Description((entry,), compared=compared)], np.zeros(4, np.int64), range(4))
+    plan = plan_save(hold(told), PlanOptions(sizes=Sizes(max_chunk=400)))
+    assert len({*plan.dealt.owner.tolist()}) == (4 if compared else 1)
+
+
+def test_a_plan_is_another_one_where_another_rank_writes() -> None:
+    one, other = (_planned("fsdp-tp", 24) for _ in range(2))
+    other.dealt.owner[0] = (other.dealt.owner[0] + 1) % 24
+    assert one.digest == _planned("fsdp-tp", 24).digest != other.digest
 
 
 @pytest.mark.parametrize(

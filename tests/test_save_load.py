@@ -333,6 +333,22 @@ def _save_on_two_meshes(url: str) -> None:
     assert rank or any("'expert' (ranks 0, 1, 2, 3)" in str(warning.message) for warning in caught)
 
 
+def _save_two_forms(url: str) -> None:
+    """Shards of two dtypes; and a tensor on some ranks that is a value on the others."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,))
+    local = torch.ones(1, 3, dtype=torch.int32 if rank == 2 else torch.float32)
+    for state in (
+        {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)},
+        {"w": torch.ones(3) if rank < 3 else 1.0},
+    ):
+        with pytest.raises(zarrckpt.UnsupportedLayoutError, match=r"'w' is .* give the two different names"):
+            zarrckpt.save(state, url)
+
+
+def test_one_name_for_two_forms_is_refused(tmp_path: Path) -> None:
+    run_ranks(_save_two_forms, str(tmp_path / "one"))
+
+
 def test_one_name_on_disjoint_meshes_is_named(tmp_path: Path) -> None:
     run_ranks(_save_on_two_meshes, str(tmp_path / "one"))
     assert zarrckpt.open(tmp_path / "one")["expert"][:].tolist() == [[0.0] * 3] * 4
@@ -508,6 +524,19 @@ def test_objects_in_nested_containers(tmp_path: Path) -> None:
     for name, optim in saved["deep"]["optims"].items():
         assert same(snapshot(optim.state_dict()), snapshot(target["deep"]["optims"][name].state_dict())) == []
     assert "deep.counters.1.again.history" in report.loaded and report.missing == report.unexpected == ()
+
+
+def test_a_list_of_tensors_is_made_in_its_order(tmp_path: Path) -> None:
+    zarrckpt.save({"many": [torch.tensor(number) for number in range(12)]}, tmp_path / "one")
+    target: dict[str, Any] = {"many": None}
+    zarrckpt.load(target, tmp_path / "one")
+    assert [int(tensor) for tensor in target["many"]] == [*range(12)]
+
+
+def test_two_entries_of_one_flat_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"flat name 'a\.b'"):
+        zarrckpt.save({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}, tmp_path / "one")
+    assert not (tmp_path / "one").exists()
 
 
 class Tied(nn.Module):
@@ -767,6 +796,8 @@ def test_dtypes_are_converted_only_on_request(tmp_path: Path) -> None:
         zarrckpt.load(target, tmp_path / "one")
     zarrckpt.load(target, tmp_path / "one", allow_cast=True)
     assert target["w"].tolist() == [1.5, -2.5]
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"float64.*float32"):
+        zarrckpt.load({"w": torch.zeros(2, dtype=torch.float64)}, tmp_path / "one")
 
 
 @pytest.mark.parametrize("saved", [torch.int64, torch.bool, torch.bfloat16, torch.float64, torch.complex128])

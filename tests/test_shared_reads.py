@@ -41,6 +41,7 @@ from zarrckpt._load import fill
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.pieces import Handle, Pieces
 from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.chunks import StoredArray
 from zarrckpt._store import StoreSpec
 
 pytestmark = [
@@ -697,29 +698,30 @@ def test_who_fails_is_named_on_every_rank(how: str, rank: int, tmp_path: Path) -
     assert max(run_ranks(_own_load_with_a_failing_rank, str(tmp_path / "run"), how, rank)) < QUICK
 
 
-def _waits_while_another_fails(url: str) -> float:
+def _waits_while_another_fails(url: str, share_reads: bool) -> float:
     """One rank fails at once, where the others would take a minute to read."""
     _save(url, "ddp", 1, zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
-    target, fetch = state("ddp", -1), fill.fetch
+    owner, step = (fill, "fetch") if share_reads else (StoredArray, "chunk_jobs")
+    target, real = state("ddp", -1), getattr(owner, step)
     gate = threading.Event()
 
     def slowly(*args: Any) -> Any:
         if dist.get_rank() == 1:
             raise Unwell("at once")
         gate.wait(1)
-        return fetch(*args)
+        return real(*args)
 
     dist.barrier()
     began = time.monotonic()
-    with patch.object(fill, "fetch", slowly), pytest.raises(CheckpointError, match="rank 1 failed with Unwell"):
-        zarrckpt.load(
-            target, url, options=zarrckpt.LoadOptions(share_reads=True, max_inflight_bytes=1 << 16, concurrency=1)
-        )
+    options = zarrckpt.LoadOptions(share_reads=share_reads, max_inflight_bytes=1 << 16, concurrency=1)
+    with patch.object(owner, step, slowly), pytest.raises(CheckpointError, match="rank 1 failed with Unwell"):
+        zarrckpt.load(target, url, options=options)
     return time.monotonic() - began
 
 
-def test_the_others_do_not_read_on_in_vain(tmp_path: Path) -> None:
-    assert max(run_ranks(_waits_while_another_fails, str(tmp_path / "run"))) < QUICK
+@pytest.mark.parametrize("share_reads", [True, False])
+def test_the_others_do_not_read_on_in_vain(share_reads: bool, tmp_path: Path) -> None:
+    assert max(run_ranks(_waits_while_another_fails, str(tmp_path / "run"), share_reads)) < QUICK
 
 
 def _killed_between_rounds(url: str, notes: str, how: str) -> None:
