@@ -64,10 +64,14 @@ def _no_requests(*args: Any) -> Any:
     raise AssertionError("a store was opened")
 
 
-def planned(state: Mapping[str, Any], ranks_per_host: int | None = None, **sizes: Any) -> PlanReport:
+def planned(
+    state: Mapping[str, Any], ranks_per_host: int | None = None, process_group: Any = None, **sizes: Any
+) -> PlanReport:
     """A report; it fails where that opens a store, or a piece moves."""
     with patch.object(StoreSpec, "open", _no_requests), patch.object(Rounds, "pieces", _no_requests):
-        return zarrckpt.plan_report(state, options=SaveOptions(**sizes), ranks_per_host=ranks_per_host)
+        return zarrckpt.plan_report(
+            state, process_group=process_group, options=SaveOptions(**sizes), ranks_per_host=ranks_per_host
+        )
 
 
 def files(url: str) -> tuple[int, int]:
