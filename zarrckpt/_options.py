@@ -23,9 +23,9 @@ LEAST_FITTING = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """How a save lays out and moves its bytes: for :func:`save`, :func:`async_save`, :func:`plan_report` and
-    :class:`ZarrStorageWriter`.
+    """How a save lays out and moves its bytes.
 
+    For :func:`save`, :func:`async_save`, :func:`plan_report`, :func:`import_checkpoint` and :class:`ZarrStorageWriter`.
     All ranks pass the same. Immutable, and it pickles: make one for a whole run. ``dataclasses.replace`` makes another.
 
     Args:
@@ -61,14 +61,12 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         parse_option(self.compression)
-        check_limits(max_chunk_bytes=self.max_chunk_bytes, max_inflight_bytes=self.max_inflight_bytes)
+        check_limits(max_chunk_bytes=self.max_chunk_bytes)
         if self.fill_bytes is not None:
             check_limits(fill_bytes=self.fill_bytes)
         if self.min_piece_bytes is not None:
             check_limits(0, min_piece_bytes=self.min_piece_bytes)
-        if self.concurrency is not None:
-            check_limits(concurrency=self.concurrency)
-        _check_timeout(self.timeout)
+        _check_transfer(self)
 
     @property
     def plan(self) -> PlanOptions:
@@ -101,13 +99,19 @@ class LoadOptions:
     timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
-        check_limits(max_inflight_bytes=self.max_inflight_bytes)
-        if self.concurrency is not None:
-            check_limits(concurrency=self.concurrency)
-        _check_timeout(self.timeout)
+        _check_transfer(self)
+
+    def shares(self, is_local: bool) -> bool:
+        """Whether ranks share their reads from a store, which is of local files or not."""
+        return not is_local if self.share_reads is None else self.share_reads
 
 
-def _check_timeout(timeout: float) -> None:
+def _check_transfer(options: SaveOptions | LoadOptions) -> None:
+    """Check what both groups have."""
+    check_limits(max_inflight_bytes=options.max_inflight_bytes)
+    if options.concurrency is not None:
+        check_limits(concurrency=options.concurrency)
+    timeout = options.timeout
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be a number of seconds, got {timeout!r} of type {type(timeout).__name__}")
     if not 0 < timeout <= MOST_SECONDS:

@@ -166,7 +166,7 @@ class ZarrStorageReader(StorageReader):
                 f"{min(saves)[:8]}, others {max(saves)[:8]}; nothing was loaded, load again"
             )
         shares: list[Shares] = [{}] * len(plans)
-        if len(plans) > 1 and self._catalog is not None and self._shares(self._catalog):
+        if len(plans) > 1 and self._catalog is not None and self._options.shares(self._catalog.store.is_local):
             nodes = self._catalog.root.tensors
             targets = [_targets(plan.items) for plan in plans]
             for fqn in {fqn for own in targets for fqn, _ in own}:
@@ -177,9 +177,6 @@ class ZarrStorageReader(StorageReader):
         channel = ChannelName.new(tuple(fact.rank for fact in facts)) if any(shares) else None
         tasks = [_LoadTask(own, channel) for own in shares]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
-
-    def _shares(self, catalog: Catalog) -> bool:
-        return not catalog.store.is_local if self._options.share_reads is None else self._options.share_reads
 
     # -- all ranks
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, Subch
 from zarrckpt._ranks.errors import StoppedByOthers
 from zarrckpt._ranks.messages import Channel, cut, is_intact, message_bytes, new_message, seal
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.chunks import ChunkPart, Job, fetch, runs_of, subchunks_in, unpacked, unpacking_bytes
+from zarrckpt._read.chunks import ChunkPart, Job, StoredArray, fetch, runs_of, subchunks_in, unpacked, unpacking_bytes
 from zarrckpt._state.tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype, transfer_memory
 
 
@@ -63,7 +63,12 @@ class _Target:
 
     def jobs(self, chunk: Ints, memory: BytesBudget) -> list[Job]:
         """What fills this target's part of a chunk that no other target here needs."""
-        return self._catalog.stored(self._node).chunk_jobs(chunk, self.box, self._memory, memory)
+        return self._stored.chunk_jobs(chunk, self.box, self._memory, memory)
+
+    @cached_property
+    def _stored(self) -> StoredArray:
+        # Once, not for each chunk; and not before something is read: the tables are a request.
+        return self._catalog.stored(self._node)
 
     def _raw_memory(self) -> Target:
         dtype = torch_dtype(self._node)

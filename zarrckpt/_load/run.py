@@ -127,9 +127,7 @@ class _Load:
     def check_all(self, found: Sequence[tuple[Findings, bytes]]) -> Asked | None:
         """Raise KeyMismatchError for what no rank loads; say who describes its targets, if ranks share their reads."""
         self.match.check_all([findings for findings, _ in found])
-        wish = self.request.options.share_reads
-        share = not self.catalog.store.is_local if wish is None else wish
-        if not share or len(found) == 1:
+        if len(found) == 1 or not self.request.options.shares(self.catalog.store.is_local):
             return None
         return Asked.by([digest for _, digest in found])
 

@@ -167,7 +167,8 @@ class _Lobby:
         party = self._party
         return (
             f"{party.call}: {party.named(missing)} did not come within {party.timeout:g} s. All ranks must make this "
-            "call; see what they do instead in their logs, or wait longer with a larger timeout in options="
+            "call; see what they do instead in their logs, or wait longer with a larger timeout in SaveOptions or "
+            "LoadOptions"
         )
 
     def _absent(self, keys: list[str], first: int = 0) -> list[int]:

@@ -287,7 +287,8 @@ def place_of(party: Party) -> Iterator[MeshPlace]:
     if not place.turn.acquire(timeout=min(party.timeout, threading.TIMEOUT_MAX)):
         raise CheckpointError(
             f"{party.call}: another call of the same ranks, in another thread of this process, has not ended within "
-            f"{party.timeout:g} s. Wait for it before this one, or wait longer with a larger timeout in options="
+            f"{party.timeout:g} s. Wait for it before this one, or wait longer with a larger timeout in SaveOptions or "
+            "LoadOptions"
         )
     try:
         for other in others:

@@ -446,7 +446,7 @@ class Rounds:
             text = (
                 f"{self._party.call}: nothing came from {self._party.named(silent)} for {timeout:g} s (waited for in "
                 f"{self._what!r}). It does not make this call, or is stuck or stopped, or its host is gone: see its "
-                "log. A call that needs more time takes a longer timeout in options="
+                "log. A call that needs more time takes a longer timeout in SaveOptions or LoadOptions"
             )
             self._break([common(text)])
         elif self._drain is not None and now > self._drain:

@@ -75,7 +75,8 @@ class Catalog:
 
     def stored(self, node: ArrayNode) -> StoredArray:
         """An array as what reads it takes it: with its place and its parts of the tables."""
-        return StoredArray(self.store, node.under(self.root.tree), self.checksums(node), self.sizes(node))
+        checksums, sizes = self._read_tables()
+        return StoredArray(self.store, node.under(self.root.tree), checksums[node.path], sizes.get(node.path))
 
     def _read_tables(self) -> tuple[_Parts, _Parts]:
         """Each array's part of the checksums, and of the sizes; read once, both at the same time."""

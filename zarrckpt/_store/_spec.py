@@ -77,7 +77,8 @@ class StoreSpec:
             raise StorageError(f"credential_provider must be a callable, got a {type(self._provider).__name__}")
         self._durable = durable
         self.concurrency = concurrency
-        self._given = url is not None and not isinstance(url, str | os.PathLike)
+        path = url if isinstance(url, str | os.PathLike) else None
+        self._given = url is not None and path is None
         self._store: Any = None
         """A ready store that no url describes, as :meth:`open` takes it."""
         self._in_memory = False
@@ -88,7 +89,7 @@ class StoreSpec:
             if storage_options:
                 raise StorageError("storage_options belong to a url, not to a ready store")
             self._take(url)
-        self._address = self._resolve(url if isinstance(url, str | os.PathLike) else None)
+        self._address = self._resolve(path)
         self._pid = os.getpid()
         self._opened: tuple[int, Store] | None = None
 
@@ -181,7 +182,7 @@ class StoreSpec:
 
             return WrappedZarrStore(self._store, self._address, self._in_memory)
         if not self._address:
-            raise StorageError("no url is given; latest() returns None where no checkpoint is committed")
+            raise StorageError("no url is given: pass one; latest() returns None where no checkpoint is committed")
         return self._from_url()
 
     def _from_url(self) -> Store:
