@@ -19,7 +19,6 @@ import sys
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 from unittest.mock import patch
@@ -37,6 +36,7 @@ import zarrckpt._dcp.writer
 import zarrckpt._save.plan_report  # noqa: F401
 from zarrckpt import ObjectExistsError, ObjectNotFoundError
 from zarrckpt._dcp.channel import ChannelName
+from zarrckpt._jobs import beside
 from zarrckpt._ranks.errors import Failure, PeerLost, StoppedByOthers, causes, failure_of, raise_together
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._save import agree
@@ -361,35 +361,16 @@ def _joined(ranks: Ranks, call: str, timeout: float, *, background: bool = False
     yield Rounds(f"{call}, call {calls}")
 
 
-class _Inline:
-    """An executor without threads: their start would take most of the time. Jobs run when they are submitted."""
-
-    def __init__(self, *args: object, **options: object) -> None:
-        pass
-
-    def __enter__(self) -> _Inline:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def submit(self, function: Callable[..., T], *args: object) -> Future[T]:
-        future: Future[T] = Future()
-        try:
-            future.set_result(function(*args))
-        except BaseException as err:
-            future.set_exception(err)
-        return future
-
-    def shutdown(self, **options: object) -> None:
-        pass
-
-
 def _run(
     jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False, stopping: object = None
 ) -> list[T]:
     """Jobs of the package, one after the other in the calling thread."""
     return [job() for job in jobs]
+
+
+def _beside(call: Callable[[], T], *, at_once: bool = False) -> contextlib.AbstractContextManager[Callable[[], T]]:
+    """A call of the package in the calling thread: the start of a thread would take most of the time."""
+    return beside(call, at_once=True)
 
 
 class _PerRank(MutableMapping[Any, Any]):
@@ -431,7 +412,7 @@ def _replaced(inline: bool) -> Iterator[None]:
     """Everything that would need a process group, in every module that has it, as what works between the threads."""
     ours: dict[str, Any] = {"in_use": lambda: True, "joined": _joined, "pieces_connected": _connected}
     if inline:
-        ours |= {"ThreadPoolExecutor": _Inline, "run": _run}
+        ours |= {"beside": _beside, "run": _run}
     places: list[tuple[Any, str, Any]] = [
         (state_dict_saver, "_DistWrapper", Collectives),
         (state_dict_loader, "_DistWrapper", Collectives),

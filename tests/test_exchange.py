@@ -53,9 +53,10 @@ from uneven_states import (
 
 import zarrckpt
 from zarrckpt import CheckpointError, ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
-from zarrckpt._dcp import channel as _channel
+from zarrckpt._dcp import channel
 from zarrckpt._dcp.channel import ChannelName, pieces_connected
 from zarrckpt._plan import owners
+from zarrckpt._ranks import links
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.joining import Party
 from zarrckpt._ranks.mesh import made
@@ -287,7 +288,7 @@ def _beside_training(folder: str, how: str) -> tuple[list[str], list[Any]]:
                 dist.all_reduce(torch.ones(10))
             future.result(timeout=60)
             wrong += [name for name in _wrong(url, number) if name != "spec" or "spec" in state]
-    assert len(_channel._in_use) == (2 if how == "dcp" else 0)
+    assert len(channel._in_use) == (2 if how == "dcp" else 0)
     return wrong, sorted(idle_meshes())
 
 
@@ -634,7 +635,7 @@ def _leave_at_once(how: str, slow: int) -> str:
     default = dist.distributed_c10d._get_default_store()
     store = SlowStore(default) if dist.get_rank() == slow else default
     with (
-        patch.object(_channel, "JOIN_TIMEOUT", timedelta(seconds=10)),
+        patch.object(links, "CONNECT_TIMEOUT", timedelta(seconds=10)),
         patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
     ):
         try:

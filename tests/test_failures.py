@@ -43,7 +43,7 @@ from uneven_states import clear, differing, held_of, opens, uneven_state
 
 import zarrckpt
 from zarrckpt import LoadOptions, SaveOptions, ZarrLoadPlanner, ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
-from zarrckpt._dcp import channel
+from zarrckpt._ranks import links
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -378,7 +378,7 @@ def _works(call: Callable[[], Any]) -> list[str]:
 def _absent_ranks_are_missed_soon(case: Case) -> Iterator[None]:
     """Where a rank fails before it joins the others."""
     absent = case.step in NEVER_JOINS or (case.step in ("write_data", "read_data") and not case.after)
-    with mock.patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=0.5) if absent else channel.JOIN_TIMEOUT):
+    with mock.patch.object(links, "CONNECT_TIMEOUT", timedelta(seconds=0.5) if absent else links.CONNECT_TIMEOUT):
         yield
 
 

@@ -35,9 +35,9 @@ from uneven_states import distributed, fsdp_tp, full, held_of
 
 import zarrckpt
 from zarrckpt import CheckpointError, CorruptCheckpointError, ZarrLoadPlanner, ZarrStorageReader
-from zarrckpt._dcp import channel
 from zarrckpt._format.chunk_layout import most_subchunk_stored
 from zarrckpt._load import fill
+from zarrckpt._ranks import links
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.pieces import Handle, Pieces
 from zarrckpt._read.catalog import Catalog
@@ -438,7 +438,7 @@ class Changing(DefaultLoadPlanner):
 def _changed_plan(url: str, how: str) -> None:
     _save(url, "ddp", 3, zarrckpt.SaveOptions(max_chunk_bytes=1 << 18))
     target = {name: torch.zeros_like(tensor) for name, tensor in wholes(0).items()}
-    with patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=0.5 if how == "anew" else 2)):
+    with patch.object(links, "CONNECT_TIMEOUT", timedelta(seconds=0.5 if how == "anew" else 2)):
         dcp.load(
             target,
             storage_reader=ZarrStorageReader(url, options=zarrckpt.LoadOptions(share_reads=True)),
@@ -624,7 +624,7 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
 
     def load() -> None:
         # Before its part is called, a rank cannot tell the others that it does not take it.
-        with patch.object(channel, "JOIN_TIMEOUT", timedelta(seconds=0.5 if how == "read_data" else 60)):
+        with patch.object(links, "CONNECT_TIMEOUT", timedelta(seconds=0.5 if how == "read_data" else 60)):
             dcp.load(target, storage_reader=reader, planner=planner)
 
     if where in PLACES:

@@ -486,6 +486,14 @@ def test_arrays_that_npy_cannot_tell(value: Any) -> None:
     assert repr(restored) == repr(value)
 
 
+@pytest.mark.parametrize("value", [np.str_("a\0"), np.bytes_(b"\0\0")], ids=["str", "bytes"])
+@pytest.mark.parametrize("inside", [lambda value: value, lambda value: {"a": [value]}], ids=["alone", "in-a-dict"])
+def test_numpy_strings_that_no_encoding_keeps_are_refused(value: Any, inside: Any) -> None:
+    assert pickle.loads(pickle.dumps(value)) != value
+    with pytest.raises(UnsupportedValueError, match="'some_key'"):
+        encode_blob("some_key", inside(value))
+
+
 def test_rng_states_need_no_pickle() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

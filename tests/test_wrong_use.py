@@ -33,6 +33,17 @@ def test_limits_without_meaning_are_refused_by_name(name: str, tmp_path: Path) -
                 zarrckpt.LoadOptions(**wrong)
 
 
+def test_flags_of_options_are_bools_and_a_mapping_is_copied() -> None:
+    with pytest.raises(TypeError, match="durable"):
+        zarrckpt.SaveOptions(durable="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="share_reads"):
+        zarrckpt.LoadOptions(share_reads=1)  # type: ignore[arg-type]
+    compression = {"name": "zstd", "level": 3}
+    options = zarrckpt.SaveOptions(compression=compression)
+    compression["name"] = "other"
+    assert options.compression == {"name": "zstd", "level": 3}
+
+
 CALLS: dict[str, Callable[..., object]] = {
     "SaveOptions": lambda state, url, options: zarrckpt.save(state, url, options=options),
     "SaveOptions of async_save": lambda state, url, options: zarrckpt.async_save(state, url, options=options),

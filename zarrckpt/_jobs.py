@@ -1,4 +1,9 @@
-"""Run jobs side by side: no more at a time than are useful, in bounded memory; the first failure wins. No torch."""
+"""Run jobs side by side: no more at a time than are useful, in bounded memory; the first failure wins. No torch.
+
+All of the package's threads come from :func:`run`, for jobs, and :func:`beside`, for one call. Two executors of the
+standard library are kept besides, where calls come one by one: for the syncs of local files, and for background saves.
+Threads that wait in gloo are the mesh's own.
+"""
 
 from __future__ import annotations
 

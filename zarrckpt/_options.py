@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,6 +62,10 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         parse_option(self.compression)
+        if isinstance(self.compression, Mapping):
+            # What the caller does to the mapping later changes nothing here.
+            object.__setattr__(self, "compression", dict(self.compression))
+        _check_bool("durable", self.durable)
         check_limits(max_chunk_bytes=self.max_chunk_bytes)
         if self.fill_bytes is not None:
             check_limits(fill_bytes=self.fill_bytes)
@@ -99,11 +104,18 @@ class LoadOptions:
     timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
+        if self.share_reads is not None:
+            _check_bool("share_reads", self.share_reads)
         _check_transfer(self)
 
     def shares(self, is_local: bool) -> bool:
         """Whether ranks share their reads from a store, which is of local files or not."""
         return not is_local if self.share_reads is None else self.share_reads
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
 
 
 def _check_transfer(options: SaveOptions | LoadOptions) -> None:

@@ -7,18 +7,15 @@ import contextlib
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
 
+from zarrckpt._ranks import links
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.group import global_rank
-from zarrckpt._ranks.links import c10d, cloned, default_store
+from zarrckpt._ranks.links import c10d, cloned, default_store, gloo_group, hang_up
 from zarrckpt._ranks.pieces import Pieces
-
-JOIN_TIMEOUT = timedelta(seconds=60)
-"""All ranks join as soon as the plan reaches them, so one that takes this long is gone."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +40,13 @@ class _Group:
         # A clone: a blocked request must not hold the connection that training uses.
         store = c10d.PrefixStore(name.name, cloned(default_store()))
         try:
-            self._group: Any = c10d.ProcessGroupGloo(store, self._rank, self._size, JOIN_TIMEOUT)
+            # Connected at once: no mesh tells here of a rank that never comes.
+            self._group: Any = gloo_group(store, self._rank, self._size, lazy=False)
             # Nobody hangs up before all have joined: whoever still connects to others would fail, and they would wait
             # for it until the timeout.
             if store.add("joined", 1) == self._size:
                 store.set("complete", "")
-            store.wait(["complete"], JOIN_TIMEOUT)
+            store.wait(["complete"], links.CONNECT_TIMEOUT)
         except RuntimeError as err:
             raise PeerLost(f"the ranks {list(name.members)} were not connected: {str(err).splitlines()[0]}") from None
 
@@ -58,12 +56,7 @@ class _Group:
 
     def close(self) -> None:
         """Hang up: every rank that waits for this one is told."""
-        # gloo has no call for it, but a receive that times out closes all pairs of its group. One from a peer that has
-        # left already fails before that, and leaves the other pairs open.
-        for peer in range(self._size):
-            if peer != self._rank:
-                with contextlib.suppress(RuntimeError):
-                    self._group.recv([torch.zeros(1)], peer, 2**30).wait(timedelta(milliseconds=1))
+        hang_up(self._group, [peer for peer in range(self._size) if peer != self._rank])
 
 
 _in_use: list[_Group] = []

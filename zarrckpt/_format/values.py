@@ -91,12 +91,16 @@ def encode_blob(fqn: str, value: object) -> Blob:
     ``torch`` is tried only where torch has been imported, and is loaded once to see that it loads safely.
     Tensors inside a value take their whole storage with them, as in ``torch.save``: clone a small view of a
     big tensor. What only pickle takes is encoded with a warning that names the key and the type. Raises
-    UnsupportedValueError for what pickle refuses too, and for sharded tensors inside a value. The payload
-    shares no memory with a value that can change.
+    UnsupportedValueError for what pickle refuses too, for sharded tensors inside a value, and for NumPy's strings
+    that end in nulls. The payload shares no memory with a value that can change.
     """
-    blob = _encode_item(value)
-    if blob is None:
-        blob = _encode_tree(value)
+    try:
+        blob = _encode_item(value) or _encode_tree(value)
+    except _EndsInNulls as err:
+        raise UnsupportedValueError(
+            f"{fqn!r}: the numpy string {err} ends in nulls, which numpy leaves out when it copies or pickles one: "
+            "save it as str or bytes"
+        ) from None
     if blob is None:
         _refuse_sharded(fqn, value)
         blob = _encode_torch(value)
@@ -162,6 +166,10 @@ def _type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+class _EndsInNulls(Exception):
+    """A numpy string that no encoding keeps: even pickle gives another one back, and says nothing."""
+
+
 # raw and npy ------------------------------------------------------------------------------------------------
 
 
@@ -180,9 +188,8 @@ def _encode_item(value: object) -> Blob | None:
         kind = "ndarray"
     elif isinstance(value, np.generic) and type(value) is value.dtype.type:
         array, kind = np.array(value), "scalar"
-        # Strings that end in nulls lose them in arrays.
         if array.dtype.kind in "SU" and array[()] != value:
-            return None
+            raise _EndsInNulls(bytes.__repr__(value) if isinstance(value, bytes) else str.__repr__(value))
     else:
         return None
     known = DTYPES.get(array.dtype.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -15,7 +14,7 @@ from zarrckpt._errors import KeyMismatchError, warn
 from zarrckpt._format.chunk_codec import Target, copy_shared, elements_of
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.grid import Box, Ints, intersect
-from zarrckpt._jobs import BytesBudget, Progress, run
+from zarrckpt._jobs import BytesBudget, Progress, beside, run
 from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, SubchunkRun, handed_bytes
 from zarrckpt._ranks.errors import StoppedByOthers
 from zarrckpt._ranks.messages import Channel, cut, is_intact, message_bytes, new_message, seal
@@ -108,20 +107,9 @@ class TensorReads:
     def _all(self) -> Iterator[_Target]:
         return (target for targets in self._targets.values() for target in targets)
 
-    def share(self, shares: Shares, channel: Channel) -> None:
-        """Fetch what this rank is to hand on, hand it on, and take what others have fetched.
-
-        Raises PeerLost; what has arrived until then is not read again by :meth:`read`.
-        """
-        pool = ThreadPoolExecutor(self._catalog.store.max_concurrency, thread_name_prefix="zarrckpt")
-        try:
-            self._rounds(pool, shares, channel)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
     def read(self) -> None:
         """Fill all targets with what others have not handed on. Raises CorruptCheckpointError naming array and key."""
-        run(self._own_jobs(), self._catalog.store.useful_concurrency)
+        self._run(self._own_jobs())
         for target in self._all():
             target.finish()
 
@@ -188,40 +176,50 @@ class TensorReads:
 
     # -- together with other ranks
 
-    def _rounds(self, pool: ThreadPoolExecutor, shares: Shares, channel: Channel) -> None:
-        """One round after the other; while its messages are on their way, the next round's runs are fetched."""
+    def share(self, shares: Shares, channel: Channel) -> None:
+        """Fetch what this rank is to hand on, hand it on, and take what others have fetched, one round after the other.
+
+        While a round's messages are on their way, the next round's runs are fetched. Raises PeerLost; what has arrived
+        until then is not read again by :meth:`read`.
+        """
         steps = [*shares.values()]
-        ahead = self._fetching(pool, steps[0]) if steps else {}
+        fetched = self._fetched(steps[0] if steps else None)
         for place, step in enumerate(steps):
             if self._stopped:
                 raise StoppedByOthers
-            fetched = {wanted: fetching.result() for wanted, fetching in ahead.items()}
             messages = [new_message(sum(self._sizes(message))) for message in step.sends]
             packs = self._packs(step, messages)
-            unpacking = [pool.submit(self._unpack, *row, packs.get(row[0], ())) for row in fetched.items()]
-            # Behind these: others wait for this round's messages, and for none of the next.
-            ahead = self._fetching(pool, steps[place + 1]) if place + 1 < len(steps) else {}
-            _wait_for_jobs(unpacking)
-            sealed = list(map(seal, messages))
-            sends = [(rank, data) for data, message in zip(sealed, step.sends, strict=True) for rank in message.ranks]
-            sources = [(message.ranks[0], message_bytes(self._sizes(message))) for message in step.receives]
-            receives = [channel.recv(source, nbytes) for source, nbytes in sources]
-            handles = [channel.send(rank, data) for rank, data in sends]
-            received = [handle.wait() for handle in receives]
-            for handle in handles:
-                handle.wait()
-            _wait_for_jobs([pool.submit(self._take, *row) for row in zip(step.receives, received, strict=True)])
+            self._run(partial(self._unpack, *row, packs.get(row[0], ())) for row in fetched.items())
+            following = steps[place + 1] if place + 1 < len(steps) else None
+            with beside(partial(self._fetched, following), at_once=following is None) as fetched_next:
+                sealed = list(map(seal, messages))
+                sends = [(rank, data) for data, sent in zip(sealed, step.sends, strict=True) for rank in sent.ranks]
+                sources = [(message.ranks[0], message_bytes(self._sizes(message))) for message in step.receives]
+                receives = [channel.recv(source, nbytes) for source, nbytes in sources]
+                handles = [channel.send(rank, data) for rank, data in sends]
+                received = [handle.wait() for handle in receives]
+                for handle in handles:
+                    handle.wait()
+                self._run(partial(self._take, *row) for row in zip(step.receives, received, strict=True))
+                fetched = fetched_next()
 
-    def _fetching(self, pool: ThreadPoolExecutor, step: ShareRound) -> dict[SubchunkRun, Future[RawArray]]:
-        """A round's runs, which are being fetched."""
+    def _run(self, jobs: Iterable[Callable[[], None]]) -> None:
+        run(jobs, self._catalog.store.useful_concurrency)
+
+    def _fetched(self, step: ShareRound | None) -> dict[SubchunkRun, RawArray]:
+        """Fetch a round's runs; nothing after the last one."""
+        reads = [] if step is None else step.reads
 
         def fetched(wanted: SubchunkRun) -> RawArray:
+            if self._stopped:
+                raise StoppedByOthers
             part = self._part(wanted)
             stored = np.empty(part.nbytes, np.uint8)
             self._fetch(part, stored)
             return stored
 
-        return {wanted: pool.submit(fetched, wanted) for wanted in step.reads}
+        found = run((partial(fetched, wanted) for wanted in reads), self._catalog.store.useful_concurrency)
+        return dict(zip(reads, found, strict=True))
 
     def _sizes(self, message: SharedMessage) -> list[int]:
         """The bytes of each part of a message."""
@@ -287,9 +285,3 @@ _Pack = tuple[Box, RawArray]
 
 def _as_elements(part: ChunkPart, data: RawArray, box: Box) -> RawArray:
     return data.view(raw_dtype(part.node.dtype.itemsize)).reshape(box.shape)
-
-
-def _wait_for_jobs(jobs: Sequence[Future[None]]) -> None:
-    """Wait for jobs of a pool. Raises what one of them raised."""
-    for job in jobs:
-        job.result()

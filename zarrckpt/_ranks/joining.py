@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._errors import CheckpointError
-from zarrckpt._ranks.links import Addresses, cloned, default_store, lazy_group
+from zarrckpt._ranks.links import Addresses, cloned, default_store, gloo_group
 
 WARN_SECONDS = 30.0
 """Who is waited for longer than this is named in the log."""
@@ -57,7 +57,7 @@ def connected(party: Party, cancelled: Callable[[], bool]) -> Iterator[tuple[Any
     lobby = _Lobby(party, store, cancelled)
     with lobby.refusing(), _store_errors(party.call):
         addresses = Addresses(lobby.agreed_name(), store)
-        group = lazy_group(addresses, party.position, len(party.members))
+        group = gloo_group(addresses, party.position, len(party.members), lazy=True)
         lobby.complete(addresses.name)
     yield group, addresses
     addresses.store = default

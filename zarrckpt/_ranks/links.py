@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError
-from zarrckpt._ranks.torch_private import lazy_gloo_options
+from zarrckpt._ranks.torch_private import gloo_options
 
 # torch's stubs lack what its compiled part brings; a torch built without it still imports this.
 c10d: Any = dist
 _Store: Any = getattr(dist, "Store", object)
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
+
+_NEVER_SENT = 2**30
+"""A tag of gloo's that no message has."""
 
 
 def default_store() -> Any:
@@ -69,27 +74,42 @@ class Addresses(_Store):  # type: ignore[misc]
         return self.store
 
 
-def lazy_group(addresses: Addresses, rank: int, size: int) -> Any:
-    """A gloo group of its own, whose connections are made on demand. It is registered nowhere.
+def gloo_group(store: Any, rank: int, size: int, *, lazy: bool) -> Any:
+    """A private gloo group, registered nowhere. The store's prefix is its own.
 
     It has a device (a listening socket and a thread) of its own: gloo's lazy groups cannot share one, since the first
     that goes shuts it down.
+
+    Args:
+        lazy: connect two ranks when they first need it. Otherwise all are connected on return, within
+            ``CONNECT_TIMEOUT``; RuntimeError where one does not come.
     """
     if not dist.is_gloo_available():
         raise CheckpointError("this torch was built without gloo, which zarrckpt needs to connect ranks")
     gloo = c10d.ProcessGroupGloo
-    return gloo(addresses, rank, size, lazy_gloo_options(gloo, _device(addresses.store), CONNECT_TIMEOUT))
+    return gloo(store, rank, size, gloo_options(gloo, _device(store, lazy), CONNECT_TIMEOUT))
 
 
-def _device(store: Any) -> Any:
+def hang_up(group: Any, peers: Iterable[int]) -> None:
+    """Close a group's connections: every rank that waits for this one is told.
+
+    gloo has no call for it, but a receive that times out closes all pairs of its group. One from a peer that has left
+    fails before that, and closes none; one from a peer that is not connected would wait for it.
+    """
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.zeros(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def _device(store: Any, lazy: bool) -> Any:
     gloo = c10d.ProcessGroupGloo
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     if interface:
-        return gloo.create_device(interface=interface, lazy_init=True)
+        return gloo.create_device(interface=interface, lazy_init=lazy)
     address = local_address(store)
     if address is not None:
-        return gloo.create_device(hostname=address, lazy_init=True)
-    return gloo.create_default_device(lazy_init=True)
+        return gloo.create_device(hostname=address, lazy_init=lazy)
+    return gloo.create_default_device(lazy_init=lazy)
 
 
 def local_address(store: Any) -> str | None:
@@ -97,8 +117,8 @@ def local_address(store: Any) -> str | None:
 
     None where the store is no server (a file), or nothing tells.
     """
-    while isinstance(store, c10d.PrefixStore):
-        store = store.underlying_store
+    while isinstance(store, Addresses | c10d.PrefixStore):
+        store = store.store if isinstance(store, Addresses) else store.underlying_store
     if not isinstance(store, c10d.TCPStore):
         return None
     address = _source_towards(store.host, store.port)

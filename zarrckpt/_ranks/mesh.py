@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError
 from zarrckpt._ranks.joining import Party, connected
-from zarrckpt._ranks.links import CONNECT_TIMEOUT, Addresses, default_store
+from zarrckpt._ranks.links import CONNECT_TIMEOUT, Addresses, default_store, hang_up
 
 FANOUT = 32
 """Children of a rank in the tree: up to 33 ranks it is a star."""
@@ -41,7 +41,7 @@ FOREVER = timedelta(days=3650)
 _FRAME = 512
 _HEAD = struct.Struct(">QQ")
 """The length of a message, and how many messages the sender has received on this edge."""
-_CONTROL, _CLOSING, _FIRST_PIECE = 0, 1, 2
+_CONTROL, _FIRST_PIECE = 0, 1
 """gloo's tags: those of the pieces come after."""
 
 
@@ -192,11 +192,7 @@ class Mesh:
         self._flush(flush)
         with self._sending:
             group, self._group = self._group, None
-        # gloo has no call for it, but a receive that times out closes all pairs of its group. One from a peer that has
-        # left fails before that, and closes none; one from a peer that is not connected would wait for it.
-        for peer in [*self._connected, *self._reached]:
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.zeros(1, dtype=torch.uint8)], peer, _CLOSING).wait(timedelta(milliseconds=1))
+        hang_up(group, [*self._connected, *self._reached])
         del group
         self._addresses.store = None
         for thread in self._threads:

@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 
-def lazy_gloo_options(gloo: Any, device: Any, timeout: timedelta) -> Any:
-    """Options of a gloo group that connects ranks on demand.
+def gloo_options(gloo: Any, device: Any, timeout: timedelta) -> Any:
+    """Options of a gloo group: its device says which interface it uses, and whether it connects ranks on demand.
 
     The public constructor of ``ProcessGroupGloo`` takes no device, and connects every rank with every other.
     """

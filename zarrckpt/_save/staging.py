@@ -10,11 +10,12 @@ import copy
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 
+from zarrckpt._jobs import run
 from zarrckpt._state.flatten import OwnRank, entered
 from zarrckpt._state.local_boxes import HeldDTensor, HeldParts, HeldPieces, held_of, says_its_boxes
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
@@ -40,7 +41,6 @@ class Stager:
     def __init__(self) -> None:
         self.buffers: dict[str, _Buffer] = {}
         """What the last copy is in, by flat name."""
-        self._threads: ThreadPoolExecutor | None = None
 
     def stage(self, state: Mapping[Any, Any], *, keep: bool = True) -> dict[Any, Any]:
         """A copy of a state of plain containers, tensors and values, valid until the next call.
@@ -57,23 +57,10 @@ class Stager:
         # In inference mode the buffers could be filled only in that mode again.
         with torch.inference_mode(False), torch.no_grad():
             staged: dict[Any, Any] = copies.of(state, "")
-            copies.run(self._copy_in_threads)
+            copies.run(_copy_in_threads)
         if keep:
             self.buffers = copies.buffers
         return staged
-
-    def _copy_in_threads(self, targets: _Tensors, sources: _Tensors) -> None:
-        """Copy between CPU tensors, with several threads where that is faster: torch copies without the interpreter."""
-        threads = min(_MOST_THREADS, _cpus())
-        # Otherwise torch has threads of its own for each copy.
-        alone = torch.get_num_threads() == 1
-        if not alone or threads == 1 or sum(target.nbytes for target in targets) < 2 * _BATCH_BYTES:
-            _copy(targets, sources)
-            return
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zarrckpt-copy")
-        for done in [self._threads.submit(_copy, *batch) for batch in _batches(targets, sources)]:
-            done.result()
 
 
 _Tensors = list[torch.Tensor]
@@ -168,6 +155,17 @@ class _Copies:
         for device in self._from_devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
+
+
+def _copy_in_threads(targets: _Tensors, sources: _Tensors) -> None:
+    """Copy between CPU tensors, with several threads where that is faster: torch copies without the interpreter."""
+    threads = min(_MOST_THREADS, _cpus())
+    # Otherwise torch has threads of its own for each copy.
+    alone = torch.get_num_threads() == 1
+    if not alone or threads == 1 or sum(target.nbytes for target in targets) < 2 * _BATCH_BYTES:
+        _copy(targets, sources)
+        return
+    run((partial(_copy, *batch) for batch in _batches(targets, sources)), threads)
 
 
 def _copy(targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False) -> None:

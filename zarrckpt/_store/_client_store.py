@@ -5,11 +5,12 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from zarrckpt._errors import ObjectNotFoundError, StorageError
+from zarrckpt._jobs import run
 from zarrckpt._store import _failures
 from zarrckpt._store._base import check_key
 from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
@@ -102,16 +103,11 @@ class ClientStore(ConditionalStore):
             raise _failures.short_object(key, self.url, end, byte_offset + done)
 
     def delete(self, keys: Iterable[str]) -> None:
-        names = [self.name(key) for key in keys]
-
         def delete(name: str) -> None:
             self.run(f"deleting {name!r}", lambda: self.delete_named(name))
 
-        with ThreadPoolExecutor(
-            max(1, min(_DELETES_AT_ONCE, self.max_concurrency, len(names))), "zarrckpt-delete"
-        ) as pool:
-            for _ in pool.map(delete, names):
-                pass
+        names = [self.name(key) for key in keys]
+        run((partial(delete, name) for name in names), min(_DELETES_AT_ONCE, self.max_concurrency))
 
     def _refuse_short(self, key: str, needed: int) -> None:
         """Raise CorruptCheckpointError for a shorter object. One request; where it fails, the read's own error does."""
