@@ -246,6 +246,11 @@ class Disk:
             self._change("rmdir", path)
         os.rmdir(path)
 
+    def mkdir(self, path: str) -> None:
+        if not os.path.lexists(path):
+            self._change("mkdir", path)
+        os.mkdir(path)
+
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         parent = os.path.dirname(path)
         if parent and not os.path.exists(parent):

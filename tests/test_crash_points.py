@@ -306,16 +306,21 @@ class Durable:
         self.events, self.url = events, url
 
     def appeared(self, key: str) -> int:
-        """When a file got its name."""
-        return self._last(lambda event: event.verb in ("link", "replace") and event.path == f"{self.url}/{key}")
+        """When a file got its name: what is of no attempt's tree, when it was whole."""
+        verbs = ("link", "replace", "open")
+        return self._last(lambda event: event.verb in verbs and event.path == f"{self.url}/{key}")
 
     def is_durable(self, key: str, when: int) -> bool:
         """Whether a file's bytes, its name, and the names of the folders that lead to it were synced by then."""
         path = f"{self.url}/{key}"
         named = self.appeared(key)
         temp = self.events[named].source
-        written = self._last(lambda event: event.verb == "write" and event.path == temp, before=named)
-        synced = self._synced(temp, written, when) or self._synced(path, named, when)
+        if temp:
+            written = self._last(lambda event: event.verb == "write" and event.path == temp, before=named)
+            synced = self._synced(temp, written, when) or self._synced(path, named, when)
+        else:
+            written = self._last(lambda event: event.verb == "write" and event.path == path, before=when)
+            synced = self._synced(path, written, when)
         return synced and self.is_named(key, when)
 
     def is_named(self, key: str, when: int) -> bool:

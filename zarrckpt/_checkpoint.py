@@ -611,7 +611,7 @@ class Checkpoint(Mapping[str, Any]):
         self._catalog.refuse_unstored(root.tensors[fqn])
         node = root.tensors[fqn].under(root.tree)
         # Built from the root's consolidated metadata: no request.
-        document: Any = node.document()
+        document: Any = copy.deepcopy(node.document())
         return zarr.Array(AsyncArray(document, StorePath(self._zarr_store, node.path)))
 
 

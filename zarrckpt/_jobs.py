@@ -291,6 +291,9 @@ class BytesBudget:
 
         A job takes all that it needs at once: jobs that hold some and wait for more could wait for each other.
         """
+        if not nbytes + beside:
+            yield np.empty(0, np.uint8)
+            return
         size = _rounded(nbytes)
         need = min(size + beside, self.limit)
         with self._changed:

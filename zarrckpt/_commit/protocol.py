@@ -569,7 +569,7 @@ def tables_of(save_id: str, numbers: Mapping[str, RawArray]) -> tuple[dict[str, 
     for name, table in numbers.items():
         tables[name] = Table(len(table), crc32c(table))
         node = table_node(save_id, name, len(table))
-        puts[join(node.path, NODE)] = [dumps(node.document())]
+        puts[join(node.path, NODE)] = [node.document_bytes()]
         if len(table):
             puts[node.chunk_key((0,))] = encode_chunk(node, table)[0]
     return tables, puts

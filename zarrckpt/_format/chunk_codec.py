@@ -130,7 +130,7 @@ class ChunkEncoder:
 
     def _in_one_piece(self, box: Box) -> RawArray | None:
         """A subchunk's bytes as they lie in memory, where they lie there in one piece."""
-        if intersect(box, self._inside) != box:
+        if box != self._inside and intersect(box, self._inside) != box:
             return None
         data = self._elements.view(box)
         return bytes_of(data) if data is not None and data.flags.c_contiguous else None
@@ -179,6 +179,8 @@ def straight_bytes(node: ArrayNode, chunk: Ints, number: int, box: Box, target: 
     if not isinstance(target, np.ndarray):
         return None
     own = elements_of(node, chunk, number)
+    if own == box:
+        return bytes_of(target) if target.flags.c_contiguous else None
     inside = own.slices(box.offset)
     if any(part.start < 0 or part.stop > n for part, n in zip(inside, box.shape, strict=True)):
         return None
@@ -200,5 +202,7 @@ def copy_shared(node: ArrayNode, chunk: Ints, number: int, data: RawArray, box: 
 def elements_of(node: ArrayNode, chunk: Ints, number: int) -> Box:
     """A subchunk's elements, counted from the array's begin; padding included."""
     box = node.grid.subchunk_box(number)
-    origin = (c * n for c, n in zip(chunk, node.grid.chunk_shape, strict=True))
+    origin = tuple(c * n for c, n in zip(chunk, node.grid.chunk_shape, strict=True))
+    if node.grid.subchunk_shape is None:
+        return Box(origin, box.shape)
     return Box(tuple(map(sum, zip(origin, box.offset, strict=True))), box.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -95,23 +96,39 @@ class ArrayNode:
         return self.at(join(tree, self.path))
 
     def document(self) -> Json:
-        """The array's ``zarr.json``."""
-        grid, dtype = self.grid, self.dtype
-        stored = dtype.portable if self.portable else dtype
-        document = {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": list(grid.shape),
-            "data_type": stored.zarr_name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-            "fill_value": stored.fill_value,
-            "codecs": _codecs(grid, stored, self.compression),
-            # xarray refuses arrays without; equal names then mean equal sizes, so groups open as datasets.
-            "dimension_names": [f"dim{axis}_{n}" for axis, n in enumerate(grid.shape)],
-            "attributes": {ATTRIBUTE: {"dtype": dtype.name}} if self.portable else {},
-        }
-        return document
+        """The array's ``zarr.json``: one for all arrays that differ in nothing but their path, so not to be changed."""
+        return _document(self.grid, self.dtype, self.portable, self.compression)
+
+    def document_bytes(self) -> bytes:
+        """The array's ``zarr.json`` as it is stored."""
+        return _document_bytes(self.grid, self.dtype, self.portable, self.compression)
+
+
+_FORMS = 4096
+"""Documents that are kept: layers are alike, and so are an optimizer's moments."""
+
+
+@functools.lru_cache(_FORMS)
+def _document(grid: Grid, dtype: DType, portable: bool, compression: Compression | None) -> Json:
+    stored = dtype.portable if portable else dtype
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(grid.shape),
+        "data_type": stored.zarr_name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": stored.fill_value,
+        "codecs": _codecs(grid, stored, compression),
+        # xarray refuses arrays without; equal names then mean equal sizes, so groups open as datasets.
+        "dimension_names": [f"dim{axis}_{n}" for axis, n in enumerate(grid.shape)],
+        "attributes": {ATTRIBUTE: {"dtype": dtype.name}} if portable else {},
+    }
+
+
+@functools.lru_cache(_FORMS)
+def _document_bytes(grid: Grid, dtype: DType, portable: bool, compression: Compression | None) -> bytes:
+    return json_values.dumps(_document(grid, dtype, portable, compression))
 
 
 def compressible(grid: Grid, dtype: DType) -> bool:

@@ -6,6 +6,7 @@ object. A *subchunk* is a cell inside a chunk. Everything here is exact and free
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -58,7 +59,7 @@ class Grid(NamedTuple):
     @property
     def counts(self) -> Ints:
         """The number of chunks along each dimension; zero where the array has no elements."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))
+        return _counts(self.shape, self.chunk_shape)
 
     @property
     def num_chunks(self) -> int:
@@ -67,8 +68,7 @@ class Grid(NamedTuple):
     @property
     def sub_counts(self) -> Ints:
         """The number of subchunks of one chunk along each dimension (1 each where there are none)."""
-        sub = self.subchunk_shape or self.chunk_shape
-        return tuple(c // s for c, s in zip(self.chunk_shape, sub, strict=True))
+        return _counts(self.chunk_shape, self.subchunk_shape or self.chunk_shape)
 
     @property
     def subchunks_per_chunk(self) -> int:
@@ -99,12 +99,20 @@ class Grid(NamedTuple):
 
     def subchunk_box(self, number: int) -> Box:
         """The subchunk with a number in C order; the offset counts from the chunk's begin."""
-        return _cell_box(unravel(number, self.sub_counts), self.subchunk_shape or self.chunk_shape, self.chunk_shape)
+        if self.subchunk_shape is None:
+            return Box((0,) * len(self.shape), self.chunk_shape)
+        return _cell_box(unravel(number, self.sub_counts), self.subchunk_shape, self.chunk_shape)
 
     def subchunks_of(self, box: Box) -> list[int]:
         """Which of one chunk's subchunks overlap a box given relative to the chunk: their numbers, ascending."""
         counts = self.sub_counts
         return [ravel(cell, counts) for cell in _cells_of(box, self.subchunk_shape or self.chunk_shape)]
+
+
+@functools.lru_cache(4096)
+def _counts(shape: Ints, cell: Ints) -> Ints:
+    """The number of cells along each dimension. Kept: a model has few shapes, and asks for each many times."""
+    return tuple(-(-n // c) for n, c in zip(shape, cell, strict=True))
 
 
 def is_run(chunk: Ints, sub: Ints) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -133,6 +133,19 @@ class Root:
 
     def state_path(self, fqn: str) -> StatePath:
         """Where an entry sits in the state dict. Raises CorruptCheckpointError where its keys do not fit its path."""
+        found = self._state_paths.get(fqn)
+        return found if found is not None else self._state_paths.setdefault(fqn, self._state_path(fqn))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Ranks are sent what the document says, and not what was made of it.
+        return {member.name: getattr(self, member.name) for member in fields(self)}
+
+    @cached_property
+    def _state_paths(self) -> dict[str, StatePath]:
+        """Those that were asked for."""
+        return {}
+
+    def _state_path(self, fqn: str) -> StatePath:
         names = self.node_path(fqn).split("/")
         containers = [self.containers.get("/".join(names[:depth]), DICT) for depth in range(len(names))]
         keys: list[object] = list(self.keys.get(fqn, names))

@@ -144,7 +144,7 @@ class _Copy:
         for path in self._root.groups():
             yield partial(self._put, join(path, NODE), [dumps(group_document())])
         for node in self._root.arrays():
-            yield partial(self._put, join(self._root.tree, node.path, NODE), [dumps(node.document())])
+            yield partial(self._put, join(self._root.tree, node.path, NODE), [node.document_bytes()])
 
     def _put(self, key: str, buffers: Sequence[Buffer]) -> None:
         self._target.put(key, buffers)

@@ -201,7 +201,7 @@ class _Verification:
         for path in root.groups():
             yield self._exactly(join(path, NODE), "", dumps(group_document()))
         for fqn, node in self._arrays():
-            yield self._exactly(join(root.tree, node.path, NODE), fqn, dumps(node.document()))
+            yield self._exactly(join(root.tree, node.path, NODE), fqn, node.document_bytes())
 
     def _arrays(self) -> Iterator[tuple[str, ArrayNode]]:
         for fqn in self._catalog.root.entries:
@@ -220,7 +220,7 @@ class _Verification:
             tables.append((SIZES, root.sizes.length, partial(read, SIZES, root.sizes)))
         for name, length, check in tables:
             node = table_node(root.save_id, name, length)
-            yield self._exactly(join(node.path, NODE), "", dumps(node.document()))
+            yield self._exactly(join(node.path, NODE), "", node.document_bytes())
             if length:
                 yield _Expected(node.chunk_key((0,)), "", 4 * length + CRC_BYTES, partial(self._fault_of, check))
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zarrckpt._format.documents import ArrayNode, Json, group_document
+from zarrckpt._format.documents import ArrayNode, group_document
 from zarrckpt._format.grid import Box, Ints, unravel
+from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import parent_groups
 from zarrckpt._plan.owners import Dealt, TensorKind
 
@@ -52,7 +53,7 @@ class RankPlan:
 
     arrays: Mapping[str, ArrayNode]
     """The arrays that this rank writes or sends something of, by flat name."""
-    documents: Mapping[str, Json]
+    documents: Mapping[str, bytes]
     """The node documents that this rank writes, by path."""
     object_paths: Mapping[str, str]
     """The node path of each value that this rank writes, by flat name."""
@@ -151,9 +152,10 @@ def _piece_box(kind: TensorKind, piece: int) -> Box:
     return Box(tuple(pieces.offset[piece].tolist()), tuple(pieces.shape[piece].tolist()))
 
 
-def _share_of_documents(nodes: Mapping[str, ArrayNode], share: int, shares: int) -> dict[str, Json]:
+def _share_of_documents(nodes: Mapping[str, ArrayNode], share: int, shares: int) -> dict[str, bytes]:
     """One of equal shares of all node documents: they depend on the plan only, so ranks write them side by side."""
     arrays: dict[str, ArrayNode | None] = {node.path: node for node in nodes.values()}
     arrays |= dict.fromkeys(parent_groups(arrays))
     mine = {path: arrays[path] for path in sorted(arrays)[share::shares]}
-    return {path: group_document() if node is None else node.document() for path, node in mine.items()}
+    group = dumps(group_document())
+    return {path: group if node is None else node.document_bytes() for path, node in mine.items()}

@@ -110,10 +110,12 @@ class StoredArray:
         try:
             yield
         except ObjectNotFoundError as err:
-            key = self.node.chunk_key(chunk)
-            raise CorruptCheckpointError(
-                f"chunk {key!r} of array {self.node.path!r} is missing in {self.store.url}"
-            ) from err
+            raise self.missing(chunk) from err
+
+    def missing(self, chunk: Ints) -> CorruptCheckpointError:
+        """The error for a chunk that is not there."""
+        key = self.node.chunk_key(chunk)
+        return CorruptCheckpointError(f"chunk {key!r} of array {self.node.path!r} is missing in {self.store.url}")
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,9 @@ class ChunkPart:
 
 
 def subchunks_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
-    """The numbers of a chunk's subchunks that share elements with a box, ascending."""
+    """The numbers of a chunk's subchunks that share elements with a box, which the chunk does; ascending."""
+    if grid.subchunk_shape is None:
+        return [0]
     origin = tuple(c * n for c, n in zip(chunk, grid.chunk_shape, strict=True))
     shared = intersect(Box(origin, grid.chunk_shape), box)
     if shared is None:

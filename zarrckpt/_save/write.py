@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,9 @@ from zarrckpt._errors import CheckpointError
 from zarrckpt._format import values as _values
 from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder, Elements
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
-from zarrckpt._format.documents import NODE, ArrayNode, Json, join
+from zarrckpt._format.documents import NODE, ArrayNode, join
 from zarrckpt._format.dtypes import by_name
 from zarrckpt._format.grid import Box, Grid, Ints, intersect
-from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import BlobEntry, ValueEntry
 from zarrckpt._jobs import run
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
@@ -262,14 +262,22 @@ class RankWork:
 
     def _put_chunk(self, chunk: ChunkPlan, received: Received) -> None:
         node = self._plan.arrays[chunk.fqn]
-        elements = PartElements(node.grid.chunk_box(chunk.cell), chunk.parts, self._items, received)
+        elements = self._elements(node, chunk, received)
         encoder = self._put_elements(node, chunk.cell, elements)
         with self._lock:
             self._written[chunk.fqn].add(node, chunk.cell, encoder)
-            self._done += self._chunk_bytes(chunk)
+            self._done += math.prod(elements.shape) * node.dtype.itemsize
             self._progressed()
             if self._progress is not None:
                 self._progress(self._done, self._total)
+
+    def _elements(self, node: ArrayNode, chunk: ChunkPlan, received: Received) -> Elements:
+        """Where a chunk's elements are; most are one item of this rank, in its memory."""
+        if len(chunk.parts) == 1 and (item := chunk.parts[0].item) is not None:
+            memory = self._items.view(item, chunk.parts[0].box)
+            if memory is not None:
+                return ArrayElements(memory)
+        return PartElements(node.grid.chunk_box(chunk.cell), chunk.parts, self._items, received)
 
     def _put_elements(self, node: ArrayNode, cell: Ints, elements: Elements) -> ChunkEncoder:
         def key() -> str:
@@ -277,8 +285,8 @@ class RankWork:
 
         return put_chunk(self._store, key, node, elements, self._memory)
 
-    def _put_document(self, path: str, document: Json) -> None:
-        self._store.put(self._noted(join(self._tree(), path, NODE)), [dumps(document)])
+    def _put_document(self, path: str, document: bytes) -> None:
+        self._store.put_parts(lambda: self._noted(join(self._tree(), path, NODE)), lambda: [[document]])
 
     def _noted(self, key: str) -> str:
         """A key that is about to be put."""
@@ -299,7 +307,7 @@ class RankWork:
             elements = ArrayElements(payload[node.grid.chunk_box(chunk).slices()])
             encoder = self._put_elements(node, chunk, elements)
             written.add(node, chunk, encoder)
-        self._put_document(path, node.document())
+        self._put_document(path, node.document_bytes())
         return ObjectResult(blob=BlobEntry(node, blob.encoding, blob.kind), array=written.result())
 
 

@@ -108,6 +108,8 @@ def _convert(state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: Rank
         return OwnRank({str(rank): own})
 
     def convert(value: Any, keys: Keys) -> Any:
+        if type(value) in _LEAVES:
+            return value
         if isinstance(value, PerRank):
             return per_rank(value, keys)
         if is_object(value) and saved is not None and not saved.wants(_prefix_of(keys)):

@@ -218,11 +218,12 @@ class Store(abc.ABC):
         """Write an object, the buffers one after the other, replacing any old one. A reader never sees a part."""
 
     def put_parts(self, key: Callable[[], str], groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
-        """As :meth:`put`, with buffers that are made one group after the other.
+        """As :meth:`put`, of an object in an attempt's own tree, with buffers that are made one group after the other.
 
-        Local files take each group before they ask for the next, so that its memory may be used again; other stores
-        take all of them first, of a few objects at a time. ``groups`` is called once for each try. ``key`` tells the
-        key, and is asked once, when it is needed: it may wait for that.
+        Local files take each group before they ask for the next, so that its memory may be used again, and a reader may
+        see a part of the file: nobody reads a tree before it is committed. Other stores take all groups first, of a few
+        objects at a time. ``groups`` is called once for each try. ``key`` tells the key, and is asked once, when it is
+        needed: it may wait for that.
         """
         with self.makers:
             buffers = [buffer for group in groups() for buffer in group]

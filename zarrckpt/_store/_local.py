@@ -1,8 +1,9 @@
 """A folder on a local or shared filesystem, with plain system calls.
 
-Objects are files. Every file is written under a helper name in its folder and renamed, so a reader
-never sees a part. That name is a function of the final one: what a crash leaves behind is removed when
-the object's key is deleted, by whoever cleans up after the dead attempt.
+Objects are files. Those of an attempt's own tree, which nobody reads before it is committed, are written under their
+own names. Every other file is written under a helper name in its folder and renamed, so that a reader never sees a
+part. That name is a function of the final one: what a crash leaves behind is removed when the object's key is deleted,
+by whoever cleans up after the dead attempt.
 """
 
 from __future__ import annotations
@@ -143,16 +144,15 @@ class LocalStore(Store):
             os.close(file)
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
-        self.put_parts(lambda: key, lambda: [buffers])
+        self._put(key, lambda path: files.put_file(path, [byte_views(buffers)]))
 
     def put_parts(self, key: Callable[[], str], groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
-        def work(path: str) -> None:
-            files.put_file(path, map(byte_views, groups()))
+        self._put(key(), lambda path: files.write_new(path, map(byte_views, groups())))
 
-        name = key()
-        self._write("writing", name, work)
+    def _put(self, key: str, work: Callable[[str], None]) -> None:
+        self._write("writing", key, work)
         if self._durable:
-            self._begin_sync(name)
+            self._begin_sync(key)
 
     def create(self, key: str, data: bytes) -> None:
         def work(path: str) -> None:
@@ -248,6 +248,13 @@ class LocalStore(Store):
     def _make_folder(self, folder: str) -> None:
         if folder in self._folders:
             return
+        outer = os.path.dirname(folder)
+        if folder != self._root and outer in self._folders:
+            with suppress(FileExistsError):
+                os.mkdir(folder)  # so it is no link
+                self._changed([outer])
+                self._folders.add(folder)
+                return
         new = [folder, *takewhile(lambda outer: outer not in self._folders, self._parents(folder))]
         _refuse_links("writing", {*new} - {self._root})
         if not self._folders:
@@ -320,8 +327,10 @@ class LocalStore(Store):
                 return False
             return True
 
-        if not any(self._on(verb, path, attempt) for _ in range(_TRIES)):
-            raise StorageError(f"{verb} {path!r} failed: its folder is removed as often as it is made; try again")
+        for _ in range(_TRIES):
+            if self._on(verb, path, attempt):
+                return
+        raise StorageError(f"{verb} {path!r} failed: its folder is removed as often as it is made; try again")
 
     def _on(self, verb: str, path: str, work: Callable[[str], T]) -> T:
         return self.run(f"{verb} {path!r}", lambda: work(path))

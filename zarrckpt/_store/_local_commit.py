@@ -1,7 +1,7 @@
-"""Conditional writes on a filesystem: create-only by a hard link, compare-and-swap under a lock.
+"""Writes on a filesystem: plain, create-only by a hard link, compare-and-swap under a lock.
 
-Both are durable on return (the file's bytes; the caller syncs the folders), and at every instant the
-final name holds a whole file or none.
+The last two are durable on return (the file's bytes; the caller syncs the folders). At every instant the final name
+holds a whole file or none, but for :func:`write_new`.
 """
 
 from __future__ import annotations
@@ -77,14 +77,37 @@ def put_file(path: str, groups: Views, *, unique: bool = False, sync: bool = Fal
 
 def write_temp(path: str, groups: Views, *, unique: bool, sync: bool) -> str:
     """Write the helper file of ``path`` and return its name. It is removed again where that fails."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     temp = own_name(path, "part", unique)
     try:
-        file = os.open(temp, flags, 0o666)
+        file = _open_new(temp)
     except FileExistsError:
         # A crash left it behind, or another thread writes the same key: a name of our own then.
         temp = own_name(path, "part", unique=True)
-        file = os.open(temp, flags, 0o666)
+        file = _open_new(temp)
+    _fill_new(file, temp, groups, sync)
+    return temp
+
+
+def write_new(path: str, groups: Views) -> None:
+    """Write a file under its own name: until this returns, a reader may see a part of it.
+
+    What is there already is of an earlier try: it is unlinked, never truncated, since somebody may have it open. The
+    file is removed again where that fails.
+    """
+    try:
+        file = _open_new(path)
+    except FileExistsError:
+        os.unlink(path)
+        file = _open_new(path)
+    _fill_new(file, path, groups, sync=False)
+
+
+def _open_new(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def _fill_new(file: int, path: str, groups: Views, sync: bool) -> None:
+    """Write and close a file that was made just now. It is removed where that fails."""
     try:
         try:
             for views in groups:
@@ -95,9 +118,8 @@ def write_temp(path: str, groups: Views, *, unique: bool, sync: bool) -> str:
             # Network filesystems report a full disk here.
             os.close(file)
     except BaseException:
-        _unlink(temp)
+        _unlink(path)
         raise
-    return temp
 
 
 def create_file(path: str, data: bytes) -> bool:
@@ -178,18 +200,10 @@ def _create_exclusively(path: str, data: bytes) -> bool:
     # Without hard links a crash in the middle can leave a part under the final name; readers then report
     # a damaged document. There is no better call that such filesystems offer.
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        file = _open_new(path)
     except FileExistsError:
         return False
-    try:
-        try:
-            _write_all(file, [memoryview(data)])
-            os.fsync(file)
-        finally:
-            os.close(file)
-    except OSError:
-        _unlink(path)
-        raise
+    _fill_new(file, path, [[memoryview(data)]], sync=True)
     return True
 
 
