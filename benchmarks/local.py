@@ -1,4 +1,4 @@
-"""Save and load on local files: one process, and four ranks of which each holds a quarter of every tensor."""
+"""Save and load on local files: large tensors, a real model's state, many small ones; one process, and four ranks."""
 
 from __future__ import annotations
 
@@ -6,32 +6,104 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import limits
 from benchmarks.measure import Options, alternate, fresh, ranks, seconds, warm
-from benchmarks.results import Figure, Results, Speed, faster
+from benchmarks.results import Results, Speed, faster
 
 LIMIT = "plain parallel files"
 SAME_BYTES = "plain parallel files, with subchunks and checksums"
 SYNCED = "plain parallel files, synced"
+SAME_FILES = "a plain loop, the same folders and files"
+SAME_SYNCED = "a plain loop, the same folders and files, synced"
+DURABLE, QUICK = "zarrckpt", "zarrckpt, durable=False"
+DCP, DCP_QUICK = "DCP FileSystem", "DCP FileSystem, 2 threads, no sync"
+
+Goal = tuple[str, str, str, float | None]
+"""Ours, whom against, "save" or "load", and how many times as fast as that ours is to be."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One group of measurements: which state, how many processes, and the goals."""
+
+    group: str
+    state: str
+    goals: tuple[Goal, ...]
+    world: int = 1
+
+
+CONDITIONS = [
+    Condition(
+        "local, 1 process",
+        "large",
+        (
+            (DURABLE, DCP, "save", 4.0),
+            (QUICK, DCP_QUICK, "save", 1.5),
+            (QUICK, LIMIT, "save", 0.75),
+            (DURABLE, DCP, "load", 8.0),
+            (DURABLE, LIMIT, "load", 0.6),
+            (QUICK, SAME_BYTES, "save", None),
+            (DURABLE, SAME_BYTES, "load", None),
+        ),
+    ),
+    Condition(
+        "local, GPT-2 with AdamW, 592 tensors",
+        "gpt2",
+        (
+            (DURABLE, DCP, "save", 2.0),
+            (QUICK, SAME_FILES, "save", 0.8),
+            (QUICK, DCP_QUICK, "save", 1.0),
+            (DURABLE, DCP, "load", 4.0),
+        ),
+    ),
+    Condition(
+        "local, 1,000 tensors of 16 KiB",
+        "small",
+        ((QUICK, SAME_FILES, "save", 0.8), (DURABLE, SAME_SYNCED, "save", 0.8)),
+    ),
+    Condition(
+        "local, 4 processes",
+        "large",
+        (
+            (DURABLE, DCP, "save", 2.0),
+            (QUICK, DCP_QUICK, "save", 2.0),
+            (QUICK, LIMIT, "save", None),
+            (DURABLE, DCP, "load", 3.0),
+            (DURABLE, LIMIT, "load", None),
+        ),
+        world=4,
+    ),
+]
 
 
 def run(options: Options) -> Results:
     found = Results()
-    for world in (1, 4):
-        if world == 1:
-            found.add(fresh(_measure, options, 1))
+    for condition in CONDITIONS:
+        if condition.world == 1:
+            found.add(fresh(_measure, options, condition))
         else:
-            found.add(ranks(_measure, world, options, world))
+            found.add(ranks(_measure, condition.world, options, condition))
     return found
 
 
-def _contenders(world: int, state: Any) -> list[Any]:
-    from benchmarks.peers import Contender, local_contenders
+def _state(options: Options, kind: str) -> Any:
+    from benchmarks import state as states
 
-    threads = max(1, (os.cpu_count() or 1) // world)
+    if kind == "large":
+        return states.make_state(options.gigabytes, options.dtype)
+    if kind == "gpt2" and not options.quick:
+        return states.gpt2_with_adamw()
+    return states.small_tensors(100 if options.quick else 1000)
+
+
+def _contenders(condition: Condition, state: Any, folder: str) -> Iterator[Any]:
+    from benchmarks.peers import Contender, local_contenders, ours
+
+    threads = max(1, (os.cpu_count() or 1) // condition.world)
 
     def plain(sync: bool) -> Any:
         return lambda state, path: limits.write_files(state, f"{path}/{_rank()}", threads, sync)
@@ -45,40 +117,44 @@ def _contenders(world: int, state: Any) -> list[Any]:
     def same_bytes_back(target: Any, path: str) -> None:
         limits.read_subchunks(target, f"{path}/{_rank()}", threads)
 
-    copy = limits.MemoryCopy(state)
-    return [
-        *local_contenders(world),
-        Contender(LIMIT, "os", plain(False), load, "limit"),
-        Contender(SYNCED, "os", plain(True), load, "limit"),
-        Contender(SAME_BYTES, "os", same_bytes, same_bytes_back, "limit"),
-        Contender("memory copy", "os", copy.save, copy.load, "limit"),
-    ]
+    yield from local_contenders(condition.world)
+    if condition.state == "large":
+        copy = limits.MemoryCopy(state)
+        yield Contender(LIMIT, "os", plain(False), load, "limit")
+        yield Contender(SYNCED, "os", plain(True), load, "limit")
+        yield Contender(SAME_BYTES, "os", same_bytes, same_bytes_back, "limit")
+        yield Contender("memory copy", "os", copy.save, copy.load, "limit")
+    else:
+        ours()[0](state, f"{folder}/once")
+        for name, sync in ((SAME_FILES, False), (SAME_SYNCED, True)):
+            yield Contender(name, "os", limits.SameFiles(f"{folder}/once", sync).save, None, "limit")
+        shutil.rmtree(f"{folder}/once")
 
 
 def _rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def _measure(options: Options, world: int) -> Results:
+def _measure(options: Options, condition: Condition) -> Results:
     from benchmarks import state as states
 
     warnings.filterwarnings("ignore")
-    state: Any = states.make_state(options.gigabytes, options.dtype)
+    world, state = condition.world, _state(options, condition.state)
     if world > 1:
         state = states.sharded(state)
     target = states.like(state)
-    group = "local, 1 process" if world == 1 else f"local, {world} processes"
-    contenders = _contenders(world, state)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         folder = _agreed(folder, world)
+        contenders = list(_contenders(condition, state, folder))
         calls = {c.name: _round(c, state, target, folder, world) for c in contenders if c.installed}
         times = alternate(calls, options.rounds)
     size = states.nbytes(state)
     speeds = []
     for c in contenders:
-        saved, loaded = ([pair[which] for pair in times.get(c.name, [])] for which in (0, 1))
-        speeds.append(Speed(group, c.name, c.kind, size, saved, loaded))
-    return Results(speeds, _figures(speeds))
+        pairs = times.get(c.name, [])
+        loaded = [pair[1] for pair in pairs if pair[1] is not None]
+        speeds.append(Speed(condition.group, c.name, c.kind, size, [pair[0] for pair in pairs], loaded))
+    return Results(speeds, [faster(speeds, *goal) for goal in condition.goals])
 
 
 def _agreed(folder: str, world: int) -> str:
@@ -109,11 +185,13 @@ def _all_ranks(call: Callable[[], object], world: int) -> float:
     return seconds(together)
 
 
-def _round(contender: Any, state: Any, target: Any, folder: str, world: int) -> Callable[[int], tuple[float, float]]:
+def _round(
+    contender: Any, state: Any, target: Any, folder: str, world: int
+) -> Callable[[int], tuple[float, float | None]]:
     """Save, load and compare once; the seconds of both, over all ranks."""
     from benchmarks import state as states
 
-    def once(number: int) -> tuple[float, float]:
+    def once(number: int) -> tuple[float, float | None]:
         path = f"{folder}/{number}-{contender.name.replace(' ', '-')}"
         states.clear(target)
         if _rank() == 0:
@@ -121,10 +199,11 @@ def _round(contender: Any, state: Any, target: Any, folder: str, world: int) -> 
         _barrier(world)
         _warm(state, f"{folder}/warm-{_rank()}", states.nbytes(state) // world)
         _barrier(world)
-        saved = _all_ranks(lambda: contender.save(state, path), world)
-        loaded = _all_ranks(lambda: contender.load(target, path), world)
-        if not states.equal(target, state):
-            raise RuntimeError(f"{contender.name} loaded something else than it saved")
+        saved, loaded = _all_ranks(lambda: contender.save(state, path), world), None
+        if contender.load is not None:
+            loaded = _all_ranks(lambda: contender.load(target, path), world)
+            if not states.equal(target, state):
+                raise RuntimeError(f"{contender.name} loaded something else than it saved")
         _barrier(world)
         if _rank() == 0:
             shutil.rmtree(path, ignore_errors=True)  # a copy in memory has none
@@ -138,16 +217,3 @@ def _warm(state: Any, path: str, nbytes: int) -> None:
     warm(nbytes)
     limits.write_files(state, path, 1)
     shutil.rmtree(path)
-
-
-def _figures(speeds: list[Speed]) -> list[Figure]:
-    quick, dcp, dcp_quick = "zarrckpt, durable=False", "DCP FileSystem", "DCP FileSystem, 2 threads, no sync"
-    return [
-        faster(speeds, "zarrckpt", dcp, "save", 2.0),
-        faster(speeds, quick, dcp_quick, "save", 2.5),
-        faster(speeds, quick, LIMIT, "save", 0.75),
-        faster(speeds, "zarrckpt", dcp, "load", 6.0),
-        faster(speeds, "zarrckpt", LIMIT, "load", 0.6),
-        faster(speeds, quick, SAME_BYTES, "save", None),
-        faster(speeds, "zarrckpt", SAME_BYTES, "load", None),
-    ]

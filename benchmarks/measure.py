@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import multiprocessing
 import os
 import statistics
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -34,6 +37,54 @@ def seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
+
+
+class Took(NamedTuple):
+    """Seconds of a call, and of this process's processors meanwhile."""
+
+    seconds: float
+    processor: float
+
+
+def took(call: Callable[[], object]) -> Took:
+    """How long a call takes, and how much of this process's processor time: what counts where servers are elsewhere."""
+    began, before = time.perf_counter(), time.process_time()
+    call()
+    return Took(time.perf_counter() - began, time.process_time() - before)
+
+
+@contextlib.contextmanager
+def busy_thread(wanted: bool = True) -> Iterator[None]:
+    """A Python thread that computes all the while, as a data loader does."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=work, daemon=True)
+    if wanted:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def trust(authority: str) -> bool:
+    """Have this process see a certificate's authority among the system's: some clients take no other.
+
+    In a mount namespace of its own, so that nobody else sees it. False where the system does not allow that.
+    """
+    system = "/etc/ssl/certs/ca-certificates.crt"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not os.path.exists(system) or libc.unshare(0x00020000):  # CLONE_NEWNS
+        return False
+    with tempfile.NamedTemporaryFile(suffix=".crt", delete=False) as both:
+        both.write(Path(system).read_bytes() + Path(authority).read_bytes())
+    # Nothing of this goes to the others: MS_REC | MS_PRIVATE, then MS_BIND.
+    made = not libc.mount(None, b"/", None, 0x44000, None)
+    return made and not libc.mount(both.name.encode(), system.encode(), None, 0x1000, None)
 
 
 def warm(nbytes: int) -> None:

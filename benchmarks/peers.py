@@ -32,7 +32,8 @@ class Contender:
     name: str
     needs: str
     save: Transfer
-    load: Transfer
+    load: Transfer | None
+    """None where nothing is loaded: a limit of saves."""
     kind: str = "peer"
 
     @property

@@ -26,21 +26,29 @@ def _number(value: float | None, unit: str = "") -> str:
 
 
 def speed_table(speeds: list[Speed]) -> list[str]:
-    """Contenders of one group: GB/s, as a multiple of the first, which is ours, and requests of a save and a load."""
-    lines = ["| | save GB/s | of ours | load GB/s | of ours | requests |", "|---|---|---|---|---|---|"]
+    """Contenders of one group: GB/s, as a multiple of the first, which is ours; of a save and a load, requests, and
+    the client's processor time a GB."""
+    head = ["", "save GB/s", "of ours", "load GB/s", "of ours", "requests", "processor s/GB"]
+    lines = [_row(head), _row(["---"] * len(head))]
     first = speeds[0]
     for speed in speeds:
         name = f"**{speed.name}**" if speed.kind == "ours" else speed.name
-        if speed.save_rate is None or speed.load_rate is None:
-            lines.append(f"| {name} | not installed | | | | |")
+        if speed.save_rate is None:
+            lines.append(_row([name, "not installed", *[""] * (len(head) - 2)]))
             continue
         shares = [f"{rate / own:.2f}x" for rate, own in _pairs(speed, first)]
         asked = [sum(stats.get("requests", {}).values()) for stats in (speed.saved, speed.loaded)]
         counts = f"{asked[0]}, {asked[1]}" if any(asked) else ""
-        lines.append(
-            f"| {name} | {speed.save_rate:.2f} | {shares[0]} | {speed.load_rate:.2f} | {shares[1]} | {counts} |"
-        )
+        spent = [speed.processor_a_gigabyte(which) for which in ("save", "load")]
+        processor = ", ".join(f"{seconds:.2f}" for seconds in spent if seconds is not None)
+        loads = ["-", ""] if speed.load_rate is None else [f"{speed.load_rate:.2f}", shares[1]]
+        rates = [f"{speed.save_rate:.2f}", shares[0], *loads]
+        lines.append(_row([name, *rates, counts, processor]))
     return [*lines, ""]
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _pairs(speed: Speed, first: Speed) -> list[tuple[float, float]]:

@@ -11,7 +11,8 @@ from typing import Any
 class Speed:
     """One contender's times: seconds of every save and load of ``nbytes``; none where it is not installed.
 
-    ``saved`` and ``loaded`` say what a save and a load asked of the server, where one counts.
+    ``saved`` and ``loaded`` say what a save and a load asked of the server, where one counts; ``save_processor`` and
+    ``load_processor`` are the seconds of this process's processors.
     """
 
     group: str
@@ -22,6 +23,8 @@ class Speed:
     load: list[float] = field(default_factory=list)
     saved: dict[str, Any] = field(default_factory=dict)
     loaded: dict[str, Any] = field(default_factory=dict)
+    save_processor: list[float] = field(default_factory=list)
+    load_processor: list[float] = field(default_factory=list)
 
     @property
     def save_rate(self) -> float | None:
@@ -32,6 +35,11 @@ class Speed:
     def load_rate(self) -> float | None:
         """GB/s, the median."""
         return self.nbytes / statistics.median(self.load) / 1e9 if self.load else None
+
+    def processor_a_gigabyte(self, which: str) -> float | None:
+        """Seconds of the client's processors a GB, the median, of "save" or "load"."""
+        times = self.save_processor if which == "save" else self.load_processor
+        return statistics.median(times) / self.nbytes * 1e9 if times else None
 
 
 @dataclass(frozen=True)

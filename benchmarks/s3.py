@@ -1,16 +1,18 @@
 """Save and load on S3, served from memory on the loopback: with no delay, and as slowly as a distant S3 answers.
 
-Large tensors, where bytes are what takes time, and many small ones, where requests do.
+Over TLS first, as users have it: large tensors, where bytes are what takes time, and many small ones, where requests
+do. Once more beside a Python thread that computes all the while, and without TLS.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import limits
-from benchmarks.measure import Options, alternate, fresh, seconds, warm
+from benchmarks.measure import Options, Took, alternate, busy_thread, fresh, took, trust, warm
 from benchmarks.results import Figure, Results, Speed, faster
 from benchmarks.s3_server import Served, served
 
@@ -18,27 +20,60 @@ LIMIT = "raw sockets"
 BUCKET = "bench"
 LITTLE = 1 << 20
 DISTANT = {"latency": 0.025, "bandwidth": 90e6}
-NEAR, FAR, SMALL = "S3, no delay", "S3, 25 ms, 90 MB/s a connection", "S3, no delay, many tensors of 16 KiB"
-CONDITIONS: dict[str, dict[str, Any]] = {NEAR: {}, FAR: DISTANT, SMALL: {}}
-GOALS: dict[str, dict[str, tuple[float | None, float | None]]] = {
-    NEAR: {"s3torchconnector": (2.0, 3.0), "DCP + s3fs": (5.0, 8.0)},
-    FAR: {"s3torchconnector": (1.7, 1.7), "DCP + s3fs": (12.0, 25.0)},
-    SMALL: {"s3torchconnector": (None, None), "DCP + s3fs": (None, None)},
-}
+CONNECTOR, S3FS = "s3torchconnector", "DCP + s3fs"
+
+Goals = dict[str, tuple[float | None, float | None]]
+"""By peer: how many times as fast as it a save and a load are to be."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One group of measurements: how the server is, what is saved, and the goals."""
+
+    group: str
+    goals: Goals
+    tls: bool = True
+    distant: bool = False
+    small: bool = False
+    busy: bool = False
+    peers: tuple[str, ...] = ()
+    """Those that are measured, beside ours; all where none is named."""
+    processor: tuple[float | None, float | None] | None = None
+    """The client's processor seconds a GB that a save and a load may take."""
+
+
+CONDITIONS = [
+    Condition("S3 over TLS, no delay", {CONNECTOR: (1.5, 1.4), S3FS: (5.0, 8.0)}, processor=(0.5, 0.9)),
+    Condition("S3 over TLS, no delay, beside a busy thread", {CONNECTOR: (1.5, 1.4)}, busy=True, peers=(CONNECTOR,)),
+    Condition(
+        "S3 over TLS, 25 ms, 90 MB/s a connection", {CONNECTOR: (1.5, 1.4)}, distant=True, peers=(CONNECTOR, S3FS)
+    ),
+    Condition("S3 over TLS, no delay, many tensors of 16 KiB", {CONNECTOR: (None, None)}, small=True),
+    Condition("S3, no delay", {CONNECTOR: (2.0, 3.0), S3FS: (5.0, 8.0)}, tls=False),
+    Condition("S3, 25 ms, 90 MB/s a connection", {CONNECTOR: (1.7, 1.7)}, tls=False, distant=True, peers=(CONNECTOR,)),
+]
 
 
 def run(options: Options) -> Results:
     found = Results()
-    for group, conditions in CONDITIONS.items():
-        with served(**conditions) as server:
-            found.add(fresh(_measure, options, group, server, env=server.environment))
+    for condition in CONDITIONS:
+        with served(**(DISTANT if condition.distant else {}), tls=condition.tls) as server:
+            found.add(fresh(_measure, options, condition, server, env=server.environment))
     return found
 
 
-def _contenders(server: Served, group: str) -> list[Any]:
-    from benchmarks.peers import Contender, s3_contenders
+def _contenders(server: Served, condition: Condition, trusted: bool) -> Iterator[Any]:
+    from benchmarks.peers import SIGNED, Contender, s3_contenders
 
-    connections = 32 if group == FAR else 4
+    for contender in s3_contenders():
+        wanted = not condition.peers or contender.kind == "ours" or contender.name in condition.peers
+        # Its client takes the system's authorities alone. Over TLS no payload is signed.
+        possible = trusted or contender.name != CONNECTOR
+        if wanted and possible and not (condition.tls and contender.name == SIGNED):
+            yield contender
+    if condition.tls:
+        return
+    connections = 32 if condition.distant else 4
 
     def put(state: Any, url: str) -> None:
         limits.raw_put(state, server.endpoint, url.removeprefix("s3://"), connections)
@@ -46,50 +81,56 @@ def _contenders(server: Served, group: str) -> list[Any]:
     def get(target: Any, url: str) -> None:
         limits.raw_get(target, server.endpoint, url.removeprefix("s3://"), connections)
 
-    return [*s3_contenders(), Contender(LIMIT, "os", put, get, "limit")]
+    yield Contender(LIMIT, "os", put, get, "limit")
 
 
-def _measure(options: Options, group: str, server: Served) -> Results:
+def _measure(options: Options, condition: Condition, server: Served) -> Results:
+    trusted = server.authority is None or trust(server.authority)
     from benchmarks import state as states
 
     warnings.filterwarnings("ignore")
-    distant, small, count = group == FAR, group == SMALL, 1000 if options.gigabytes >= 0.1 else 100
-    state: Any = states.small_tensors(count) if small else states.make_state(options.gigabytes, options.dtype)
+    count = 1000 if options.gigabytes >= 0.1 else 100
+    state: Any = states.small_tensors(count) if condition.small else states.make_state(options.gigabytes, options.dtype)
     target = states.like(state)
-    contenders = _contenders(server, group)
+    contenders = list(_contenders(server, condition, trusted))
     counts: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     # Modules are imported, threads started: what only the first save of a process pays. Far away a full round of it
     # takes minutes.
     little = {name: tensor for name, tensor in state.items() if tensor.nbytes <= LITTLE}
-    first = (little, states.like(little)) if distant else (state, target)
+    first = (little, states.like(little)) if condition.distant else (state, target)
     installed = [c for c in contenders if c.installed]
     for contender in installed:
         _round(contender, *first, server, counts)(-1)
     calls = {c.name: _round(c, state, target, server, counts) for c in installed}
-    times = alternate(calls, min(options.rounds, 3) if distant else options.rounds)
+    with busy_thread(condition.busy):
+        times = alternate(calls, min(options.rounds, 3) if condition.distant else options.rounds)
     size = states.nbytes(state)
     speeds = []
     for c in contenders:
-        saved, loaded = ([pair[which] for pair in times.get(c.name, [])] for which in (0, 1))
-        speeds.append(Speed(group, c.name, c.kind, size, saved, loaded, *counts.get(c.name, ({}, {}))))
-    return Results(speeds, _figures(group, speeds))
+        saves, loads = ([pair[which] for pair in times.get(c.name, [])] for which in (0, 1))
+        seconds = [[one.seconds for one in calls] for calls in (saves, loads)]
+        # The busy thread's time is this process's, too.
+        processor = [[one.processor for one in calls if not condition.busy] for calls in (saves, loads)]
+        asked = counts.get(c.name, ({}, {}))
+        speeds.append(Speed(condition.group, c.name, c.kind, size, *seconds, *asked, *processor))
+    return Results(speeds, list(_figures(condition, speeds)))
 
 
 def _round(
     contender: Any, state: Any, target: Any, server: Served, counts: dict[str, Any]
-) -> Callable[[int], tuple[float, float]]:
-    """Save, load and compare once; the seconds of both, and what the server counted meanwhile."""
+) -> Callable[[int], tuple[Took, Took]]:
+    """Save, load and compare once; the times of both, and what the server counted meanwhile."""
     from benchmarks import state as states
 
-    def once(number: int) -> tuple[float, float]:
+    def once(number: int) -> tuple[Took, Took]:
         url = f"s3://{BUCKET}/{number + 1}-{contender.name.replace(' ', '-').replace('+', 'and')}"
         states.clear(target)
         server.reset()
         warm(2 * states.nbytes(state))
-        saved = seconds(lambda: contender.save(state, url))
+        saved = took(lambda: contender.save(state, url))
         asked = server.stats()
         server.reset()
-        loaded = seconds(lambda: contender.load(target, url))
+        loaded = took(lambda: contender.load(target, url))
         counts[contender.name] = (asked, server.stats())
         if not states.equal(target, state):
             raise RuntimeError(f"{contender.name} loaded something else than it saved")
@@ -99,11 +140,18 @@ def _round(
     return once
 
 
-def _figures(group: str, speeds: list[Speed]) -> list[Figure]:
-    found = []
+def _figures(condition: Condition, speeds: list[Speed]) -> Iterator[Figure]:
     others = [speed.name for speed in speeds if speed.kind == "ours" and speed.name != "zarrckpt"]
-    for peer, goals in GOALS[group].items():
+    for peer, goals in condition.goals.items():
+        if peer not in [speed.name for speed in speeds]:
+            continue
         for which, goal in zip(("save", "load"), goals, strict=True):
-            found.append(faster(speeds, "zarrckpt", peer, which, goal))
-            found += [faster(speeds, other, peer, which, None) for other in others]
-    return found + [faster(speeds, "zarrckpt", LIMIT, which, None) for which in ("save", "load")]
+            yield faster(speeds, "zarrckpt", peer, which, goal)
+            for other in others:
+                yield faster(speeds, other, peer, which, None)
+    if not condition.tls:
+        for which in ("save", "load"):
+            yield faster(speeds, "zarrckpt", LIMIT, which, None)
+    for which, goal in zip(("save", "load"), condition.processor or (), strict=False):
+        seconds = speeds[0].processor_a_gigabyte(which)
+        yield Figure(condition.group, f"{which}: the client's processor time a GB", seconds, "s", goal, most=True)

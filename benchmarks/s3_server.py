@@ -1,24 +1,28 @@
 """A small S3 server in memory for the benchmarks, on the loopback interface, as a process of its own.
 
-    python -m benchmarks.s3_server --port 9000 --latency 0.025 --bandwidth 90e6 --throttle 0.2
+    python -m benchmarks.s3_server --port 9000 --latency 0.025 --bandwidth 90e6 --throttle 0.2 --tls FOLDER
 
 A thread a connection, bodies received straight into the object's memory and sent from it. Any credentials will do, any
 bucket exists, checksums and signatures are not looked at. It knows: get (ranges, If-Match), head, put (aws-chunked,
 If-None-Match: *, If-Match, copy), multipart uploads, delete, bulk delete, ListObjectsV2 and V1, ListBuckets,
 HeadBucket, GetBucketLocation. ``/-/stats`` gives counts as JSON, ``/-/reset`` starts them anew, ``/-/clear?bucket=``
-empties a bucket.
+empties a bucket. With ``--tls`` it makes a certificate for 127.0.0.1 in that folder, and takes TLS alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
+import ipaddress
 import json
 import os
 import random
 import socket
+import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -224,8 +228,9 @@ OPERATIONS: dict[str, Callable[[Buckets, Request], Answer]] = {
 class Server:
     """Accepts connections until the process ends."""
 
-    def __init__(self, conditions: Conditions, seed: int = 0) -> None:
+    def __init__(self, conditions: Conditions, context: ssl.SSLContext | None = None, seed: int = 0) -> None:
         self.conditions, self.buckets, self.log = conditions, Buckets(), Log()
+        self._context = context
         self._random = random.Random(seed)
 
     def serve(self, listener: socket.socket) -> None:
@@ -235,15 +240,17 @@ class Server:
 
     def _connection(self, connection: socket.socket) -> None:
         self.log.connection(+1)
+        open_end: Any = connection
         try:
-            wire = Wire(connection, self.conditions.bandwidth)
+            wire = Wire(connection, self.conditions.bandwidth, self._context)
+            open_end = wire.socket
             while (head := wire.head()) is not None and self._request(wire, *head):
                 pass
         except OSError:
             pass  # the client is gone
         finally:
             self.log.connection(-1)
-            connection.close()
+            open_end.close()
 
     def _request(self, wire: Wire, method: str, target: str, headers: dict[str, str]) -> bool:
         """Read, carry out, answer; False where the connection ends."""
@@ -304,17 +311,44 @@ class Server:
         wire.send(answer.head(), answer.views)
 
 
+AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
+
+
+def make_certificate(folder: Path) -> None:
+    """A certificate for 127.0.0.1 and its key, and the authority that it is of."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    authority, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)]) for text in ("benchmarks", "127.0.0.1")]
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    builder = x509.CertificateBuilder().issuer_name(names[0]).not_valid_before(now - day).not_valid_after(now + day)
+    own = builder.subject_name(names[0]).public_key(authority.public_key()).serial_number(1)
+    own = own.add_extension(x509.BasicConstraints(True, None), True)
+    server = builder.subject_name(names[1]).public_key(key.public_key()).serial_number(2)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    server = server.add_extension(address, False).add_extension(x509.BasicConstraints(False, None), True)
+    pem = serialization.Encoding.PEM
+    plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / AUTHORITY).write_bytes(own.sign(authority, hashes.SHA256()).public_bytes(pem))
+    (folder / CERTIFICATE).write_bytes(server.sign(authority, hashes.SHA256()).public_bytes(pem))
+    (folder / KEY).write_bytes(key.private_bytes(pem, *plain))
+
+
 # -- from another process
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that runs: its endpoint, and its own questions."""
+    """A server that runs: its endpoint, the file of its authority where it takes TLS, and its own questions."""
 
     endpoint: str
+    authority: str | None = None
 
     def _ask(self, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.endpoint}/-/{path}", timeout=60) as answer:
+        context = ssl.create_default_context(cafile=self.authority) if self.authority else None
+        with urllib.request.urlopen(f"{self.endpoint}/-/{path}", timeout=60, context=context) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
 
@@ -332,8 +366,10 @@ class Served:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables by which AWS clients find it."""
+        """Variables by which AWS clients find it, and trust it."""
+        trust = dict.fromkeys(("AWS_CA_BUNDLE", "TENSORSTORE_CA_BUNDLE"), self.authority) if self.authority else {}
         return {
+            **trust,
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": "bench",
             "AWS_SECRET_ACCESS_KEY": "benchsecret",
@@ -352,22 +388,26 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(latency: float = 0, bandwidth: float = 0, throttle: float = 0, resets: float = 0) -> Iterator[Served]:
+def served(
+    latency: float = 0, bandwidth: float = 0, throttle: float = 0, resets: float = 0, tls: bool = False
+) -> Iterator[Served]:
     """Run a server as a process of its own, on a free port."""
     command = [sys.executable, "-m", "benchmarks.s3_server", "--port", "0"]
     command += [f"--latency={latency}", f"--bandwidth={bandwidth}", f"--throttle={throttle}", f"--resets={resets}"]
     root = Path(__file__).resolve().parent.parent
     pipe = subprocess.PIPE
-    process = subprocess.Popen([*command, "--attached"], stdin=pipe, stdout=pipe, text=True, cwd=root)
-    try:
-        assert process.stdout is not None
-        endpoint = process.stdout.readline().strip()
-        if not endpoint:
-            raise RuntimeError(f"the server did not start; it exited with {process.wait()}")
-        yield Served(endpoint)
-    finally:
-        process.kill()
-        process.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        command += ["--attached", *(["--tls", folder] if tls else [])]
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=root)
+        try:
+            assert process.stdout is not None
+            endpoint = process.stdout.readline().strip()
+            if not endpoint:
+                raise RuntimeError(f"the server did not start; it exited with {process.wait()}")
+            yield Served(endpoint, f"{folder}/{AUTHORITY}" if tls else None)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def main() -> None:
@@ -377,13 +417,19 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=0, help="bytes a second, of each connection")
     parser.add_argument("--throttle", type=float, default=0, help="share of requests answered by 503 SlowDown")
     parser.add_argument("--resets", type=float, default=0, help="share of answers cut short by a reset")
+    parser.add_argument("--tls", type=Path, metavar="FOLDER", help="take TLS, and put the certificate there")
     parser.add_argument("--attached", action="store_true", help="end with whoever holds the other end of stdin")
     args = parser.parse_args()
     if args.attached:
         threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     listener = socket.create_server(("127.0.0.1", args.port), backlog=1024)
-    print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    Server(Conditions(args.latency, args.bandwidth, args.throttle, args.resets)).serve(listener)
+    context = None
+    if args.tls:
+        make_certificate(args.tls)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(args.tls / CERTIFICATE, args.tls / KEY)
+    print(f"http{'s' if context else ''}://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    Server(Conditions(args.latency, args.bandwidth, args.throttle, args.resets), context).serve(listener)
 
 
 if __name__ == "__main__":

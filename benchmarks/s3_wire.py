@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Iterable
@@ -14,12 +15,27 @@ STEP = 512 << 10
 """What goes over a connection of limited speed between two naps, in bytes."""
 
 
+class Encrypted:
+    """A socket with TLS, called as one without: TLS knows no flags."""
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        self._tls = context.wrap_socket(connection, server_side=True)
+        self.close, self.setsockopt = self._tls.close, self._tls.setsockopt
+
+    def recv_into(self, view: memoryview, nbytes: int = 0, flags: int = 0) -> int:
+        return self._tls.recv_into(view)
+
+    def sendall(self, data: bytes | memoryview, flags: int = 0) -> None:
+        self._tls.sendall(data)
+
+
 class Wire:
     """One connection. ``rate`` limits bodies to that many bytes a second each way; 0 is no limit."""
 
-    def __init__(self, connection: socket.socket, rate: float = 0) -> None:
+    def __init__(self, connection: socket.socket, rate: float = 0, context: ssl.SSLContext | None = None) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.rate = connection, rate
+        self.socket = connection if context is None else Encrypted(connection, context)
+        self.rate = rate
         self._buffer = bytearray(HEAD)
         self._begin = self._end = 0
 

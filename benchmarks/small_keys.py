@@ -17,7 +17,7 @@ KEYS, WIDTH = 1000, 128
 
 
 def run(options: Options) -> Results:
-    with served(**DISTANT) as server:
+    with served(**DISTANT, tls=True) as server:
         return fresh(_measure, options, server, env=server.environment)
 
 

@@ -42,6 +42,26 @@ def make_state(gigabytes: float, dtype: str = "float32") -> State:
     return state
 
 
+def gpt2_with_adamw() -> State:
+    """GPT-2 (124M) and its AdamW's state: 592 tensors, 1.49 GB, most of them small."""
+    dim, layers = 768, 12
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (50257, dim), "wpe.weight": (1024, dim)}
+    for layer in range(layers):
+        name = f"h.{layer}"
+        for norm in ("ln_1", "ln_2"):
+            shapes |= {f"{name}.{norm}.weight": (dim,), f"{name}.{norm}.bias": (dim,)}
+        widths = {"attn.c_attn": (dim, 3 * dim), "attn.c_proj": (dim, dim)}
+        widths |= {"mlp.c_fc": (dim, 4 * dim), "mlp.c_proj": (4 * dim, dim)}
+        for part, shape in widths.items():
+            shapes |= {f"{name}.{part}.weight": shape, f"{name}.{part}.bias": shape[1:]}
+    shapes |= {"ln_f.weight": (dim,), "ln_f.bias": (dim,)}
+    state = {f"model.{name}": torch.rand(shape) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        state |= {f"optimizer.state.{name}.{moment}": torch.rand(shape) for moment in ("exp_avg", "exp_avg_sq")}
+        state[f"optimizer.state.{name}.step"] = torch.tensor(1000.0)
+    return state
+
+
 def small_tensors(count: int) -> State:
     """So many vectors of 16 KiB."""
     return {f"model.layers.{number}.weight": torch.rand(4096) for number in range(count)}

@@ -491,7 +491,7 @@ LOCAL: dict[str, tuple[Case, Callable[[], contextlib.AbstractContextManager[None
         (Case("read-only", "read-only", hits=SAVE), lambda: _refusing(errno.EROFS)),
         (Case("read-only-1", "read-only", (1,), SAVE), lambda: _refusing(errno.EROFS)),
         (Case("denied-1", "Permission is denied", (1,), SAVE), lambda: _refusing(errno.EACCES)),
-        (Case("no-rename", "not permitted", (1,), SAVE), lambda: _failing("replace", errno.EPERM)),
+        (Case("no-rename-0", "not permitted", (0,), SAVE), lambda: _failing("replace", errno.EPERM)),
         (
             Case("unreadable", "Permission is denied", (1,), LOAD),
             lambda: _failing("open", errno.EACCES, where=_of_a_chunk),

@@ -70,7 +70,7 @@ class Transfers:
         self._lock = threading.Lock()
         from zarrckpt._store._obstore import ObstoreStore
 
-        for name in ("put", "get", "read_into"):
+        for name in ("put", "get", "read"):
             monkeypatch.setattr(ObstoreStore, name, self._counted(getattr(ObstoreStore, name)))
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -58,11 +59,14 @@ def beside(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable
         yield lambda: result
         return
     outcome: Future[T] = Future()
+    raised_at: TracebackType | None = None
 
     def work() -> None:
+        nonlocal raised_at
         try:
             outcome.set_result(call())
         except BaseException as err:
+            raised_at = err.__traceback__
             outcome.set_exception(err)
 
     # No pool: those take no work while the interpreter shuts down, when a save in the background still goes on.
@@ -71,8 +75,16 @@ def beside(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable
         thread.start()
     if thread.ident is None:
         work()
+
+    def wait() -> T:
+        error = outcome.exception()
+        if error is None:
+            return outcome.result()
+        # Many threads may raise it, and each adds to its traceback: every one begins with the thread's own.
+        raise error.with_traceback(raised_at)
+
     try:
-        yield outcome.result
+        yield wait
     finally:
         if thread.ident is not None:
             thread.join()
@@ -268,6 +280,8 @@ class BytesBudget:
 
     def __init__(self, limit: int, allocate: Callable[[int], Bytes] = plain_bytes) -> None:
         self.limit = limit
+        self.is_special = allocate is not plain_bytes
+        """Whether what it lends is better than other memory: a GPU copies from it faster."""
         self._allocate = allocate
         self._held = 0
         self._free: list[Bytes] = []

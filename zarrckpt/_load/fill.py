@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-import numpy as np
 import torch
 
 from zarrckpt._errors import KeyMismatchError, warn
@@ -19,7 +18,17 @@ from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, Subch
 from zarrckpt._ranks.errors import StoppedByOthers
 from zarrckpt._ranks.messages import Channel, cut, is_intact, message_bytes, new_message, seal
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._read.chunks import ChunkPart, Job, StoredArray, fetch, runs_of, subchunks_in, unpacked, unpacking_bytes
+from zarrckpt._read.chunks import (
+    ChunkPart,
+    Job,
+    StoredArray,
+    fetch,
+    fetched,
+    runs_of,
+    subchunks_in,
+    unpacked,
+    unpacking_bytes,
+)
 from zarrckpt._state.tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype, transfer_memory
 
 
@@ -151,9 +160,8 @@ class TensorReads:
     def _read_run(self, wanted: SubchunkRun, needing: dict[int, list[_Target]]) -> None:
         """Fetch neighbouring subchunks, and deliver each to the targets that need it."""
         part = self._part(wanted)
-        with self._memory.take(part.nbytes + unpacking_bytes(part.node)) as memory:
-            stored, scratch = memory[: part.nbytes], memory[part.nbytes :]
-            self._fetch(part, stored)
+        with fetched(part, self._memory) as (stored, scratch):
+            self._count(len(stored), 0)
             for number, one in part.each(stored):
                 elements = unpacked(part, number, one, scratch)
                 for target in needing[number]:
@@ -162,10 +170,6 @@ class TensorReads:
     def _part(self, wanted: SubchunkRun) -> ChunkPart:
         array = self._catalog.stored(self._catalog.root.tensors[wanted.fqn])
         return ChunkPart(array, wanted.chunk, wanted.numbers, array.table(wanted.chunk))
-
-    def _fetch(self, part: ChunkPart, stored: RawArray) -> None:
-        fetch(part, stored)
-        self._count(len(stored), 0)
 
     def _copy(self, part: ChunkPart, number: int, elements: RawArray, target: _Target) -> None:
         self._count(0, copy_shared(part.node, part.chunk, number, elements, target.box, target.memory))
@@ -187,15 +191,15 @@ class TensorReads:
         until then is not read again by :meth:`read`.
         """
         steps = [*shares.values()]
-        fetched = self._fetched(steps[0] if steps else None)
+        stored = self._fetched(steps[0] if steps else None)
         for place, step in enumerate(steps):
             if self._stopped:
                 raise StoppedByOthers
             messages = [new_message(sum(self._sizes(message))) for message in step.sends]
             packs = self._packs(step, messages)
-            self._run(partial(self._unpack, *row, packs.get(row[0], ())) for row in fetched.items())
+            self._run(partial(self._unpack, *row, packs.get(row[0], ())) for row in stored.items())
             following = steps[place + 1] if place + 1 < len(steps) else None
-            with beside(partial(self._fetched, following), at_once=following is None) as fetched_next:
+            with beside(partial(self._fetched, following), at_once=following is None) as stored_next:
                 sealed = list(map(seal, messages))
                 sends = [(rank, data) for data, sent in zip(sealed, step.sends, strict=True) for rank in sent.ranks]
                 sources = [(message.ranks[0], message_bytes(self._sizes(message))) for message in step.receives]
@@ -205,7 +209,7 @@ class TensorReads:
                 for handle in handles:
                     handle.wait()
                 self._run(partial(self._take, *row) for row in zip(step.receives, received, strict=True))
-                fetched = fetched_next()
+                stored = stored_next()
 
     def _run(self, jobs: Iterable[Callable[[], None]]) -> None:
         run(jobs, self._catalog.store.useful_concurrency)
@@ -214,15 +218,14 @@ class TensorReads:
         """Fetch a round's runs; nothing after the last one."""
         reads = [] if step is None else step.reads
 
-        def fetched(wanted: SubchunkRun) -> RawArray:
+        def one(wanted: SubchunkRun) -> RawArray:
             if self._stopped:
                 raise StoppedByOthers
-            part = self._part(wanted)
-            stored = np.empty(part.nbytes, np.uint8)
-            self._fetch(part, stored)
+            stored = fetch(self._part(wanted))
+            self._count(len(stored), 0)
             return stored
 
-        found = run((partial(fetched, wanted) for wanted in reads), self._catalog.store.useful_concurrency)
+        found = run((partial(one, wanted) for wanted in reads), self._catalog.store.useful_concurrency)
         return dict(zip(reads, found, strict=True))
 
     def _sizes(self, message: SharedMessage) -> list[int]:

@@ -164,15 +164,15 @@ class _Copy:
         """Read a chunk, compare it with the table, put it; its bytes."""
         table = self._source.chunk_table(node, chunk)
         size = table.object_size
-        with self._memory.take(size) as memory:
+        with self._memory.hold(size):
             stored = join(self._source.root.tree, node.chunk_key(chunk))
-            self._source.store.read_into(stored, 0, memory.data)
-            if not table.check(0, memory):
+            data = self._source.store.read(stored, 0, size)
+            if not table.check(0, np.frombuffer(data, np.uint8)):
                 raise CorruptCheckpointError(
                     f"chunk {stored!r} of array {node.path!r} in {self._source.store.url} is not what was saved; the "
                     "copy was not committed"
                 )
-            self._target.put(key, [memory.data])
+            self._target.put(key, [data])
         return size
 
     def _made(self, remade: _Remade, chunk: Ints, key: str) -> int:

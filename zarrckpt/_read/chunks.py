@@ -214,9 +214,7 @@ def read_run(part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> 
     Raises CorruptCheckpointError naming the array and the object for an absent, short or altered object.
     """
     node, filled = part.node, 0
-    with memory.take(part.nbytes + unpacking_bytes(node)) as taken:
-        stored, scratch = taken[: part.nbytes], taken[part.nbytes :]
-        fetch(part, stored)
+    with fetched(part, memory) as (stored, scratch):
         for number, data in part.each(stored):
             straight = straight_bytes(node, part.chunk, number, box, target)
             if straight is not None and node.compression is not None:
@@ -232,13 +230,34 @@ def unpacking_bytes(node: ArrayNode) -> int:
     return 0 if node.compression is None else subchunk_bytes(node)
 
 
-def fetch(part: ChunkPart, stored: RawArray) -> None:
-    """Fill bytes with neighbouring subchunks as they are stored, unchecked. One request.
+@contextmanager
+def fetched(part: ChunkPart, memory: BytesBudget) -> Iterator[tuple[RawArray, RawArray]]:
+    """Neighbouring subchunks as they are stored, unchecked, and scratch memory for :func:`unpacked`. One request.
 
     Raises CorruptCheckpointError for an absent object.
     """
+    scratch = unpacking_bytes(part.node)
+    if part.array.store.is_local or memory.is_special:
+        with memory.take(part.nbytes + scratch) as taken:
+            fetch(part, taken[: part.nbytes])
+            yield taken[: part.nbytes], taken[part.nbytes :]
+    else:
+        # They come in the client's own memory, and are copied from there.
+        with memory.take(scratch, part.nbytes) as taken:
+            yield fetch(part), taken
+
+
+def fetch(part: ChunkPart, stored: RawArray | None = None) -> RawArray:
+    """Neighbouring subchunks as they are stored, unchecked; in the memory that is given. One request.
+
+    Raises CorruptCheckpointError for an absent object.
+    """
+    store, begin = part.array.store, part.table.begin(part.numbers[0])
     with part.array.missing_is_damage(part.chunk):
-        part.array.store.read_into(part.key, part.table.begin(part.numbers[0]), stored.data)
+        if stored is None:
+            return np.frombuffer(store.read(part.key, begin, part.nbytes), np.uint8)
+        store.read_into(part.key, begin, stored.data)
+    return stored
 
 
 def unpacked(part: ChunkPart, number: int, stored: RawArray, out: RawArray) -> RawArray:

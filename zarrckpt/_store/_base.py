@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from zarrckpt._errors import CheckpointError, StorageError
+from zarrckpt._jobs import plain_bytes
 from zarrckpt._store import _failures
 
 if TYPE_CHECKING:
@@ -194,8 +195,11 @@ class Store(abc.ABC):
         """
 
     def read(self, key: str, byte_offset: int, nbytes: int) -> memoryview:
-        """Return ``nbytes`` of the object from ``byte_offset`` on. Errors and cost as for :meth:`read_into`."""
-        buffer = memoryview(bytearray(nbytes))
+        """Return ``nbytes`` of the object from ``byte_offset`` on, in the client's own memory where it has them there.
+
+        Errors and cost as for :meth:`read_into`.
+        """
+        buffer = plain_bytes(nbytes).data
         self.read_into(key, byte_offset, buffer)
         return buffer.toreadonly()
 

@@ -12,7 +12,7 @@ from typing import Any
 from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._jobs import run
 from zarrckpt._store import _failures
-from zarrckpt._store._base import check_key
+from zarrckpt._store._base import Buffer, check_key
 from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
 
 _DELETES_AT_ONCE = 16
@@ -52,8 +52,8 @@ class ClientStore(ConditionalStore):
         """A whole object."""
 
     @abc.abstractmethod
-    def fetch_named(self, name: str, byte_offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from an object, and return how many of its bytes are there. May fail where they are not."""
+    def fetch_named(self, name: str, start: int, end: int) -> Buffer:
+        """A range of an object; less, or an error, where the object ends before."""
 
     @abc.abstractmethod
     def size_named(self, name: str) -> int:
@@ -85,22 +85,26 @@ class ClientStore(ConditionalStore):
         return self.run(f"reading {key!r}", lambda: self.get_named(name), key)
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
-        if not len(buffer):
-            return
-        name, end = self.name(key), byte_offset + len(buffer)
+        buffer[:] = self.read(key, byte_offset, len(buffer))
+
+    def read(self, key: str, byte_offset: int, nbytes: int) -> memoryview:
+        if not nbytes:
+            return memoryview(b"")
+        name, end = self.name(key), byte_offset + nbytes
         try:
-            done = self.run(f"reading {key!r}", lambda: self.fetch_named(name, byte_offset, buffer), key)
+            data = self.run(f"reading {key!r}", lambda: memoryview(self.fetch_named(name, byte_offset, end)), key)
         except ObjectNotFoundError:
             raise
         except StorageError:
             # A range behind the end is an error of no kind of its own.
             self._refuse_short(key, end)
             raise
-        if done != len(buffer):
-            if not done:
+        if len(data) != nbytes:
+            if not len(data):
                 # The range begins at the end or behind it.
                 self._refuse_short(key, end)
-            raise _failures.short_object(key, self.url, end, byte_offset + done)
+            raise _failures.short_object(key, self.url, end, byte_offset + len(data))
+        return data
 
     def delete(self, keys: Iterable[str]) -> None:
         def delete(name: str) -> None:

@@ -64,11 +64,8 @@ class FsspecStore(ClientStore):
                 return Versioned(data, before)
         raise StorageError(f"{key!r} in {self.url} changed at every attempt to read it; try again")
 
-    def fetch_named(self, name: str, byte_offset: int, buffer: memoryview) -> int:
-        end = byte_offset + len(buffer)
-        data = self._read(name, lambda fs: fs.cat_file(name, start=byte_offset, end=end))
-        buffer[: len(data)] = data
-        return len(data)
+    def fetch_named(self, name: str, start: int, end: int) -> bytes:
+        return self._read(name, lambda fs: bytes(fs.cat_file(name, start=start, end=end)))
 
     def size_named(self, name: str) -> int:
         def size(fs: Any) -> int:

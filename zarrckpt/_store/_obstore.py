@@ -17,7 +17,7 @@ from obstore import exceptions as client_errors
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._fork import check_fork
-from zarrckpt._store._obstore_client import Client
+from zarrckpt._store._obstore_client import Client, awaited
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
@@ -29,9 +29,6 @@ CONCURRENCY = 64
 
 SPLIT = 16 * 2**20
 """Objects from this size on go up in parts: a connection is seldom as fast as the line, and few fit in memory."""
-
-_PIECE = 2**18
-"""Answers come in pieces of about so many bytes, which stay in the processor's cache until they are copied."""
 
 _PART = 8 * 2**20
 _PARTS_AT_ONCE = 8
@@ -59,14 +56,8 @@ class ObstoreStore(ClientStore):
 
         return self.run(f"reading {key!r}", fetch, key)
 
-    def fetch_named(self, name: str, byte_offset: int, buffer: memoryview) -> int:
-        done, whole = 0, (byte_offset, byte_offset + len(buffer))
-        # Piece by piece: a whole answer would be put together in memory of its own, as much again as the target.
-        for piece in obstore.get(self._bucket.store, name, options={"range": whole}).stream(min_chunk_size=_PIECE):
-            view = memoryview(piece)
-            buffer[done : done + len(view)] = view
-            done += len(view)
-        return done
+    def fetch_named(self, name: str, start: int, end: int) -> memoryview:
+        return memoryview(awaited(lambda: obstore.get_range_async(self._bucket.store, name, start=start, end=end)))
 
     def size_named(self, name: str) -> int:
         return int(obstore.head(self._bucket.store, name)["size"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -47,6 +49,27 @@ _kept: dict[str, Bucket] = {}
 """Clients that the next store may use, by all that they are made from."""
 _MOST_KEPT = 8
 _keeping = threading.Lock()
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of its own, where obstore tells what has come."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="zarrckpt-obstore", daemon=True).start()
+    return loop
+
+
+def awaited(ask: Callable[[], Awaitable[T]]) -> T:
+    """Wait in the calling thread for what an asynchronous call of obstore's gives.
+
+    Its synchronous calls wake the calling thread for every 16 KiB that come over TLS, 60,000 times a GB: each is a
+    switch between threads, and where Python works in another one a wait for the interpreter.
+    """
+
+    async def answer() -> T:
+        return await ask()
+
+    return asyncio.run_coroutine_threadsafe(answer(), _loop()).result()
 
 
 class Bucket:

@@ -45,14 +45,11 @@ class WrappedZarrStore(ClientStore):
             raise FileNotFoundError(name)
         return answer.to_bytes()
 
-    def fetch_named(self, name: str, byte_offset: int, buffer: memoryview) -> int:
-        wanted = RangeByteRequest(byte_offset, byte_offset + len(buffer))
-        answer = self._wait(lambda: self._store.get(name, self._buffers, wanted))
+    def fetch_named(self, name: str, start: int, end: int) -> bytes:
+        answer = self._wait(lambda: self._store.get(name, self._buffers, RangeByteRequest(start, end)))
         if answer is None:
             raise FileNotFoundError(name)
-        data = answer.to_bytes()
-        buffer[: len(data)] = data
-        return len(data)
+        return answer.to_bytes()
 
     def size_named(self, name: str) -> int:
         return self._wait(lambda: self._store.getsize(name))
