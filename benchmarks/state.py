@@ -110,7 +110,7 @@ def nbytes(state: dict[str, Any]) -> int:
 
 def memory(tensor: Any) -> memoryview:
     """A tensor's bytes."""
-    data: Any = local(tensor).view(torch.uint8).reshape(-1).numpy()
+    data: Any = local(tensor).reshape(-1).view(torch.uint8).numpy()
     return memoryview(data)
 
 
