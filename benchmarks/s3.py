@@ -45,10 +45,10 @@ class Condition:
 CONDITIONS = [
     Condition("S3 over TLS, no delay", {CONNECTOR: (1.5, 1.4), S3FS: (5.0, 8.0)}, processor=(0.5, 0.9)),
     Condition("S3 over TLS, no delay, beside a busy thread", {CONNECTOR: (1.5, 1.4)}, busy=True, peers=(CONNECTOR,)),
+    Condition("S3 over TLS, 25 ms, 90 MB/s a connection", {CONNECTOR: (1.5, 1.4)}, distant=True, peers=(CONNECTOR,)),
     Condition(
-        "S3 over TLS, 25 ms, 90 MB/s a connection", {CONNECTOR: (1.5, 1.4)}, distant=True, peers=(CONNECTOR, S3FS)
+        "S3 over TLS, no delay, many tensors of 16 KiB", {CONNECTOR: (None, None)}, small=True, peers=(CONNECTOR, S3FS)
     ),
-    Condition("S3 over TLS, no delay, many tensors of 16 KiB", {CONNECTOR: (None, None)}, small=True),
     Condition("S3, no delay", {CONNECTOR: (2.0, 3.0), S3FS: (5.0, 8.0)}, tls=False),
     Condition("S3, 25 ms, 90 MB/s a connection", {CONNECTOR: (1.7, 1.7)}, tls=False, distant=True, peers=(CONNECTOR,)),
 ]
