@@ -15,10 +15,10 @@ REMOVED = "removed"
 """The group beside those of the attempts whose document records that everything at the url is being removed."""
 
 PINS = "pins"
-"""The group beside it that holds the pins: what keeps a checkpoint from being removed or replaced."""
+"""The group beside those of the attempts that holds the pins: they keep a checkpoint from being removed or replaced."""
 
 PROBE = "probe-"
-"""How the names of objects in the house begin on which a store's conditional puts are tried."""
+"""Prefix of the names of the objects on which a store's conditional puts are tried."""
 
 CLAIM_KEY = f"{HOUSE}/{NODE}"
 REMOVAL_KEY = f"{HOUSE}/{REMOVED}/{NODE}"

@@ -62,19 +62,19 @@ if TYPE_CHECKING:
     from zarrckpt._store._base import Versioned
 
 _LEVELS = 3
-"""So many folders above a url are asked for a claim before a save: each costs a request, beside others."""
+"""In how many folders above a url a save looks for a claim before it begins: one request for each, all at once."""
 
 _INSIDE = 8
-"""So many folders above a url that does not open are asked for a root document."""
+"""In how many folders above a url that does not open a root document is looked for."""
 
 _LOOKED_INTO = 200
-"""So many folders are looked into at most for an error's text."""
+"""How many folders are looked into at most for an error's text."""
 
 _LOOKS = 5
 """How often what saves left is read until no save has committed meanwhile."""
 
 _DELETED_AT_ONCE = 1000
-"""So many objects a clean-up deletes before it looks again whether it may: S3 takes them in one request."""
+"""How many objects a clean-up deletes before it checks again whether it may: S3 takes that many in one request."""
 
 _LISTINGS = 3
 """How often a clean-up lists again until nothing is left, before it leaves the rest to the next one."""
@@ -164,7 +164,7 @@ def _finish_removal(store: Store) -> str:
 
 def was_removed(store: Store) -> bool:
     """Whether a checkpoint whose root document is gone was removed, and not lost. One request or two."""
-    # In this order: a removal deletes its record last, so where that is gone by now, the claim is.
+    # In this order: a removal deletes its record last, so where the record is gone, the claim is gone, too.
     return REMOVED in _attempts(store) or not is_stored(store, CLAIM_KEY)
 
 
@@ -216,7 +216,7 @@ def places_below(store: Store) -> list[str]:
 
 
 def newest(found: Iterable[Below]) -> Below | None:
-    """The one that was committed last; of equal ones, that with the greatest name."""
+    """The checkpoint that was committed last; of several at one time, the one with the greatest name."""
     committed = [(item.root.created, item.name, item) for item in found if item.root is not None]
     return max(committed, key=lambda item: item[:2])[2] if committed else None
 
@@ -225,7 +225,7 @@ def _folder_of_checkpoints(store: Store, names: Iterable[str] | None = None) -> 
     """That a url holds checkpoints, and which is the newest, for an error; "" where there are none right below."""
     try:
         folders = store.list_dir()[1] if names is None else names
-        # Of very many, those with the greatest numbers.
+        # Where there are very many, those with the greatest numbers.
         found = checkpoints_below(store, sorted(folders, key=_natural)[-_LOOKED_INTO:], unfinished=True)
     except StorageError:
         return ""
@@ -342,7 +342,7 @@ class _Seen:
 def _look(store: Store, *, above: int = 0) -> _Seen:
     """Read the root, the claim and the listings: all at once, since each waits for a distant store.
 
-    And so many folders above are asked for a claim.
+    ``above``: in how many folders above the url a claim is looked for.
     """
     reads: list[Callable[[Store], Any]] = [_current_root, _claimed, _top_names, _attempts]
     reads += [partial(_inside, levels=levels) for levels in range(1, above + 1)]
@@ -354,9 +354,12 @@ def _look(store: Store, *, above: int = 0) -> _Seen:
 
 
 def _inside(store: Store, levels: int) -> ForeignObjectsError | None:
-    """Why no save may be made below the folder so many levels above a url, if so. One small request, two more if so.
+    """Why no save may be made below the folder that is ``levels`` above a url; None where one may.
 
-    A checkpoint is there; or a save was begun there that writes, if it runs, below a folder of the url's name.
+    One small request, two more where there is a claim.
+
+    The reasons: a checkpoint is there; or a save was begun there that writes, if it runs, below a folder of the url's
+    name.
     """
     try:
         claimant = parse_claim(store.get_above(levels, CLAIM_KEY), "the claim above")
@@ -550,7 +553,7 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
             store.replace(NODE, data, attempt.base.version)
     except StorageError as err:
         winner = _winner(store)
-        # Ours was put and its answer was lost; perhaps another save has replaced it since: that is a success.
+        # This root was put and the answer was lost; another save may have replaced it since. Both are successes.
         if winner is not None and attempt.save_id in (winner.save_id, *winner.history):
             return store.sync([NODE])
         if winner is not None and winner.save_id != attempt.base_id:
@@ -653,8 +656,8 @@ def leftovers(store: Store, *, damaged: bool = False, folder: bool = False) -> L
         markers = _markers_of_all(store, root, seen, folder=folder and not seen.removal)
         probes = [f"{HOUSE}/{name}" for name in store.list_dir(HOUSE)[0] if name.startswith(PROBE)]
         root_bytes = None if seen.base is None else seen.base.data
-        # Only beside one root do markers tell who could still commit: of a save that began beside a newer one, and of
-        # that one itself, they would tell the wrong thing.
+        # Markers tell who could still commit only beside the root that they were read with: a save that commits in
+        # between changes that.
         if root_bytes == get_if_stored(store, NODE):
             return Leftovers(root_bytes, root, seen.claimed, markers, probes, pin_keys(store), seen.removal)
     raise StorageError(f"other saves to {store.url} commit all the time: try again when they have ended")
@@ -810,7 +813,7 @@ def _delete_named(
 
 def _named_keys(store: Store, marker: Marker, tops: Iterable[str], spared: Sequence[Marker]) -> list[str]:
     """The stored keys that a marker names below some names, and none of ``spared`` does, and its attempt's tables."""
-    # A flat state has a folder an entry: one listing after the other would take long.
+    # A flat state has a folder for each entry: one listing after the other would take long.
     reads = (partial(_named, store, marker, top, spared) for top in sorted(tops))
     keys = [key for listing in run(reads, store.max_concurrency) for key in listing]
     return keys + [info.key for info in store.list(f"{HOUSE}/{marker.attempt}") if is_table_key(info.key)]

@@ -178,7 +178,7 @@ class ZarrStorageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks, blobs and documents, many at a time, and sync them.
 
-        One put an object. Raises before the first put where a resolved tensor is not what was planned.
+        One put per object. Raises before the first put where a resolved tensor is not what was planned.
         """
         if self._attempt is None or not isinstance(plan.storage_data, _SaveTask):
             raise CheckpointError("this save's plan did not arrive: was write_data called outside dcp.save?")

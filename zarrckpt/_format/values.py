@@ -1,4 +1,4 @@
-"""Non-tensor entries: values <-> JSON (see ``_json_values``), or <-> the bytes of a blob.
+"""Non-tensor entries: values <-> JSON (see :mod:`zarrckpt._format.json_values`), or <-> the bytes of a blob.
 
 What has no JSON form, or one of more than :data:`MAX_JSON_VALUE` bytes, is kept as bytes in the first of
 these encodings that takes it:

@@ -35,7 +35,7 @@ class TensorTarget:
 
 
 class _Target:
-    """One target, as memory: the tensor's own where it can be seen as raw CPU memory, else by copies."""
+    """One target, as memory: the tensor's own where that is raw CPU memory, otherwise memory that is copied to it."""
 
     def __init__(self, catalog: Catalog, target: TensorTarget) -> None:
         self.fqn, self.box, self.finish = target.fqn, target.box, target.filled
@@ -44,7 +44,7 @@ class _Target:
         self._tensor = target.tensor
         if overlaps(self._tensor):
             raise KeyMismatchError(f"{self.fqn!r} {OVERLAPS}")
-        # Now, not for each chunk: every call to torch gives the interpreter's lock away, for which threads then wait.
+        # Once, not for each chunk: every call to torch releases the interpreter's lock, and then waits for it.
         self._memory = self._raw_memory()
 
     @property
@@ -66,7 +66,7 @@ class _Target:
 
     @cached_property
     def _stored(self) -> StoredArray:
-        # Once, not for each chunk; and not before something is read: the tables are a request.
+        # Once, not for each chunk; and only when something is read, since the tables cost a request.
         return self._catalog.stored(self._node)
 
     def _raw_memory(self) -> Target:
@@ -95,7 +95,7 @@ class TensorReads:
         for target in targets:
             self._targets.setdefault(target.fqn, []).append(_Target(catalog, target))
         self._delivered: dict[tuple[str, Ints, Box], set[int]] = {}
-        """By fqn, chunk and box of a target, the numbers of the subchunks that came with what ranks share."""
+        """The numbers of the subchunks that other ranks handed on, by fqn, chunk and box of a target."""
         self._lock = threading.Lock()
         self._total = sum(target.nbytes for target in self._all())
         self._done = 0

@@ -95,7 +95,7 @@ class Match:
         # In the checkpoint's order, which rebuilt dicts then have.
         self._replaced = [f for f in entries if f in selected and not isinstance(selected[f], torch.Tensor)]
         self.leaves: dict[str, Any] = {}
-        """By flat name what takes each entry, once checked: a sharded tensor as what is held here of it."""
+        """What takes each entry, by flat name, after :meth:`check`: for a sharded tensor what this rank holds of it."""
 
     def check(self) -> None:
         """Raise KeyMismatchError listing all differences between targets and entries."""
@@ -206,7 +206,7 @@ def _new_tensor(fqn: str, entry: SavedTensor) -> torch.Tensor:
 
 
 def without_target(fqn: str) -> str:
-    """The difference that an entry is which nothing takes."""
+    """The message for an entry that has no target."""
     return f"{fqn!r} is in the checkpoint and has no target"
 
 
@@ -215,7 +215,7 @@ class Findings:
     """What one rank tells the coordinator of a load, about names that no rank may be left without.
 
     A pattern, or an entry of a module, may have its target on another rank: the stages of a pipeline, experts. Entries
-    are bits of a mask over all of the checkpoint's, in its order: 500 bytes a rank for 4,000 entries.
+    are bits of two masks over all of the checkpoint's, in its order: 1,000 bytes per rank for 4,000 entries.
     """
 
     idle: list[str]
@@ -364,7 +364,7 @@ class ObjectMatch:
             )
 
     def _warn_of_idle_objects(self, found: Sequence[Findings]) -> None:
-        """Modules and optimizers that get nothing are none of the checkpoint's, by their names."""
+        """Warn of modules and optimizers that get nothing: the checkpoint may have them under other names."""
         taken = np.unpackbits(np.bitwise_or.reduce([one.targets for one in found]))
         names = [name for name, bit in zip(self._saved, taken, strict=False) if bit]
         names += self._ranks.parts
@@ -402,7 +402,7 @@ class ObjectMatch:
         return any(matches(fqn, pattern) for pattern in self._patterns)
 
     def _is_required(self, fqn: str) -> bool:
-        # Of what it keeps for itself, no other rank can have the target.
+        # No other rank can have the target of what this one keeps for itself.
         return (self._differs or fqn in self._ranks.parts) and self._is_of_an_object(fqn)
 
     def _is_of_an_object(self, fqn: str) -> bool:
@@ -421,7 +421,7 @@ def _is_below(prefix: str) -> Callable[[str], bool]:
 
 
 def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
-    """Entries among which a rank's parts of stacks are entries of their own."""
+    """The entries of a checkpoint, with an entry for each of a rank's parts of stacks."""
     entries, paths = dict(saved.entries), dict(saved.paths)
     for name, part in parts.items():
         stack = entries[part.stack]
@@ -432,7 +432,7 @@ def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
 
 
 def _in_stack(target: TensorTarget, part: OwnPart) -> TensorTarget:
-    """What fills a rank's own tensor, as what is filled with its part of a stack."""
+    """The target for a rank's part of a stack that fills the memory of its own tensor."""
     box = Box((part.place, *target.box.offset), (1, *target.box.shape))
     return TensorTarget(part.stack, box, target.tensor[None])
 

@@ -80,7 +80,7 @@ def _load_together(state: dict[str, Any], request: LoadRequest, rounds: Rounds) 
     asked = rounds.merge("what they load", load.matched, load.check_all)
     shares = _shares(load, asked, rounds) if asked is not None else None
     rounds.merge("what they read", partial(load.read, shares), lambda _: None, load.stop)
-    # Not before all have read: an error on one rank leaves the objects of all as they are.
+    # Only after all have read, so that an error on one rank leaves the objects of all ranks unchanged.
     rounds.merge("their objects' load_state_dict", lambda: load.match.restore(state), lambda _: None)
     return load
 

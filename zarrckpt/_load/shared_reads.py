@@ -31,7 +31,7 @@ class SharedMessage(NamedTuple):
     """What goes from one rank to others in one round: of each run what a box has of it, one after the other."""
 
     ranks: RankNumbers
-    """Those that receive it; for a receiver, the one that sends it. Messages between two ranks keep their order."""
+    """The ranks that receive it; for a receiver, the one that sends it. Messages between two ranks keep their order."""
     parts: list[tuple[SubchunkRun, Box]]
 
 
@@ -56,11 +56,11 @@ class _Wanted(NamedTuple):
     held: tuple[HeldBox, ...]
     """The boxes that they fill with it."""
     ranks: Numbers
-    """Those ranks, ascending."""
+    """The ranks that need it, ascending."""
     taken: Numbers
     """The bytes that each of them takes of it."""
     kept: Numbers
-    """The bytes that each has not to hand on, if it fetches the run: of boxes that nobody else fills."""
+    """The bytes that each need not hand on, if it fetches the run: those of boxes that no other rank fills."""
     handed: int
     """The bytes of all boxes."""
 

@@ -1,6 +1,6 @@
 """A checkpoint, or a part of it, copied elsewhere: checked on the way, committed as a save is. No torch.
 
-Chunks of arrays that stay as they are go over as they are; those of the others are made anew (``_rechunking``).
+Chunks of arrays that do not change are copied as they are stored; those of the others are made anew (``_ops.rechunk``).
 """
 
 from __future__ import annotations

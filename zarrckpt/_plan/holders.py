@@ -137,7 +137,7 @@ class _Own(NamedTuple):
     """What one rank keeps for itself."""
 
     number: int
-    """Of the rank, in the default process group."""
+    """The number of the rank in the default process group."""
     rank: int
     entry: DescribedEntry
 

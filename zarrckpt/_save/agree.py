@@ -29,7 +29,7 @@ from zarrckpt._state.local_state import LocalState
 A = TypeVar("A")
 
 Replicas = Mapping[bytes, Sequence[ReplicaPart]]
-"""What a rank holds that others hold, too, by the ranks that do."""
+"""The parts that a rank and others hold, by the ranks that hold them (see ``replicas`` of the global state)."""
 
 _NO_PLAN = bytes(8)
 _DIGEST_BYTES, _NAME_BYTES, _FOLD_BYTES = 16, 8, 8
@@ -54,7 +54,7 @@ class _Kept:
     name: bytes
     """8 bytes: the same on all ranks that have the plan."""
     digest: bytes
-    """Of this rank's description."""
+    """The digest of this rank's description."""
     options: PlanOptions
     plan: SavePlan
     part: RankPlan
@@ -62,18 +62,18 @@ class _Kept:
 
 
 _kept_plans: dict[tuple[int, ...], tuple[Callable[[], object], _Kept]] = {}
-"""By the members of a group: the default group in which they had it, and their last plan."""
+"""The last plan of each group, by its members, with the default group that they were in then."""
 
 
 def _default_group() -> Callable[[], object]:
-    """The default group, which is not held by this: after destroy_process_group, its threads and sockets must go."""
+    """A weak reference to the default group: after destroy_process_group, its threads and sockets must go."""
     world = dist.group.WORLD
     return (lambda: None) if world is None else weakref.ref(world)
 
 
 def _kept_of(members: tuple[int, ...]) -> _Kept | None:
     known = _kept_plans.get(members)
-    # Of ranks that have joined anew, nothing is known.
+    # After ranks have joined anew, their plans may differ.
     return known[1] if known is not None and known[0]() is dist.group.WORLD else None
 
 
@@ -84,7 +84,7 @@ class _Hello(NamedTuple):
     plan: bytes
     """The name of the plan that it keeps for this description."""
     balance: int
-    """Those of all ranks add up to 0 where each holds alike, by that plan, what it should: see :func:`_balance`."""
+    """Those of all ranks add up to 0 where the replicas that this plan knows are equal: see :func:`_balance`."""
 
     def packed(self) -> bytes:
         """As it is sent."""
@@ -109,11 +109,11 @@ class _Compare:
     """What is compared between ranks, and what is known to differ."""
 
     wanted: frozenset[bytes] = frozenset()
-    """Of these groups of ranks, by name, every part; of all others one digest."""
+    """The names of the groups of ranks that are compared part by part; the others are compared by one digest each."""
     only: Mapping[ReplicaPart, int] = field(default_factory=dict)
     """Parts that differ, with the rank whose part counts."""
     differing: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Their names, with the ranks that hold them."""
+    """The names of these parts, with the ranks that hold them."""
     ended: bool = False
 
 
@@ -144,7 +144,7 @@ def plan_together(rounds: Rounds, take: Callable[[], LocalState], options: PlanO
 
 
 def plan_alone(state: LocalState, options: PlanOptions, members: tuple[int, ...]) -> SavePlan:
-    """The plan of a process alone. Raises UnsupportedLayoutError for a state of which it has only parts."""
+    """The plan of a process alone. Raises UnsupportedLayoutError where it holds only parts of the state."""
     state.refuse_parts()
     return plan_save(hold(Told([state.description()], np.zeros(1, np.int64), members)), options)
 
@@ -216,7 +216,7 @@ class _Agreement(Generic[A]):
     def _answer_to_hellos(self, packed: Sequence[bytes]) -> _Begun[A] | Asked:
         hellos, last = [_Hello.unpacked(data) for data in packed], self._last
         known = last is not None and last.options == self._options and {hello.plan for hello in hellos} == {last.name}
-        # Else who holds what is as before, but not that they hold the same.
+        # Otherwise the ranks hold the same parts as before, but replicas differ.
         if last is not None and known and sum(hello.balance for hello in hellos) % _PRIME == 0:
             return _Begun(self._begin(last.plan.layout))
         return Asked.by([hello.digest for hello in hellos])
@@ -258,7 +258,7 @@ def _folded(state: LocalState, replicas: Replicas) -> bytes:
 def _balance(state: LocalState, replicas: Replicas, rank: int) -> int:
     """This rank's share of a sum over all ranks, which is 0 where each group of ranks holds the same.
 
-    Of a group of n ranks, the first counts its digest 1 - n times, the others count theirs once.
+    In a group of n ranks, the first counts its digest 1 - n times, the others count theirs once.
     """
     balance = 0
     for ranks, parts in replicas.items():

@@ -34,7 +34,7 @@ def finish_save(
     results: Sequence[Results],
     kept: Mapping[str, Any],
 ) -> tuple[Root, SaveReport]:
-    """Everything of a save but its commit: check, tables, the documents of blobs' groups. ``kept`` is the user's.
+    """Check what was written, write the tables and the documents of blobs' groups, and make the root document.
 
     Raises IncompleteSaveError naming an entry that is missing from what the ranks wrote.
     """
@@ -94,7 +94,7 @@ def _collect(
 
 
 def _check_entries(layout: Layout, written: set[str]) -> None:
-    """What was laid out and what was written must be one set."""
+    """The entries that were planned and those that were written must be the same."""
     empty = {fqn for fqn, node in layout.tensors.items() if node.grid.num_chunks == 0}
     missing = sorted(layout.paths.keys() - written - empty)
     unknown = sorted(written - layout.paths.keys())

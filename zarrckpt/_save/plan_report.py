@@ -24,13 +24,13 @@ from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import refuse_fsdp1
 
 _BESIDE = 5
-"""Claim, marker, root, and a document for each of the two tables."""
+"""Documents beside those of nodes: claim, marker, root, and one for each of the two tables."""
 
 _TABLE_CHUNKS = 2
-"""One for each of the tables, unless there is nothing for them to hold."""
+"""Chunks of the two tables, one each; there are none where the checkpoint has no chunk."""
 
 _ROUNDS = 5
-"""Digests, descriptions, plans; what was written, and the commit."""
+"""The rounds of a save: digests, descriptions, plans, what was written, the commit."""
 
 
 def plan_report(

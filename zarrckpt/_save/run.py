@@ -64,7 +64,7 @@ def run_save(
 
 
 def _save_alone(state: LocalState, attempt: SaveAttempt, rounds: Rounds) -> SaveReport:
-    """The same without other ranks: nothing to agree on. The attempt begins beside the first chunks."""
+    """Save without other ranks: there is nothing to agree on. The attempt begins while the first chunks are made."""
     plan = plan_alone(state, attempt.request.options.plan, rounds.members)
     try:
         with beside(partial(attempt.begin, plan.layout), at_once=attempt.is_local) as begun:
@@ -76,7 +76,7 @@ def _save_alone(state: LocalState, attempt: SaveAttempt, rounds: Rounds) -> Save
 
 
 def _commit_together(rounds: Rounds, attempt: SaveAttempt, name: AttemptName, report: SaveReport) -> SaveReport:
-    """The last round. A rank that has lost the coordinator looks whether its root document was put."""
+    """The last round. A rank that has lost the coordinator checks whether it has put the root document."""
     try:
         return rounds.merge("the commit", lambda: None, lambda _: attempt.commit(report))
     except CheckpointError:
@@ -91,7 +91,7 @@ class SaveAttempt:
     def __init__(self, request: SaveRequest, *, background: bool = False) -> None:
         self.request = request
         self._store = request.spec.open()
-        # A number of the caller's own is kept to.
+        # A concurrency that the caller chose stays as it is.
         self._store.beside_training = background and request.options.concurrency is None
         self._started = time.monotonic()
         self._work: RankWork | None = None
@@ -114,7 +114,7 @@ class SaveAttempt:
         channel: Channel | None,
         progressed: Callable[[], None],
     ) -> Results:
-        """Write this rank's chunks, values and documents, many at a time, and sync them. One put an object.
+        """Write this rank's chunks, values and documents, many at a time, and sync them. One put per object.
 
         ``name`` tells the attempt, once it has begun. Raises before the first put where a tensor is not as planned.
         """
@@ -160,7 +160,7 @@ class SaveAttempt:
     def commit(self, report: SaveReport) -> SaveReport:
         """Put the root document, then clean up what it replaces. Raises CheckpointExistsError."""
         assert self._attempt is not None and self._root is not None
-        # From here on nobody else removes anything: the root may have been put, whatever is heard of it.
+        # From here on abandon() removes nothing: the root may have been put, even where the put raises an error.
         attempt, self._attempt = self._attempt, None
         protocol.commit(self._store, attempt, self._root)
         protocol.clean_after(self._store, attempt)
@@ -169,9 +169,9 @@ class SaveAttempt:
         return dataclasses.replace(report, seconds=time.monotonic() - self._started)
 
     def abandon(self) -> None:
-        """Remove what all ranks of a save wrote that has failed. Nothing once the root document may have been put.
+        """Remove what all ranks of a failed save wrote; nothing once the root document may have been put.
 
-        Only the coordinator has an attempt. Raises no CheckpointError.
+        Does nothing on the other ranks, which have no attempt. Raises no CheckpointError.
         """
         attempt, self._attempt = self._attempt, None
         # Each request to a store that does not answer takes minutes, and the error waits for them.

@@ -130,7 +130,7 @@ class _Copies:
             if tensor.is_meta:
                 return tensor  # for the save to refuse
             kept = None  # free it before there is another one
-            # Of the same strides: to copy is one run through memory then.
+            # With the same strides, a copy is one run through memory.
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
             kept = (form, buffer)
         self.buffers[name] = kept

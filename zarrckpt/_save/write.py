@@ -101,7 +101,7 @@ class PartElements:
         self._begins = np.array([part.box.offset for part in parts], np.int64) - self._origin
         self._ends = self._begins + np.array([part.box.shape for part in parts], np.int64)
         self._memory: dict[int, RawArray | None] = {}
-        """By place, the elements of each part that was looked at; None where they are on another device."""
+        """The elements of each part that was looked at, by its place; None where they are on another device."""
 
     def view(self, box: Box) -> RawArray | None:
         places = self._sharing(box)
@@ -171,7 +171,7 @@ class RankWork:
         self._progressed = progressed
         self._lock = threading.Lock()
         self._keys: dict[str, None] = {}
-        """Of all that was put, or may have been."""
+        """The keys of all that was put, or may have been."""
         self._written: dict[str, _Written] = {}
         self._done = self._total = 0
         self._exchange: Exchange | None = None
