@@ -43,7 +43,7 @@ from zarrckpt._plan.chunking import (
     default_min_piece_bytes,
     overlapping,
 )
-from zarrckpt._plan.owners import BUNDLE_BYTES, ChunkPieces, Dealt, HeldBox, Holders
+from zarrckpt._plan.owners import BUNDLE_BYTES, BoxOnRanks, ChunkPieces, Dealt, Holders
 
 KIB, MIB = 1 << 10, 1 << 20
 ALWAYS = 1 << 62
@@ -311,7 +311,7 @@ def scattered(draw: st.DrawFn, name: str, itemsize: int, world_size: int) -> Spr
     boxes = cut(shape, (draw(st.integers(3, 6)), 1))
     ranks = draw(st.permutations(range(world_size)))
     grid = choose_grid(shape, boxes, itemsize, min_piece_bytes=ALWAYS, fill_bytes=1 << 20)
-    return Spread(name, grid, itemsize, [HeldBox(box, (rank,)) for box, rank in zip(boxes, itertools.cycle(ranks))])
+    return Spread(name, grid, itemsize, [BoxOnRanks(box, (rank,)) for box, rank in zip(boxes, itertools.cycle(ranks))])
 
 
 @st.composite
@@ -337,7 +337,7 @@ def spread_out(draw: st.DrawFn) -> tuple[list[Spread], int]:
             fill_bytes=limit,
             max_chunk_bytes=limit,
         )
-        spreads.append(Spread(f"t{number}", grid, itemsize, [HeldBox(box, draw(some)) for box in boxes], whole))
+        spreads.append(Spread(f"t{number}", grid, itemsize, [BoxOnRanks(box, draw(some)) for box in boxes], whole))
     return spreads, world_size
 
 
@@ -352,7 +352,7 @@ def check_owned(chunk: Owned) -> None:
 
 def one_and_a_fifth(name: str) -> Spread:
     """A chunk of which rank 0 holds all, and rank 1 a fifth."""
-    held = [HeldBox(Box((0,), (8,)), (0,)), HeldBox(Box((8,), (2,)), (0, 1))]
+    held = [BoxOnRanks(Box((0,), (8,)), (0,)), BoxOnRanks(Box((8,), (2,)), (0, 1))]
     return Spread(name, Grid((10,), (10,)), 1, held)
 
 
@@ -376,13 +376,13 @@ def test_every_chunk_has_one_owner_that_holds_much_of_it(case: tuple[list[Spread
 def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int, int]], data: st.DataObject) -> None:
     everyone = tuple(range(world))
     spreads = [
-        Spread(str(number), Grid((n,), (min(n, chunk),)), 4, [HeldBox(Box((0,), (n,)), everyone)])
+        Spread(str(number), Grid((n,), (min(n, chunk),)), 4, [BoxOnRanks(Box((0,), (n,)), everyone)])
         for number, (n, chunk) in enumerate(tensors)
     ]
     # And what only one rank has.
     alone = data.draw(st.lists(st.integers(0, 2000), min_size=world, max_size=world))
     spreads += [
-        Spread(f"own{r}", Grid((n,), (max(n, 1),)), 4, [HeldBox(Box((0,), (n,)), (r,))]) for r, n in enumerate(alone)
+        Spread(f"own{r}", Grid((n,), (max(n, 1),)), 4, [BoxOnRanks(Box((0,), (n,)), (r,))]) for r, n in enumerate(alone)
     ]
     owned = deal(spreads, world)
     loads = Counter({rank: 0 for rank in everyone})
@@ -400,7 +400,7 @@ def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int
 def test_the_largest_are_dealt_first() -> None:
     sizes = [1, 1, 1, 1, 1, 1, 6, 2, 2, 2, 6]
     spreads = [
-        Spread(str(k), Grid((n,), (n,)), 4, [HeldBox(Box((0,), (n,)), (0, 1, 2, 3))]) for k, n in enumerate(sizes)
+        Spread(str(k), Grid((n,), (n,)), 4, [BoxOnRanks(Box((0,), (n,)), (0, 1, 2, 3))]) for k, n in enumerate(sizes)
     ]
     loads = Counter[int]()
     for chunk in deal(spreads, 4):

@@ -15,7 +15,7 @@ from zarrckpt._convert.export_paths import MAX_EXPORT_BYTES, stripped
 from zarrckpt._errors import CheckpointError, KeyMismatchError
 from zarrckpt._format.documents import ArrayNode, join
 from zarrckpt._format.matching import hint, select
-from zarrckpt._format.root import HOUSE, BlobEntry
+from zarrckpt._format.root import RESERVED_GROUP, BlobEntry
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._inspect.html import Group, as_html
 from zarrckpt._inspect.info import CheckpointInfo, info_of
@@ -608,7 +608,7 @@ class Checkpoint(Mapping[str, Any]):
         from zarr.storage import StorePath
 
         root = self._catalog.root
-        self._catalog.refuse_unstored(root.tensors[fqn])
+        self._catalog.refuse_unbacked_size(root.tensors[fqn])
         node = root.tensors[fqn].under(root.tree)
         # Built from the root's consolidated metadata: no request.
         document: Any = copy.deepcopy(node.document())
@@ -645,7 +645,7 @@ def latest(
     """
     place = StoreSpec(prefix, storage_options).open()
     folders = place.list_dir()[1]
-    if HOUSE in folders:
+    if RESERVED_GROUP in folders:
         warnings.warn(f"latest({place.url!r}) looks below a checkpoint: pass the folder that holds it", stacklevel=2)
     found = protocol.checkpoints_below(place, folders)
     for item in found:

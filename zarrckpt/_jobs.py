@@ -1,8 +1,8 @@
 """Run jobs side by side: no more at a time than are useful, in bounded memory; the first failure wins. No torch.
 
-All threads of the package come from :func:`run`, for jobs, and :func:`beside`, for one call; but for two executors of
-the standard library, where calls come one by one (the syncs of local files, background saves), and the threads of a
-mesh that wait in gloo.
+All threads of the package come from :func:`run_jobs`, for jobs, and :func:`in_thread`, for one call; but for two
+executors of the standard library, where calls come one by one (the syncs of local files, background saves), and the
+threads of a mesh that wait in gloo.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 T = TypeVar("T")
 
 
-def run(
+def run_jobs(
     jobs: Iterable[Callable[[], T]],
     concurrency: int | Callable[[], int],
     *,
@@ -48,7 +48,7 @@ def run(
 
 
 @contextmanager
-def beside(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable[[], T]]:
+def in_thread(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable[[], T]]:
     """Run a call in a thread of its own, until it ends. What this yields waits for the result, or raises the error.
 
     ``at_once``: in this thread, before anything else, where that takes no longer than the start of a thread.
@@ -66,7 +66,7 @@ def beside(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable
             outcome.set_exception(err)
 
     # Not a pool: pools take no work while the interpreter shuts down, when a background save may still run.
-    thread = threading.Thread(target=work, name="zarrckpt-beside")
+    thread = threading.Thread(target=work, name="zarrckpt-call")
     with suppress(RuntimeError):  # the system has no thread left
         thread.start()
     if thread.ident is None:

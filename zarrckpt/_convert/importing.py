@@ -69,7 +69,7 @@ def import_checkpoint(
     entries = {fqn: leaf(fqn) for fqn in wanted}
     named = {fqn: _path_with(above, paths[fqn]) for fqn in wanted}
     flat = {named[fqn].fqn: entries[fqn] for fqn in wanted}
-    request = SaveRequest.checked(
+    request = SaveRequest.from_arguments(
         url,
         options,
         overwrite=overwrite,

@@ -19,7 +19,7 @@ from zarrckpt._format.metadata import parse_metadata
 from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, one_nan
 
-HOUSE = "@zarrckpt"
+RESERVED_GROUP = "@zarrckpt"
 """The group that holds the claim, a group for each attempt (its marker and its tables), records and pins."""
 
 CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
@@ -229,7 +229,7 @@ def parent_groups(paths: Iterable[str]) -> set[str]:
 
 def table_node(save_id: str, name: str, length: int) -> ArrayNode:
     """The array that holds a table of an attempt; its path begins at the checkpoint's url."""
-    return ArrayNode(join(HOUSE, save_id, name), Grid((length,), (max(length, 1),)), dtypes.by_name("uint32"))
+    return ArrayNode(join(RESERVED_GROUP, save_id, name), Grid((length,), (max(length, 1),)), dtypes.by_name("uint32"))
 
 
 def spans(ranks: Iterable[int]) -> list[list[int]]:

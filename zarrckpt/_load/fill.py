@@ -14,7 +14,7 @@ from zarrckpt._errors import KeyMismatchError, warn
 from zarrckpt._format.chunk_codec import Target, copy_shared, elements_of
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.grid import Box, Ints, intersect
-from zarrckpt._jobs import BytesBudget, Progress, beside, run
+from zarrckpt._jobs import BytesBudget, Progress, in_thread, run_jobs
 from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, SubchunkRun, handed_bytes
 from zarrckpt._ranks.errors import StoppedByOthers
 from zarrckpt._ranks.messages import Channel, cut, is_intact, message_bytes, new_message, seal
@@ -123,7 +123,7 @@ class TensorReads:
             if self._stopped:
                 raise StoppedByOthers
             node = self._catalog.root.tensors[fqn]
-            self._catalog.refuse_uncounted(node)
+            self._catalog.refuse_more_chunks_than_checksums(node)
             if len(targets) == 1 and not self._delivered:
                 for chunk in node.grid.chunks_of(targets[0].box):
                     yield from (partial(self._counted, job) for job in targets[0].jobs(chunk, self._memory))
@@ -195,7 +195,7 @@ class TensorReads:
             packs = self._packs(step, messages)
             self._run(partial(self._unpack, *row, packs.get(row[0], ())) for row in fetched.items())
             following = steps[place + 1] if place + 1 < len(steps) else None
-            with beside(partial(self._fetched, following), at_once=following is None) as fetched_next:
+            with in_thread(partial(self._fetched, following), at_once=following is None) as fetched_next:
                 sealed = list(map(seal, messages))
                 sends = [(rank, data) for data, sent in zip(sealed, step.sends, strict=True) for rank in sent.ranks]
                 sources = [(message.ranks[0], message_bytes(self._sizes(message))) for message in step.receives]
@@ -208,7 +208,7 @@ class TensorReads:
                 fetched = fetched_next()
 
     def _run(self, jobs: Iterable[Callable[[], None]]) -> None:
-        run(jobs, self._catalog.store.useful_concurrency)
+        run_jobs(jobs, self._catalog.store.useful_concurrency)
 
     def _fetched(self, step: ShareRound | None) -> dict[SubchunkRun, RawArray]:
         """Fetch a round's runs; nothing after the last one."""
@@ -222,7 +222,7 @@ class TensorReads:
             self._fetch(part, stored)
             return stored
 
-        found = run((partial(fetched, wanted) for wanted in reads), self._catalog.store.useful_concurrency)
+        found = run_jobs((partial(fetched, wanted) for wanted in reads), self._catalog.store.useful_concurrency)
         return dict(zip(reads, found, strict=True))
 
     def _sizes(self, message: SharedMessage) -> list[int]:

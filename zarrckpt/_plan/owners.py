@@ -35,7 +35,7 @@ _LITTLE = 64
 """Chunks are little where a 64th of what a rank writes in the mean is more: what they cost is requests, not bytes."""
 
 
-class HeldBox(NamedTuple):
+class BoxOnRanks(NamedTuple):
     """A box of a tensor, and the ranks that hold it."""
 
     box: Box
@@ -45,7 +45,7 @@ class HeldBox(NamedTuple):
 class Holders:
     """The boxes of a tensor, or of many tensors alike, and the ranks that hold each (one at least), in columns."""
 
-    def __init__(self, held: Iterable[HeldBox]) -> None:
+    def __init__(self, held: Iterable[BoxOnRanks]) -> None:
         rows = [(box, ranks) for box, ranks in held]
         self.boxes = tuple(box for box, _ in rows)
         self.first: Numbers = np.cumsum([0, *(len(ranks) for _, ranks in rows)], dtype=np.int64)

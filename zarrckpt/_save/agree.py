@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError, warn
-from zarrckpt._plan.holders import Asked, ReplicaPart, Told, hold
+from zarrckpt._plan.holders import AllDescriptions, Asked, ReplicaPart, gather_state
 from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds
@@ -126,35 +126,35 @@ class _Checked(NamedTuple):
 
 
 def agree(
-    rounds: Rounds, take: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
+    rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
 ) -> Agreed[A]:
     """Come to a plan. ``begin`` is called on the coordinator once there is one; all ranks get what it returns.
 
-    Raises on every rank what ``take`` and ``begin`` raise on one, and UnsupportedLayoutError where what ranks hold does
-    not fit together. Warns, on the coordinator, of what ranks hold differently under one name.
+    Raises on every rank what ``read_state`` and ``begin`` raise on one, and UnsupportedLayoutError where the parts of
+    ranks do not fit together. Warns, on the coordinator, of what ranks hold differently under one name.
     """
-    return _Agreement(rounds, take, options, begin).reached()
+    return _Agreement(rounds, read_state, options, begin).reached()
 
 
-def plan_together(rounds: Rounds, take: Callable[[], LocalState], options: PlanOptions) -> SavePlan:
+def plan_together(rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions) -> SavePlan:
     """The plan of a save that is not made. Raises what :func:`agree` raises."""
     if rounds.size == 1:
-        return plan_alone(take(), options, rounds.members)
-    return agree(rounds, take, options, lambda layout: None).plan
+        return plan_alone(read_state(), options, rounds.members)
+    return agree(rounds, read_state, options, lambda layout: None).plan
 
 
 def plan_alone(state: LocalState, options: PlanOptions, members: tuple[int, ...]) -> SavePlan:
     """The plan of a process alone. Raises UnsupportedLayoutError where it holds only parts of the state."""
     state.refuse_parts()
-    return plan_save(hold(Told([state.description()], np.zeros(1, np.int64), members)), options)
+    return plan_save(gather_state(AllDescriptions([state.description()], np.zeros(1, np.int64), members)), options)
 
 
 class _Agreement(Generic[A]):
     def __init__(
-        self, rounds: Rounds, take: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
+        self, rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
     ) -> None:
         self._rounds = rounds
-        self._take = take
+        self._read_state = read_state
         self._options = options
         self._begin = begin
         self._last = _kept_of(rounds.members)
@@ -170,17 +170,17 @@ class _Agreement(Generic[A]):
         packed, options = self._rounds.merge(
             "the descriptions of their states", partial(self._described, first), self._answer_to_descriptions
         )
-        told = Told.sent(packed, first.given, self._rounds.members)
+        gathered = AllDescriptions.sent(packed, first.given, self._rounds.members)
         compare = _Compare()
         while True:
             answer = self._rounds.merge(
-                "their plans", partial(self._check, told, options, compare), partial(self._answer_to_plans, compare)
+                "their plans", partial(self._check, gathered, options, compare), partial(self._answer_to_plans, compare)
             )
             if isinstance(answer, _Begun):
                 break
             compare = answer
-        if not compare.only and not self._plan.holdings.differing:
-            name = _name_of(told, options, self._plan)
+        if not compare.only and not self._plan.state.differing:
+            name = _name_of(gathered, options, self._plan)
             kept = _Kept(name, self._description.digest, options, self._plan, self._part, self._replicas)
             _kept_plans[self._rounds.members] = (_default_group(), kept)
         return Agreed(self._state, self._plan, self._part, answer.attempt)
@@ -188,7 +188,7 @@ class _Agreement(Generic[A]):
     # -- all ranks
 
     def _hello(self) -> bytes:
-        self._state = self._take()
+        self._state = self._read_state()
         self._description = self._state.description()
         digest = self._description.digest
         if self._last is None or self._last.digest != digest:
@@ -201,13 +201,13 @@ class _Agreement(Generic[A]):
         own = self._description
         return (own.version, own.packed) if self._rounds.rank in asked.senders else None
 
-    def _check(self, told: Told, options: PlanOptions, compare: _Compare) -> _Checked:
+    def _check(self, gathered: AllDescriptions, options: PlanOptions, compare: _Compare) -> _Checked:
         if compare.wanted:
             return _Checked(self._plan.digest, b"", _details(self._state, self._replicas, compare.wanted))
-        held = hold(told, compare.only)
-        self._plan = plan_save(held, options)
+        state = gather_state(gathered, compare.only)
+        self._plan = plan_save(state, options)
         self._part = self._plan.part(self._rounds.rank)
-        self._replicas = held.replicas(self._rounds.rank)
+        self._replicas = state.replicas(self._rounds.rank)
         folds = b"" if compare.ended else _folded(self._state, self._replicas)
         return _Checked(self._plan.digest, folds, {})
 
@@ -221,8 +221,8 @@ class _Agreement(Generic[A]):
             return _Begun(self._begin(last.plan.layout))
         return Asked.by([hello.digest for hello in hellos])
 
-    def _answer_to_descriptions(self, told: Sequence[tuple[str, bytes] | None]) -> tuple[list[bytes], PlanOptions]:
-        found = [one for one in told if one is not None]
+    def _answer_to_descriptions(self, sent: Sequence[tuple[str, bytes] | None]) -> tuple[list[bytes], PlanOptions]:
+        found = [one for one in sent if one is not None]
         versions = sorted({version for version, _ in found})
         if len(versions) > 1:
             raise CheckpointError(f"the ranks have different versions of zarrckpt, {versions}: install one")
@@ -242,7 +242,7 @@ class _Agreement(Generic[A]):
                 return _Compare(only=only, differing=differing, ended=True)
             if unlike := _unlike_groups([checked.folds for checked in found]):
                 return _Compare(wanted=unlike)
-        warn_of({**self._plan.holdings.differing, **compare.differing})
+        warn_of({**self._plan.state.differing, **compare.differing})
         return _Begun(self._begin(self._plan.layout))
 
 
@@ -301,9 +301,9 @@ def differing_parts(
     return only, {fqn: sorted(ranks) for fqn, ranks in differing.items()}
 
 
-def _name_of(told: Told, options: PlanOptions, plan: SavePlan) -> bytes:
-    digests = [description.digest for description in told.descriptions]
-    said = repr((digests, told.given.tolist(), options)).encode()
+def _name_of(gathered: AllDescriptions, options: PlanOptions, plan: SavePlan) -> bytes:
+    digests = [description.digest for description in gathered.descriptions]
+    said = repr((digests, gathered.given.tolist(), options)).encode()
     return hashlib.blake2b(said + plan.digest, digest_size=len(_NO_PLAN)).digest()
 
 

@@ -42,8 +42,8 @@ class Items:
         """The raw elements of items that lie in the state's own memory. Numpy cuts them: each call to torch releases
         the interpreter's lock, and would then wait for it behind other threads."""
 
-    def check(self) -> set[torch.device]:
-        """Compare every tensor with what was planned; return where they are.
+    def prepare(self) -> set[torch.device]:
+        """Compare every tensor with what was planned; return their devices. Call it once, before the methods below.
 
         Raises CheckpointError naming the fqn; UnsupportedValueError for a meta tensor.
         """

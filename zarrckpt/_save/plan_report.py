@@ -56,7 +56,7 @@ def plan_report(
     if no_dist:
         refuse_fsdp1(state)
     with joined(ranks, "plan_report", options.timeout) as rounds:
-        plan = plan_together(rounds, partial(LocalState.saving, state), options.plan)
+        plan = plan_together(rounds, partial(LocalState.from_user_state, state), options.plan)
     return report_of(plan, rounds.members, ranks_per_host)
 
 

@@ -13,7 +13,7 @@ from zarrckpt._commit import protocol
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, warn
 from zarrckpt._format.root import Root
 from zarrckpt._format.sealed import now
-from zarrckpt._jobs import beside
+from zarrckpt._jobs import in_thread
 from zarrckpt._plan.plan import Layout
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.group import Ranks
@@ -37,55 +37,55 @@ class AttemptName(NamedTuple):
 
 
 def run_save(
-    take: Callable[[], LocalState], request: SaveRequest, ranks: Ranks, *, background: bool = False
+    read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks, *, background: bool = False
 ) -> SaveReport:
-    """Save what ``take`` gives on each rank; return when it is committed. An error on one rank is raised on all.
+    """Save what ``read_state`` gives on each rank; return when it is committed. An error on one rank is raised on all.
 
     ``background``: beside training, to which it leaves a processor.
     """
     with joined(ranks, f"the save to {request.spec.url}", request.options.timeout, background=background) as rounds:
-        attempt = SaveAttempt(request, background=background)
+        save = RankSave(request, background=background)
         if rounds.size == 1:
-            return _save_alone(take(), attempt, rounds)
-        agreed = agree(rounds, take, request.options.plan, attempt.begin)
+            return _save_alone(read_state(), save, rounds)
+        agreed = agree(rounds, read_state, request.options.plan, save.begin)
         name, layout = agreed.attempt, agreed.plan.layout
         try:
             channel = rounds.pieces() if agreed.plan.moves else None
             report = rounds.merge(
                 "what they have written",
-                lambda: attempt.write(lambda: name, agreed.part, agreed.state, channel, rounds.progressed),
-                partial(attempt.finish, layout),
-                attempt.stop,
+                lambda: save.write(lambda: name, agreed.part, agreed.state, channel, rounds.progressed),
+                partial(save.finish, layout),
+                save.stop,
             )
-            return _commit_together(rounds, attempt, name, report)
+            return _commit_together(rounds, save, name, report)
         except BaseException:
-            attempt.abandon()
+            save.abandon()
             raise
 
 
-def _save_alone(state: LocalState, attempt: SaveAttempt, rounds: Rounds) -> SaveReport:
+def _save_alone(state: LocalState, save: RankSave, rounds: Rounds) -> SaveReport:
     """Save without other ranks: there is nothing to agree on. The attempt begins while the first chunks are made."""
-    plan = plan_alone(state, attempt.request.options.plan, rounds.members)
+    plan = plan_alone(state, save.request.options.plan, rounds.members)
     try:
-        with beside(partial(attempt.begin, plan.layout), at_once=attempt.is_local) as begun:
-            results = attempt.write(begun, plan.part(0), state, None, lambda: None)
-        return attempt.commit(attempt.finish(plan.layout, [results]))
+        with in_thread(partial(save.begin, plan.layout), at_once=save.is_local) as begun:
+            results = save.write(begun, plan.part(0), state, None, lambda: None)
+        return save.commit(save.finish(plan.layout, [results]))
     except BaseException:
-        attempt.abandon()
+        save.abandon()
         raise
 
 
-def _commit_together(rounds: Rounds, attempt: SaveAttempt, name: AttemptName, report: SaveReport) -> SaveReport:
+def _commit_together(rounds: Rounds, save: RankSave, name: AttemptName, report: SaveReport) -> SaveReport:
     """The last round. A rank that has lost the coordinator checks whether it has put the root document."""
     try:
-        return rounds.merge("the commit", lambda: None, lambda _: attempt.commit(report))
+        return rounds.merge("the commit", lambda: None, lambda _: save.commit(report))
     except CheckpointError:
-        if rounds.rank and not rounds.in_step and attempt.is_committed(name.save_id):
+        if rounds.rank and not rounds.in_step and save.is_committed(name.save_id):
             return report
         raise
 
 
-class SaveAttempt:
+class RankSave:
     """The steps of one save on one rank. The middle ones, from :meth:`begin` on, are the coordinator's."""
 
     def __init__(self, request: SaveRequest, *, background: bool = False) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zarrckpt._jobs import run
+from zarrckpt._jobs import run_jobs
 from zarrckpt._state.flatten import OwnRank, entered
 from zarrckpt._state.local_boxes import HeldDTensor, HeldParts, HeldPieces, held_of, says_its_boxes
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
@@ -165,7 +165,7 @@ def _copy_in_threads(targets: _Tensors, sources: _Tensors) -> None:
     if not alone or threads == 1 or sum(target.nbytes for target in targets) < 2 * _BATCH_BYTES:
         _copy(targets, sources)
         return
-    run((partial(_copy, *batch) for batch in _batches(targets, sources)), threads)
+    run_jobs((partial(_copy, *batch) for batch in _batches(targets, sources)), threads)
 
 
 def _copy(targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False) -> None:

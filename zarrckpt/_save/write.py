@@ -21,7 +21,7 @@ from zarrckpt._format.documents import NODE, ArrayNode, join
 from zarrckpt._format.dtypes import by_name
 from zarrckpt._format.grid import Box, Grid, Ints, intersect
 from zarrckpt._format.root import BlobEntry, ValueEntry
-from zarrckpt._jobs import run
+from zarrckpt._jobs import run_jobs
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
 from zarrckpt._plan.rank_plan import ChunkPiece, ChunkPlan, RankPlan
 from zarrckpt._ranks.errors import StoppedByOthers
@@ -205,21 +205,21 @@ class RankWork:
             self.could_remove = False
 
     def _write(self, channel: Channel | None) -> dict[str, ObjectResult | ArrayResult]:
-        self._memory = transfer_memory(self._limit, self._items.check())
+        self._memory = transfer_memory(self._limit, self._items.prepare())
         bundles = self._plan.bundles.values()
         chunks = [*self._plan.chunks, *(chunk for bundle in bundles for chunk in bundle.chunks)]
         self._written = {chunk.fqn: _Written() for chunk in chunks}
         self._total = sum(self._chunk_bytes(chunk) for chunk in chunks)
         # Values first: what can't be kept is found before gigabytes are on their way.
         paths = self._plan.object_paths
-        written = run((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
+        written = run_jobs((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
         concurrency = self._store.useful_concurrency
         if channel is None:
             little = self._total <= _LITTLE_BYTES and len(chunks) + len(self._plan.documents) <= 2
-            run(self._jobs(), 1 if little and self._store.is_local else concurrency)
+            run_jobs(self._jobs(), 1 if little and self._store.is_local else concurrency)
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
-            run(self._jobs(), concurrency, drawn_here=True, stopping=self._exchange.stop)
+            run_jobs(self._jobs(), concurrency, drawn_here=True, stopping=self._exchange.stop)
         # Also where nothing was put: what is synced is there only once the attempt has begun.
         self._tree()
         self._store.sync(self._keys)

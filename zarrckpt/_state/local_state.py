@@ -47,13 +47,13 @@ class LocalState:
         self._in_stacks = {path.with_rank(RANKS).fqn: fqn for fqn, path in paths.items() if path.rank_at is not None}
 
     @classmethod
-    def saving(cls, state: Mapping[Any, Any]) -> LocalState:
-        """Of a state with modules, optimizers and other Stateful objects. Raises UnsupportedValueError."""
-        return cls.of(for_save(state).state)
+    def from_user_state(cls, state: Mapping[Any, Any]) -> LocalState:
+        """From a state with modules, optimizers and other Stateful objects. Raises UnsupportedValueError."""
+        return cls.from_plain_state(for_save(state).state)
 
     @classmethod
-    def of(cls, plain: Mapping[Any, Any]) -> LocalState:
-        """Of a nested state of plain containers, tensors and values. Raises UnsupportedValueError."""
+    def from_plain_state(cls, plain: Mapping[Any, Any]) -> LocalState:
+        """From a nested state of plain containers, tensors and values. Raises UnsupportedValueError."""
         return cls(*flatten(plain))
 
     # -- as others must know it
