@@ -207,7 +207,7 @@ class Pieces:
         self._name = name
         self._on_their_way = 0
 
-    def send(self, to: int, data: Any, tag: int = 0) -> _Sent:
+    def send(self, to: int, data: Any) -> _Sent:
         world = _world()
         assert to != _here.rank and data.dtype == np.uint8 and data.ndim == 1
         world.send(self._address(_here.rank, to), data.copy())
@@ -215,7 +215,7 @@ class Pieces:
         world.traffic.moved += data.nbytes - 4
         return _Sent(self, self._counted(data.nbytes - 4))
 
-    def recv(self, source: int, nbytes: int, tag: int = 0) -> _Awaited:
+    def recv(self, source: int, nbytes: int) -> _Awaited:
         self._counted(nbytes - 4)
         return _Awaited(self, self._address(source, _here.rank), nbytes)
 
