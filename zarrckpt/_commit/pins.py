@@ -45,9 +45,9 @@ def pin(
     try:
         place.create(key, own.to_bytes())
         place.sync([key])
-        # Whoever removes puts a record, whoever replaces a marker, and looks for pins then: one of two sees the other.
+        # A removal puts its record, and a replacing save its marker, before it looks for pins: one sees the other.
         _refuse_endangered(place, root)
-        # Now that nobody removes the checkpoint any more: nothing is to be left behind a removal.
+        # Only now, when no removal is running: it would leave this document behind.
         place.put(join(RESERVED_GROUP, PINS, NODE), [dumps(group_document())])
     except BaseException:
         with suppress(CheckpointError):

@@ -301,10 +301,10 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
         if tree:
             keys.append(f"{tree}/{NODE}")
             store.put(keys[-1], [dumps(group_document())])
-        # Chunks that outlive a power cut must not outlive their list: nobody could tell then whose they are.
+        # After a power cut, no chunk may be there without the marker: nobody could tell whose it is.
         store.sync(keys)
         if seen.base is not None:
-            # After the marker, which whoever pins looks for after the pin: one of the two sees the other.
+            # After the marker is put: a pin is put before markers are looked for, so one of the two sees the other.
             refuse_pinned(store)
     except BaseException:
         abandon(store, attempt)
@@ -460,7 +460,7 @@ def _marker(store: Store, save_id: str) -> Marker | None:
     key = marker_key(save_id)
     try:
         marker = parse_marker(store.get(key), f"the marker {join(store.url, key)}")
-        # Another attempt's names nothing of this one: it was put here by somebody else.
+        # The marker of another attempt, which somebody has copied here, names nothing of this one.
         return marker if marker.save_id == save_id else None
     except ObjectNotFoundError:
         return None  # its attempt was cleaned between the listing and the read, or left only tables behind
@@ -482,7 +482,7 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
     markers = [marker for marker in run_jobs(reads, store.max_concurrency) if marker is not None]
     if root is not None and root.save_id not in {marker.save_id for marker in markers}:
         markers.append(marker_of(root))
-    # A tree without a marker is a cleaned one's, to which the network brought a put twice.
+    # A tree without a marker is left of an attempt that was cleaned: a repeated put has arrived after that.
     known = {RESERVED_GROUP, NODE, *filter(is_tree, seen.names)}
     for marker in markers:
         known |= marker.top_names()
@@ -492,7 +492,7 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
     if foreign and folder and seen.base is None:
         foreign -= {below.name for below in checkpoints_below(store, foreign, unfinished=True)}
     if foreign:
-        # Or it was cleaned in between, with its marker.
+        # It may have been cleaned in between, with its marker.
         foreign &= _top_names(store)
     if foreign:
         raise _foreign_error(store, foreign, committed=seen.base is not None, begun=RESERVED_GROUP in seen.names)
@@ -823,7 +823,7 @@ def _named(store: Store, marker: Marker, top: str, spared: Sequence[Marker]) -> 
     """The stored keys below a folder that a marker names, and none of ``spared`` does."""
     stored = [info.key for info in store.list(top)]
     keys = [key for key in stored if marker.names_key(key)]
-    # Another checkpoint may have got in there, whose root has the name of a group's document.
+    # Another checkpoint may be inside, whose root document has the name of a group's document.
     inner = {key.partition(f"/{RESERVED_GROUP}/")[0] for key in stored if f"/{RESERVED_GROUP}/" in key}
     if inner:
         keys = [key for key in keys if not any(key.startswith(f"{folder}/") for folder in inner)]
