@@ -34,7 +34,7 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES
-from zarrckpt._load.shared_reads import _shared_runs, share_of
+from zarrckpt._load.shared_reads import _shared_runs, plan_shares
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
 from zarrckpt._plan.holders import AllDescriptions, GlobalState, gather_state, wanted
 from zarrckpt._plan.owners import Numbers
@@ -230,7 +230,7 @@ def loads_part(packed: Sequence[bytes], given: Any, nodes: Mapping[str, ArrayNod
     began = time.process_time()
     told = AllDescriptions.sent(packed, given, range(len(given)))
     held, limit = wanted(told), DEFAULT_MAX_INFLIGHT_BYTES // 4
-    share_of(rank, nodes, held, len(given), limit)
+    plan_shares((rank,), nodes, held, len(given), limit)
     part = Part(time.process_time() - began, most_memory() - before)
     return part, sum(1 for _ in _shared_runs(nodes, held, limit))
 

@@ -555,8 +555,8 @@ FORMAT = [
     Fault(
         "_format/dtypes.py",
         "bits of other types are kept as signed integers",
-        'else f"uint{8 * self.itemsize}"',
-        'else f"int{8 * self.itemsize}"',
+        'DTYPES[f"uint{8 * self.itemsize}"]',
+        'DTYPES[f"int{8 * self.itemsize}"]',
         ("test_dtypes.py -k portable_types", "test_format.py -k every_dtype"),
     ),
     Fault(

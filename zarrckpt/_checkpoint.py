@@ -278,8 +278,14 @@ class Checkpoint(Mapping[str, Any]):
         patterns = () if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
         names = select(self._names, patterns, self.url) if patterns else list(self._names)
         paths = {fqn: self._catalog.root.state_path(fqn) for fqn in names}
-        limits: dict[str, Any] = {"max_inflight_bytes": DEFAULT_MAX_INFLIGHT_BYTES, "progress": progress}
-        return load_state(self._catalog, paths, device, allow_pickle=self._allow_pickle, **limits)
+        return load_state(
+            self._catalog,
+            paths,
+            device,
+            allow_pickle=self._allow_pickle,
+            max_inflight_bytes=DEFAULT_MAX_INFLIGHT_BYTES,
+            progress=progress,
+        )
 
     def copy_to(
         self,
@@ -335,8 +341,15 @@ class Checkpoint(Mapping[str, Any]):
             portable_dtypes=portable_dtypes,
         )
         target = StoreSpec(url, storage_options).open()
-        limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
-        report = copy_checkpoint(self._catalog, list(self._names), target, changes, overwrite=overwrite, **limits)
+        report = copy_checkpoint(
+            self._catalog,
+            list(self._names),
+            target,
+            changes,
+            overwrite=overwrite,
+            max_inflight_bytes=max_inflight_bytes,
+            progress=progress,
+        )
         for fqn, count in report.overflowed.items():
             warnings.warn(f"{fqn!r}: {count:,} finite values are beyond the range of the dtype now", stacklevel=2)
         return report
@@ -374,9 +387,14 @@ class Checkpoint(Mapping[str, Any]):
         if not paths:
             raise KeyMismatchError(f"what was chosen of {self.url} has no tensor, and safetensors files hold no values")
         names = {fqn: path.fqn for fqn, path in paths.items()}
-        limits: dict[str, Any] = {"max_file_bytes": max_file_bytes, "max_inflight_bytes": max_inflight_bytes}
         return export_safetensors(
-            self._catalog, names, local_path(target), overwrite=overwrite, progress=progress, **limits
+            self._catalog,
+            names,
+            local_path(target),
+            max_file_bytes=max_file_bytes,
+            overwrite=overwrite,
+            max_inflight_bytes=max_inflight_bytes,
+            progress=progress,
         )
 
     def to_torch_save(
@@ -407,9 +425,15 @@ class Checkpoint(Mapping[str, Any]):
         """
         from zarrckpt._convert.torch_save import export_torch_save
 
-        limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
-        limits |= {"overwrite": overwrite, "allow_pickle": self._allow_pickle}
-        return export_torch_save(self._catalog, self.select(*patterns)._stripped(strip), local_path(path), **limits)
+        return export_torch_save(
+            self._catalog,
+            self.select(*patterns)._stripped(strip),
+            local_path(path),
+            overwrite=overwrite,
+            allow_pickle=self._allow_pickle,
+            max_inflight_bytes=max_inflight_bytes,
+            progress=progress,
+        )
 
     def to_dcp(
         self,
@@ -435,11 +459,15 @@ class Checkpoint(Mapping[str, Any]):
         """
         from zarrckpt._dcp.export import export_dcp
 
-        limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
         part = self.select(*patterns)
-        values = dict(part.non_tensors)
         return export_dcp(
-            self._catalog, part._stripped(strip), values, local_path(folder), overwrite=overwrite, **limits
+            self._catalog,
+            part._stripped(strip),
+            dict(part.non_tensors),
+            local_path(folder),
+            overwrite=overwrite,
+            max_inflight_bytes=max_inflight_bytes,
+            progress=progress,
         )
 
     def _stripped(self, prefix: str) -> dict[str, StatePath]:

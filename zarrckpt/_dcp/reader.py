@@ -165,17 +165,16 @@ class ZarrStorageReader(StorageReader):
                 f"the checkpoint at {self.checkpoint_id} was replaced while the ranks opened it: some have save "
                 f"{min(saves)[:8]}, others {max(saves)[:8]}; nothing was loaded, load again"
             )
-        shares: list[Shares] = [{}] * len(plans)
+        shares: dict[int, Shares] = {rank: {} for rank in range(len(plans))}
         if len(plans) > 1 and self._catalog is not None and self._options.shares(self._catalog.store.is_local):
             nodes = self._catalog.root.tensors
             targets = [_targets(plan.items) for plan in plans]
             for fqn in {fqn for own in targets for fqn, _ in own}:
                 self._catalog.refuse_more_chunks_than_checksums(nodes[fqn])
-            shares = plan_shares(
-                nodes, wanted_boxes(targets), len(plans), max(1, self._options.max_inflight_bytes // 4)
-            )
-        channel = ChannelName.new(tuple(fact.rank for fact in facts)) if any(shares) else None
-        tasks = [_LoadTask(own, channel) for own in shares]
+            limit = max(1, self._options.max_inflight_bytes // 4)
+            shares = plan_shares(range(len(plans)), nodes, wanted_boxes(targets), len(plans), limit)
+        channel = ChannelName.new(tuple(fact.rank for fact in facts)) if any(shares.values()) else None
+        tasks = [_LoadTask(own, channel) for own in shares.values()]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     # -- all ranks

@@ -59,7 +59,6 @@ class Match:
         strict: a target key that the checkpoint lacks raises KeyMismatchError; otherwise that target stays as it is.
         allow_cast: convert to the target's dtype instead of raising KeyMismatchError.
         select: called with each flat name; targets for which it is false are left alone.
-        required: called with each flat name in the checkpoint that has no target; true makes it an error.
         closed: flat names of dicts that take nothing where they are empty.
     """
 
@@ -71,11 +70,10 @@ class Match:
         strict: bool = True,
         allow_cast: bool = False,
         select: Callable[[str], bool] = lambda fqn: True,
-        required: Callable[[str], bool] = lambda fqn: False,
         closed: Collection[str] = (),
     ) -> None:
         self._state = state
-        self._strict, self._allow_cast, self._required = strict, allow_cast, required
+        self._strict, self._allow_cast = strict, allow_cast
         entries = self._entries = saved.entries
         flat, paths = flatten(state)
         for fqn, leaf in flat.items():
@@ -97,9 +95,12 @@ class Match:
         self.leaves: dict[str, Any] = {}
         """What takes each entry, by flat name, after :meth:`check`: for a sharded tensor what this rank holds of it."""
 
-    def check(self) -> None:
-        """Raise KeyMismatchError listing all differences between targets and entries."""
-        self._refuse({fqn: self._selected[fqn] for fqn in self.loaded})
+    def check(self, required: Callable[[str], bool] = lambda fqn: False) -> None:
+        """Raise KeyMismatchError listing all differences between targets and entries.
+
+        ``required`` is called with each flat name in the checkpoint that has no target; true makes it a difference.
+        """
+        self._refuse({fqn: self._selected[fqn] for fqn in self.loaded}, required)
         for fqn in self.loaded:
             self.leaves[fqn] = held_of(fqn, self._target(fqn, self._selected[fqn]))
 
@@ -130,11 +131,11 @@ class Match:
             return _new_tensor(fqn, entry)
         return leaf
 
-    def _refuse(self, targets: Mapping[str, Any]) -> None:
+    def _refuse(self, targets: Mapping[str, Any], required: Callable[[str], bool]) -> None:
         faults = [fault for fqn, leaf in targets.items() if (fault := self._fault(fqn, leaf, self._entries[fqn]))]
         if self._strict:
             faults += [f"{fqn!r} is not in the checkpoint" for fqn in self.missing]
-            faults += [without_target(fqn) for fqn in self.unexpected if self._required(fqn)]
+            faults += [without_target(fqn) for fqn in self.unexpected if required(fqn)]
         if faults:
             steps = {step: None for words, step in _STEPS.items() if any(words in fault for fault in faults)}
             raise KeyMismatchError(
@@ -242,9 +243,7 @@ class ObjectMatch:
         """The checkpoint's own entries: without the parts of stacks, which differ between ranks."""
         self._strict = strict
         self._patterns = keys
-        self._differs = False
         self._group_names: set[str] = set()
-        self.plain = objects.PlainState({})
         self._ranks = LoadedRanks(saved.paths)
         known = _with_parts(saved, self._ranks.parts)
         self._refuse_idle_patterns({*known.entries})
@@ -255,7 +254,7 @@ class ObjectMatch:
         asked = SavedEntries(
             known.entries, known.paths, self._is_asked_for, everything=keys is None, allow_cast=allow_cast
         )
-        self.plain = objects.for_load(state, asked, self._ranks.source, self.plain)
+        self.plain = objects.for_load(state, asked, self._ranks.source)
         for name in [name for name in self._ranks.parts if not self._ranks.is_own(name)]:
             del self._ranks.parts[name]
         self._match = Match(
@@ -264,7 +263,6 @@ class ObjectMatch:
             strict=strict,
             allow_cast=allow_cast,
             select=self._is_asked_for,
-            required=self._is_required,
             closed=self.plain.closed,
         )
         self._check()
@@ -273,15 +271,12 @@ class ObjectMatch:
     def _check(self) -> None:
         """What differs on this rank; and only then also its modules' entries that have no target here."""
         try:
-            self._match.check()
+            self._match.check(self._is_own_of_an_object)
         except KeyMismatchError:
-            self._differs = True
-        else:
-            return
-        try:
-            self._match.check()
-        except KeyMismatchError as err:
-            raise self._ranks.explained(err, self.missing) from None
+            try:
+                self._match.check(self._is_of_an_object)
+            except KeyMismatchError as err:
+                raise self._ranks.explained(err, self.missing) from None
 
     @property
     def loaded(self) -> list[str]:
@@ -401,9 +396,9 @@ class ObjectMatch:
             return True
         return any(matches(fqn, pattern) for pattern in self._patterns)
 
-    def _is_required(self, fqn: str) -> bool:
+    def _is_own_of_an_object(self, fqn: str) -> bool:
         # No other rank can have the target of what this one keeps for itself.
-        return (self._differs or fqn in self._ranks.parts) and self._is_of_an_object(fqn)
+        return fqn in self._ranks.parts and self._is_of_an_object(fqn)
 
     def _is_of_an_object(self, fqn: str) -> bool:
         return any(fqn.startswith(prefix) for prefix in self.plain.exact)

@@ -13,7 +13,7 @@ from zarrckpt._format.root import Root
 from zarrckpt._jobs import Progress, run_jobs
 from zarrckpt._load.fill import TensorReads
 from zarrckpt._load.match import Findings, ObjectMatch, Saved
-from zarrckpt._load.shared_reads import Shares, share_of
+from zarrckpt._load.shared_reads import Shares, plan_shares
 from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._plan.holders import AllDescriptions, Asked, wanted
 from zarrckpt._ranks.group import Ranks
@@ -94,7 +94,8 @@ def _shares(load: _Load, asked: Asked, rounds: Rounds) -> Shares:
     )
     gathered = AllDescriptions.sent(packed, asked.given, rounds.members)
     limit = max(1, load.request.options.max_inflight_bytes // 4)
-    return share_of(rounds.rank, load.catalog.root.tensors, wanted(gathered), rounds.size, limit)
+    shares = plan_shares((rounds.rank,), load.catalog.root.tensors, wanted(gathered), rounds.size, limit)
+    return shares[rounds.rank]
 
 
 class _Load:

@@ -66,30 +66,17 @@ class _Wanted(NamedTuple):
 
 
 def plan_shares(
-    nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[BoxOnRanks]], world_size: int, limit: int
-) -> list[Shares]:
-    """Deal what several ranks want over them; return each rank's part. No I/O.
-
-    ``wanted`` has the boxes that ranks are to fill, by fqn. In one round no rank holds more than ``limit`` bytes, or it
-    holds one run.
-    """
-    return [*_shares_of(range(world_size), nodes, wanted, world_size, limit).values()]
-
-
-def share_of(
-    rank: int, nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[BoxOnRanks]], world_size: int, limit: int
-) -> Shares:
-    """One rank's part: the same as in :func:`plan_shares`, where those of thousands would fill the memory."""
-    return _shares_of((rank,), nodes, wanted, world_size, limit)[rank]
-
-
-def _shares_of(
     own: Iterable[int],
     nodes: Mapping[str, ArrayNode],
     wanted: Mapping[str, Sequence[BoxOnRanks]],
     world_size: int,
     limit: int,
 ) -> dict[int, Shares]:
+    """Deal what several ranks want over all of them; return the parts of the ranks in ``own``. No I/O.
+
+    ``wanted`` has the boxes that ranks are to fill, by fqn. In one round no rank holds more than ``limit`` bytes, or it
+    holds one run. The parts of thousands of ranks would fill the memory, so a rank asks for its own.
+    """
     # What the same ranks need lies side by side, so that these take part in the same rounds.
     rows = sorted(_shared_runs(nodes, wanted, limit), key=lambda row: row[2])
     loads = np.zeros(world_size, np.int64)

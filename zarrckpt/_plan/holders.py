@@ -108,13 +108,13 @@ class GlobalState:
         for fqn, ranks in self.compared.items():
             if len(ranks) > 1 and rank in ranks:
                 found.setdefault(ranks.tobytes(), []).append((fqn, None))
-        known: dict[int, list[tuple[bytes, Ints]]] = {}
+        known: dict[Holders, list[tuple[bytes, Ints]]] = {}
         for tensor in self.tensors.values():
             if tensor.held.alone:
                 continue
-            if id(tensor.held) not in known:
-                known[id(tensor.held)] = [*_shared_boxes(tensor.held, rank)]
-            for ranks_key, offset in known[id(tensor.held)]:
+            if tensor.held not in known:
+                known[tensor.held] = [*_shared_boxes(tensor.held, rank)]
+            for ranks_key, offset in known[tensor.held]:
                 found.setdefault(ranks_key, []).append((tensor.fqn, offset))
         return found
 
@@ -181,13 +181,13 @@ class _Gathering:
             for own in rows:
                 if own.entry.kind == "tensor" and own.path.fqn not in stack_of:
                     tensors[own.path.fqn] = self._alone(own)
-        values = {fqn: self._ranks_with(rows) for fqn, rows in self._claims.items() if rows[0].entry.kind != "tensor"}
+        ranks_of = {fqn: self._ranks_with(rows) for fqn, rows in self._claims.items() if rows[0].entry.kind != "tensor"}
         compared = {
-            fqn: ranks for fqn, ranks in values.items() if all(self._is_compared(row) for row in self._claims[fqn])
+            fqn: ranks for fqn, ranks in ranks_of.items() if all(self._is_compared(row) for row in self._claims[fqn])
         }
-        hollow = frozenset(fqn for fqn in values if self._is_hollow(fqn, values[fqn]))
+        hollow = frozenset(fqn for fqn, ranks in ranks_of.items() if self._is_hollow(fqn, ranks))
         writers = {
-            fqn: self._writers(fqn, ranks, fqn in compared) for fqn, ranks in values.items() if fqn not in hollow
+            fqn: self._writers(fqn, ranks, fqn in compared) for fqn, ranks in ranks_of.items() if fqn not in hollow
         }
         for rows in self._own.values():
             writers |= {own.path.fqn: np.array([own.rank]) for own in rows if own.entry.kind != "tensor"}

@@ -167,7 +167,7 @@ class Candidates(NamedTuple):
     """How many of its elements each of them holds."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Geometry:
     """What holds for all tensors with one grid that are held alike: chunks, pieces, and who may own them."""
 
@@ -272,15 +272,15 @@ class Dealt:
     def __init__(self, spreads: Iterable[Spread], world_size: int) -> None:
         self.spreads = list(spreads)
         self.world_size = world_size
-        known: dict[tuple[Grid, int], Geometry] = {}
-        alike: dict[tuple[int, int, bool], list[int]] = {}
+        known: dict[tuple[Grid, Holders], Geometry] = {}
+        alike: dict[tuple[Geometry, int, bool], list[int]] = {}
         self.geometries: list[Geometry] = []
         for number, spread in enumerate(self.spreads):
-            key = (spread.grid, id(spread.held))
+            key = (spread.grid, spread.held)
             if key not in known:
                 known[key] = Geometry.of(spread.grid, spread.held)
             self.geometries.append(known[key])
-            alike.setdefault((id(known[key]), spread.itemsize, spread.whole), []).append(number)
+            alike.setdefault((known[key], spread.itemsize, spread.whole), []).append(number)
         counts = [len(geometry.pieces) for geometry in self.geometries]
         self.first: Numbers = np.cumsum([0, *counts], dtype=np.int64)
         """Where the chunks of each tensor begin; one more than there are tensors."""
@@ -350,10 +350,6 @@ class Dealt:
     def merged(self) -> int:
         """How many chunks are of several pieces."""
         return sum(len(kind.tensors) * int((np.diff(kind.geometry.pieces.first) > 1).sum()) for kind in self.kinds)
-
-    def chunks_of(self, tensor: int) -> slice:
-        """Where the chunks of a tensor are."""
-        return slice(int(self.first[tensor]), int(self.first[tensor + 1]))
 
 
 def deal(spreads: Iterable[Spread], world_size: int) -> Dealt:
@@ -434,11 +430,11 @@ def _with_room(loads: Numbers, nbytes: int, count: int, enough: int) -> Numbers:
     return owners
 
 
-def schedule(needs: Iterable[tuple[Numbers, Numbers | int]], world_size: int, limit: int) -> list[int]:
+def schedule(needs: Iterable[tuple[Numbers, Numbers]], world_size: int, limit: int) -> list[int]:
     """The round of an exchange in which each transfer takes place, from the bytes that it takes of ranks' memory.
 
-    ``needs`` has the ranks of each transfer, each once, and the bytes of each (a number: of all alike). In one round no
-    rank needs more than ``limit`` bytes, or else has a single transfer.
+    ``needs`` has the ranks of each transfer, each once, and the bytes of each. In one round no rank
+    needs more than ``limit`` bytes, or else has a single transfer.
     """
     current, used = np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
     numbers = []

@@ -24,7 +24,7 @@ from zarrckpt._plan.chunking import (
     default_min_piece_bytes,
 )
 from zarrckpt._plan.holders import GlobalState, GlobalTensor
-from zarrckpt._plan.owners import Dealt, Spread, deal
+from zarrckpt._plan.owners import Dealt, Holders, Spread, deal
 from zarrckpt._plan.rank_plan import RankPlan, rank_plan
 
 
@@ -135,11 +135,11 @@ class _Grids:
         self._min_piece = default_min_piece_bytes(state.ranks) if sizes.min_piece is None else sizes.min_piece
         self._fill = default_fill_bytes(total, state.ranks) if sizes.fill is None else sizes.fill
         self._known: dict[tuple[Ints, int, Sequence[Box]], Grid] = {}
-        self._alike: dict[tuple[int, int], Grid] = {}
+        self._alike: dict[tuple[Holders, int], Grid] = {}
 
     def of(self, tensor: GlobalTensor) -> Grid:
         """The grid of a tensor."""
-        key = (id(tensor.held), tensor.dtype.itemsize)
+        key = (tensor.held, tensor.dtype.itemsize)
         if key not in self._alike:
             self._alike[key] = self._of_boxes(tensor)
         return self._alike[key]

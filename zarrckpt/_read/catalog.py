@@ -19,7 +19,7 @@ from zarrckpt._errors import (
     KeyMismatchError,
     ObjectNotFoundError,
 )
-from zarrckpt._format import values
+from zarrckpt._format import json_values, values
 from zarrckpt._format.chunk_layout import (
     CRC_BYTES,
     ChunkTable,
@@ -192,7 +192,7 @@ class Catalog:
             raise KeyMismatchError(f"no value {fqn!r} in {self.store.url}")
         if isinstance(entry, ValueEntry):
             try:
-                return values.decode_json(entry.json)
+                return json_values.decode_json(entry.json)
             except CorruptCheckpointError as err:
                 raise CorruptCheckpointError(f"value {fqn!r} in {self.store.url}: {err}") from err
         with self.explaining_damage():

@@ -14,6 +14,7 @@ import numpy as np
 
 from zarrckpt._commit.chunks import put_chunk
 from zarrckpt._errors import CheckpointError
+from zarrckpt._format import json_values
 from zarrckpt._format import values as _values
 from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder, Elements
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
@@ -296,8 +297,8 @@ class RankWork:
 
     def _write_object(self, fqn: str, path: str) -> ObjectResult:
         value = self._source.value(fqn)
-        encoded = _values.encode_json(value)
-        if encoded is not _values.NOT_JSON and _values.json_size(encoded) <= _values.MAX_JSON_VALUE:
+        encoded = json_values.encode_json(value)
+        if encoded is not json_values.NOT_JSON and json_values.json_size(encoded) <= _values.MAX_JSON_VALUE:
             return ObjectResult(value=ValueEntry(path, encoded))
         blob = _values.encode_blob(fqn, value)
         payload = np.frombuffer(blob.payload, np.uint8)

@@ -92,7 +92,11 @@ class LocalState:
                 held, size = sum(box.size for box in leaf.boxes), math.prod(leaf.shape)
                 if held < size:
                     parts.append(f"{fqn!r} lacks {size - held if leaf.boxes else 'all'} elements")
-        refuse_parts(parts)
+        if parts:
+            raise UnsupportedLayoutError(
+                f"{len(parts)} tensors are sharded over ranks, and this process saves alone; nothing was written:"
+                f"{listed(parts)}\nsave on all ranks that hold parts, without no_dist, or save .full_tensor() of each"
+            )
 
     # -- as it is written
 
@@ -123,15 +127,6 @@ def tensor_entry(
     if leaf.sharding is None:
         return DescribedEntry(path, "tensor", leaf.shape, dtype, REPLICATED, boxes)
     return DescribedEntry(path, "tensor", leaf.shape, dtype, shardings.setdefault(leaf.sharding, len(shardings)))
-
-
-def refuse_parts(parts: Sequence[str]) -> None:
-    """Raise UnsupportedLayoutError, if there are any, for tensors that a process alone has only parts of."""
-    if parts:
-        raise UnsupportedLayoutError(
-            f"{len(parts)} tensors are sharded over ranks, and this process saves alone; nothing was written:"
-            f"{listed(parts)}\nsave on all ranks that hold parts, without no_dist, or save .full_tensor() of each"
-        )
 
 
 def listed(faults: Sequence[str]) -> str:
