@@ -29,7 +29,7 @@ from zarrckpt._state.tensors import OVERLAPS, overlaps
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
-"""What the name of an option of an optimizer's parameter group begins with."""
+"""Prefix of the names of options of an optimizer's parameter group."""
 
 _ONE_SIDED = "strict=False skips what only one side has"
 
@@ -80,7 +80,7 @@ class Match:
             if isinstance(leaf, PerRank):
                 raise UnsupportedValueError(f"{fqn!r} {PER_RANK}")
         selected = {fqn: leaf for fqn, leaf in flat.items() if select(fqn)}
-        # The empty state of a module or an optimizer stands for nothing.
+        # The state of a module or an optimizer without entries asks for nothing.
         for fqn in selected.keys() & {*closed} - entries.keys():
             del selected[fqn]
         self._expand(selected, paths, saved)
@@ -213,7 +213,7 @@ def without_target(fqn: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What one rank tells the coordinator of a load, about names that no rank may be left without.
+    """What one rank tells the coordinator of a load, about names that need a target on some rank.
 
     A pattern, or an entry of a module, may have its target on another rank: the stages of a pipeline, experts. Entries
     are bits of two masks over all of the checkpoint's, in its order: 1,000 bytes per rank for 4,000 entries.
@@ -247,7 +247,7 @@ class ObjectMatch:
         self._ranks = LoadedRanks(saved.paths)
         known = _with_parts(saved, self._ranks.parts)
         self._refuse_idle_patterns({*known.entries})
-        # Only by the names of its parameters does a group of the checkpoint tell whose options it has.
+        # With an option of a group, the names of its parameters are needed: they tell which group here takes it.
         if keys is not None:
             groups = (_GROUP.match(name) for name in known.entries if self._is_asked_for(name))
             self._group_names = {f"{group[0]}params" for group in groups if group}
@@ -298,7 +298,7 @@ class ObjectMatch:
         for fqn, leaf in self._match.leaves.items():
             if fqn in self._ranks.parts or self._saved.get(fqn) is None:
                 continue
-            # Casts are each rank's own: dtypes may differ.
+            # Without a dtype: ranks may cast to different ones.
             entries.append(tensor_entry(StatePath((fqn,), (DICT,)), leaf, "", shardings))
         return Description(tuple(entries), tuple(shardings))
 
@@ -324,7 +324,7 @@ class ObjectMatch:
             if back is not state[key]:
                 state[key] = back
 
-    # -- what no rank may be left without
+    # -- what needs a target on some rank
 
     def findings(self) -> Findings:
         """What the coordinator must know of this rank's targets."""

@@ -28,7 +28,7 @@ class SubchunkRun(NamedTuple):
 
 
 class SharedMessage(NamedTuple):
-    """What goes from one rank to others in one round: of each run what a box has of it, one after the other."""
+    """What goes from one rank to others in one round: for each run the elements that a box has of it."""
 
     ranks: RankNumbers
     """The ranks that receive it; for a receiver, the one that sends it. Messages between two ranks keep their order."""
@@ -77,7 +77,7 @@ def plan_shares(
     ``wanted`` has the boxes that ranks are to fill, by fqn. In one round no rank holds more than ``limit`` bytes, or it
     holds one run. The parts of thousands of ranks would fill the memory, so a rank asks for its own.
     """
-    # What the same ranks need lies side by side, so that these take part in the same rounds.
+    # Sorted by ranks: what the same ranks need comes one after the other, so that they take part in the same rounds.
     rows = sorted(_shared_runs(nodes, wanted, limit), key=lambda row: row[2])
     loads = np.zeros(world_size, np.int64)
     needs: list[tuple[Numbers, Numbers]] = []

@@ -169,7 +169,7 @@ def _copy_in_threads(targets: _Tensors, sources: _Tensors) -> None:
 
 
 def _copy(targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False) -> None:
-    with torch.no_grad():  # which every thread has its own of
+    with torch.no_grad():  # each thread has its own mode
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=non_blocking)
 
