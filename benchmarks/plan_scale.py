@@ -34,9 +34,9 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES
-from zarrckpt._load.shared_reads import _shared_runs, share_of
+from zarrckpt._load.shared_reads import _shared_runs, plan_shares
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
-from zarrckpt._plan.holders import Holdings, Told, hold, wanted
+from zarrckpt._plan.holders import AllDescriptions, GlobalState, gather_state, wanted
 from zarrckpt._plan.owners import Numbers
 from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.shards import Cut, CutMesh, Sharding, mesh_boxes
@@ -111,13 +111,13 @@ class Case:
             replicas -= 1
         return replicas, ranks // parallel // replicas, parallel
 
-    def told(self) -> Told:
+    def told(self) -> AllDescriptions:
         """The descriptions that all ranks give."""
         given = np.repeat(np.arange(self.stages), self.ranks // self.stages)
         found = [self._description(stage) for stage in range(self.stages)]
         if self.layout == "irregular":
             given, found = np.arange(self.ranks), _one_for_each_rank(found[0])
-        return Told(found, given, range(self.ranks))
+        return AllDescriptions(found, given, range(self.ranks))
 
     def _description(self, stage: int) -> Description:
         """Of weights and moments in float32, which FSDP2 cuts within tensor parallelism; and of plain steps."""
@@ -198,8 +198,8 @@ def own_part(packed: Sequence[bytes], given: Any, rank: int) -> Part:
     ranks = range(len(given))
     before = most_memory()
     began = time.process_time()
-    told = Told.sent(packed, given, ranks)
-    held = hold(told)
+    told = AllDescriptions.sent(packed, given, ranks)
+    held = gather_state(told)
     plan = plan_save(held, PlanOptions())
     held.replicas(rank)
     assert plan.digest and plan.part(rank)
@@ -212,7 +212,7 @@ def most_memory() -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def own_parts(told: Told) -> list[Part]:
+def own_parts(told: AllDescriptions) -> list[Part]:
     """The first, the middle and the last rank's."""
     size = len(told.given)
     packed = [description.packed for description in told.descriptions]
@@ -228,14 +228,14 @@ def loads_part(packed: Sequence[bytes], given: Any, nodes: Mapping[str, ArrayNod
     """In a fresh process: what one rank computes in a load; and how many gets are of what several ranks need."""
     before = most_memory()
     began = time.process_time()
-    told = Told.sent(packed, given, range(len(given)))
+    told = AllDescriptions.sent(packed, given, range(len(given)))
     held, limit = wanted(told), DEFAULT_MAX_INFLIGHT_BYTES // 4
-    share_of(rank, nodes, held, len(given), limit)
+    plan_shares((rank,), nodes, held, len(given), limit)
     part = Part(time.process_time() - began, most_memory() - before)
     return part, sum(1 for _ in _shared_runs(nodes, held, limit))
 
 
-def load_of(told: Told, plan: SavePlan) -> tuple[Part, int]:
+def load_of(told: AllDescriptions, plan: SavePlan) -> tuple[Part, int]:
     """That of the middle rank, of a load of the tensors."""
     targets = [
         Description([entry for entry in description.entries if entry.kind == "tensor"], description.shardings)
@@ -309,7 +309,7 @@ def _agreement(size: int) -> Any:
     return made
 
 
-def first_save(told: Told, plan: SavePlan, folds: Sequence[bytes]) -> Coordinator:
+def first_save(told: AllDescriptions, plan: SavePlan, folds: Sequence[bytes]) -> Coordinator:
     """All three rounds."""
     size = len(told.given)
     agreement, coordinator = _agreement(size), Coordinator(size)
@@ -326,7 +326,7 @@ def first_save(told: Told, plan: SavePlan, folds: Sequence[bytes]) -> Coordinato
     return coordinator
 
 
-def next_save(told: Told, plan: SavePlan) -> tuple[Coordinator, int]:
+def next_save(told: AllDescriptions, plan: SavePlan) -> tuple[Coordinator, int]:
     """The one round of a save of the same state; and the bytes of what a rank says."""
     size = len(told.given)
     agreement, coordinator = _agreement(size), Coordinator(size)
@@ -343,7 +343,7 @@ def next_save(told: Told, plan: SavePlan) -> tuple[Coordinator, int]:
     return coordinator, max(len(pickle.dumps(hello, protocol=5)) for hello in hellos)
 
 
-def folds_of(held: Holdings) -> list[bytes]:
+def folds_of(held: GlobalState) -> list[bytes]:
     """What each rank says of what it holds alike with others: for each group its name, and a digest."""
     found: list[dict[bytes, None]] = [{} for _ in range(held.ranks)]
     for ranks in {ranks.tobytes(): ranks for ranks in held.compared.values()}.values():
@@ -398,7 +398,7 @@ LOADS = ["model", "layout", "ranks", "a rank's own part, s", "MB", "gets of what
 def measure(case: Case, quick: bool) -> tuple[list[str], list[str], list[str]]:
     """A row of each table."""
     told = case.told()
-    held = hold(told)
+    held = gather_state(told)
     plan = plan_save(held, PlanOptions())
     first = first_save(told, plan, folds_of(held))
     again, nbytes = next_save(told, plan)

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.plan_scale import LAYOUTS, MODELS, Case
-from zarrckpt._plan.holders import hold
+from zarrckpt._plan.holders import gather_state
 from zarrckpt._plan.plan import PlanOptions, Sizes, plan_save
 from zarrckpt._save.plan_report import report_of
 
@@ -34,7 +34,7 @@ def main() -> None:
         told = Case(model, args.layout, ranks).told()
         for name, least in (("no", 0), ("default", None)):
             began = time.process_time()
-            plan = plan_save(hold(told), PlanOptions(sizes=Sizes(min_piece=least)))
+            plan = plan_save(gather_state(told), PlanOptions(sizes=Sizes(min_piece=least)))
             seconds = time.process_time() - began
             report = report_of(plan, range(ranks))
             moved = 100 * report.moved_bytes / report.nbytes

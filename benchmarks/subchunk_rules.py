@@ -111,7 +111,7 @@ def together(saved: Cuts, loaded: Cuts, itemsize: int) -> tuple[float, float]:
 
 def fetched_together(nodes: Mapping[str, ArrayNode], targets: Sequence[Sequence[tuple[str, Box]]]) -> tuple[int, int]:
     """The bytes that ranks fetch which read their targets together, and those that they hand on."""
-    shares = plan_shares(nodes, wanted_boxes(targets), len(targets), 128 << 20)
+    shares = plan_shares(range(len(targets)), nodes, wanted_boxes(targets), len(targets), 128 << 20).values()
     fetched = handed = 0
     shared: dict[tuple[str, Ints], set[int]] = {}
     for step in (step for own in shares for step in own.values()):

@@ -65,7 +65,7 @@ COMMIT = [
     Fault(
         "_commit/protocol.py",
         "a save over a checkpoint is not refused",
-        "if root is not None and not overwrite:\n        raise _exists(store, root)\n    older",
+        "if root is not None and not overwrite:\n        raise _exists_error(store, root)\n    older",
         "older",
         ("test_guard.py -k 'second_save_is_refused or at_once_exactly_one'",),
     ),
@@ -137,8 +137,8 @@ COMMIT = [
         "_commit/protocol.py",
         "a clean-up deletes the marker before what it names",
         "        tops = marker.top_names()\n        deleted +=",
-        "        tops = marker.top_names()\n        if marker.attempt in done:\n            store.delete([marker_key("
-        "marker.attempt)])\n        deleted +=",
+        "        tops = marker.top_names()\n        if marker.save_id in done:\n            store.delete([marker_key("
+        "marker.save_id)])\n        deleted +=",
         ("test_crash_points.py -k in_memory",),
     ),
     Fault(
@@ -200,8 +200,8 @@ COMMIT = [
     Fault(
         "_commit/protocol.py",
         "the claim is looked for before the record of a removal",
-        "return REMOVED in _attempts(store) or not is_stored(store, CLAIM_KEY)",
-        "return not is_stored(store, CLAIM_KEY) or REMOVED in _attempts(store)",
+        "return REMOVED in _attempt_ids(store) or not is_stored(store, CLAIM_KEY)",
+        "return not is_stored(store, CLAIM_KEY) or REMOVED in _attempt_ids(store)",
         ("test_removal.py -k interleaving",),
     ),
     Fault(
@@ -555,8 +555,8 @@ FORMAT = [
     Fault(
         "_format/dtypes.py",
         "bits of other types are kept as signed integers",
-        'else f"uint{8 * self.itemsize}"',
-        'else f"int{8 * self.itemsize}"',
+        'DTYPES[f"uint{8 * self.itemsize}"]',
+        'DTYPES[f"int{8 * self.itemsize}"]',
         ("test_dtypes.py -k portable_types", "test_format.py -k every_dtype"),
     ),
     Fault(

@@ -52,7 +52,7 @@ from benchmarks.s3_server import served
 from zarrckpt._commit import protocol
 from zarrckpt._save import run as save_run
 from zarrckpt._save.exchange import Exchange
-from zarrckpt._save.run import SaveAttempt
+from zarrckpt._save.run import RankSave
 from zarrckpt._store import open_store
 
 RANKS = 4
@@ -222,13 +222,13 @@ def _watch(rank: int, board: Board) -> None:
 
     marked(protocol, "begin", Place.BEGINS, Place.SENDS_PLANS)
     marked(save_run, "agree", None, Place.AGREED)
-    marked(SaveAttempt, "write", Place.WRITES, Place.WAITS)
+    marked(RankSave, "write", Place.WRITES, Place.WAITS)
     marked(Exchange, "_begun", Place.EXCHANGES)
     marked(Exchange, "_opened", Place.WRITES)
-    marked(SaveAttempt, "finish", Place.COUNTS)
+    marked(RankSave, "finish", Place.COUNTS)
     marked(save_run, "_commit_together", Place.ALL_WRITTEN)
     marked(protocol, "commit", Place.COMMITS, Place.CLEANS)
-    marked(SaveAttempt, "commit", None, Place.ANSWERS)
+    marked(RankSave, "commit", None, Place.ANSWERS)
 
 
 def _rank(saving: Saving, rank: int, board: Board, port: int, name: str, log: str) -> None:

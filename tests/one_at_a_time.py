@@ -23,12 +23,12 @@ import zarrckpt
 import zarrckpt._api  # it is loaded late, and must be there to be patched
 import zarrckpt._save.finish
 import zarrckpt._save.run
-from zarrckpt import _jobs as _crew
+from zarrckpt import _jobs
 from zarrckpt._commit import marker, pins, protocol
 from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._save.agree import plan_alone
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.run import SaveAttempt
+from zarrckpt._save.run import RankSave
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Buffer, ObjectInfo, Store, Versioned
 from zarrckpt._store._base import Listing
@@ -176,7 +176,7 @@ def _run(
 
 @contextmanager
 def _first(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable[[], T]]:
-    """In place of :func:`_crew.beside`: the call is over when the rest begins."""
+    """In place of :func:`_jobs.in_thread`: the call is over when the rest begins."""
     outcome: Future[T] = Future()
     try:
         outcome.set_result(call())
@@ -192,7 +192,7 @@ def one_thread() -> Iterator[None]:
     Jobs that threads would do side by side make one request each, so every interleaving of theirs is an order.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("zarrckpt.")]
-    instead = {"run": (_crew.run, _run), "beside": (_crew.beside, _first)}
+    instead = {"run_jobs": (_jobs.run_jobs, _run), "in_thread": (_jobs.in_thread, _first)}
     with ExitStack() as patches:
         for module, (name, (original, other)) in itertools.product(modules, instead.items()):
             if getattr(module, name, None) is original:
@@ -230,29 +230,29 @@ class Save:
     puts: Content = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        shelf, held = Shelf({}), LocalState.saving(state(self.number))
-        request = SaveRequest.checked(shelf.store, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
+        shelf, held = Shelf({}), LocalState.from_user_state(state(self.number))
+        request = SaveRequest.from_arguments(shelf.store, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
         plan = plan_alone(held, request.options.plan, (0,))
-        attempt = SaveAttempt(request)
-        name = attempt.begin(plan.layout)
+        save = RankSave(request)
+        name = save.begin(plan.layout)
         before = shelf.content
-        self.layout, self.results = plan.layout, attempt.write(lambda: name, plan.part(0), held, None, lambda: None)
+        self.layout, self.results = plan.layout, save.write(lambda: name, plan.part(0), held, None, lambda: None)
         self.puts = {key: data for key, data in shelf.content.items() if key not in before}
 
     def __call__(self, store: Store) -> str:
         running.number = self.number
-        attempt = SaveAttempt(
-            SaveRequest.checked(store, overwrite=True, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
+        save = RankSave(
+            SaveRequest.from_arguments(store, overwrite=True, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
         )
         try:
             # One after the other, as ranks do it: a process alone would begin in a thread.
-            name = attempt.begin(self.layout)
+            name = save.begin(self.layout)
             with protocol.losing_is_named(store, lambda: name.save_id, lambda: name.base_id):
                 self._put(store, name.tree)
-            attempt.commit(attempt.finish(self.layout, [self.results]))
+            save.commit(save.finish(self.layout, [self.results]))
         except zarrckpt.CheckpointError as err:
             # As zarrckpt.save does on every rank.
-            attempt.abandon()
+            save.abandon()
             if isinstance(err, zarrckpt.CheckpointExistsError):
                 return "lost"
             if isinstance(err, StorageError):

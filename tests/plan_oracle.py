@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zarrckpt._format.grid import Box, Grid, Ints, intersect
-from zarrckpt._plan.owners import HeldBox, RankNumbers
+from zarrckpt._plan.owners import BoxOnRanks, RankNumbers
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Spread:
     name: str
     grid: Grid
     itemsize: int
-    held: Sequence[HeldBox]
+    held: Sequence[BoxOnRanks]
     whole: bool = False
     """Whether one rank must write all of it: its replicas may differ, and a mixture of them is what no rank had."""
 

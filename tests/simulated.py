@@ -36,7 +36,7 @@ import zarrckpt._dcp.writer
 import zarrckpt._save.plan_report  # noqa: F401
 from zarrckpt import ObjectExistsError, ObjectNotFoundError
 from zarrckpt._dcp.channel import ChannelName
-from zarrckpt._jobs import beside
+from zarrckpt._jobs import in_thread
 from zarrckpt._ranks.errors import Failure, PeerLost, StoppedByOthers, causes, failure_of, raise_together
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._save import agree
@@ -207,7 +207,7 @@ class Pieces:
         self._name = name
         self._on_their_way = 0
 
-    def send(self, to: int, data: Any, tag: int = 0) -> _Sent:
+    def send(self, to: int, data: Any) -> _Sent:
         world = _world()
         assert to != _here.rank and data.dtype == np.uint8 and data.ndim == 1
         world.send(self._address(_here.rank, to), data.copy())
@@ -215,7 +215,7 @@ class Pieces:
         world.traffic.moved += data.nbytes - 4
         return _Sent(self, self._counted(data.nbytes - 4))
 
-    def recv(self, source: int, nbytes: int, tag: int = 0) -> _Awaited:
+    def recv(self, source: int, nbytes: int) -> _Awaited:
         self._counted(nbytes - 4)
         return _Awaited(self, self._address(source, _here.rank), nbytes)
 
@@ -361,16 +361,16 @@ def _joined(ranks: Ranks, call: str, timeout: float, *, background: bool = False
     yield Rounds(f"{call}, call {calls}")
 
 
-def _run(
+def _run_jobs(
     jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False, stopping: object = None
 ) -> list[T]:
     """Jobs of the package, one after the other in the calling thread."""
     return [job() for job in jobs]
 
 
-def _beside(call: Callable[[], T], *, at_once: bool = False) -> contextlib.AbstractContextManager[Callable[[], T]]:
+def _in_thread(call: Callable[[], T], *, at_once: bool = False) -> contextlib.AbstractContextManager[Callable[[], T]]:
     """A call of the package in the calling thread: the start of a thread would take most of the time."""
-    return beside(call, at_once=True)
+    return in_thread(call, at_once=True)
 
 
 class _PerRank(MutableMapping[Any, Any]):
@@ -412,7 +412,7 @@ def _replaced(inline: bool) -> Iterator[None]:
     """Everything that would need a process group, in every module that has it, as what works between the threads."""
     ours: dict[str, Any] = {"in_use": lambda: True, "joined": _joined, "pieces_connected": _connected}
     if inline:
-        ours |= {"beside": _beside, "run": _run}
+        ours |= {"in_thread": _in_thread, "run_jobs": _run_jobs}
     places: list[tuple[Any, str, Any]] = [
         (state_dict_saver, "_DistWrapper", Collectives),
         (state_dict_loader, "_DistWrapper", Collectives),

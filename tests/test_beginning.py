@@ -12,7 +12,7 @@ from s3_stub import S3Stub
 
 import zarrckpt
 from zarrckpt._commit import chunks, protocol
-from zarrckpt._jobs import beside
+from zarrckpt._jobs import in_thread
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
 STATE = {"weights": {f"w{number}": torch.arange(1000.0) + number for number in range(4)}, "step": 7}
@@ -112,5 +112,5 @@ def test_a_call_beside_where_the_system_has_no_more_threads(monkeypatch: pytest.
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with beside(lambda: 7) as result:
+    with in_thread(lambda: 7) as result:
         assert result() == 7

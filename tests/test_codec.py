@@ -33,7 +33,7 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import DTYPES, by_name
 from zarrckpt._format.grid import Box, Grid
 from zarrckpt._format.json_values import dumps
-from zarrckpt._jobs import BytesBudget, run
+from zarrckpt._jobs import BytesBudget, run_jobs
 from zarrckpt._read.chunks import StoredArray, neighbours, runs_of
 from zarrckpt._store import Store
 
@@ -306,7 +306,7 @@ def test_run_keeps_order_and_draws_jobs_as_threads_come_free(drawn_here: bool) -
             yield lambda i=i: gate.wait(10) and i
 
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(run(jobs(), 3, drawn_here=drawn_here)))
+    thread = threading.Thread(target=lambda: found.extend(run_jobs(jobs(), 3, drawn_here=drawn_here)))
     thread.start()
     thread.join(0.3)
     assert len(drawn) <= 8
@@ -332,7 +332,7 @@ def test_run_begins_no_more_than_are_useful_which_may_change(drawn_here: bool) -
         return i
 
     jobs = (partial(job, i) for i in range(60))
-    assert run(jobs, lambda: useful, drawn_here=drawn_here) == list(range(60))
+    assert run_jobs(jobs, lambda: useful, drawn_here=drawn_here) == list(range(60))
     assert most == {2: 2, 5: 5}
 
 
@@ -346,7 +346,7 @@ def test_run_raises_the_first_error_and_starts_no_more(drawn_here: bool) -> None
             raise KeyError(i)
 
     with pytest.raises(KeyError):
-        run(((lambda i=i: job(i)) for i in range(1000)), 2, drawn_here=drawn_here)
+        run_jobs(((lambda i=i: job(i)) for i in range(1000)), 2, drawn_here=drawn_here)
     assert len(started) < 1000
 
 
@@ -360,7 +360,7 @@ def test_run_ends_what_has_begun_where_no_further_job_can_be_drawn(drawn_here: b
         raise KeyError("no more")
 
     with pytest.raises(KeyError):
-        run(jobs(), 2, drawn_here=drawn_here)
+        run_jobs(jobs(), 2, drawn_here=drawn_here)
     count = len(ended)
     time.sleep(0.2)
     assert len(ended) == count <= 3
@@ -376,14 +376,14 @@ def test_who_draws_and_who_works() -> None:
 
     drawing: set[int] = set()
     working: set[int] = set()
-    run(jobs(), 3)
+    run_jobs(jobs(), 3)
     assert drawing == working and here in working and len(working) == 3
     drawing.clear()
     working.clear()
-    run(jobs(), 3, drawn_here=True)
+    run_jobs(jobs(), 3, drawn_here=True)
     assert drawing == {here} and here not in working and len(working) == 3
     # One job needs no thread.
-    assert run([threading.get_ident], 8) == [here]
+    assert run_jobs([threading.get_ident], 8) == [here]
 
 
 def test_run_makes_do_with_the_threads_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,8 +396,8 @@ def test_run_makes_do_with_the_threads_that_there_are(monkeypatch: pytest.Monkey
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", scarce)
-    assert run([partial(int, n) for n in range(50)], 8) == list(range(50))
-    assert run([partial(int, n) for n in range(50)], 8) == list(range(50))
+    assert run_jobs([partial(int, n) for n in range(50)], 8) == list(range(50))
+    assert run_jobs([partial(int, n) for n in range(50)], 8) == list(range(50))
 
 
 @either
@@ -417,7 +417,7 @@ def test_run_keeps_no_job_alive_that_is_done(drawn_here: bool) -> None:
             yield partial(len, [held])
             del held
 
-    run(jobs(), 2, drawn_here=drawn_here)
+    run_jobs(jobs(), 2, drawn_here=drawn_here)
     assert most <= 8
 
 
@@ -441,5 +441,5 @@ def test_the_budget_bounds_bytes_and_lets_a_large_job_run_alone() -> None:
             with lock:
                 used -= nbytes
 
-    run(((lambda n=n: job(n)) for n in [30, 60, 250, 50, 100, 1] * 20), 8)
+    run_jobs(((lambda n=n: job(n)) for n in [30, 60, 250, 50, 100, 1] * 20), 8)
     assert most == 250

@@ -148,7 +148,7 @@ def test_portable_copies_have_the_same_bytes(tmp_path: Path) -> None:
     two = zarrckpt.open(tmp_path / "two")
     assert two.verify() and one.diff(two) and _tables(one) == _tables(two)
     for name, tensor in state.items():
-        assert two[name].dtype.name == DTYPES[name].portable_name
+        assert two[name].dtype.name == DTYPES[name].portable.name
         chunks = [(tmp_path / place / name / "c.0.0").read_bytes() for place in ("one", "two")]
         assert chunks[0] == chunks[1] and torch.equal(_bits(two.load(name)[name]), _bits(tensor))
     # A copy of them is portable as well, unless its types are cast.

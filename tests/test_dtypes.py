@@ -108,7 +108,7 @@ def array_document(dtype: DType, shape: tuple[int, ...], layout: str) -> dict[st
         "zarr_format": 3,
         "node_type": "array",
         "shape": shape,
-        "data_type": dtype.zarr_name,
+        "data_type": dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": dtype.fill_value,
@@ -228,7 +228,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 def test_portable_types_are_core_types_of_the_same_size(name: str) -> None:
     dtype = by_name(name)
     expected = {"bfloat16": "uint16"}.get(name, "uint8") if name in ML_NAMES else name
-    assert (dtype.core, dtype.portable_name) == (name not in ML_NAMES, expected)
+    assert (dtype.core, dtype.portable.name) == (name not in ML_NAMES, expected)
     assert dtype.portable is by_name(expected)
     assert (dtype.portable.core, dtype.portable.itemsize) == (True, dtype.itemsize)
     assert dtype.portable.fill_value == by_name(expected).fill_value

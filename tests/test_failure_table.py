@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import zarrckpt
 from zarrckpt._plan.plan import SavePlan
-from zarrckpt._save.run import SaveAttempt
+from zarrckpt._save.run import RankSave
 from zarrckpt._state.local_state import LocalState
 
 WORLD = 4
@@ -60,11 +60,11 @@ def before(cls: type, name: str, act: Callable[[], None]) -> Iterator[None]:
 
 
 STEPS: dict[str, tuple[type, str]] = {
-    "describe": (LocalState, "saving"),
+    "describe": (LocalState, "from_user_state"),
     "plan": (SavePlan, "part"),
-    "write": (SaveAttempt, "write"),
-    "finish": (SaveAttempt, "finish"),
-    "commit": (SaveAttempt, "commit"),
+    "write": (RankSave, "write"),
+    "finish": (RankSave, "finish"),
+    "commit": (RankSave, "commit"),
 }
 
 
@@ -185,7 +185,7 @@ def test_a_value_that_no_rank_writes_is_named(tmp_path: Path) -> None:
 def _destroyed(folder: str) -> None:
     rank, init = dist.get_rank(), f"file://{folder}/again"
     kept = state(1.0)
-    with before(SaveAttempt, "write", dist.destroy_process_group):
+    with before(RankSave, "write", dist.destroy_process_group):
         zarrckpt.save(kept, f"{folder}/one")
     check(f"{folder}/one", 1.0)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORLD)

@@ -134,7 +134,7 @@ def test_portable_dtypes_need_no_package(tmp_path: Path) -> None:
     (found,) = plain_readers.call(tmp_path, ("zarr_without_the_package", {"url": url}))
     for name, tensor in state.items():
         _, shape, data = bits(tensor)
-        assert found[name] == (DTYPES[name].portable_name, shape, data)
+        assert found[name] == (DTYPES[name].portable.name, shape, data)
 
 
 def tensorstore_array(saved: Saved, path: str) -> Any:

@@ -337,7 +337,7 @@ def test_the_reader_is_independent() -> None:
 def test_the_page_lists_the_library_s_tables() -> None:
     page = PAGE.read_text()
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEMSIZE
-    assert {name: dtype.portable_name for name, dtype in DTYPES.items() if not dtype.core} == PORTABLE
+    assert {name: dtype.portable.name for name, dtype in DTYPES.items() if not dtype.core} == PORTABLE
     for name, dtype in DTYPES.items():
         assert f"`{name}`" in page
         assert f"`{json.dumps(dtype.fill_value)}`" in page

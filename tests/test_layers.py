@@ -103,7 +103,7 @@ def test_only_the_side_door_knows_dcp() -> None:
 
 def test_private_names_of_torch_are_in_one_module() -> None:
     """Attributes and modules of torch whose names begin with an underscore."""
-    owners = r"(?:torch|dist|gloo|options|[sS]ave_?[pP]lanner|fsdp1?)"
+    owners = r"(?:torch|dist|gloo|options|storage|module|at|[sS]ave_?[pP]lanner|fsdp1?)"
     private = re.compile(rf"{owners}(?:\.\w+)*?\.(_[a-zA-Z]\w*)|from torch\S* import (_\w+)")
     for name, file in modules().items():
         found = [match[0] for match in private.finditer(file.read_text())]

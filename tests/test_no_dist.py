@@ -87,6 +87,8 @@ def _one_rank_alone(folder: str, who: int) -> None:
         zarrckpt.save({"w": whole}, f"{folder}/whole", no_dist=True)
         zarrckpt.load({"w": sharded}, f"{folder}/whole", no_dist=True)
         assert torch.equal(sharded.to_local(), whole.chunk(2)[who]), "of a DTensor its own part"
+        torch.save({"w": whole}, f"{folder}/file.pt")
+        assert len(zarrckpt.import_checkpoint(f"{folder}/file.pt", f"{folder}/imported").rank_bytes) == 1
         # Errors are this rank's, too, and do not name another one.
         for verb in (zarrckpt.save, zarrckpt.async_save):
             with pytest.raises(zarrckpt.CheckpointExistsError) as caught:

@@ -30,7 +30,6 @@ from zarrckpt._load.shared_reads import (
     SubchunkRun,
     handed_bytes,
     plan_shares,
-    share_of,
     wanted_boxes,
 )
 from zarrckpt._plan import owners as _owners
@@ -43,7 +42,7 @@ from zarrckpt._plan.chunking import (
     default_min_piece_bytes,
     overlapping,
 )
-from zarrckpt._plan.owners import BUNDLE_BYTES, ChunkPieces, Dealt, HeldBox, Holders
+from zarrckpt._plan.owners import BUNDLE_BYTES, BoxOnRanks, ChunkPieces, Dealt, Holders
 
 KIB, MIB = 1 << 10, 1 << 20
 ALWAYS = 1 << 62
@@ -274,7 +273,8 @@ def deal(spreads: Sequence[Spread], world_size: int, bundle_bytes: int = BUNDLE_
 
 
 def _owned(dealt: Dealt, number: int, spread: Spread) -> Iterator[Owned]:
-    chunks, geometry = dealt.chunks_of(number), dealt.geometries[number]
+    chunks = slice(int(dealt.first[number]), int(dealt.first[number + 1]))
+    geometry = dealt.geometries[number]
     rows = (dealt.nbytes, dealt.owner, dealt.bundle)
     pieces = pieces_of(spread.grid, [held.box for held in spread.held])
     numbers = zip(*(row[chunks].tolist() for row in rows), pieces.items(), strict=True)
@@ -311,7 +311,7 @@ def scattered(draw: st.DrawFn, name: str, itemsize: int, world_size: int) -> Spr
     boxes = cut(shape, (draw(st.integers(3, 6)), 1))
     ranks = draw(st.permutations(range(world_size)))
     grid = choose_grid(shape, boxes, itemsize, min_piece_bytes=ALWAYS, fill_bytes=1 << 20)
-    return Spread(name, grid, itemsize, [HeldBox(box, (rank,)) for box, rank in zip(boxes, itertools.cycle(ranks))])
+    return Spread(name, grid, itemsize, [BoxOnRanks(box, (rank,)) for box, rank in zip(boxes, itertools.cycle(ranks))])
 
 
 @st.composite
@@ -337,7 +337,7 @@ def spread_out(draw: st.DrawFn) -> tuple[list[Spread], int]:
             fill_bytes=limit,
             max_chunk_bytes=limit,
         )
-        spreads.append(Spread(f"t{number}", grid, itemsize, [HeldBox(box, draw(some)) for box in boxes], whole))
+        spreads.append(Spread(f"t{number}", grid, itemsize, [BoxOnRanks(box, draw(some)) for box in boxes], whole))
     return spreads, world_size
 
 
@@ -352,7 +352,7 @@ def check_owned(chunk: Owned) -> None:
 
 def one_and_a_fifth(name: str) -> Spread:
     """A chunk of which rank 0 holds all, and rank 1 a fifth."""
-    held = [HeldBox(Box((0,), (8,)), (0,)), HeldBox(Box((8,), (2,)), (0, 1))]
+    held = [BoxOnRanks(Box((0,), (8,)), (0,)), BoxOnRanks(Box((8,), (2,)), (0, 1))]
     return Spread(name, Grid((10,), (10,)), 1, held)
 
 
@@ -376,13 +376,13 @@ def test_every_chunk_has_one_owner_that_holds_much_of_it(case: tuple[list[Spread
 def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int, int]], data: st.DataObject) -> None:
     everyone = tuple(range(world))
     spreads = [
-        Spread(str(number), Grid((n,), (min(n, chunk),)), 4, [HeldBox(Box((0,), (n,)), everyone)])
+        Spread(str(number), Grid((n,), (min(n, chunk),)), 4, [BoxOnRanks(Box((0,), (n,)), everyone)])
         for number, (n, chunk) in enumerate(tensors)
     ]
     # And what only one rank has.
     alone = data.draw(st.lists(st.integers(0, 2000), min_size=world, max_size=world))
     spreads += [
-        Spread(f"own{r}", Grid((n,), (max(n, 1),)), 4, [HeldBox(Box((0,), (n,)), (r,))]) for r, n in enumerate(alone)
+        Spread(f"own{r}", Grid((n,), (max(n, 1),)), 4, [BoxOnRanks(Box((0,), (n,)), (r,))]) for r, n in enumerate(alone)
     ]
     owned = deal(spreads, world)
     loads = Counter({rank: 0 for rank in everyone})
@@ -400,7 +400,7 @@ def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int
 def test_the_largest_are_dealt_first() -> None:
     sizes = [1, 1, 1, 1, 1, 1, 6, 2, 2, 2, 6]
     spreads = [
-        Spread(str(k), Grid((n,), (n,)), 4, [HeldBox(Box((0,), (n,)), (0, 1, 2, 3))]) for k, n in enumerate(sizes)
+        Spread(str(k), Grid((n,), (n,)), 4, [BoxOnRanks(Box((0,), (n,)), (0, 1, 2, 3))]) for k, n in enumerate(sizes)
     ]
     loads = Counter[int]()
     for chunk in deal(spreads, 4):
@@ -539,13 +539,19 @@ def check_both_sides(shares: list[Shares]) -> None:
             assert sent == ([m.parts for m in receives.receives if m.ranks == (sender,)] if receives else [])
 
 
+def all_shares(nodes: dict[str, ArrayNode], targets: list[list[tuple[str, Box]]], limit: int) -> list[Shares]:
+    """What each of the ranks with these targets does."""
+    ranks = range(len(targets))
+    return [*plan_shares(ranks, nodes, wanted_boxes(targets), len(ranks), limit).values()]
+
+
 @settings(deadline=None)
 @given(targets(), st.integers(1, 800))
 def test_what_several_ranks_need_is_fetched_by_one_of_them_and_handed_on(
     case: tuple[dict[str, ArrayNode], list[list[tuple[str, Box]]]], limit: int
 ) -> None:
     nodes, wanted = case
-    shares = plan_shares(nodes, wanted_boxes(wanted), len(wanted), limit)
+    shares = all_shares(nodes, wanted, limit)
     assert len(shares) == len(wanted)
     holders: defaultdict[Place, set[int]] = defaultdict(set)
     for rank, own in enumerate(wanted):
@@ -578,7 +584,7 @@ def test_what_several_ranks_need_is_fetched_by_one_of_them_and_handed_on(
         assert received == Counter(expected)
     check_both_sides(shares)
     for rank, own in enumerate(shares):
-        assert share_of(rank, nodes, wanted_boxes(wanted), len(wanted), limit) == own
+        assert plan_shares((rank,), nodes, wanted_boxes(wanted), len(wanted), limit) == {rank: own}
 
 
 @pytest.mark.parametrize("world", [4, 64])
@@ -587,7 +593,7 @@ def test_replicas_are_fetched_by_all_ranks_alike(world: int) -> None:
     shape, limit = (4096, 4096), 128 * MIB
     nodes = {f"w{n}": ArrayNode(f"w{n}", Grid(shape, (2048, 4096), (64, 4096)), by_name("float32")) for n in range(16)}
     boxes = [[(fqn, Box((0, 0), shape)) for fqn in nodes] for _ in range(world)]
-    shares = plan_shares(nodes, wanted_boxes(boxes), world, limit)
+    shares = all_shares(nodes, boxes, limit)
     check_both_sides(shares)
     loads = [sum(run_bytes(nodes, run) for step in own.values() for run in step.reads) for own in shares]
     longest = max(run_bytes(nodes, run) for own in shares for step in own.values() for run in step.reads)
@@ -607,7 +613,7 @@ def test_columns_of_what_is_stored_in_rows_are_handed_on_alone() -> None:
     shape, world = (4096, 4096), 8
     node = ArrayNode("w", Grid(shape, (512, 4096), (64, 4096)), by_name("float32"))
     boxes = [[("w", Box((0, 512 * rank), (4096, 512)))] for rank in range(world)]
-    shares = plan_shares({"w": node}, wanted_boxes(boxes), world, 128 * MIB)
+    shares = all_shares({"w": node}, boxes, 128 * MIB)
     check_both_sides(shares)
     for own in shares:
         steps = own.values()
@@ -624,4 +630,4 @@ def test_columns_of_what_is_stored_in_rows_are_handed_on_alone() -> None:
 def test_pieces_that_nobody_shares_are_left_alone() -> None:
     node = ArrayNode("w", Grid((8, 8), (2, 8)), by_name("float32"))
     boxes = [[("w", Box((2 * rank, 0), (2, 8)))] for rank in range(4)]
-    assert plan_shares({"w": node}, wanted_boxes(boxes), 4, 100) == [{}, {}, {}, {}]
+    assert all_shares({"w": node}, boxes, 100) == [{}, {}, {}, {}]

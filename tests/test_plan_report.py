@@ -190,11 +190,11 @@ class _Traffic:
         self.rounds += 1
         return self._merge(*args)
 
-    def posted(self, pieces: Any, way: str, peer: int, data: Any, tag: int) -> Any:
+    def posted(self, pieces: Any, way: str, peer: int, data: Any) -> Any:
         self.peers.add(peer)
         if way == "send":
             self.sent[peer] += data.nbytes - 4  # each message ends with its checksum
-        return self._posted(pieces, way, peer, data, tag)
+        return self._posted(pieces, way, peer, data)
 
 
 Said = tuple[int, Counter[int], set[int]]

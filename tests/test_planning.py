@@ -33,7 +33,7 @@ from zarrckpt._format.grid import Box, intersect
 from zarrckpt._format.root import Root, Table
 from zarrckpt._format.state_path import DICT, StatePath
 from zarrckpt._plan.description import DescribedEntry, Description
-from zarrckpt._plan.holders import Told, hold
+from zarrckpt._plan.holders import AllDescriptions, gather_state
 from zarrckpt._plan.plan import PlanOptions, SavePlan, Sizes, plan_save
 from zarrckpt._save import agree
 
@@ -48,7 +48,7 @@ def _planned(layout: str, ranks: int, least: int | None = None) -> SavePlan:
     """The plan of a small model's save, as each rank computes it."""
     with patch.dict(plan_scale.MODELS, SMALL):
         told = plan_scale.Case("small", layout, ranks).told()
-    return plan_save(hold(told), PlanOptions(sizes=Sizes(min_piece=least)))
+    return plan_save(gather_state(told), PlanOptions(sizes=Sizes(min_piece=least)))
 
 
 # -- what ranks do
@@ -58,8 +58,8 @@ def _planned(layout: str, ranks: int, least: int | None = None) -> SavePlan:
 def test_replicas_that_are_not_compared_are_one_ranks(compared: bool) -> None:
     """They may differ, and a mixture of them is what no rank had."""
     entry = DescribedEntry(StatePath(("w",), (DICT,)), "tensor", (1000,), "torch.float32")
-    told = Told([Description((entry,), compared=compared)], np.zeros(4, np.int64), range(4))
-    plan = plan_save(hold(told), PlanOptions(sizes=Sizes(max_chunk=400)))
+    told = AllDescriptions([Description((entry,), compared=compared)], np.zeros(4, np.int64), range(4))
+    plan = plan_save(gather_state(told), PlanOptions(sizes=Sizes(max_chunk=400)))
     assert len({*plan.dealt.owner.tolist()}) == (4 if compared else 1)
 
 
@@ -128,8 +128,9 @@ def test_what_ranks_do_fits_together(layout: str, ranks: int, least: int | None)
 def test_every_process_computes_the_same(tmp_path: Path) -> None:
     """Nothing comes from the order of a set, or of a hash."""
     program = (
-        "from benchmarks.plan_scale import *; case = Case('8B', 'hsdp-tp', 64); plan = plan_save(hold(case.told()), "
-        "PlanOptions()); print([*map(bytes.hex, [d.digest for d in case.told().descriptions])], plan.digest.hex())"
+        "from benchmarks.plan_scale import *; case = Case('8B', 'hsdp-tp', 64); "
+        "plan = plan_save(gather_state(case.told()), PlanOptions()); "
+        "print([*map(bytes.hex, [d.digest for d in case.told().descriptions])], plan.digest.hex())"
     )
     root = Path(plan_scale.__file__).parents[1]
     found = {
@@ -151,8 +152,8 @@ def test_what_is_sent_and_documents_grow_with_tensors_only() -> None:
     sizes = []
     for ranks in (8, 1024):
         with patch.dict(plan_scale.MODELS, SMALL):
-            told: Told = plan_scale.Case("small", "fsdp-tp", ranks).told()
-        layout = plan_save(hold(told), PlanOptions()).layout
+            told: AllDescriptions = plan_scale.Case("small", "fsdp-tp", ranks).told()
+        layout = plan_save(gather_state(told), PlanOptions()).layout
         document = Root("0" * 32, "", layout.tensors, Table(0, 0), world_size=layout.world_size).to_bytes()
         sizes.append((len(told.descriptions[0].packed), len(document)))
         assert len(told.descriptions) == 1

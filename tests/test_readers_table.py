@@ -98,7 +98,7 @@ def _types(rows: Rows) -> None:
     rows.add("no elements", ckpt, {f"empty.{name}": empty[name] for name in CORE})
     others = {name: square[name] for name in DTYPES if name not in CORE}
     save_portable(others, folder := rows.folder / "portable", options=zarrckpt.SaveOptions(durable=False))
-    as_integers = {name: t.view(getattr(torch, DTYPES[name].portable_name)) for name, t in others.items()}
+    as_integers = {name: t.view(getattr(torch, DTYPES[name].portable.name)) for name, t in others.items()}
     rows.add("bfloat16 and float8 copied with `portable_dtypes`", zarrckpt.open(folder), as_integers)
 
 

@@ -665,8 +665,8 @@ def _pieces(failing: int | None) -> Any:
         for step in range(3):
             if me() == failing and step == 1:
                 raise StorageError("full")
-            receives += [pieces.recv(rank, 1 << 18, step) for rank in others]
-            sends += [pieces.send(rank, np.full(1 << 18, 10 * step + me(), np.uint8), step) for rank in others]
+            receives += [pieces.recv(rank, 1 << 18) for rank in others]
+            sends += [pieces.send(rank, np.full(1 << 18, 10 * step + me(), np.uint8)) for rank in others]
         for handle in sends:
             handle.wait()
         return [int(handle.wait()[-1]) for handle in receives]

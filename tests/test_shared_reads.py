@@ -291,9 +291,9 @@ def flights_recorded() -> Iterator[_Flights]:
             flights.ended(self.way, self.data)
             return arrived
 
-    def recorded(self: Pieces, way: str, peer: int, data: Any, tag: int) -> Handle:
+    def recorded(self: Pieces, way: str, peer: int, data: Any) -> Handle:
         flights.posted(way, data)
-        handle = Waited(post(self, way, peer, data, tag)._future)
+        handle = Waited(post(self, way, peer, data)._future)
         handle.way, handle.data = way, data
         return handle
 

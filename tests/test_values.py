@@ -37,17 +37,8 @@ from zarrckpt._errors import (
     UnsupportedFormatError,
     UnsupportedValueError,
 )
-from zarrckpt._format.values import (
-    MAX_DEPTH,
-    NOT_JSON,
-    Blob,
-    decode_blob,
-    decode_json,
-    encode_blob,
-    encode_json,
-    find_tensors,
-    json_size,
-)
+from zarrckpt._format.json_values import MAX_DEPTH, NOT_JSON, decode_json, encode_json, json_size
+from zarrckpt._format.values import Blob, decode_blob, encode_blob, find_tensors
 
 
 def same(one: Any, other: Any) -> bool:

@@ -77,7 +77,7 @@ def save(
     """
     objects.refuse_swapped(state, url, "save")
     ranks = Ranks(process_group, no_dist)
-    request = SaveRequest.checked(
+    request = SaveRequest.from_arguments(
         url,
         options,
         overwrite=overwrite,
@@ -87,7 +87,7 @@ def save(
     )
     if no_dist:
         objects.refuse_fsdp1(state)
-    return run_save(partial(LocalState.saving, state), request, ranks)
+    return run_save(partial(LocalState.from_user_state, state), request, ranks)
 
 
 def load(
@@ -149,7 +149,7 @@ def load(
     ranks = Ranks(process_group, no_dist)
     if no_dist:
         objects.refuse_fsdp1(state)
-    request = LoadRequest.checked(
+    request = LoadRequest.from_arguments(
         url,
         options,
         strict=strict,

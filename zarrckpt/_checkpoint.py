@@ -15,7 +15,7 @@ from zarrckpt._convert.export_paths import MAX_EXPORT_BYTES, stripped
 from zarrckpt._errors import CheckpointError, KeyMismatchError
 from zarrckpt._format.documents import ArrayNode, join
 from zarrckpt._format.matching import hint, select
-from zarrckpt._format.root import HOUSE, BlobEntry
+from zarrckpt._format.root import RESERVED_GROUP, BlobEntry
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._inspect.html import Group, as_html
 from zarrckpt._inspect.info import CheckpointInfo, info_of
@@ -278,8 +278,14 @@ class Checkpoint(Mapping[str, Any]):
         patterns = () if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
         names = select(self._names, patterns, self.url) if patterns else list(self._names)
         paths = {fqn: self._catalog.root.state_path(fqn) for fqn in names}
-        limits: dict[str, Any] = {"max_inflight_bytes": DEFAULT_MAX_INFLIGHT_BYTES, "progress": progress}
-        return load_state(self._catalog, paths, device, allow_pickle=self._allow_pickle, **limits)
+        return load_state(
+            self._catalog,
+            paths,
+            device,
+            allow_pickle=self._allow_pickle,
+            max_inflight_bytes=DEFAULT_MAX_INFLIGHT_BYTES,
+            progress=progress,
+        )
 
     def copy_to(
         self,
@@ -335,8 +341,15 @@ class Checkpoint(Mapping[str, Any]):
             portable_dtypes=portable_dtypes,
         )
         target = StoreSpec(url, storage_options).open()
-        limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
-        report = copy_checkpoint(self._catalog, list(self._names), target, changes, overwrite=overwrite, **limits)
+        report = copy_checkpoint(
+            self._catalog,
+            list(self._names),
+            target,
+            changes,
+            overwrite=overwrite,
+            max_inflight_bytes=max_inflight_bytes,
+            progress=progress,
+        )
         for fqn, count in report.overflowed.items():
             warnings.warn(f"{fqn!r}: {count:,} finite values are beyond the range of the dtype now", stacklevel=2)
         return report
@@ -374,9 +387,14 @@ class Checkpoint(Mapping[str, Any]):
         if not paths:
             raise KeyMismatchError(f"what was chosen of {self.url} has no tensor, and safetensors files hold no values")
         names = {fqn: path.fqn for fqn, path in paths.items()}
-        limits: dict[str, Any] = {"max_file_bytes": max_file_bytes, "max_inflight_bytes": max_inflight_bytes}
         return export_safetensors(
-            self._catalog, names, local_path(target), overwrite=overwrite, progress=progress, **limits
+            self._catalog,
+            names,
+            local_path(target),
+            max_file_bytes=max_file_bytes,
+            overwrite=overwrite,
+            max_inflight_bytes=max_inflight_bytes,
+            progress=progress,
         )
 
     def to_torch_save(
@@ -407,9 +425,15 @@ class Checkpoint(Mapping[str, Any]):
         """
         from zarrckpt._convert.torch_save import export_torch_save
 
-        limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
-        limits |= {"overwrite": overwrite, "allow_pickle": self._allow_pickle}
-        return export_torch_save(self._catalog, self.select(*patterns)._stripped(strip), local_path(path), **limits)
+        return export_torch_save(
+            self._catalog,
+            self.select(*patterns)._stripped(strip),
+            local_path(path),
+            overwrite=overwrite,
+            allow_pickle=self._allow_pickle,
+            max_inflight_bytes=max_inflight_bytes,
+            progress=progress,
+        )
 
     def to_dcp(
         self,
@@ -435,11 +459,15 @@ class Checkpoint(Mapping[str, Any]):
         """
         from zarrckpt._dcp.export import export_dcp
 
-        limits: dict[str, Any] = {"max_inflight_bytes": max_inflight_bytes, "progress": progress}
         part = self.select(*patterns)
-        values = dict(part.non_tensors)
         return export_dcp(
-            self._catalog, part._stripped(strip), values, local_path(folder), overwrite=overwrite, **limits
+            self._catalog,
+            part._stripped(strip),
+            dict(part.non_tensors),
+            local_path(folder),
+            overwrite=overwrite,
+            max_inflight_bytes=max_inflight_bytes,
+            progress=progress,
         )
 
     def _stripped(self, prefix: str) -> dict[str, StatePath]:
@@ -608,7 +636,7 @@ class Checkpoint(Mapping[str, Any]):
         from zarr.storage import StorePath
 
         root = self._catalog.root
-        self._catalog.refuse_unstored(root.tensors[fqn])
+        self._catalog.refuse_unbacked_size(root.tensors[fqn])
         node = root.tensors[fqn].under(root.tree)
         # Built from the root's consolidated metadata: no request.
         document: Any = copy.deepcopy(node.document())
@@ -645,7 +673,7 @@ def latest(
     """
     place = StoreSpec(prefix, storage_options).open()
     folders = place.list_dir()[1]
-    if HOUSE in folders:
+    if RESERVED_GROUP in folders:
         warnings.warn(f"latest({place.url!r}) looks below a checkpoint: pass the folder that holds it", stacklevel=2)
     found = protocol.checkpoints_below(place, folders)
     for item in found:

@@ -1,8 +1,8 @@
 """Run jobs side by side: no more at a time than are useful, in bounded memory; the first failure wins. No torch.
 
-All of the package's threads come from :func:`run`, for jobs, and :func:`beside`, for one call. Two executors of the
-standard library are kept besides, where calls come one by one: for the syncs of local files, and for background saves.
-Threads that wait in gloo are the mesh's own.
+All threads of the package come from :func:`run_jobs`, for jobs, and :func:`in_thread`, for one call; but for two
+executors of the standard library, where calls come one by one (the syncs of local files, background saves), and the
+threads of a mesh that wait in gloo.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 T = TypeVar("T")
 
 
-def run(
+def run_jobs(
     jobs: Iterable[Callable[[], T]],
     concurrency: int | Callable[[], int],
     *,
@@ -49,7 +49,7 @@ def run(
 
 
 @contextmanager
-def beside(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable[[], T]]:
+def in_thread(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable[[], T]]:
     """Run a call in a thread of its own, until it ends. What this yields waits for the result, or raises the error.
 
     ``at_once``: in this thread, before anything else, where that takes no longer than the start of a thread.
@@ -69,9 +69,9 @@ def beside(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable
             raised_at = err.__traceback__
             outcome.set_exception(err)
 
-    # No pool: those take no work while the interpreter shuts down, when a save in the background still goes on.
-    thread = threading.Thread(target=work, name="zarrckpt-beside")
-    with suppress(RuntimeError):  # the system has no more
+    # Not a pool: pools take no work while the interpreter shuts down, when a background save may still run.
+    thread = threading.Thread(target=work, name="zarrckpt-call")
+    with suppress(RuntimeError):  # the system has no thread left
         thread.start()
     if thread.ident is None:
         work()
@@ -203,7 +203,7 @@ class _Crew(Generic[T]):
                 self._working -= 1
                 return None
             if self._working < self._limit():
-                with suppress(RuntimeError):  # the system has no more: those that there are do the work
+                with suppress(RuntimeError):  # the system has no thread left: the others do the work
                     self.start()
             return task
 
@@ -229,7 +229,7 @@ class Tally:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
-        """So many more are done."""
+        """Count bytes that are done."""
         with self._lock:
             self.done += nbytes
             if self._progress is not None:
@@ -249,23 +249,23 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 MAPPED = 1 << 20
-"""Memory of so many bytes is the system's own, not the allocator's."""
+"""From this many bytes on, memory is mapped from the system, not taken from the allocator."""
 
 
 def plain_bytes(nbytes: int) -> Bytes:
-    """Memory that is not set to anything, or all zeros; the system has it back as soon as it is let go.
+    """Memory with any contents. The system gets large ones back as soon as they are freed.
 
-    That is not so with the allocator's: it keeps what is let go, for each thread.
+    The allocator would keep them, for each thread.
     """
     if nbytes < MAPPED:
         return np.empty(nbytes, np.uint8)
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as err:
-        # As the allocator says it.
+        # The error that the allocator raises.
         raise MemoryError(f"{nbytes} bytes cannot be allocated: {err}") from err
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # As numpy does: one fault for 2 MiB, where the kernel has that.
+        # As numpy does: one page fault for 2 MiB, where the kernel has huge pages.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
@@ -289,7 +289,7 @@ class BytesBudget:
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
-        """Count memory of somebody else's."""
+        """Count memory that was allocated elsewhere."""
         need = min(nbytes, self.limit)
         with self._changed:
             self._reserve(need)
@@ -301,7 +301,7 @@ class BytesBudget:
 
     @contextmanager
     def take(self, nbytes: int, beside: int = 0) -> Iterator[Bytes]:
-        """Lend memory of that many bytes, with whatever is in it, and count ``beside`` bytes of somebody else's.
+        """Lend memory of that many bytes, with any contents, and count ``beside`` bytes that were allocated elsewhere.
 
         A job takes all that it needs at once: jobs that hold some and wait for more could wait for each other.
         """
@@ -347,6 +347,6 @@ class BytesBudget:
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to an eighth more: there are few sizes then, and memory fits again."""
+    """Rounded up by at most an eighth: with few different sizes, freed memory fits again."""
     step = max(1024, 1 << max(0, nbytes.bit_length() - 4))
     return -(-nbytes // step) * step

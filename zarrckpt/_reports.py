@@ -13,7 +13,8 @@ class SaveReport:
     """One committed save, the same on every rank.
 
     ``nbytes`` counts the bytes of all chunk objects, ``objects`` these objects; ``rank_bytes`` holds the part that
-    each rank wrote, by its rank in the process group; ``seconds`` is the coordinator's time from plan to clean-up.
+    each rank wrote, by its rank in the process group; ``seconds`` is the coordinator's time from the reading of its
+    state to the clean-up.
     """
 
     url: str

@@ -16,15 +16,15 @@ def put_chunk(
 ) -> ChunkEncoder:
     """Encode a chunk's elements and put it; what encoded it has its checksums and sizes.
 
-    ``key`` tells the key, and is asked once, when it is needed: it may wait for that.
+    ``key`` returns the key. It is called once, when the key is needed, and may wait.
     """
     encoder: ChunkEncoder | None = None
     with ExitStack() as held:
 
         def groups() -> Iterable[Sequence[Buffer]]:
-            # Once for each try of the store's.
+            # The store calls this once for each try.
             nonlocal encoder
-            # Taken when the store asks for the bytes: by then it has freed the memory of chunks before.
+            # Taken when the store asks for the bytes: by then it has freed the memory of the chunks before.
             held.close()
             encoder = ChunkEncoder(node, elements)
             scratch = held.enter_context(memory.take(*encoder.memory(in_parts=store.is_local)))

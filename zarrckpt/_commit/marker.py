@@ -8,34 +8,34 @@ from functools import cached_property
 
 from zarrckpt._format.documents import NODE, Json, join
 from zarrckpt._format.names import check_paths
-from zarrckpt._format.root import CHECKSUMS, HOUSE, SIZES, WRITERS, Root, parent_groups
+from zarrckpt._format.root import CHECKSUMS, RESERVED_GROUP, SIZES, WRITERS, Root, parent_groups
 from zarrckpt._format.sealed import Members, nesting_bounded, now, parse_sealed, sealed_bytes
 
 REMOVED = "removed"
 """The group beside those of the attempts whose document records that everything at the url is being removed."""
 
 PINS = "pins"
-"""The group beside it that holds the pins: what keeps a checkpoint from being removed or replaced."""
+"""The group beside those of the attempts that holds the pins: they keep a checkpoint from being removed or replaced."""
 
 PROBE = "probe-"
-"""How the names of objects in the house begin on which a store's conditional puts are tried."""
+"""Prefix of the names of the objects on which a store's conditional puts are tried."""
 
-CLAIM_KEY = f"{HOUSE}/{NODE}"
-REMOVAL_KEY = f"{HOUSE}/{REMOVED}/{NODE}"
+CLAIM_KEY = f"{RESERVED_GROUP}/{NODE}"
+REMOVAL_KEY = f"{RESERVED_GROUP}/{REMOVED}/{NODE}"
 
 _CHUNK_KEY = re.compile(r"c(\.\d+)*", re.ASCII)
-_PIN_KEY = re.compile(rf"{HOUSE}/{PINS}/([0-9a-f]{{32}}/)?{re.escape(NODE)}")
-_TABLE_KEY = re.compile(rf"{HOUSE}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES})/({re.escape(NODE)}|c\.0)")
+_PIN_KEY = re.compile(rf"{RESERVED_GROUP}/{PINS}/([0-9a-f]{{32}}/)?{re.escape(NODE)}")
+_TABLE_KEY = re.compile(rf"{RESERVED_GROUP}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES})/({re.escape(NODE)}|c\.0)")
 
 
-def marker_key(attempt: str) -> str:
+def marker_key(save_id: str) -> str:
     """Where an attempt puts its marker."""
-    return f"{HOUSE}/{attempt}/{NODE}"
+    return f"{RESERVED_GROUP}/{save_id}/{NODE}"
 
 
 def pin_key(pin_id: str) -> str:
     """Where a pin is put."""
-    return f"{HOUSE}/{PINS}/{pin_id}/{NODE}"
+    return f"{RESERVED_GROUP}/{PINS}/{pin_id}/{NODE}"
 
 
 def is_pin_key(key: str) -> bool:
@@ -52,7 +52,7 @@ def is_table_key(key: str) -> bool:
 class Marker:
     """What an attempt is going to write, put before its first chunk, so that others can clean up after it."""
 
-    attempt: str
+    save_id: str
     tree: str
     arrays: tuple[str, ...]
     groups: tuple[str, ...]
@@ -65,7 +65,7 @@ class Marker:
     def to_bytes(self) -> bytes:
         """The marker as it is stored."""
         own: Json = {
-            "attempt": self.attempt,
+            "attempt": self.save_id,
             "tree": self.tree,
             "base": self.base,
             "started": self.started,
@@ -83,7 +83,7 @@ class Marker:
     def folders(self) -> set[str]:
         """The folders that this attempt may have made, below the checkpoint's url."""
         nodes = {join(self.tree, path) for path in (*self.arrays, *self.groups)}
-        own = f"{HOUSE}/{self.attempt}"
+        own = f"{RESERVED_GROUP}/{self.save_id}"
         tables = {own, *(f"{own}/{name}" for name in (CHECKSUMS, WRITERS, SIZES))}
         return nodes | tables | ({self.tree} if self.tree else set())
 
@@ -116,10 +116,10 @@ def marker_of(root: Root) -> Marker:
 def parse_marker(data: bytes, where: str) -> Marker:
     """Validate a stored marker; errors as in :func:`zarrckpt._format.sealed.parse_sealed`."""
     members = parse_sealed(data, where)[1]
-    attempt, base = members.save_id("attempt"), members.text("base")
+    save_id, base = members.save_id("attempt"), members.text("base")
     return Marker(
-        attempt,
-        _tree(members, attempt),
+        save_id,
+        _tree(members, save_id),
         check_paths(members.sequence("arrays"), where),
         check_paths(members.sequence("groups"), where),
         members.time("started"),
@@ -128,9 +128,9 @@ def parse_marker(data: bytes, where: str) -> Marker:
     )
 
 
-def _tree(members: Members, attempt: str) -> str:
+def _tree(members: Members, save_id: str) -> str:
     tree = members.text("tree")
-    if tree not in ("", f"@{attempt}"):
+    if tree not in ("", f"@{save_id}"):
         raise members.fail("tree", tree, "'' or '@' and the attempt's id")
     return tree
 

@@ -11,7 +11,7 @@ from zarrckpt._commit.marker import PINS, Pin, pin_key
 from zarrckpt._errors import CheckpointError, CheckpointRemovedError, CheckpointReplacedError
 from zarrckpt._format.documents import NODE, group_document, join
 from zarrckpt._format.json_values import dumps
-from zarrckpt._format.root import HOUSE, Root
+from zarrckpt._format.root import RESERVED_GROUP, Root
 from zarrckpt._format.sealed import is_save_id, now
 from zarrckpt._store import Store, StoreSpec, Url
 
@@ -45,10 +45,10 @@ def pin(
     try:
         place.create(key, own.to_bytes())
         place.sync([key])
-        # Whoever removes puts a record, whoever replaces a marker, and looks for pins then: one of two sees the other.
+        # A removal puts its record, and a replacing save its marker, before it looks for pins: one sees the other.
         _refuse_endangered(place, root)
-        # Now that nobody removes the checkpoint any more: nothing is to be left behind a removal.
-        place.put(join(HOUSE, PINS, NODE), [dumps(group_document())])
+        # Only now, when no removal is running: it would leave this document behind.
+        place.put(join(RESERVED_GROUP, PINS, NODE), [dumps(group_document())])
     except BaseException:
         with suppress(CheckpointError):
             place.delete([key])
@@ -64,7 +64,7 @@ def _refuse_endangered(place: Store, root: Root) -> None:
         raise CheckpointReplacedError(f"the checkpoint at {place.url} was replaced meanwhile: pin it again")
     if rivals := [marker for marker in found.others if found.may_commit(marker)]:
         raise CheckpointReplacedError(
-            f"save {rivals[0].attempt}, begun {rivals[0].started}, is to replace the checkpoint at {place.url}: pin it "
+            f"save {rivals[0].save_id}, begun {rivals[0].started}, is to replace the checkpoint at {place.url}: pin it "
             f"when that has ended, or, if no save is running: zarrckpt recover {place.url} --stopped"
         )
 

@@ -52,9 +52,9 @@ from zarrckpt._format.chunk_layout import RawArray
 from zarrckpt._format.crc32c import crc32c
 from zarrckpt._format.documents import NODE, group_document, join
 from zarrckpt._format.json_values import dumps
-from zarrckpt._format.root import HISTORY, HOUSE, Root, Table, parse_root, table_node
+from zarrckpt._format.root import HISTORY, RESERVED_GROUP, Root, Table, parse_root, table_node
 from zarrckpt._format.sealed import is_save_id, is_tree
-from zarrckpt._jobs import run
+from zarrckpt._jobs import run_jobs
 from zarrckpt._store._failures import NO_BUCKET, is_full
 
 if TYPE_CHECKING:
@@ -62,19 +62,19 @@ if TYPE_CHECKING:
     from zarrckpt._store._base import Versioned
 
 _LEVELS = 3
-"""So many folders above a url are asked for a claim before a save: each costs a request, beside others."""
+"""In how many folders above a url a save looks for a claim before it begins: one request for each, all at once."""
 
 _INSIDE = 8
-"""So many folders above a url that does not open are asked for a root document."""
+"""In how many folders above a url that does not open a root document is looked for."""
 
 _LOOKED_INTO = 200
-"""So many folders are looked into at most for an error's text."""
+"""How many folders are looked into at most for an error's text."""
 
 _LOOKS = 5
 """How often what saves left is read until no save has committed meanwhile."""
 
 _DELETED_AT_ONCE = 1000
-"""So many objects a clean-up deletes before it looks again whether it may: S3 takes them in one request."""
+"""How many objects a clean-up deletes before it checks again whether it may: S3 takes that many in one request."""
 
 _LISTINGS = 3
 """How often a clean-up lists again until nothing is left, before it leaves the rest to the next one."""
@@ -98,7 +98,7 @@ class Attempt:
 
     @property
     def save_id(self) -> str:
-        return self.marker.attempt
+        return self.marker.save_id
 
     @property
     def tree(self) -> str:
@@ -137,12 +137,12 @@ def _why_absent(store: Store) -> str:
     """Why nothing opens at a url without a root document."""
     begun, ended, found = is_stored(store, CLAIM_KEY), False, ""
     try:
-        attempts = _attempts(store)
-        if REMOVED in attempts:
+        attempt_ids = _attempt_ids(store)
+        if REMOVED in attempt_ids:
             return f"the checkpoint at {store.url} is being removed: {_finish_removal(store)}"
         if not begun and (found := _folder_of_checkpoints(store)):
             return f"{store.url} is no checkpoint: {found}. Use that one, or list them: zarrckpt ls {store.url}"
-        markers = run((partial(_marker, store, attempt) for attempt in attempts), store.max_concurrency)
+        markers = run_jobs((partial(_marker, store, save_id) for save_id in attempt_ids), store.max_concurrency)
         ended = bool(markers) and all(marker is not None and marker.failed for marker in markers)
     except StorageError as err:
         if isinstance(err.__cause__, FileNotFoundError) or NO_BUCKET in str(err):
@@ -164,8 +164,8 @@ def _finish_removal(store: Store) -> str:
 
 def was_removed(store: Store) -> bool:
     """Whether a checkpoint whose root document is gone was removed, and not lost. One request or two."""
-    # In this order: a removal deletes its record last, so where that is gone by now, the claim is.
-    return REMOVED in _attempts(store) or not is_stored(store, CLAIM_KEY)
+    # In this order: a removal deletes its record last, so where the record is gone, the claim is gone, too.
+    return REMOVED in _attempt_ids(store) or not is_stored(store, CLAIM_KEY)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def checkpoints_below(store: Store, names: Iterable[str] | None = None, *, unfin
     """
     folders = store.list_dir()[1] if names is None else names
     looks = (partial(_below, store, name, unfinished) for name in folders if not name.startswith("@"))
-    return [found for found in run(looks, store.max_concurrency) if found is not None]
+    return [found for found in run_jobs(looks, store.max_concurrency) if found is not None]
 
 
 def _below(store: Store, name: str, unfinished: bool) -> Below | None:
@@ -195,7 +195,7 @@ def _below(store: Store, name: str, unfinished: bool) -> Below | None:
     except ForeignObjectsError:
         return None
     except ObjectNotFoundError:
-        return Below(name) if unfinished and any(store.list_dir(f"{name}/{HOUSE}")) else None
+        return Below(name) if unfinished and any(store.list_dir(f"{name}/{RESERVED_GROUP}")) else None
     except StorageError:
         raise
     except CheckpointError as err:
@@ -208,15 +208,15 @@ def places_below(store: Store) -> list[str]:
     A request for each folder there.
     """
     folders = store.list_dir()[1]
-    if HOUSE in folders:
+    if RESERVED_GROUP in folders:
         return []
     names = [name for name in folders if not name.startswith("@")]
-    houses = run((partial(store.list_dir, f"{name}/{HOUSE}") for name in names), store.max_concurrency)
+    houses = run_jobs((partial(store.list_dir, f"{name}/{RESERVED_GROUP}") for name in names), store.max_concurrency)
     return [name for name, house in zip(names, houses, strict=True) if any(house)]
 
 
 def newest(found: Iterable[Below]) -> Below | None:
-    """The one that was committed last; of equal ones, that with the greatest name."""
+    """The checkpoint that was committed last; of several at one time, the one with the greatest name."""
     committed = [(item.root.created, item.name, item) for item in found if item.root is not None]
     return max(committed, key=lambda item: item[:2])[2] if committed else None
 
@@ -225,7 +225,7 @@ def _folder_of_checkpoints(store: Store, names: Iterable[str] | None = None) -> 
     """That a url holds checkpoints, and which is the newest, for an error; "" where there are none right below."""
     try:
         folders = store.list_dir()[1] if names is None else names
-        # Of very many, those with the greatest numbers.
+        # Where there are very many, those with the greatest numbers.
         found = checkpoints_below(store, sorted(folders, key=_natural)[-_LOOKED_INTO:], unfinished=True)
     except StorageError:
         return ""
@@ -248,7 +248,7 @@ def _checkpoint_above(store: Store) -> str:
 
     # Not in the root of a filesystem.
     looks = (partial(root, levels) for levels in range(1, min(_INSIDE, len(names) - 1)))
-    for levels, found in enumerate(run(looks, _INSIDE), 1):
+    for levels, found in enumerate(run_jobs(looks, _INSIDE), 1):
         if found is not None:
             outer, inner = "/".join(names[:-levels]), [name for name in names[-levels:] if not is_tree(name)]
             part = ".".join(inner)
@@ -286,25 +286,25 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
         )
     root = None if seen.base is None else _base_root(store, seen.base, overwrite)
     if root is not None and not overwrite:
-        raise _exists(store, root)
+        raise _exists_error(store, root)
     older = _markers_of_all(store, root, seen)
-    first = not seen.claimed and _put_claim(store, marker.attempt)
+    first = not seen.claimed and _put_claim(store, marker.save_id)
     # An attempt that began beside a removal may have the canonical tree, and its claim be gone.
-    tree = "" if first and all(earlier.tree for earlier in older) else f"@{marker.attempt}"
+    tree = "" if first and all(earlier.tree for earlier in older) else f"@{marker.save_id}"
     base_id = "" if root is None else root.save_id
     own = dataclasses.replace(marker, tree=tree, base=base_id)
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]
     attempt = Attempt(own, seen.base, history, tuple(older))
-    keys = [marker_key(own.attempt)]
+    keys = [marker_key(own.save_id)]
     try:
         store.put(keys[0], [own.to_bytes()])
         if tree:
             keys.append(f"{tree}/{NODE}")
             store.put(keys[-1], [dumps(group_document())])
-        # Chunks that outlive a power cut must not outlive their list: nobody could tell then whose they are.
+        # After a power cut, no chunk may be there without the marker: nobody could tell whose it is.
         store.sync(keys)
         if seen.base is not None:
-            # After the marker, which whoever pins looks for after the pin: one of the two sees the other.
+            # After the marker is put: a pin is put before markers are looked for, so one of the two sees the other.
             refuse_pinned(store)
     except BaseException:
         abandon(store, attempt)
@@ -317,7 +317,7 @@ def refuse_committed(store: Store) -> None:
     base = _current_root(store)
     root = None if base is None else _base_root(store, base, damaged=False)
     if root is not None:
-        raise _exists(store, root)
+        raise _exists_error(store, root)
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class _Seen:
     base: Versioned | None
     claimed: bool
     names: set[str]
-    attempts: list[str]
+    attempt_ids: list[str]
     in_order: bool
     """Whether each of these was read after the one before it."""
     inside: ForeignObjectsError | None
@@ -336,27 +336,30 @@ class _Seen:
     @property
     def removal(self) -> bool:
         """Whether a removal is recorded that has not ended."""
-        return REMOVED in self.attempts
+        return REMOVED in self.attempt_ids
 
 
 def _look(store: Store, *, above: int = 0) -> _Seen:
     """Read the root, the claim and the listings: all at once, since each waits for a distant store.
 
-    And so many folders above are asked for a claim.
+    ``above``: in how many folders above the url a claim is looked for.
     """
-    reads: list[Callable[[Store], Any]] = [_current_root, _claimed, _top_names, _attempts]
+    reads: list[Callable[[Store], Any]] = [_current_root, _claimed, _top_names, _attempt_ids]
     reads += [partial(_inside, levels=levels) for levels in range(1, above + 1)]
     # Local files are read before a thread has started.
     at_once = 1 if store.is_local else len(reads)
-    base, claimed, names, attempts, *inside = run([partial(read, store) for read in reads], at_once)
+    base, claimed, names, attempt_ids, *inside = run_jobs([partial(read, store) for read in reads], at_once)
     refused = next((error for error in inside if error is not None), None)
-    return _Seen(base, claimed, names, attempts, in_order=False, inside=refused)
+    return _Seen(base, claimed, names, attempt_ids, in_order=False, inside=refused)
 
 
 def _inside(store: Store, levels: int) -> ForeignObjectsError | None:
-    """Why no save may be made below the folder so many levels above a url, if so. One small request, two more if so.
+    """Why no save may be made below the folder that is ``levels`` above a url; None where one may.
 
-    A checkpoint is there; or a save was begun there that writes, if it runs, below a folder of the url's name.
+    One small request, two more where there is a claim.
+
+    The reasons: a checkpoint is there; or a save was begun there that writes, if it runs, below a folder of the url's
+    name.
     """
     try:
         claimant = parse_claim(store.get_above(levels, CLAIM_KEY), "the claim above")
@@ -386,9 +389,9 @@ def _inside(store: Store, levels: int) -> ForeignObjectsError | None:
     )
 
 
-def _attempts(store: Store) -> list[str]:
+def _attempt_ids(store: Store) -> list[str]:
     """The ids of all attempts that have left something; :data:`REMOVED` is among them where a removal is recorded."""
-    names = store.list_dir(HOUSE)[1]
+    names = store.list_dir(RESERVED_GROUP)[1]
     # A folder may be there without its document.
     recorded = REMOVED in names and is_stored(store, REMOVAL_KEY)
     return [*filter(is_save_id, names), *([REMOVED] if recorded else [])]
@@ -428,7 +431,7 @@ def _base_root(store: Store, base: Versioned, damaged: bool) -> Root | None:
         return None
 
 
-def _exists(store: Store, root: Root) -> CheckpointExistsError:
+def _exists_error(store: Store, root: Root) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"Checkpoint already exists at {store.url} (save {root.save_id[:8]}, {root.created}); "
         "save to another path, or pass overwrite=True"
@@ -453,12 +456,12 @@ def _put_claim(store: Store, save_id: str) -> bool:
     return True
 
 
-def _marker(store: Store, attempt: str) -> Marker | None:
-    key = marker_key(attempt)
+def _marker(store: Store, save_id: str) -> Marker | None:
+    key = marker_key(save_id)
     try:
         marker = parse_marker(store.get(key), f"the marker {join(store.url, key)}")
-        # Another attempt's names nothing of this one: it was put here by somebody else.
-        return marker if marker.attempt == attempt else None
+        # The marker of another attempt, which somebody has copied here, names nothing of this one.
+        return marker if marker.save_id == save_id else None
     except ObjectNotFoundError:
         return None  # its attempt was cleaned between the listing and the read, or left only tables behind
     except (CorruptCheckpointError, ForeignObjectsError):
@@ -475,12 +478,12 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
     if seen.base is not None and not seen.in_order:
         # Listed again after the root was read: the attempt that wrote it may have begun in between.
         return _markers_of_all(store, root, _in_order(store, seen), folder=folder)
-    reads = (partial(_marker, store, attempt) for attempt in seen.attempts if attempt != REMOVED)
-    markers = [marker for marker in run(reads, store.max_concurrency) if marker is not None]
-    if root is not None and root.save_id not in {marker.attempt for marker in markers}:
+    reads = (partial(_marker, store, save_id) for save_id in seen.attempt_ids if save_id != REMOVED)
+    markers = [marker for marker in run_jobs(reads, store.max_concurrency) if marker is not None]
+    if root is not None and root.save_id not in {marker.save_id for marker in markers}:
         markers.append(marker_of(root))
-    # A tree without a marker is a cleaned one's, to which the network brought a put twice.
-    known = {HOUSE, NODE, *filter(is_tree, seen.names)}
+    # A tree without a marker is left of an attempt that was cleaned: a repeated put has arrived after that.
+    known = {RESERVED_GROUP, NODE, *filter(is_tree, seen.names)}
     for marker in markers:
         known |= marker.top_names()
     foreign = seen.names - known
@@ -489,14 +492,14 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
     if foreign and folder and seen.base is None:
         foreign -= {below.name for below in checkpoints_below(store, foreign, unfinished=True)}
     if foreign:
-        # Or it was cleaned in between, with its marker.
+        # It may have been cleaned in between, with its marker.
         foreign &= _top_names(store)
     if foreign:
-        raise _foreign(store, foreign, committed=seen.base is not None, begun=HOUSE in seen.names)
+        raise _foreign_error(store, foreign, committed=seen.base is not None, begun=RESERVED_GROUP in seen.names)
     return markers
 
 
-def _foreign(store: Store, names: set[str], *, committed: bool, begun: bool) -> ForeignObjectsError:
+def _foreign_error(store: Store, names: set[str], *, committed: bool, begun: bool) -> ForeignObjectsError:
     """The error for names at a url that no save wrote: other checkpoints, beside one of its own or not, or else."""
     own = committed or begun
     if not own and (found := _folder_of_checkpoints(store, names)):
@@ -527,7 +530,7 @@ def _foreign(store: Store, names: set[str], *, committed: bool, begun: bool) -> 
 def _in_order(store: Store, seen: _Seen) -> _Seen:
     """The same with listings of now: attempts after names, since whatever was listed has its marker by then."""
     names = _top_names(store)
-    return dataclasses.replace(seen, names=names, attempts=_attempts(store), in_order=True)
+    return dataclasses.replace(seen, names=names, attempt_ids=_attempt_ids(store), in_order=True)
 
 
 def _top_names(store: Store) -> set[str]:
@@ -550,12 +553,12 @@ def commit(store: Store, attempt: Attempt, root: Root) -> None:
             store.replace(NODE, data, attempt.base.version)
     except StorageError as err:
         winner = _winner(store)
-        # Ours was put and its answer was lost; perhaps another save has replaced it since: that is a success.
+        # This root was put and the answer was lost; another save may have replaced it since. Both are successes.
         if winner is not None and attempt.save_id in (winner.save_id, *winner.history):
             return store.sync([NODE])
         if winner is not None and winner.save_id != attempt.base_id:
             abandon(store, attempt, lost=True)
-            raise _lost(store, attempt.save_id, winner) from err
+            raise _lost_error(store, attempt.save_id, winner) from err
         # A full disk has refused it for good.
         if is_full(err):
             abandon(store, attempt)
@@ -583,7 +586,7 @@ def _winner(store: Store) -> Root | None:
         return None
 
 
-def _lost(store: Store, save_id: str, winner: Root) -> CheckpointExistsError:
+def _lost_error(store: Store, save_id: str, winner: Root) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"Checkpoint already exists at {store.url}: save {winner.save_id[:8]} committed while this one "
         f"({save_id[:8]}) was being written; nothing of it was changed"
@@ -605,7 +608,7 @@ def losing_is_named(store: Store, save_id: Callable[[], str], base_id: Callable[
         winner = _winner(store)
         if winner is None or winner.save_id == base or save_id() in (winner.save_id, *winner.history):
             raise
-        raise _lost(store, save_id(), winner) from err
+        raise _lost_error(store, save_id(), winner) from err
 
 
 @dataclass(frozen=True)
@@ -632,7 +635,7 @@ class Leftovers:
     @property
     def others(self) -> list[Marker]:
         """The markers of all attempts but the committed one."""
-        return [marker for marker in self.markers if self.root is None or marker.attempt != self.root.save_id]
+        return [marker for marker in self.markers if self.root is None or marker.save_id != self.root.save_id]
 
     def may_commit(self, marker: Marker) -> bool:
         """Whether an attempt, if it still runs, could commit: what it is to replace is what is there."""
@@ -651,10 +654,10 @@ def leftovers(store: Store, *, damaged: bool = False, folder: bool = False) -> L
         seen = _in_order(store, _look(store))
         root = None if seen.base is None else _base_root(store, seen.base, damaged or seen.removal)
         markers = _markers_of_all(store, root, seen, folder=folder and not seen.removal)
-        probes = [f"{HOUSE}/{name}" for name in store.list_dir(HOUSE)[0] if name.startswith(PROBE)]
+        probes = [f"{RESERVED_GROUP}/{name}" for name in store.list_dir(RESERVED_GROUP)[0] if name.startswith(PROBE)]
         root_bytes = None if seen.base is None else seen.base.data
-        # Only beside one root do markers tell who could still commit: of a save that began beside a newer one, and of
-        # that one itself, they would tell the wrong thing.
+        # Markers tell who could still commit only beside the root that they were read with: a save that commits in
+        # between changes that.
         if root_bytes == get_if_stored(store, NODE):
             return Leftovers(root_bytes, root, seen.claimed, markers, probes, pin_keys(store), seen.removal)
     raise StorageError(f"other saves to {store.url} commit all the time: try again when they have ended")
@@ -674,14 +677,14 @@ def pins(store: Store) -> list[Pin]:
         # Somebody needed the checkpoint, even where it is not known who.
         return pin if pin is not None and pin.pin_id == pin_id else Pin(pin_id, "a damaged pin", "")
 
-    ids = filter(is_save_id, store.list_dir(f"{HOUSE}/{PINS}")[1])
-    found = run((partial(read, pin_id) for pin_id in ids), store.max_concurrency)
+    ids = filter(is_save_id, store.list_dir(f"{RESERVED_GROUP}/{PINS}")[1])
+    found = run_jobs((partial(read, pin_id) for pin_id in ids), store.max_concurrency)
     return sorted((one for one in found if one is not None), key=lambda one: one.created)
 
 
 def pin_keys(store: Store) -> list[str]:
     """The keys of all pins at a url, and of their group. One listing."""
-    return [info.key for info in store.list(f"{HOUSE}/{PINS}") if is_pin_key(info.key)]
+    return [info.key for info in store.list(f"{RESERVED_GROUP}/{PINS}") if is_pin_key(info.key)]
 
 
 def refuse_pinned(store: Store) -> None:
@@ -770,14 +773,14 @@ def clean(
     for marker in markers:
         tops = marker.top_names()
         deleted += _delete_named(store, marker, tops, spared, removal)
-        for _ in range(_LISTINGS if marker.attempt in done else 0):
+        for _ in range(_LISTINGS if marker.save_id in done else 0):
             # A listing may be stale, and what it lacks would be nobody's without the marker.
             tops &= _top_names(store)
             more = _delete_named(store, marker, tops, spared, removal)
             deleted += more
             if not more:
                 # Last: after a crash in between, the next clean-up still knows what to look for.
-                store.delete([marker_key(marker.attempt)])
+                store.delete([marker_key(marker.save_id)])
                 break
     return deleted
 
@@ -810,32 +813,33 @@ def _delete_named(
 
 def _named_keys(store: Store, marker: Marker, tops: Iterable[str], spared: Sequence[Marker]) -> list[str]:
     """The stored keys that a marker names below some names, and none of ``spared`` does, and its attempt's tables."""
-    # A flat state has a folder an entry: one listing after the other would take long.
+    # A flat state has a folder for each entry: one listing after the other would take long.
     reads = (partial(_named, store, marker, top, spared) for top in sorted(tops))
-    keys = [key for listing in run(reads, store.max_concurrency) for key in listing]
-    return keys + [info.key for info in store.list(f"{HOUSE}/{marker.attempt}") if is_table_key(info.key)]
+    keys = [key for listing in run_jobs(reads, store.max_concurrency) for key in listing]
+    return keys + [info.key for info in store.list(f"{RESERVED_GROUP}/{marker.save_id}") if is_table_key(info.key)]
 
 
 def _named(store: Store, marker: Marker, top: str, spared: Sequence[Marker]) -> list[str]:
     """The stored keys below a folder that a marker names, and none of ``spared`` does."""
     stored = [info.key for info in store.list(top)]
     keys = [key for key in stored if marker.names_key(key)]
-    # Another checkpoint may have got in there, whose root has the name of a group's document.
-    inner = {key.partition(f"/{HOUSE}/")[0] for key in stored if f"/{HOUSE}/" in key}
+    # Another checkpoint may be inside, whose root document has the name of a group's document.
+    inner = {key.partition(f"/{RESERVED_GROUP}/")[0] for key in stored if f"/{RESERVED_GROUP}/" in key}
     if inner:
         keys = [key for key in keys if not any(key.startswith(f"{folder}/") for folder in inner)]
     return [key for key in keys if not any(other.names_key(key) for other in spared)]
 
 
-def stored_keys(store: Store, marker: Marker, spared: Sequence[Marker]) -> int:
+def count_stored(store: Store, marker: Marker, spared: Sequence[Marker]) -> int:
     """How many objects are stored that a marker names, and none of ``spared`` does."""
     return len(_named_keys(store, marker, marker.top_names() & _top_names(store), spared))
 
 
 def sweep(store: Store) -> None:
     """Remove what is left of writes of root, claim and markers that a crash cut short. No save may be running."""
-    pins = [f"{PINS}/{pin_id}" for pin_id in store.list_dir(f"{HOUSE}/{PINS}")[1]]
-    store.sweep(["", HOUSE, *(f"{HOUSE}/{name}" for name in (REMOVED, *_attempts(store), *pins, PINS))])
+    pins = [f"{PINS}/{pin_id}" for pin_id in store.list_dir(f"{RESERVED_GROUP}/{PINS}")[1]]
+    names = (REMOVED, *_attempt_ids(store), *pins, PINS)
+    store.sweep(["", RESERVED_GROUP, *(f"{RESERVED_GROUP}/{name}" for name in names)])
 
 
 def abandon(store: Store, attempt: Attempt, *, lost: bool = False) -> None:

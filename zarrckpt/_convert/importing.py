@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zarrckpt._convert.safetensors import INDEX, SAFETENSORS_SUFFIX
 from zarrckpt._errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeValueError, UnsupportedValueError
@@ -38,13 +37,11 @@ def import_checkpoint(
     allow_pickle: bool = False,
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    no_dist: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     options: SaveOptions | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Save what another library's files hold as a checkpoint. Runs in one process.
+    """Save what another library's files hold as a checkpoint. Runs in this process alone.
 
     Files are mapped into memory, and what is saved is read as it is written: what the process allocates does not grow
     with the model. The system takes the pages of such files back when memory is short.
@@ -58,7 +55,7 @@ def import_checkpoint(
         allow_pickle: values, and DCP's metadata, that hold other classes than torch's and Python's own run their code.
         progress: called as ``progress(bytes_done, bytes_total)``.
 
-    The other arguments are those of :func:`save`.
+    The other arguments are those of :func:`save`; what it says of ranks does not apply.
 
     Tensors that share memory in a file of ``torch.save`` (tied weights) are saved under each of their names.
 
@@ -66,14 +63,13 @@ def import_checkpoint(
     UnsupportedLayoutError where the pieces of a tensor leave gaps or overlap, and what :func:`save` raises.
     """
     path = Path(source)
-    ranks = Ranks(process_group, no_dist)
     paths, leaf = _source(path, allow_pickle)
     wanted = select(paths, keys, str(path)) if keys else [*paths]
     above = prefix.split(".") if prefix else []
     entries = {fqn: leaf(fqn) for fqn in wanted}
     named = {fqn: _path_with(above, paths[fqn]) for fqn in wanted}
     flat = {named[fqn].fqn: entries[fqn] for fqn in wanted}
-    request = SaveRequest.checked(
+    request = SaveRequest.from_arguments(
         url,
         options,
         overwrite=overwrite,
@@ -81,6 +77,7 @@ def import_checkpoint(
         storage_options=storage_options,
         progress=progress,
     )
+    ranks = Ranks(no_dist=True)
     return run_save(lambda: LocalState(flat, {path.fqn: path for path in named.values()}), request, ranks)
 
 

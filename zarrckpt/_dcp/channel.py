@@ -50,9 +50,9 @@ class _Group:
         except RuntimeError as err:
             raise PeerLost(f"the ranks {list(name.members)} were not connected: {str(err).splitlines()[0]}") from None
 
-    def piece(self, way: str, peer: int, data: Any, tag: int) -> Any:
+    def piece(self, way: str, peer: int, data: Any) -> Any:
         """Begin to send or receive a piece."""
-        return getattr(self._group, way)([torch.from_numpy(data)], peer, tag)
+        return getattr(self._group, way)([torch.from_numpy(data)], peer, 0)
 
     def close(self) -> None:
         """Hang up: every rank that waits for this one is told."""

@@ -48,7 +48,7 @@ def export_dcp(
     target = target.rstrip("/") or target
     nodes = {fqn: catalog.root.tensors[fqn] for fqn in paths if fqn not in values}
     for node in nodes.values():
-        catalog.refuse_unstored(node)
+        catalog.refuse_unbacked_size(node)
     _refuse_foreign(target, overwrite)
     total = sum(node.nbytes for node in nodes.values())
     # A third for what is read, one for what is on its way there, one for what DCP makes of it.

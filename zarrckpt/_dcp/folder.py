@@ -33,7 +33,7 @@ from zarrckpt._errors import (
 )
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
-from zarrckpt._ranks.torch_private import without_data
+from zarrckpt._ranks.torch_private import checkpoint_offset, without_data
 from zarrckpt._state.local_boxes import HeldPieces
 
 METADATA = ".metadata"
@@ -140,7 +140,7 @@ class DcpFolder:
                     f"{fake.dtype} of {tuple(fake.shape)}, expected {entry.properties.dtype} of {tuple(box.sizes)}"
                 )
             storage = fake.untyped_storage()
-            begin, nbytes = info.offset + storage._checkpoint_offset, storage.nbytes()
+            begin, nbytes = info.offset + checkpoint_offset(storage), storage.nbytes()
             if begin + nbytes > info.offset + info.length:
                 raise ValueError(f"{nbytes} bytes from {begin} on are more than there are")
             # The bytes may be unaligned: numpy looks at the address, and torch does not mind.

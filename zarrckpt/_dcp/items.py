@@ -18,7 +18,7 @@ from zarrckpt._format import dtypes
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
-from zarrckpt._plan.holders import ReplicaPart, Told
+from zarrckpt._plan.holders import AllDescriptions, ReplicaPart
 from zarrckpt._ranks.torch_private import merged_plans
 from zarrckpt._state.digests import content_digest
 
@@ -83,7 +83,7 @@ def whole_plans(plans: list[SavePlan]) -> list[SavePlan]:
     return found[0]
 
 
-def told_by(plans: Sequence[SavePlan]) -> tuple[Told, list[dict[ReplicaPart, bytes]]]:
+def descriptions_of(plans: Sequence[SavePlan]) -> tuple[AllDescriptions, list[dict[ReplicaPart, bytes]]]:
     """What all ranks have to save, as descriptions; and the digests of each rank's parts."""
     facts: list[Facts] = [plan.storage_data for plan in plans]
     # A planner leaves out all but one of the replicas, but may also leave out, or add, what it likes: it is asked by
@@ -93,7 +93,7 @@ def told_by(plans: Sequence[SavePlan]) -> tuple[Told, list[dict[ReplicaPart, byt
     items = [_merged_items(plan.items, fact.items, kept) for plan, fact in zip(plans, facts, strict=True)]
     descriptions = [_description(own, paths, fact.notes) for own, fact in zip(items, facts, strict=True)]
     digests = [_digests(own, fact.notes) for own, fact in zip(items, facts, strict=True)]
-    return Told(descriptions, np.arange(len(plans)), [fact.rank for fact in facts]), digests
+    return AllDescriptions(descriptions, np.arange(len(plans)), [fact.rank for fact in facts]), digests
 
 
 def _merged_items(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -104,22 +104,11 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
     Args:
         strict: a target key that the checkpoint lacks raises KeyMismatchError; otherwise that target stays as it is.
         allow_cast: convert to the target's dtype instead of raising KeyMismatchError.
-        select: called with each flat name; targets for which it is false are left alone.
-        required: called with each flat name in the checkpoint that has no target; true makes it an error.
     """
 
-    def __init__(
-        self,
-        *,
-        strict: bool = True,
-        allow_cast: bool = False,
-        select: Callable[[str], bool] | None = None,
-        required: Callable[[str], bool] | None = None,
-    ) -> None:
+    def __init__(self, *, strict: bool = True, allow_cast: bool = False) -> None:
         super().__init__(allow_partial_load=not strict)
         self.allow_cast = allow_cast
-        self._select = select or (lambda fqn: True)
-        self._required = required or (lambda fqn: False)
         self.loaded: list[str] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -135,12 +124,7 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
         self._values = {}
         self._match = match = Match(
-            _saved(metadata),
-            state_dict,
-            strict=not self.allow_partial_load,
-            allow_cast=self.allow_cast,
-            select=self._select,
-            required=self._required,
+            _saved(metadata), state_dict, strict=not self.allow_partial_load, allow_cast=self.allow_cast
         )
         self.loaded, self.missing, self.unexpected = match.loaded, match.missing, match.unexpected
         match.check()

@@ -30,7 +30,7 @@ from zarrckpt._errors import CheckpointError, CheckpointReplacedError, KeyMismat
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
 from zarrckpt._format.root import Root
-from zarrckpt._jobs import Progress, run
+from zarrckpt._jobs import Progress, run_jobs
 from zarrckpt._load.fill import TensorReads, TensorTarget
 from zarrckpt._load.shared_reads import Shares, plan_shares, wanted_boxes
 from zarrckpt._options import LoadOptions, checked_options
@@ -165,17 +165,16 @@ class ZarrStorageReader(StorageReader):
                 f"the checkpoint at {self.checkpoint_id} was replaced while the ranks opened it: some have save "
                 f"{min(saves)[:8]}, others {max(saves)[:8]}; nothing was loaded, load again"
             )
-        shares: list[Shares] = [{}] * len(plans)
+        shares: dict[int, Shares] = {rank: {} for rank in range(len(plans))}
         if len(plans) > 1 and self._catalog is not None and self._options.shares(self._catalog.store.is_local):
             nodes = self._catalog.root.tensors
             targets = [_targets(plan.items) for plan in plans]
             for fqn in {fqn for own in targets for fqn, _ in own}:
-                self._catalog.refuse_uncounted(nodes[fqn])
-            shares = plan_shares(
-                nodes, wanted_boxes(targets), len(plans), max(1, self._options.max_inflight_bytes // 4)
-            )
-        channel = ChannelName.new(tuple(fact.rank for fact in facts)) if any(shares) else None
-        tasks = [_LoadTask(own, channel) for own in shares]
+                self._catalog.refuse_more_chunks_than_checksums(nodes[fqn])
+            limit = max(1, self._options.max_inflight_bytes // 4)
+            shares = plan_shares(range(len(plans)), nodes, wanted_boxes(targets), len(plans), limit)
+        channel = ChannelName.new(tuple(fact.rank for fact in facts)) if any(shares.values()) else None
+        tasks = [_LoadTask(own, channel) for own in shares.values()]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     # -- all ranks
@@ -196,11 +195,11 @@ class ZarrStorageReader(StorageReader):
             with suppress(PeerLost), pieces_connected(task.channel) as channel:
                 begun = self._begun(self._catalog, plan.items, planner)
                 if channel is not None:
-                    with self._catalog.guard():
+                    with self._catalog.explaining_damage():
                         begun[0].share(task.shares, channel)
             # What did not come from others, this rank fetches by itself.
             reads, values = begun = begun or self._begun(self._catalog, plan.items, planner)
-            with self._catalog.guard():
+            with self._catalog.explaining_damage():
                 reads.read()
         finally:
             self.bytes_read = 0 if begun is None else begun[0].bytes_read
@@ -221,8 +220,8 @@ class ZarrStorageReader(StorageReader):
         self._check_dtypes(catalog.root, tensors, planner)
         read = partial(catalog.read_object, allow_pickle=self._allow_pickle)
         # Several at once: each blob is a request.
-        found = run((partial(read, item.storage_index.fqn) for item in objects), catalog.store.max_concurrency)
-        with catalog.guard():
+        found = run_jobs((partial(read, item.storage_index.fqn) for item in objects), catalog.store.max_concurrency)
+        with catalog.explaining_damage():
             targets = [_target(item, planner) for item in tensors]
             reads = TensorReads(catalog, targets, self._options.max_inflight_bytes, self._progress)
         return reads, list(zip(objects, found, strict=True))

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zarrckpt._dcp.channel import ChannelName, pieces_connected
-from zarrckpt._dcp.items import Facts, Notes, PlannerSource, check_item, told_by, whole_plans
+from zarrckpt._dcp.items import Facts, Notes, PlannerSource, check_item, descriptions_of, whole_plans
 from zarrckpt._dcp.planner import gives_the_states_own
 from zarrckpt._errors import CheckpointError, IncompleteSaveError
 from zarrckpt._jobs import Progress
 from zarrckpt._options import SaveOptions
-from zarrckpt._plan.holders import hold
+from zarrckpt._plan.holders import gather_state
 from zarrckpt._plan.plan import Layout, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.errors import PeerLost
@@ -30,7 +30,7 @@ from zarrckpt._ranks.group import global_rank
 from zarrckpt._ranks.torch_private import sent_plans
 from zarrckpt._save.agree import differing_parts, warn_of
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.run import AttemptName, SaveAttempt
+from zarrckpt._save.run import AttemptName, RankSave
 from zarrckpt._store import Url
 
 
@@ -80,7 +80,7 @@ class ZarrStorageWriter(StorageWriter):
         options: SaveOptions | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._request = SaveRequest.checked(
+        self._request = SaveRequest.from_arguments(
             url,
             options,
             overwrite=overwrite,
@@ -91,13 +91,13 @@ class ZarrStorageWriter(StorageWriter):
         self.save_id: str | None = None
         """The id of the save that this writer made last, as in the checkpoint's root document."""
         self._items: Sequence[WriteItem] = ()
-        self._attempt: SaveAttempt | None = None
+        self._save: RankSave | None = None
         self._layout: Layout | None = None
         self._hollow: frozenset[str] = frozenset()
         self._alone = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_items": (), "_attempt": None, "_layout": None}
+        return {**self.__dict__, "_items": (), "_save": None, "_layout": None}
 
     @property
     def checkpoint_id(self) -> str:
@@ -128,7 +128,7 @@ class ZarrStorageWriter(StorageWriter):
                 "use_collectives=False is not supported: zarrckpt commits once, on one rank, after all have "
                 "written; leave it out"
             )
-        self._attempt = SaveAttempt(self._request)
+        self._save = RankSave(self._request)
         self._layout = None
         self._items = ()
         # Plans are sent whole then, with our own data in them, and this save is planned anew.
@@ -158,17 +158,17 @@ class ZarrStorageWriter(StorageWriter):
         About 9 requests. Raises CheckpointExistsError, ForeignObjectsError, UnsupportedLayoutError. Warns of what ranks
         hold differently under one name.
         """
-        assert self._attempt is not None
+        assert self._save is not None
         plans = whole_plans(plans)
-        told, digests = told_by(plans)
+        gathered, digests = descriptions_of(plans)
         only, differing = differing_parts(digests)
-        held = hold(told, only)
-        warn_of({**held.differing, **differing})
-        planned = plan_save(held, self._request.options.plan)
-        self._layout, self._hollow = planned.layout, held.hollow
-        members = tuple(told.members)
+        state = gather_state(gathered, only)
+        warn_of({**state.differing, **differing})
+        planned = plan_save(state, self._request.options.plan)
+        self._layout, self._hollow = planned.layout, state.hollow
+        members = tuple(gathered.members)
         self._alone = len(members) == 1
-        name = self._attempt.begin(planned.layout)
+        name = self._save.begin(planned.layout)
         channel = ChannelName.new(members) if planned.moves else None
         tasks = [_SaveTask(planned.part(rank), name, channel) for rank in range(len(plans))]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
@@ -178,23 +178,23 @@ class ZarrStorageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks, blobs and documents, many at a time, and sync them.
 
-        One put an object. Raises before the first put where a resolved tensor is not what was planned.
+        One put per object. Raises before the first put where a resolved tensor is not what was planned.
         """
-        if self._attempt is None or not isinstance(plan.storage_data, _SaveTask):
+        if self._save is None or not isinstance(plan.storage_data, _SaveTask):
             raise CheckpointError("this save's plan did not arrive: was write_data called outside dcp.save?")
-        task, attempt = plan.storage_data, self._attempt
+        task, save = plan.storage_data, self._save
         self.save_id = task.attempt.save_id
         source = PlannerSource(planner, [*plan.items, *self._items], gives_the_states_own(planner))
         future: Future[list[WriteResult]] = Future()
         try:
             with pieces_connected(task.channel) as channel:
-                results = attempt.write(lambda: task.attempt, task.part, source, channel, lambda: None)
+                results = save.write(lambda: task.attempt, task.part, source, channel, lambda: None)
         except PeerLost as err:
             future.set_result([WriteResult(MetadataIndex(""), 0, _LostPeer(str(err)))])
             return future
         except BaseException:
             if self._alone:
-                attempt.abandon()  # there is no other rank that might still write
+                save.abandon()  # there is no other rank that might still write
             raise
         future.set_result([WriteResult(MetadataIndex(fqn), result.nbytes, result) for fqn, result in results.items()])
         return future
@@ -206,15 +206,15 @@ class ZarrStorageWriter(StorageWriter):
 
         Raises IncompleteSaveError where a chunk is missing, CheckpointExistsError where another save committed first.
         """
-        assert self._attempt is not None and self._layout is not None
+        assert self._save is not None and self._layout is not None
         try:
             _refuse_lost(results)
             written = [{result.index.fqn: result.storage_data for result in rank} for rank in results]
             _check_metadata(metadata, self._layout, self._hollow)
-            report = self._attempt.finish(self._layout, written)
-            metadata.storage_data = self._attempt.commit(report)
+            report = self._save.finish(self._layout, written)
+            metadata.storage_data = self._save.commit(report)
         except BaseException:
-            self._attempt.abandon()
+            self._save.abandon()
             raise
 
 

@@ -115,7 +115,7 @@ def _document(grid: Grid, dtype: DType, portable: bool, compression: Compression
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(grid.shape),
-        "data_type": stored.zarr_name,
+        "data_type": stored.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": stored.fill_value,

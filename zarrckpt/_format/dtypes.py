@@ -46,11 +46,6 @@ class DType:
         return dtype
 
     @property
-    def zarr_name(self) -> str:
-        """The ``data_type`` in ``zarr.json``: the name itself, so far for every type."""
-        return self.name
-
-    @property
     def fill_value(self) -> FillValue:
         """What readers that know nothing of this package return where a chunk is absent.
 
@@ -80,14 +75,9 @@ class DType:
         return {"name": "bytes", "configuration": {"endian": "little"}}
 
     @property
-    def portable_name(self) -> str:
-        """The name of the core type that can hold the same bits: this one's, or an unsigned integer's."""
-        return self.name if self.core else f"uint{8 * self.itemsize}"
-
-    @property
     def portable(self) -> DType:
         """The core type that can hold the same bits: this one, or an unsigned integer."""
-        return DTYPES[self.portable_name]
+        return self if self.core else DTYPES[f"uint{8 * self.itemsize}"]
 
 
 DTYPES: dict[str, DType] = {

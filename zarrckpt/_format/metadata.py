@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from zarrckpt._errors import CorruptCheckpointError
-from zarrckpt._format import values as _values
+from zarrckpt._format import json_values
 from zarrckpt._format.state_path import KEY_BITS
 
 MAX_METADATA = 64 << 10
@@ -30,7 +30,7 @@ def checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
     reserved = [name for name in plain if name.startswith(RESERVED)]
     if reserved:
         raise ValueError(f"metadata[{reserved[0]!r}]: names that begin with {RESERVED!r} are reserved")
-    if (size := _values.json_size(_values.encode_json(plain))) > MAX_METADATA:
+    if (size := json_values.json_size(json_values.encode_json(plain))) > MAX_METADATA:
         raise _too_large(f"{size:,} bytes")
     return plain
 
@@ -43,11 +43,11 @@ def _plain(value: Any, where: str, depth: int, room: Iterator[int]) -> Any:
         raise ValueError(f"{where} is an int of {value.bit_length()} bits, more than {KEY_BITS}")
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, Mapping | list | tuple) and depth == _values.MAX_DEPTH:
-        raise ValueError(f"metadata nests deeper than {_values.MAX_DEPTH} levels")
+    if isinstance(value, Mapping | list | tuple) and depth == json_values.MAX_DEPTH:
+        raise ValueError(f"metadata nests deeper than {json_values.MAX_DEPTH} levels")
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, str) or not _values.is_plain_key(str(key)):
+            if not isinstance(key, str) or not json_values.is_plain_key(str(key)):
                 raise TypeError(f"{where}: the key {key!r} must be a str of Unicode that does not begin with '$'")
         return {str(key): _plain(item, f"{where}[{key!r}]", depth + 1, room) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -70,10 +70,10 @@ def _too_large(found: str) -> ValueError:
 def parse_metadata(found: Any, where: str) -> dict[str, Any]:
     """The metadata of a stored root. Raises CorruptCheckpointError."""
     try:
-        value = _values.decode_json(found)
+        value = json_values.decode_json(found)
     except CorruptCheckpointError as err:
         raise CorruptCheckpointError(f"{where}: metadata: {err}") from err
-    if type(value) is not dict or not _is_plain_value(value) or _values.json_size(found) > MAX_METADATA:
+    if type(value) is not dict or not _is_plain_value(value) or json_values.json_size(found) > MAX_METADATA:
         raise CorruptCheckpointError(
             f"{where}: metadata is {found!r:.80}, expected an object of values as JSON has them, of at most "
             f"{MAX_METADATA:,} bytes"
@@ -83,7 +83,7 @@ def parse_metadata(found: Any, where: str) -> dict[str, Any]:
 
 def _is_plain_value(value: object) -> bool:
     if type(value) is dict:
-        return all(map(_values.is_plain_key, value)) and all(map(_is_plain_value, value.values()))
+        return all(map(json_values.is_plain_key, value)) and all(map(_is_plain_value, value.values()))
     if type(value) is list:
         return all(map(_is_plain_value, value))
     if type(value) is int:

@@ -9,17 +9,16 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from zarrckpt._errors import CorruptCheckpointError, KeyMismatchError
-from zarrckpt._format import dtypes
+from zarrckpt._errors import CorruptCheckpointError
+from zarrckpt._format import dtypes, json_values
 from zarrckpt._format import names as _names
-from zarrckpt._format import values as _values
 from zarrckpt._format.documents import ATTRIBUTE, ArrayNode, Json, group_document, join, parse_array, same_json
 from zarrckpt._format.grid import Grid, Ints
 from zarrckpt._format.metadata import parse_metadata
 from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, one_nan
 
-HOUSE = "@zarrckpt"
+RESERVED_GROUP = "@zarrckpt"
 """The group that holds the claim, a group for each attempt (its marker and its tables), records and pins."""
 
 CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
@@ -159,16 +158,6 @@ class Root:
             raise CorruptCheckpointError(f"entry {fqn!r:.200} has no key {RANKS!r} at its level {stack.level}")
         return StatePath([*map(one_nan, keys)], containers, *(stack or ()))
 
-    def group_path(self, name: str) -> str:
-        """The node path of the group with a flat name. Raises KeyMismatchError where no array is below such a group."""
-        for fqn, entry in self.entries.items():
-            if fqn.startswith(f"{name}.") and not isinstance(entry, ValueEntry):
-                keys = self.state_path(fqn).keys
-                for depth in range(1, len(keys)):
-                    if ".".join(map(str, keys[:depth])) == name:
-                        return "/".join(self.node_path(fqn).split("/")[:depth])
-        raise KeyMismatchError(f"no group {name!r} with arrays below it")
-
     def groups(self) -> list[str]:
         """Paths, from the checkpoint's url, of all groups below the root, the tree's own included."""
         inside = [join(self.tree, path) for path in parent_groups(node.path for node in self.arrays())]
@@ -192,7 +181,7 @@ class Root:
             "software": dict(self.software),
             "world_size": self.world_size,
             "entries": {fqn: self._entry_json(fqn, entry) for fqn, entry in self.entries.items()},
-            "keys": {fqn: [_values.encode_json(key) for key in keys] for fqn, keys in self.keys.items()},
+            "keys": {fqn: [json_values.encode_json(key) for key in keys] for fqn, keys in self.keys.items()},
             "containers": dict(self.containers),
             "tables": {
                 name: {"length": table.length, "crc32c": table.crc32c}
@@ -201,7 +190,7 @@ class Root:
             },
         }
         if self.metadata:
-            members["metadata"] = _values.encode_json(dict(self.metadata))
+            members["metadata"] = json_values.encode_json(dict(self.metadata))
         consolidated = {"kind": "inline", "must_understand": False, "metadata": self.documents()}
         return sealed_bytes(members, {"zarr_conventions": [CONVENTION]}, {"consolidated_metadata": consolidated})
 
@@ -229,7 +218,7 @@ def parent_groups(paths: Iterable[str]) -> set[str]:
 
 def table_node(save_id: str, name: str, length: int) -> ArrayNode:
     """The array that holds a table of an attempt; its path begins at the checkpoint's url."""
-    return ArrayNode(join(HOUSE, save_id, name), Grid((length,), (max(length, 1),)), dtypes.by_name("uint32"))
+    return ArrayNode(join(RESERVED_GROUP, save_id, name), Grid((length,), (max(length, 1),)), dtypes.by_name("uint32"))
 
 
 def spans(ranks: Iterable[int]) -> list[list[int]]:
@@ -406,7 +395,7 @@ class _Entries:
         if fqn not in self._members.mapping("entries") or not isinstance(keys, list):
             raise self._members.fail(f"the keys of {fqn!r:.200}", keys, "a list, for a known entry")
         try:
-            found = tuple(map(_values.decode_json, keys))
+            found = tuple(map(json_values.decode_json, keys))
         except CorruptCheckpointError as err:
             raise self._members.fail(f"the keys of {fqn!r:.200}", keys, f"values ({err})") from err
         if not all(map(is_key, found)):

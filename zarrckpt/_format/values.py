@@ -1,4 +1,4 @@
-"""Non-tensor entries: values <-> JSON (see ``_json_values``), or <-> the bytes of a blob.
+"""Non-tensor entries: values <-> JSON (see :mod:`zarrckpt._format.json_values`), or <-> the bytes of a blob.
 
 What has no JSON form, or one of more than :data:`MAX_JSON_VALUE` bytes, is kept as bytes in the first of
 these encodings that takes it:
@@ -41,34 +41,7 @@ from zarrckpt._errors import (
     UnsupportedValueError,
 )
 from zarrckpt._format.dtypes import DTYPES
-from zarrckpt._format.json_values import (
-    MAX_DEPTH,
-    NOT_JSON,
-    Decoder,
-    Encoder,
-    NotJson,
-    decode_json,
-    dumps,
-    encode_json,
-    is_plain_key,
-    json_size,
-    loads,
-    malformed,
-)
-
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_JSON_VALUE",
-    "NOT_JSON",
-    "Blob",
-    "decode_blob",
-    "decode_json",
-    "encode_blob",
-    "encode_json",
-    "find_tensors",
-    "is_plain_key",
-    "json_size",
-]
+from zarrckpt._format.json_values import Decoder, Encoder, NotJson, dumps, loads, malformed
 
 BytesLike = bytes | bytearray | memoryview
 

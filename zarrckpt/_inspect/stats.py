@@ -12,7 +12,7 @@ import numpy as np
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
-from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, BytesBudget, Progress, Tally, run
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, BytesBudget, Progress, Tally, run_jobs
 from zarrckpt._read.catalog import Catalog
 
 P = TypeVar("P")
@@ -254,8 +254,8 @@ def by_chunks(
         for fqn, node in nodes.items()
         for chunk in node.grid.chunks_of(node.grid.whole)
     )
-    with catalog.guard():
-        return run(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
+    with catalog.explaining_damage():
+        return run_jobs(jobs, min(_CHUNKS_AT_ONCE, catalog.store.max_concurrency))
 
 
 def read_part(catalog: Catalog, fqn: str, box: Box) -> NumberArray:

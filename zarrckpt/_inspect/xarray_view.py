@@ -7,7 +7,7 @@ from typing import Any
 
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.documents import join
-from zarrckpt._format.root import Root
+from zarrckpt._format.root import Root, ValueEntry
 from zarrckpt._inspect.info import info_of
 
 
@@ -31,13 +31,17 @@ def open_tree(url: str, root: Root, zarr_store: Any, names: Iterable[str], group
 
 
 def _group_path(url: str, root: Root, names: list[str], group: str) -> str:
+    """The node path of a group, by its flat name. Raises KeyMismatchError where no array is below it."""
     if not group:
         return ""
-    path = root.group_path(group) if any(fqn.startswith(f"{group}.") for fqn in names) else None
-    if path is None or not any(node.path.startswith(f"{path}/") for node in root.arrays(names)):
-        groups = list(dict.fromkeys(fqn.partition(".")[0] for fqn in names if "." in fqn))
-        raise KeyMismatchError(f"no group {group!r} with arrays below it in {url}; at the top it has {groups[:10]}")
-    return path
+    for fqn in names:
+        if fqn.startswith(f"{group}.") and not isinstance(root.entries[fqn], ValueEntry):
+            keys = root.state_path(fqn).keys
+            for depth in range(1, len(keys)):
+                if ".".join(map(str, keys[:depth])) == group:
+                    return "/".join(root.node_path(fqn).split("/")[:depth])
+    groups = list(dict.fromkeys(fqn.partition(".")[0] for fqn in names if "." in fqn))
+    raise KeyMismatchError(f"no group {group!r} with arrays below it in {url}; at the top it has {groups[:10]}")
 
 
 def _only(tree: Any, paths: set[str]) -> Any:

@@ -13,7 +13,7 @@ from zarrckpt._errors import KeyMismatchError, warn
 from zarrckpt._format.chunk_codec import Target, copy_shared, elements_of
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.grid import Box, Ints, intersect
-from zarrckpt._jobs import BytesBudget, Progress, beside, run
+from zarrckpt._jobs import BytesBudget, Progress, in_thread, run_jobs
 from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, SubchunkRun, handed_bytes
 from zarrckpt._ranks.errors import StoppedByOthers
 from zarrckpt._ranks.messages import Channel, cut, is_intact, message_bytes, new_message, seal
@@ -44,7 +44,7 @@ class TensorTarget:
 
 
 class _Target:
-    """One target, as memory: the tensor's own where it can be seen as raw CPU memory, else by copies."""
+    """One target, as memory: the tensor's own where that is raw CPU memory, otherwise memory that is copied to it."""
 
     def __init__(self, catalog: Catalog, target: TensorTarget) -> None:
         self.fqn, self.box, self.finish = target.fqn, target.box, target.filled
@@ -53,7 +53,7 @@ class _Target:
         self._tensor = target.tensor
         if overlaps(self._tensor):
             raise KeyMismatchError(f"{self.fqn!r} {OVERLAPS}")
-        # Now, not for each chunk: every call to torch gives the interpreter's lock away, for which threads then wait.
+        # Once, not for each chunk: every call to torch releases the interpreter's lock, and then waits for it.
         self._memory = self._raw_memory()
 
     @property
@@ -75,7 +75,7 @@ class _Target:
 
     @cached_property
     def _stored(self) -> StoredArray:
-        # Once, not for each chunk; and not before something is read: the tables are a request.
+        # Once, not for each chunk; and only when something is read, since the tables cost a request.
         return self._catalog.stored(self._node)
 
     def _raw_memory(self) -> Target:
@@ -104,7 +104,7 @@ class TensorReads:
         for target in targets:
             self._targets.setdefault(target.fqn, []).append(_Target(catalog, target))
         self._delivered: dict[tuple[str, Ints, Box], set[int]] = {}
-        """By fqn, chunk and box of a target, the numbers of the subchunks that came with what ranks share."""
+        """The numbers of the subchunks that other ranks handed on, by fqn, chunk and box of a target."""
         self._lock = threading.Lock()
         self._total = sum(target.nbytes for target in self._all())
         self._done = 0
@@ -132,7 +132,7 @@ class TensorReads:
             if self._stopped:
                 raise StoppedByOthers
             node = self._catalog.root.tensors[fqn]
-            self._catalog.refuse_uncounted(node)
+            self._catalog.refuse_more_chunks_than_checksums(node)
             if len(targets) == 1 and not self._delivered:
                 for chunk in node.grid.chunks_of(targets[0].box):
                     yield from (partial(self._counted, job) for job in targets[0].jobs(chunk, self._memory))
@@ -199,7 +199,7 @@ class TensorReads:
             packs = self._packs(step, messages)
             self._run(partial(self._unpack, *row, packs.get(row[0], ())) for row in stored.items())
             following = steps[place + 1] if place + 1 < len(steps) else None
-            with beside(partial(self._fetched, following), at_once=following is None) as stored_next:
+            with in_thread(partial(self._fetched, following), at_once=following is None) as stored_next:
                 sealed = list(map(seal, messages))
                 sends = [(rank, data) for data, sent in zip(sealed, step.sends, strict=True) for rank in sent.ranks]
                 sources = [(message.ranks[0], message_bytes(self._sizes(message))) for message in step.receives]
@@ -212,7 +212,7 @@ class TensorReads:
                 stored = stored_next()
 
     def _run(self, jobs: Iterable[Callable[[], None]]) -> None:
-        run(jobs, self._catalog.store.useful_concurrency)
+        run_jobs(jobs, self._catalog.store.useful_concurrency)
 
     def _fetched(self, step: ShareRound | None) -> dict[SubchunkRun, RawArray]:
         """Fetch a round's runs; nothing after the last one."""
@@ -225,7 +225,7 @@ class TensorReads:
             self._count(len(stored), 0)
             return stored
 
-        found = run((partial(one, wanted) for wanted in reads), self._catalog.store.useful_concurrency)
+        found = run_jobs((partial(one, wanted) for wanted in reads), self._catalog.store.useful_concurrency)
         return dict(zip(reads, found, strict=True))
 
     def _sizes(self, message: SharedMessage) -> list[int]:

@@ -29,7 +29,7 @@ from zarrckpt._state.tensors import OVERLAPS, overlaps
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
-"""What the name of an option of an optimizer's parameter group begins with."""
+"""Prefix of the names of options of an optimizer's parameter group."""
 
 _ONE_SIDED = "strict=False skips what only one side has"
 
@@ -59,7 +59,6 @@ class Match:
         strict: a target key that the checkpoint lacks raises KeyMismatchError; otherwise that target stays as it is.
         allow_cast: convert to the target's dtype instead of raising KeyMismatchError.
         select: called with each flat name; targets for which it is false are left alone.
-        required: called with each flat name in the checkpoint that has no target; true makes it an error.
         closed: flat names of dicts that take nothing where they are empty.
     """
 
@@ -71,18 +70,17 @@ class Match:
         strict: bool = True,
         allow_cast: bool = False,
         select: Callable[[str], bool] = lambda fqn: True,
-        required: Callable[[str], bool] = lambda fqn: False,
         closed: Collection[str] = (),
     ) -> None:
         self._state = state
-        self._strict, self._allow_cast, self._required = strict, allow_cast, required
+        self._strict, self._allow_cast = strict, allow_cast
         entries = self._entries = saved.entries
         flat, paths = flatten(state)
         for fqn, leaf in flat.items():
             if isinstance(leaf, PerRank):
                 raise UnsupportedValueError(f"{fqn!r} {PER_RANK}")
         selected = {fqn: leaf for fqn, leaf in flat.items() if select(fqn)}
-        # The empty state of a module or an optimizer stands for nothing.
+        # The state of a module or an optimizer without entries asks for nothing.
         for fqn in selected.keys() & {*closed} - entries.keys():
             del selected[fqn]
         self._expand(selected, paths, saved)
@@ -95,11 +93,14 @@ class Match:
         # In the checkpoint's order, which rebuilt dicts then have.
         self._replaced = [f for f in entries if f in selected and not isinstance(selected[f], torch.Tensor)]
         self.leaves: dict[str, Any] = {}
-        """By flat name what takes each entry, once checked: a sharded tensor as what is held here of it."""
+        """What takes each entry, by flat name, after :meth:`check`: for a sharded tensor what this rank holds of it."""
 
-    def check(self) -> None:
-        """Raise KeyMismatchError listing all differences between targets and entries."""
-        self._refuse({fqn: self._selected[fqn] for fqn in self.loaded})
+    def check(self, required: Callable[[str], bool] = lambda fqn: False) -> None:
+        """Raise KeyMismatchError listing all differences between targets and entries.
+
+        ``required`` is called with each flat name in the checkpoint that has no target; true makes it a difference.
+        """
+        self._refuse({fqn: self._selected[fqn] for fqn in self.loaded}, required)
         for fqn in self.loaded:
             self.leaves[fqn] = held_of(fqn, self._target(fqn, self._selected[fqn]))
 
@@ -130,11 +131,11 @@ class Match:
             return _new_tensor(fqn, entry)
         return leaf
 
-    def _refuse(self, targets: Mapping[str, Any]) -> None:
+    def _refuse(self, targets: Mapping[str, Any], required: Callable[[str], bool]) -> None:
         faults = [fault for fqn, leaf in targets.items() if (fault := self._fault(fqn, leaf, self._entries[fqn]))]
         if self._strict:
             faults += [f"{fqn!r} is not in the checkpoint" for fqn in self.missing]
-            faults += [without_target(fqn) for fqn in self.unexpected if self._required(fqn)]
+            faults += [without_target(fqn) for fqn in self.unexpected if required(fqn)]
         if faults:
             steps = {step: None for words, step in _STEPS.items() if any(words in fault for fault in faults)}
             raise KeyMismatchError(
@@ -206,16 +207,16 @@ def _new_tensor(fqn: str, entry: SavedTensor) -> torch.Tensor:
 
 
 def without_target(fqn: str) -> str:
-    """The difference that an entry is which nothing takes."""
+    """The message for an entry that has no target."""
     return f"{fqn!r} is in the checkpoint and has no target"
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What one rank tells the coordinator of a load, about names that no rank may be left without.
+    """What one rank tells the coordinator of a load, about names that need a target on some rank.
 
     A pattern, or an entry of a module, may have its target on another rank: the stages of a pipeline, experts. Entries
-    are bits of a mask over all of the checkpoint's, in its order: 500 bytes a rank for 4,000 entries.
+    are bits of two masks over all of the checkpoint's, in its order: 1,000 bytes per rank for 4,000 entries.
     """
 
     idle: list[str]
@@ -242,20 +243,18 @@ class ObjectMatch:
         """The checkpoint's own entries: without the parts of stacks, which differ between ranks."""
         self._strict = strict
         self._patterns = keys
-        self._differs = False
         self._group_names: set[str] = set()
-        self.plain = objects.PlainState({})
         self._ranks = LoadedRanks(saved.paths)
         known = _with_parts(saved, self._ranks.parts)
         self._refuse_idle_patterns({*known.entries})
-        # Only by the names of its parameters does a group of the checkpoint tell whose options it has.
+        # With an option of a group, the names of its parameters are needed: they tell which group here takes it.
         if keys is not None:
             groups = (_GROUP.match(name) for name in known.entries if self._is_asked_for(name))
             self._group_names = {f"{group[0]}params" for group in groups if group}
         asked = SavedEntries(
             known.entries, known.paths, self._is_asked_for, everything=keys is None, allow_cast=allow_cast
         )
-        self.plain = objects.for_load(state, asked, self._ranks.source, self.plain)
+        self.plain = objects.for_load(state, asked, self._ranks.source)
         for name in [name for name in self._ranks.parts if not self._ranks.is_own(name)]:
             del self._ranks.parts[name]
         self._match = Match(
@@ -264,7 +263,6 @@ class ObjectMatch:
             strict=strict,
             allow_cast=allow_cast,
             select=self._is_asked_for,
-            required=self._is_required,
             closed=self.plain.closed,
         )
         self._check()
@@ -273,15 +271,12 @@ class ObjectMatch:
     def _check(self) -> None:
         """What differs on this rank; and only then also its modules' entries that have no target here."""
         try:
-            self._match.check()
+            self._match.check(self._is_own_of_an_object)
         except KeyMismatchError:
-            self._differs = True
-        else:
-            return
-        try:
-            self._match.check()
-        except KeyMismatchError as err:
-            raise self._ranks.explained(err, self.missing) from None
+            try:
+                self._match.check(self._is_of_an_object)
+            except KeyMismatchError as err:
+                raise self._ranks.explained(err, self.missing) from None
 
     @property
     def loaded(self) -> list[str]:
@@ -303,7 +298,7 @@ class ObjectMatch:
         for fqn, leaf in self._match.leaves.items():
             if fqn in self._ranks.parts or self._saved.get(fqn) is None:
                 continue
-            # Casts are each rank's own: dtypes may differ.
+            # Without a dtype: ranks may cast to different ones.
             entries.append(tensor_entry(StatePath((fqn,), (DICT,)), leaf, "", shardings))
         return Description(tuple(entries), tuple(shardings))
 
@@ -329,7 +324,7 @@ class ObjectMatch:
             if back is not state[key]:
                 state[key] = back
 
-    # -- what no rank may be left without
+    # -- what needs a target on some rank
 
     def findings(self) -> Findings:
         """What the coordinator must know of this rank's targets."""
@@ -364,7 +359,7 @@ class ObjectMatch:
             )
 
     def _warn_of_idle_objects(self, found: Sequence[Findings]) -> None:
-        """Modules and optimizers that get nothing are none of the checkpoint's, by their names."""
+        """Warn of modules and optimizers that get nothing: the checkpoint may have them under other names."""
         taken = np.unpackbits(np.bitwise_or.reduce([one.targets for one in found]))
         names = [name for name, bit in zip(self._saved, taken, strict=False) if bit]
         names += self._ranks.parts
@@ -401,9 +396,9 @@ class ObjectMatch:
             return True
         return any(matches(fqn, pattern) for pattern in self._patterns)
 
-    def _is_required(self, fqn: str) -> bool:
-        # Of what it keeps for itself, no other rank can have the target.
-        return (self._differs or fqn in self._ranks.parts) and self._is_of_an_object(fqn)
+    def _is_own_of_an_object(self, fqn: str) -> bool:
+        # No other rank can have the target of what this one keeps for itself.
+        return fqn in self._ranks.parts and self._is_of_an_object(fqn)
 
     def _is_of_an_object(self, fqn: str) -> bool:
         return any(fqn.startswith(prefix) for prefix in self.plain.exact)
@@ -421,7 +416,7 @@ def _is_below(prefix: str) -> Callable[[str], bool]:
 
 
 def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
-    """Entries among which a rank's parts of stacks are entries of their own."""
+    """The entries of a checkpoint, with an entry for each of a rank's parts of stacks."""
     entries, paths = dict(saved.entries), dict(saved.paths)
     for name, part in parts.items():
         stack = entries[part.stack]
@@ -432,7 +427,7 @@ def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
 
 
 def _in_stack(target: TensorTarget, part: OwnPart) -> TensorTarget:
-    """What fills a rank's own tensor, as what is filled with its part of a stack."""
+    """The target for a rank's part of a stack that fills the memory of its own tensor."""
     box = Box((part.place, *target.box.offset), (1, *target.box.shape))
     return TensorTarget(part.stack, box, target.tensor[None])
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import Root
-from zarrckpt._jobs import Progress, run
+from zarrckpt._jobs import Progress, run_jobs
 from zarrckpt._load.fill import TensorReads
 from zarrckpt._load.match import Findings, ObjectMatch, Saved
-from zarrckpt._load.shared_reads import Shares, share_of
+from zarrckpt._load.shared_reads import Shares, plan_shares
 from zarrckpt._options import LoadOptions, checked_options
-from zarrckpt._plan.holders import Asked, Told, wanted
+from zarrckpt._plan.holders import AllDescriptions, Asked, wanted
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import Rounds, joined
 from zarrckpt._read.catalog import Catalog
@@ -38,7 +38,7 @@ class LoadRequest:
     progress: Progress | None
 
     @classmethod
-    def checked(
+    def from_arguments(
         cls,
         url: Url | None,
         options: LoadOptions | None = None,
@@ -80,7 +80,7 @@ def _load_together(state: dict[str, Any], request: LoadRequest, rounds: Rounds) 
     asked = rounds.merge("what they load", load.matched, load.check_all)
     shares = _shares(load, asked, rounds) if asked is not None else None
     rounds.merge("what they read", partial(load.read, shares), lambda _: None, load.stop)
-    # Not before all have read: an error on one rank leaves the objects of all as they are.
+    # Only after all have read, so that an error on one rank leaves the objects of all ranks unchanged.
     rounds.merge("their objects' load_state_dict", lambda: load.match.restore(state), lambda _: None)
     return load
 
@@ -92,9 +92,10 @@ def _shares(load: _Load, asked: Asked, rounds: Rounds) -> Shares:
         lambda: load.description.packed if rounds.rank in asked.senders else None,
         lambda found: [data for data in found if data is not None],
     )
-    told = Told.sent(packed, asked.given, rounds.members)
+    gathered = AllDescriptions.sent(packed, asked.given, rounds.members)
     limit = max(1, load.request.options.max_inflight_bytes // 4)
-    return share_of(rounds.rank, load.catalog.root.tensors, wanted(told), rounds.size, limit)
+    shares = plan_shares((rounds.rank,), load.catalog.root.tensors, wanted(gathered), rounds.size, limit)
+    return shares[rounds.rank]
 
 
 class _Load:
@@ -137,8 +138,8 @@ class _Load:
         names = match.values()
         read = partial(catalog.read_object, allow_pickle=self.request.allow_pickle)
         # Several at once: each blob is a request.
-        values = run((partial(read, fqn) for fqn in names), catalog.store.max_concurrency)
-        with catalog.guard():
+        values = run_jobs((partial(read, fqn) for fqn in names), catalog.store.max_concurrency)
+        with catalog.explaining_damage():
             reads = self._reads = TensorReads(
                 catalog,
                 match.tensors(),

@@ -12,7 +12,7 @@ from zarrckpt._format.chunk_codec import elements_of
 from zarrckpt._format.chunk_layout import most_subchunk_stored, subchunk_bytes
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints, intersect
-from zarrckpt._plan.owners import HeldBox, Numbers, RankNumbers, schedule
+from zarrckpt._plan.owners import BoxOnRanks, Numbers, RankNumbers, schedule
 from zarrckpt._read.chunks import READ_BYTES, neighbours, subchunks_in
 
 _LEAST_RUN_BYTES = 1 << 20
@@ -28,10 +28,10 @@ class SubchunkRun(NamedTuple):
 
 
 class SharedMessage(NamedTuple):
-    """What goes from one rank to others in one round: of each run what a box has of it, one after the other."""
+    """What goes from one rank to others in one round: for each run the elements that a box has of it."""
 
     ranks: RankNumbers
-    """Those that receive it; for a receiver, the one that sends it. Messages between two ranks keep their order."""
+    """The ranks that receive it; for a receiver, the one that sends it. Messages between two ranks keep their order."""
     parts: list[tuple[SubchunkRun, Box]]
 
 
@@ -53,44 +53,31 @@ class _Wanted(NamedTuple):
 
     chunk: Ints
     numbers: range
-    held: tuple[HeldBox, ...]
+    held: tuple[BoxOnRanks, ...]
     """The boxes that they fill with it."""
     ranks: Numbers
-    """Those ranks, ascending."""
+    """The ranks that need it, ascending."""
     taken: Numbers
     """The bytes that each of them takes of it."""
     kept: Numbers
-    """The bytes that each has not to hand on, if it fetches the run: of boxes that nobody else fills."""
+    """The bytes that each need not hand on, if it fetches the run: those of boxes that no other rank fills."""
     handed: int
     """The bytes of all boxes."""
 
 
 def plan_shares(
-    nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[HeldBox]], world_size: int, limit: int
-) -> list[Shares]:
-    """Deal what several ranks want over them; return each rank's part. No I/O.
-
-    ``wanted`` has the boxes that ranks are to fill, by fqn. In one round no rank holds more than ``limit`` bytes, or it
-    holds one run.
-    """
-    return [*_shares_of(range(world_size), nodes, wanted, world_size, limit).values()]
-
-
-def share_of(
-    rank: int, nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[HeldBox]], world_size: int, limit: int
-) -> Shares:
-    """One rank's part: the same as in :func:`plan_shares`, where those of thousands would fill the memory."""
-    return _shares_of((rank,), nodes, wanted, world_size, limit)[rank]
-
-
-def _shares_of(
     own: Iterable[int],
     nodes: Mapping[str, ArrayNode],
-    wanted: Mapping[str, Sequence[HeldBox]],
+    wanted: Mapping[str, Sequence[BoxOnRanks]],
     world_size: int,
     limit: int,
 ) -> dict[int, Shares]:
-    # What the same ranks need lies side by side, so that these take part in the same rounds.
+    """Deal what several ranks want over all of them; return the parts of the ranks in ``own``. No I/O.
+
+    ``wanted`` has the boxes that ranks are to fill, by fqn. In one round no rank holds more than ``limit`` bytes, or it
+    holds one run. The parts of thousands of ranks would fill the memory, so a rank asks for its own.
+    """
+    # Sorted by ranks: what the same ranks need comes one after the other, so that they take part in the same rounds.
     rows = sorted(_shared_runs(nodes, wanted, limit), key=lambda row: row[2])
     loads = np.zeros(world_size, np.int64)
     needs: list[tuple[Numbers, Numbers]] = []
@@ -129,7 +116,7 @@ def _shares_of(
 
 
 def _shared_runs(
-    nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[HeldBox]], limit: int
+    nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[BoxOnRanks]], limit: int
 ) -> Iterator[tuple[str, _Wanted, RankNumbers]]:
     """Runs that more than one rank needs, and these ranks, ascending."""
     # Layers are alike, and an optimizer's moments: what holds for one tensor holds for all with its grid and boxes.
@@ -144,14 +131,14 @@ def _shared_runs(
             yield fqn, want, ranks
 
 
-def _numbers_of(lists: Iterable[Sequence[HeldBox]]) -> dict[int, int]:
+def _numbers_of(lists: Iterable[Sequence[BoxOnRanks]]) -> dict[int, int]:
     """A number for each list, by its identity: the same for equal lists."""
-    numbers: dict[tuple[HeldBox, ...], int] = {}
+    numbers: dict[tuple[BoxOnRanks, ...], int] = {}
     return {key: numbers.setdefault(tuple(held), len(numbers)) for key, held in {id(one): one for one in lists}.items()}
 
 
-def _runs_of(node: ArrayNode, held: Sequence[HeldBox], limit: int) -> Iterator[tuple[_Wanted, RankNumbers]]:
-    in_chunk: dict[Ints, list[HeldBox]] = {}
+def _runs_of(node: ArrayNode, held: Sequence[BoxOnRanks], limit: int) -> Iterator[tuple[_Wanted, RankNumbers]]:
+    in_chunk: dict[Ints, list[BoxOnRanks]] = {}
     for want in held:
         for chunk in node.grid.chunks_of(want.box):
             in_chunk.setdefault(chunk, []).append(want)
@@ -173,7 +160,7 @@ def _runs_of(node: ArrayNode, held: Sequence[HeldBox], limit: int) -> Iterator[t
                 yield _wanted(node, chunk, run, theirs, np.array(ranks, np.int64)), ranks
 
 
-def _wanted(node: ArrayNode, chunk: Ints, run: range, theirs: tuple[HeldBox, ...], ranks: Numbers) -> _Wanted:
+def _wanted(node: ArrayNode, chunk: Ints, run: range, theirs: tuple[BoxOnRanks, ...], ranks: Numbers) -> _Wanted:
     taken, kept, handed = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64), 0
     for want in theirs:
         nbytes = handed_bytes(node, chunk, run, want.box)
@@ -191,7 +178,7 @@ def handed_bytes(node: ArrayNode, chunk: Ints, numbers: Iterable[int], box: Box)
     return sum(0 if part is None else part.size for part in shared) * node.dtype.itemsize
 
 
-def wanted_boxes(targets: Sequence[Iterable[tuple[str, Box]]]) -> dict[str, list[HeldBox]]:
+def wanted_boxes(targets: Sequence[Iterable[tuple[str, Box]]]) -> dict[str, list[BoxOnRanks]]:
     """Who wants which box, by fqn, from each rank's targets."""
     ranks_of: dict[str, dict[Box, list[int]]] = {}
     for rank, own in enumerate(targets):
@@ -200,5 +187,5 @@ def wanted_boxes(targets: Sequence[Iterable[tuple[str, Box]]]) -> dict[str, list
             if box.size and ranks[-1:] != [rank]:
                 ranks.append(rank)
     return {
-        fqn: [HeldBox(box, tuple(ranks)) for box, ranks in boxes.items() if ranks] for fqn, boxes in ranks_of.items()
+        fqn: [BoxOnRanks(box, tuple(ranks)) for box, ranks in boxes.items() if ranks] for fqn, boxes in ranks_of.items()
     }

@@ -1,6 +1,6 @@
 """A checkpoint, or a part of it, copied elsewhere: checked on the way, committed as a save is. No torch.
 
-Chunks of arrays that stay as they are go over as they are; those of the others are made anew (``_rechunking``).
+Chunks of arrays that do not change are copied as they are stored; those of the others are made anew (``_ops.rechunk``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zarrckpt._format.grid import Ints
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, parent_groups
 from zarrckpt._format.sealed import now
-from zarrckpt._jobs import BytesBudget, Progress, Tally, check_limits, run
+from zarrckpt._jobs import BytesBudget, Progress, Tally, check_limits, run_jobs
 from zarrckpt._ops.copy_plan import Changes, changed
 from zarrckpt._ops.rechunk import MadeChunk, make_chunk, writers_of
 from zarrckpt._read.catalog import Catalog
@@ -113,16 +113,18 @@ class _Copy:
     def run(self) -> None:
         """Put all chunks and documents."""
         chunks = [(node, chunk) for node in self._root.arrays() for chunk in node.grid.chunks_of(node.grid.whole)]
-        with self._source.guard():
+        with self._source.explaining_damage():
             self._tally = Tally(sum(self._expected(*item) for item in chunks), self._progress)
             jobs: list[Callable[[], None]] = [*self._documents(), *(partial(self._chunk, *item) for item in chunks)]
-            run(jobs, min(self._source.store.max_concurrency, self._target.max_concurrency))
+            run_jobs(jobs, min(self._source.store.max_concurrency, self._target.max_concurrency))
         self._target.sync(self._keys)
 
     def finish(self) -> Root:
         """Put the tables; the root that is to be committed."""
         tables, puts = protocol.tables_of(self._root.save_id, self._numbers())
-        run((partial(self._target.put, key, buffers) for key, buffers in puts.items()), self._target.max_concurrency)
+        run_jobs(
+            (partial(self._target.put, key, buffers) for key, buffers in puts.items()), self._target.max_concurrency
+        )
         self._target.sync(puts)
         return dataclasses.replace(self._root, created=now(), checksums=tables[CHECKSUMS], sizes=tables.get(SIZES))
 

@@ -15,7 +15,7 @@ from zarrckpt._format.chunk_layout import RawArray, most_subchunk_stored, raw_dt
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import DType
 from zarrckpt._format.grid import Box, Ints, intersect
-from zarrckpt._jobs import BytesBudget, run
+from zarrckpt._jobs import BytesBudget, run_jobs
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import READ_BYTES, unpacking_bytes
 from zarrckpt._store import Store
@@ -87,7 +87,7 @@ def _fill_chunk(
     """Fill memory with a box of the source's array; the number of values that a cast lost."""
     target = cells if old.dtype == new.dtype else CastTarget(old.dtype, new.dtype, cells)
     jobs = [*source.stored(old).box_jobs(box, target, memory)]
-    run(jobs, min(at_once, len(jobs)))
+    run_jobs(jobs, min(at_once, len(jobs)))
     return target.overflowed if isinstance(target, CastTarget) else 0
 
 

@@ -12,7 +12,7 @@ from zarrckpt._commit import protocol
 from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY, removal_bytes
 from zarrckpt._commit.protocol import Leftovers
 from zarrckpt._errors import CheckpointError, CheckpointNotFoundError
-from zarrckpt._jobs import run
+from zarrckpt._jobs import run_jobs
 from zarrckpt._ops.verify import verify
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import count_text, time_text
@@ -71,7 +71,7 @@ def recover(
     names = protocol.places_below(spec.open())
     if not names:
         return _recovered(spec, stopped)
-    reports = run((partial(_recovered_if_any, spec.child(name), stopped) for name in names), _PLACES_AT_ONCE)
+    reports = run_jobs((partial(_recovered_if_any, spec.child(name), stopped) for name in names), _PLACES_AT_ONCE)
     return RecoverReport(
         spec.url,
         sum(report.objects for report in reports),
@@ -97,15 +97,15 @@ def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
         place.delete([REMOVAL_KEY])
         found = protocol.leftovers(place, folder=True)
     if found.removal:
-        removed = tuple(marker.attempt for marker in found.markers)
+        removed = tuple(marker.save_id for marker in found.markers)
         return RecoverReport(place.url, _remove_found(place, found), removed, ())
     dead = [marker for marker in found.others if stopped or not found.may_commit(marker)]
-    kept = [marker.attempt for marker in found.others if marker not in dead]
+    kept = [marker.save_id for marker in found.others if marker not in dead]
     # An attempt that began beside a removal may name what another one has begun to write since.
     spared = [marker for marker in found.markers if marker not in dead]
     # A save begun by mistake in a folder of checkpoints must not stay in the way of what is done with them.
     folder = stopped and found.root_bytes is None and bool(protocol.checkpoints_below(place, unfinished=True))
-    finished = [marker.attempt for marker in dead] if stopped else []
+    finished = [marker.save_id for marker in dead] if stopped else []
     objects = protocol.clean(place, dead, finished=finished, spared=spared)
     if found.root_bytes is None:
         # Of a checkpoint that was removed while somebody was about to pin it.
@@ -113,7 +113,7 @@ def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
     if stopped:
         place.delete([*found.probes, CLAIM_KEY] if folder else found.probes)
         protocol.sweep(place)
-    return RecoverReport(place.url, objects, tuple(marker.attempt for marker in dead), tuple(kept))
+    return RecoverReport(place.url, objects, tuple(marker.save_id for marker in dead), tuple(kept))
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ def examine(
         state = f"{place.url}: " + ("no checkpoint; a save was begun" if found.begun else "nothing is there")
     dead = [marker for marker in found.others if not found.may_commit(marker)]
     others = [marker for marker in found.markers if marker not in dead]
-    left = {marker.attempt: protocol.stored_keys(place, marker, others) for marker in dead}
+    left = {marker.save_id: protocol.count_stored(place, marker, others) for marker in dead}
     for marker in found.others:
-        what = f"save {marker.attempt}, begun {time_text(marker.started)}"
+        what = f"save {marker.save_id}, begun {time_text(marker.started)}"
         ended = "failed" if marker.failed else "can commit no more, or was replaced"
-        if marker.attempt not in left:
+        if marker.save_id not in left:
             findings.append(f"{what}, could still commit, if it runs")
-        elif left[marker.attempt]:
-            findings.append(f"{what}, {ended}; {count_text(left[marker.attempt], 'object')} of it left")
+        elif left[marker.save_id]:
+            findings.append(f"{what}, {ended}; {count_text(left[marker.save_id], 'object')} of it left")
         else:
             notes.append(f"{what}, {ended}; only its marker is left: ranks that were cut off may still write")
     if found.probes:
@@ -233,7 +233,7 @@ def _remove_found(place: Store, found: Leftovers) -> int:
                 _take_back(place, found, own)
             raise
         objects = len(found.markers) + (found.root_bytes is not None) + found.claimed
-        finished = [marker.attempt for marker in found.markers]
+        finished = [marker.save_id for marker in found.markers]
         objects += protocol.clean(place, found.markers, finished=finished, removal=record)
         pins = protocol.pin_keys(place)
         protocol.check_removal(place, record)

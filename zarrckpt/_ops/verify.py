@@ -32,7 +32,7 @@ from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, table_node
-from zarrckpt._jobs import BytesBudget, Progress, Tally, run
+from zarrckpt._jobs import BytesBudget, Progress, Tally, run_jobs
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import runs_of
 
@@ -93,9 +93,9 @@ class _Expected:
 def verify(catalog: Catalog, *, quick: bool, max_inflight_bytes: int, progress: Progress | None) -> VerifyReport:
     """Check a checkpoint, see :meth:`Checkpoint.verify`."""
     began = time.monotonic()
-    with catalog.guard():
+    with catalog.explaining_damage():
         found = _Verification(catalog, max_inflight_bytes, progress).run(quick)
-    if found.damages and (gone := catalog.gone()) is not None:
+    if found.damages and (gone := catalog.replaced_or_removed()) is not None:
         raise gone
     url, save_id = catalog.store.url, catalog.root.save_id
     seconds = time.monotonic() - began
@@ -129,7 +129,7 @@ class _Verification:
         if quick:
             self.nbytes = total
         else:
-            run((partial(self._read, item, listed[item.key]) for item in whole), self._store.max_concurrency)
+            run_jobs((partial(self._read, item, listed[item.key]) for item in whole), self._store.max_concurrency)
             self.nbytes = self._tally.done
         self._note_tables()
         self.damages.sort(key=lambda damage: damage.key)
@@ -262,7 +262,7 @@ class _Verification:
     def _check_marker(self) -> FaultText:
         own, key = self._catalog.root, marker_key(self._catalog.root.save_id)
         marker = parse_marker(self._store.get(key), "the marker")
-        if (marker.attempt, marker.tree) != (own.save_id, own.tree):
+        if (marker.save_id, marker.tree) != (own.save_id, own.tree):
             return "it is of another save"
         unnamed = {node.path for node in own.arrays()} - {*marker.arrays}
         return f"it does not name {sorted(unnamed)[:3]}" if unnamed else None

@@ -59,8 +59,8 @@ def default_min_piece_bytes(ranks: int) -> int:
 def default_fill_bytes(total: int, ranks: int) -> int:
     """About how large merged chunks are, where the caller does not say: ``total`` is the bytes of all tensors.
 
-    Four a rank or more, so that the ranks can be given equal parts, and fewer where these would be below 4 MiB. An 8th
-    larger than just these: where there were a few chunks more, some ranks would write one more than the others.
+    Four per rank or more, so that the ranks can be given equal parts, and fewer where these would be below 4 MiB. An
+    8th larger than just these: where there were a few chunks more, some ranks would write one more than the others.
     """
     mean = total // ranks
     if mean >= 4 * FILL_BYTES:
@@ -201,7 +201,7 @@ def _subchunks(
     dim = _cut_dimension(chunk, itemsize)
     extent, row = chunk[dim], math.prod(chunk[dim + 1 :]) * itemsize
     found = []
-    # Of the chunk as a whole there must be two at least, and of a row of the cut dimension one.
+    # At least two in the whole chunk, and at least one in a row of the cut dimension.
     for count in range(1 if math.prod(chunk[:dim]) > 1 else 2, extent * row // limits[0] + 1):
         rows = -(-extent // count)
         padding, size = rows * count - extent, rows * row

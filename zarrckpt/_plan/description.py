@@ -30,10 +30,10 @@ class DescribedEntry(NamedTuple):
     """One entry of a rank's state."""
 
     path: StatePath
-    """Of what a rank keeps for itself, with RANKS in the place of its number."""
+    """For what a rank keeps for itself, with RANKS in the place of its number."""
     kind: EntryKind
     shape: Ints = ()
-    """Of the global tensor."""
+    """The shape of the global tensor."""
     dtype: str = ""
     """Torch's name, as in ``torch.float32``."""
     sharding: int = REPLICATED

@@ -17,7 +17,7 @@ from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._plan.chunking import overlapping
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
-from zarrckpt._plan.owners import HeldBox, Holders, Numbers
+from zarrckpt._plan.owners import BoxOnRanks, Holders, Numbers
 from zarrckpt._plan.shards import CutMesh, mesh_boxes
 
 ReplicaPart = tuple[str, Ints | None]
@@ -45,8 +45,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What all ranks said: the different descriptions, and which of them each rank gave."""
+class AllDescriptions:
+    """The descriptions of all ranks: the different ones, and which of them each rank gave."""
 
     descriptions: Sequence[Description]
     given: Numbers
@@ -55,7 +55,7 @@ class Told:
     """The ranks' numbers in the default process group, by position."""
 
     @classmethod
-    def sent(cls, packed: Iterable[bytes], given: Numbers, members: Sequence[int]) -> Told:
+    def sent(cls, packed: Iterable[bytes], given: Numbers, members: Sequence[int]) -> AllDescriptions:
         """From the packed descriptions of those that were asked, in the order of their ranks."""
         return cls([Description.unpacked(data) for data in packed], given, members)
 
@@ -72,8 +72,8 @@ class Told:
 
 
 @dataclass(frozen=True)
-class TensorHolders:
-    """One tensor, and who holds which of its boxes."""
+class GlobalTensor:
+    """One tensor of the global state, and the ranks that hold its boxes."""
 
     fqn: str
     shape: Ints
@@ -85,12 +85,12 @@ class TensorHolders:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class GlobalState:
     """The state of all ranks. Ranks are positions in the group."""
 
     paths: Mapping[str, StatePath]
     """Every entry's place in the state dict, in the order of the lowest rank's."""
-    tensors: Mapping[str, TensorHolders]
+    tensors: Mapping[str, GlobalTensor]
     values: Mapping[str, Numbers]
     """Non-tensor entries, with the ranks that hold them; those that may write it, where that is not all the same."""
     compared: Mapping[str, Numbers]
@@ -108,13 +108,13 @@ class Holdings:
         for fqn, ranks in self.compared.items():
             if len(ranks) > 1 and rank in ranks:
                 found.setdefault(ranks.tobytes(), []).append((fqn, None))
-        known: dict[int, list[tuple[bytes, Ints]]] = {}
+        known: dict[Holders, list[tuple[bytes, Ints]]] = {}
         for tensor in self.tensors.values():
             if tensor.held.alone:
                 continue
-            if id(tensor.held) not in known:
-                known[id(tensor.held)] = [*_shared_boxes(tensor.held, rank)]
-            for ranks_key, offset in known[id(tensor.held)]:
+            if tensor.held not in known:
+                known[tensor.held] = [*_shared_boxes(tensor.held, rank)]
+            for ranks_key, offset in known[tensor.held]:
                 found.setdefault(ranks_key, []).append((tensor.fqn, offset))
         return found
 
@@ -137,7 +137,7 @@ class _Own(NamedTuple):
     """What one rank keeps for itself."""
 
     number: int
-    """Of the rank, in the default process group."""
+    """The number of the rank in the default process group."""
     rank: int
     entry: DescribedEntry
 
@@ -146,18 +146,18 @@ class _Own(NamedTuple):
         return self.entry.path.with_rank(str(self.number))
 
 
-def hold(told: Told, only: Mapping[ReplicaPart, int] | None = None) -> Holdings:
-    """Gather what all ranks hold. No I/O.
+def gather_state(gathered: AllDescriptions, only: Mapping[ReplicaPart, int] | None = None) -> GlobalState:
+    """The state of all ranks from their descriptions. No I/O.
 
     ``only`` names parts that ranks hold differently, and the one rank whose part counts. Raises UnsupportedLayoutError
     naming the fqn where ranks have another shape, dtype or kind under one name, or boxes that overlap or leave gaps.
     """
-    return _Gathering(told, only or {}).holdings()
+    return _Gathering(gathered, only or {}).state()
 
 
 class _Gathering:
-    def __init__(self, told: Told, only: Mapping[ReplicaPart, int]) -> None:
-        self._told = told
+    def __init__(self, gathered: AllDescriptions, only: Mapping[ReplicaPart, int]) -> None:
+        self._gathered = gathered
         self._only = only
         self._only_boxes: dict[str, dict[Ints, int]] = {}
         for (fqn, offset), rank in only.items():
@@ -167,13 +167,13 @@ class _Gathering:
         self._claims: dict[str, list[_Claim]] = {}
         self._own: dict[StatePath, list[_Own]] = {}
         """By the path with RANKS in the place of the rank's number."""
-        self.ranks = {number: told.ranks_of(number) for number in told.in_order}
-        self._position = {number: place for place, number in enumerate(told.members)}
-        self._lowest = any(description.lowest_rank_saves for description in told.descriptions)
+        self.ranks = {number: gathered.ranks_of(number) for number in gathered.in_order}
+        self._position = {number: place for place, number in enumerate(gathered.members)}
+        self._lowest = any(description.lowest_rank_saves for description in gathered.descriptions)
         self._differing: dict[str, list[int]] = {}
         self._known: dict[object, tuple[Holders, bool]] = {}
 
-    def holdings(self) -> Holdings:
+    def state(self) -> GlobalState:
         self._read_descriptions()
         tensors = self._tensors()
         stacks, stack_of = self._stacks()
@@ -181,13 +181,13 @@ class _Gathering:
             for own in rows:
                 if own.entry.kind == "tensor" and own.path.fqn not in stack_of:
                     tensors[own.path.fqn] = self._alone(own)
-        values = {fqn: self._ranks_with(rows) for fqn, rows in self._claims.items() if rows[0].entry.kind != "tensor"}
+        ranks_of = {fqn: self._ranks_with(rows) for fqn, rows in self._claims.items() if rows[0].entry.kind != "tensor"}
         compared = {
-            fqn: ranks for fqn, ranks in values.items() if all(self._is_compared(row) for row in self._claims[fqn])
+            fqn: ranks for fqn, ranks in ranks_of.items() if all(self._is_compared(row) for row in self._claims[fqn])
         }
-        hollow = frozenset(fqn for fqn in values if self._is_hollow(fqn, values[fqn]))
+        hollow = frozenset(fqn for fqn, ranks in ranks_of.items() if self._is_hollow(fqn, ranks))
         writers = {
-            fqn: self._writers(fqn, ranks, fqn in compared) for fqn, ranks in values.items() if fqn not in hollow
+            fqn: self._writers(fqn, ranks, fqn in compared) for fqn, ranks in ranks_of.items() if fqn not in hollow
         }
         for rows in self._own.values():
             writers |= {own.path.fqn: np.array([own.rank]) for own in rows if own.entry.kind != "tensor"}
@@ -199,23 +199,23 @@ class _Gathering:
         tensors |= {name: holders for name, (_, holders) in stacks.items()}
         ordered = {name: tensors[name] for name in paths if name in tensors}
         values = {name: writers[name] for name in paths if name in writers}
-        return Holdings(paths, ordered, values, compared, len(self._told.given), self._differing, hollow)
+        return GlobalState(paths, ordered, values, compared, len(self._gathered.given), self._differing, hollow)
 
     def _read_descriptions(self) -> None:
         """Gather claims by name. The paths come in the order of the lowest rank's state; then what only others have."""
         for number, ranks in self.ranks.items():
             lowest = int(ranks[0])
-            for entry in self._told.descriptions[number].entries:
+            for entry in self._gathered.descriptions[number].entries:
                 if entry.path.rank_at is None:
                     self._paths.setdefault(entry.path.fqn, entry.path)
                     self._claims.setdefault(entry.path.fqn, []).append(_Claim(number, entry))
                 else:
-                    path = entry.path.with_rank(str(self._told.members[lowest]))
+                    path = entry.path.with_rank(str(self._gathered.members[lowest]))
                     self._paths.setdefault(path.fqn, path)
-        kept = [_kept_by_ranks(description) for description in self._told.descriptions]
-        for rank, number in enumerate(self._told.given.tolist()):
+        kept = [_kept_by_ranks(description) for description in self._gathered.descriptions]
+        for rank, number in enumerate(self._gathered.given.tolist()):
             for entry in kept[number]:
-                own = _Own(self._told.members[rank], rank, entry)
+                own = _Own(self._gathered.members[rank], rank, entry)
                 self._own.setdefault(entry.path.with_rank(RANKS), []).append(own)
                 self._paths.setdefault(own.path.fqn, own.path)
         both = {own.path.fqn for rows in self._own.values() for own in rows} & self._claims.keys()
@@ -227,7 +227,7 @@ class _Gathering:
 
     # -- tensors
 
-    def _tensors(self) -> dict[str, TensorHolders]:
+    def _tensors(self) -> dict[str, GlobalTensor]:
         found = {}
         for fqn, claims in self._claims.items():
             if any(claim.entry.kind == "tensor" for claim in claims):
@@ -243,7 +243,7 @@ class _Gathering:
         if (
             any(claim.entry[1] != first.kind for claim in odd)
             or not all(_is_plain(claim.entry) and len(claim.entry.shape) == len(first.shape) for claim in claims)
-            or not all(self._told.descriptions[claim.description].compared for claim in claims)
+            or not all(self._gathered.descriptions[claim.description].compared for claim in claims)
         ):
             self._refuse(fqn, claims[0], odd[0])
         self._differing[fqn] = sorted(int(rank) for claim in claims for rank in self.ranks[claim.description])
@@ -262,7 +262,7 @@ class _Gathering:
             f"{other.entry.shape} on rank {rank}: give the two different names"
         )
 
-    def _tensor(self, fqn: str, claims: Sequence[_Claim]) -> TensorHolders:
+    def _tensor(self, fqn: str, claims: Sequence[_Claim]) -> GlobalTensor:
         entry = claims[0].entry
         only = self._only_boxes.get(fqn, {})
         rows = tuple((claim.description, claim.entry.sharding, claim.entry.boxes) for claim in claims)
@@ -270,12 +270,12 @@ class _Gathering:
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._held(fqn, entry.shape, claims, only)
-        return TensorHolders(fqn, entry.shape, _dtype(fqn, entry.dtype), *known)
+        return GlobalTensor(fqn, entry.shape, _dtype(fqn, entry.dtype), *known)
 
     def _held(self, fqn: str, shape: Ints, claims: Sequence[_Claim], only: Mapping[Ints, int]) -> tuple[Holders, bool]:
         """The holders of a tensor's boxes, and whether one rank must write all."""
         whole = any(
-            _is_plain(claim.entry) and not self._told.descriptions[claim.description].compared for claim in claims
+            _is_plain(claim.entry) and not self._gathered.descriptions[claim.description].compared for claim in claims
         )
         tiled = len(claims) == 1 and claims[0].entry.sharding != REPLICATED
         ranks_of = self._ranks_by_box(claims)
@@ -285,14 +285,14 @@ class _Gathering:
         for box in [box for box in ranks_of if box.offset in only]:
             ranks_of[box] = [only[box.offset]]
         most = 1 if self._lowest else None
-        held = Holders([HeldBox(box, tuple(sorted({*ranks})[:most])) for box, ranks in ranks_of.items() if box.size])
+        held = Holders([BoxOnRanks(box, tuple(sorted({*ranks})[:most])) for box, ranks in ranks_of.items() if box.size])
         _check_cover(fqn, shape, held.boxes, tiled)
         return held, whole and not held.alone
 
     def _ranks_by_box(self, claims: Iterable[_Claim]) -> dict[Box, list[int]]:
         found: dict[Box, list[int]] = {}
         for number, entry in claims:
-            for box, rank in self._boxes(entry, self._told.descriptions[number], self.ranks[number]):
+            for box, rank in self._boxes(entry, self._gathered.descriptions[number], self.ranks[number]):
                 found.setdefault(box, []).append(rank)
         return found
 
@@ -309,19 +309,19 @@ class _Gathering:
             if place in said:
                 yield from ((box, place) for box in boxes)
 
-    def wanted(self, claims: Iterable[_Claim]) -> list[HeldBox]:
+    def wanted(self, claims: Iterable[_Claim]) -> list[BoxOnRanks]:
         """The boxes of a tensor, each with all ranks that have it."""
         ranks_of = self._ranks_by_box(claims)
-        return [HeldBox(box, tuple(sorted({*ranks}))) for box, ranks in ranks_of.items() if box.size]
+        return [BoxOnRanks(box, tuple(sorted({*ranks}))) for box, ranks in ranks_of.items() if box.size]
 
     # -- what each rank keeps for itself
 
-    def _stacks(self) -> tuple[dict[str, tuple[StatePath, TensorHolders]], dict[str, str]]:
+    def _stacks(self) -> tuple[dict[str, tuple[StatePath, GlobalTensor]], dict[str, str]]:
         """Stack the tensors of ranks under one name, where those of at least two, or of all, have one form.
 
         Of several forms, the one that most ranks have; the others' tensors stay as they are.
         """
-        made: dict[str, tuple[StatePath, TensorHolders]] = {}
+        made: dict[str, tuple[StatePath, GlobalTensor]] = {}
         stack_of: dict[str, str] = {}
         known: dict[object, Holders] = {}
         for path, rows in self._own.items():
@@ -345,11 +345,11 @@ class _Gathering:
             stack_of |= {own.path.fqn: stack.fqn for own in most}
         return made, stack_of
 
-    def _alone(self, own: _Own) -> TensorHolders:
+    def _alone(self, own: _Own) -> GlobalTensor:
         shape = own.entry.shape
         box = Box((0,) * len(shape), shape)
-        held = Holders([HeldBox(box, (own.rank,))] if box.size else [])
-        return TensorHolders(own.path.fqn, shape, _dtype(own.path.fqn, own.entry.dtype), held)
+        held = Holders([BoxOnRanks(box, (own.rank,))] if box.size else [])
+        return GlobalTensor(own.path.fqn, shape, _dtype(own.path.fqn, own.entry.dtype), held)
 
     # -- values
 
@@ -358,7 +358,7 @@ class _Gathering:
         return ranks
 
     def _is_compared(self, claim: _Claim) -> bool:
-        return claim.entry.kind != "opaque" and self._told.descriptions[claim.description].compared
+        return claim.entry.kind != "opaque" and self._gathered.descriptions[claim.description].compared
 
     def _writers(self, fqn: str, ranks: Numbers, compared: bool) -> Numbers:
         """Who may write a value. What is known to be alike, anybody; of others the lowest rank's is taken."""
@@ -378,17 +378,17 @@ class _Gathering:
         return any(not np.isin(those, ranks).all() for those in others)
 
 
-def wanted(told: Told) -> dict[str, list[HeldBox]]:
+def wanted(gathered: AllDescriptions) -> dict[str, list[BoxOnRanks]]:
     """Who is to fill which boxes, by fqn: for loads, whose targets may overlap and need not cover anything.
 
     One object for all tensors of one shape that are held alike.
     """
-    gathering = _Gathering(told, {})
+    gathering = _Gathering(gathered, {})
     claims: dict[str, list[_Claim]] = {}
     for number in gathering.ranks:
-        for entry in told.descriptions[number].entries:
+        for entry in gathered.descriptions[number].entries:
             claims.setdefault(entry.path.fqn, []).append(_Claim(number, entry))
-    known: dict[object, list[HeldBox]] = {}
+    known: dict[object, list[BoxOnRanks]] = {}
     found = {}
     for fqn, rows in claims.items():
         key = tuple((row.description, row.entry.shape, row.entry.sharding, row.entry.boxes) for row in rows)
@@ -406,7 +406,7 @@ def _is_plain(entry: DescribedEntry) -> bool:
     return entry.kind == "tensor" and entry.sharding == REPLICATED and entry.boxes is None
 
 
-def _stacked(fqn: str, rows: Sequence[_Own], known: dict[object, Holders]) -> TensorHolders:
+def _stacked(fqn: str, rows: Sequence[_Own], known: dict[object, Holders]) -> GlobalTensor:
     shape = rows[0].entry.shape
     ranks = tuple(own.rank for own in rows)
     dtype = _dtype(fqn, rows[0].entry.dtype)
@@ -414,8 +414,8 @@ def _stacked(fqn: str, rows: Sequence[_Own], known: dict[object, Holders]) -> Te
     if key not in known:
         origin = (0,) * len(shape)
         boxes = (Box((place, *origin), (1, *shape)) for place in range(len(rows)))
-        known[key] = Holders([HeldBox(box, (rank,)) for box, rank in zip(boxes, ranks, strict=True) if box.size])
-    return TensorHolders(fqn, (len(rows), *shape), dtype, known[key])
+        known[key] = Holders([BoxOnRanks(box, (rank,)) for box, rank in zip(boxes, ranks, strict=True) if box.size])
+    return GlobalTensor(fqn, (len(rows), *shape), dtype, known[key])
 
 
 @lru_cache(maxsize=256)

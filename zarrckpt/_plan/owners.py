@@ -1,9 +1,9 @@
 """Which rank writes each chunk, and which pieces move to it: integers only, the same on every rank.
 
 Every chunk has one owner. It is a rank that holds much of the chunk, and among those one with little to write so far;
-so what several ranks hold alike is dealt over them by chunks. Of what moves anyway, a rank that holds nothing may be
-the owner, where those that hold much have enough to write. Every rank computes all owners, and then its own part. So
-what holds for one tensor is computed once for its *kind*: all tensors of one grid that are held alike.
+so what several ranks hold alike is dealt over them by chunks. A rank that holds nothing of a chunk may own it where its
+pieces move anyway, and those that hold much have enough to write. Every rank computes all owners, and then its own
+part. So what holds for one tensor is computed once for its *kind*: all tensors of one grid that are held alike.
 
 A large model on many ranks has millions of pieces. So they are columns: an object's attributes are arrays.
 """
@@ -35,7 +35,7 @@ _LITTLE = 64
 """Chunks are little where a 64th of what a rank writes in the mean is more: what they cost is requests, not bytes."""
 
 
-class HeldBox(NamedTuple):
+class BoxOnRanks(NamedTuple):
     """A box of a tensor, and the ranks that hold it."""
 
     box: Box
@@ -45,7 +45,7 @@ class HeldBox(NamedTuple):
 class Holders:
     """The boxes of a tensor, or of many tensors alike, and the ranks that hold each (one at least), in columns."""
 
-    def __init__(self, held: Iterable[HeldBox]) -> None:
+    def __init__(self, held: Iterable[BoxOnRanks]) -> None:
         rows = [(box, ranks) for box, ranks in held]
         self.boxes = tuple(box for box, _ in rows)
         self.first: Numbers = np.cumsum([0, *(len(ranks) for _, ranks in rows)], dtype=np.int64)
@@ -69,7 +69,7 @@ class Holders:
 
 @dataclass(frozen=True)
 class Spread:
-    """One tensor over the ranks: its grid, the boxes held of it, bytes an element."""
+    """One tensor over the ranks: its grid, the boxes held of it, the bytes of an element."""
 
     name: str
     grid: Grid
@@ -107,7 +107,7 @@ class ChunkPieces:
         self.offset: Numbers = np.maximum(cells * step, offset[held])
         self.shape: Numbers = np.minimum((cells + 1) * step, end[held]) - self.offset
         self.size: Numbers = self.shape.prod(axis=1)
-        """Elements of each piece."""
+        """The elements of each piece."""
 
     def __len__(self) -> int:
         """How many chunks there are."""
@@ -115,7 +115,7 @@ class ChunkPieces:
 
     @cached_property
     def elements(self) -> Numbers:
-        """Of each chunk."""
+        """The elements of each chunk."""
         return _sums(self.chunk, self.size, len(self))
 
     @cached_property
@@ -167,14 +167,14 @@ class Candidates(NamedTuple):
     """How many of its elements each of them holds."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Geometry:
     """What holds for all tensors with one grid that are held alike: chunks, pieces, and who may own them."""
 
     pieces: ChunkPieces
     held: Holders
     candidates: Sequence[Candidates]
-    """Of each chunk."""
+    """Those of each chunk."""
     only: Numbers
     """For each chunk its one candidate, or -1."""
 
@@ -198,7 +198,7 @@ class Geometry:
         return owner
 
     def sources(self, tensors: Numbers, chunk: int, owners: Numbers) -> Numbers:
-        """The same for all pieces of a chunk in these tensors with these owners: a row a tensor, a column a piece."""
+        """The same for all pieces of a chunk in these tensors with these owners: a row per tensor."""
         parts = self.parts_of(chunk)
         boxes = self.pieces.held[parts.start : parts.stop]
         first = self.held.first[boxes]
@@ -242,13 +242,13 @@ class TensorKind:
     tensors: Numbers
     """By number, ascending."""
     nbytes: Numbers
-    """Of each chunk."""
+    """The bytes of each chunk."""
     whole: bool
     chunks: Numbers
-    """The number of each chunk among those of the save: a row a tensor, a column a chunk of the geometry."""
+    """The number of each chunk among those of the save: a row per tensor, a column per chunk of the kind."""
 
     def piece_bytes(self, chunk: int) -> Numbers:
-        """Of each piece of a chunk."""
+        """The bytes of each piece of a chunk."""
         parts, pieces = self.geometry.parts_of(chunk), self.geometry.pieces
         itemsize = self.nbytes[chunk] // pieces.elements[chunk]
         found: Numbers = pieces.size[parts.start : parts.stop] * itemsize
@@ -259,11 +259,11 @@ class Moves(NamedTuple):
     """The pieces of one chunk in some tensors of a kind."""
 
     owners: Numbers
-    """Of the chunk in each tensor."""
+    """The owner of the chunk in each tensor."""
     sources: Numbers
-    """A row a tensor, a column a piece. A piece does not move where its source is the owner."""
+    """One row per tensor, one column per piece. A piece does not move where its source is the owner."""
     nbytes: Numbers
-    """Of each piece."""
+    """The bytes of each piece."""
 
 
 class Dealt:
@@ -272,15 +272,15 @@ class Dealt:
     def __init__(self, spreads: Iterable[Spread], world_size: int) -> None:
         self.spreads = list(spreads)
         self.world_size = world_size
-        known: dict[tuple[Grid, int], Geometry] = {}
-        alike: dict[tuple[int, int, bool], list[int]] = {}
+        known: dict[tuple[Grid, Holders], Geometry] = {}
+        alike: dict[tuple[Geometry, int, bool], list[int]] = {}
         self.geometries: list[Geometry] = []
         for number, spread in enumerate(self.spreads):
-            key = (spread.grid, id(spread.held))
+            key = (spread.grid, spread.held)
             if key not in known:
                 known[key] = Geometry.of(spread.grid, spread.held)
             self.geometries.append(known[key])
-            alike.setdefault((id(known[key]), spread.itemsize, spread.whole), []).append(number)
+            alike.setdefault((known[key], spread.itemsize, spread.whole), []).append(number)
         counts = [len(geometry.pieces) for geometry in self.geometries]
         self.first: Numbers = np.cumsum([0, *counts], dtype=np.int64)
         """Where the chunks of each tensor begin; one more than there are tensors."""
@@ -339,7 +339,7 @@ class Dealt:
         )
 
     def peers(self) -> NDArray[np.bool_]:
-        """Which ranks hand each other pieces, whichever way: a row and a column a rank."""
+        """Which ranks hand each other pieces, whichever way: a row and a column per rank."""
         found = np.zeros((self.world_size, self.world_size), np.bool_)
         for owners, sources, _ in self.moves():
             found[sources, owners[:, None]] = True
@@ -350,10 +350,6 @@ class Dealt:
     def merged(self) -> int:
         """How many chunks are of several pieces."""
         return sum(len(kind.tensors) * int((np.diff(kind.geometry.pieces.first) > 1).sum()) for kind in self.kinds)
-
-    def chunks_of(self, tensor: int) -> slice:
-        """Where the chunks of a tensor are."""
-        return slice(int(self.first[tensor]), int(self.first[tensor + 1]))
 
 
 def deal(spreads: Iterable[Spread], world_size: int) -> Dealt:
@@ -434,11 +430,11 @@ def _with_room(loads: Numbers, nbytes: int, count: int, enough: int) -> Numbers:
     return owners
 
 
-def schedule(needs: Iterable[tuple[Numbers, Numbers | int]], world_size: int, limit: int) -> list[int]:
+def schedule(needs: Iterable[tuple[Numbers, Numbers]], world_size: int, limit: int) -> list[int]:
     """The round of an exchange in which each transfer takes place, from the bytes that it takes of ranks' memory.
 
-    ``needs`` has the ranks of each transfer, each once, and the bytes of each (a number: of all alike). In one round no
-    rank needs more than ``limit`` bytes, or else has a single transfer.
+    ``needs`` has the ranks of each transfer, each once, and the bytes of each. In one round no rank
+    needs more than ``limit`` bytes, or else has a single transfer.
     """
     current, used = np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
     numbers = []

@@ -23,8 +23,8 @@ from zarrckpt._plan.chunking import (
     default_fill_bytes,
     default_min_piece_bytes,
 )
-from zarrckpt._plan.holders import Holdings, TensorHolders
-from zarrckpt._plan.owners import Dealt, Spread, deal
+from zarrckpt._plan.holders import GlobalState, GlobalTensor
+from zarrckpt._plan.owners import Dealt, Holders, Spread, deal
 from zarrckpt._plan.rank_plan import RankPlan, rank_plan
 
 
@@ -39,10 +39,10 @@ class Layout:
     """fqns of non-tensor entries; whether each becomes a value or a blob is known when it is written."""
     world_size: int
 
-    def marker(self, attempt: str, started: str) -> Marker:
+    def marker(self, save_id: str, started: str) -> Marker:
         """What an attempt with this layout may write."""
         arrays = sorted([*(n.path for n in self.tensors.values()), *(self.node_paths[f] for f in self.objects)])
-        return Marker(attempt, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
+        return Marker(save_id, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PlanOptions:
 class SavePlan:
     """A whole save as planned."""
 
-    holdings: Holdings
+    state: GlobalState
     layout: Layout
     dealt: Dealt
     writers: Mapping[str, int]
@@ -92,26 +92,26 @@ class SavePlan:
         return made.digest()
 
 
-def plan_save(held: Holdings, options: PlanOptions) -> SavePlan:
+def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
     """Lay out a checkpoint from what all ranks hold, and choose the rank that writes each chunk and each value.
 
     No I/O. Every rank calls it with the same arguments.
     """
     with _no_collection():
-        by_path = names.unique_paths([tuple(path) for path in held.paths.values()])
-        node_paths = {fqn: by_path[tuple(path)] for fqn, path in held.paths.items()}
-        grids = _Grids(options.sizes, held)
+        by_path = names.unique_paths([tuple(path) for path in state.paths.values()])
+        node_paths = {fqn: by_path[tuple(path)] for fqn, path in state.paths.items()}
+        grids = _Grids(options.sizes, state)
         tensors: dict[str, ArrayNode] = {}
         spreads = []
-        for fqn, tensor in held.tensors.items():
+        for fqn, tensor in state.tensors.items():
             grid = grids.of(tensor)
             chosen = options.compression if compressible(grid, tensor.dtype) else None
             tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, compression=chosen)
             spreads.append(Spread(fqn, grid, tensor.dtype.itemsize, tensor.held, tensor.whole))
-        layout = Layout(held.paths, node_paths, tensors, frozenset(held.values), held.ranks)
+        layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), state.ranks)
         # In turn: they are small, and whoever writes them all would be the last.
-        writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(held.values.items())}
-        return SavePlan(held, layout, deal(spreads, held.ranks), writers)
+        writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(state.values.items())}
+        return SavePlan(state, layout, deal(spreads, state.ranks), writers)
 
 
 @contextmanager
@@ -129,22 +129,22 @@ def _no_collection() -> Iterator[None]:
 class _Grids:
     """The grids of tensors: the same for the same boxes, so that thousands of alike layers are looked at once."""
 
-    def __init__(self, sizes: Sizes, held: Holdings) -> None:
-        total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in held.tensors.values())
+    def __init__(self, sizes: Sizes, state: GlobalState) -> None:
+        total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.tensors.values())
         self._max_chunk = sizes.max_chunk
-        self._min_piece = default_min_piece_bytes(held.ranks) if sizes.min_piece is None else sizes.min_piece
-        self._fill = default_fill_bytes(total, held.ranks) if sizes.fill is None else sizes.fill
+        self._min_piece = default_min_piece_bytes(state.ranks) if sizes.min_piece is None else sizes.min_piece
+        self._fill = default_fill_bytes(total, state.ranks) if sizes.fill is None else sizes.fill
         self._known: dict[tuple[Ints, int, Sequence[Box]], Grid] = {}
-        self._alike: dict[tuple[int, int], Grid] = {}
+        self._alike: dict[tuple[Holders, int], Grid] = {}
 
-    def of(self, tensor: TensorHolders) -> Grid:
+    def of(self, tensor: GlobalTensor) -> Grid:
         """The grid of a tensor."""
-        key = (id(tensor.held), tensor.dtype.itemsize)
+        key = (tensor.held, tensor.dtype.itemsize)
         if key not in self._alike:
             self._alike[key] = self._of_boxes(tensor)
         return self._alike[key]
 
-    def _of_boxes(self, tensor: TensorHolders) -> Grid:
+    def _of_boxes(self, tensor: GlobalTensor) -> Grid:
         boxes = tensor.held.boxes
         key = (tensor.shape, tensor.dtype.itemsize, boxes)
         if key not in self._known:

@@ -60,7 +60,7 @@ class RankPlan:
     items: Sequence[tuple[str, Box]]
     """The boxes of arrays that this rank holds and writes, or sends, something of."""
     chunks: Sequence[ChunkPlan]
-    """Those that this rank has all of."""
+    """The chunks that this rank has all pieces of."""
     bundles: Mapping[int, Bundle]
     """What moves between ranks, in ascending order."""
 
@@ -89,7 +89,7 @@ class _RankPart:
         self._dealt = dealt
         self.items: dict[tuple[str, Box], int] = {}
         self.chunks: list[tuple[int, ChunkPlan]] = []
-        """By the number of the chunk in the whole plan."""
+        """Each with its number in the whole plan."""
         self._merged: list[tuple[int, ChunkPlan]] = []
         self._sends: list[tuple[int, int, Sending]] = []
 
@@ -132,7 +132,7 @@ class _RankPart:
         return self.items.setdefault((name, box), len(self.items))
 
     def names(self) -> dict[str, None]:
-        """Of the arrays that this rank sends or writes something of: it may write what only others hold."""
+        """The names of the arrays that this rank sends or writes something of: it may write what only others hold."""
         written = (chunk.fqn for _, chunk in (*self.chunks, *self._merged))
         return dict.fromkeys([*(name for name, _ in self.items), *written])
 

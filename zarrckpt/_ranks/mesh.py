@@ -41,7 +41,7 @@ FOREVER = timedelta(days=3650)
 _FRAME = 512
 _HEAD = struct.Struct(">QQ")
 """The length of a message, and how many messages the sender has received on this edge."""
-_CONTROL, _FIRST_PIECE = 0, 1
+_CONTROL, _PIECE = 0, 1
 """gloo's tags: those of the pieces come after."""
 
 
@@ -169,7 +169,7 @@ class Mesh:
                     work = self._group.send([tensor], peer, _CONTROL)
                     self._sent[peer].append((self._numbers[peer], work, tensor))
 
-    def piece(self, way: str, peer: int, data: Any, tag: int) -> Any:
+    def piece(self, way: str, peer: int, data: Any) -> Any:
         """Begin to send ('send') or receive ('recv') a piece. Raises RuntimeError where the peer is gone.
 
         With a peer's first one, this waits until it is connected.
@@ -177,7 +177,7 @@ class Mesh:
         group = self._group
         if group is None:
             raise RuntimeError("the mesh is closed")
-        work = getattr(group, way)([torch.from_numpy(data)], peer, _FIRST_PIECE + tag)
+        work = getattr(group, way)([torch.from_numpy(data)], peer, _PIECE)
         self._reached.add(peer)
         return work
 

@@ -26,10 +26,10 @@ class Pending(Protocol):
 class Channel(Protocol):
     """Carries messages between ranks, given by their positions; those between two ranks keep their order."""
 
-    def send(self, to: int, array: Any, tag: int = 0) -> Pending:
+    def send(self, to: int, array: Any) -> Pending:
         """Begin to send."""
 
-    def recv(self, source: int, nbytes: int, tag: int = 0) -> Pending:
+    def recv(self, source: int, nbytes: int) -> Pending:
         """Begin to receive so many bytes."""
 
 

@@ -18,7 +18,7 @@ from zarrckpt._ranks.mesh import FOREVER, Mesh, started
 
 _POLL_SECONDS = 0.5
 
-_Queue = SimpleQueue[tuple[int, Bytes, Future[Bytes]] | None]
+_Queue = SimpleQueue[tuple[Bytes, Future[Bytes]] | None]
 
 
 class Handle:
@@ -37,22 +37,18 @@ class Handle:
             except TimeoutError:
                 self._waiting(time.monotonic() - began)
 
-    @property
-    def done(self) -> bool:
-        """Whether :meth:`wait` returns, or raises, at once."""
-        return self._future.done()
-
 
 class Pieces:
     """One rank's pieces of one call. Any thread may use it. Ranks are positions in the group.
 
-    Two ranks post what goes from one to the other in the same order; it ends in that order. Tags only tell it apart.
+    Two ranks post what goes from one to the other in the same order; it ends in that order.
     """
 
     def __init__(self, mesh: Mesh | None, progressed: Callable[[], None], patience: float = 0.0) -> None:
-        """``progressed`` is called when a piece ends, and while one is waited for, for so many seconds of ``patience``.
+        """``progressed`` is called when a piece ends, and for ``patience`` seconds while one is waited for.
 
-        Who waits for a silent rank is not silent itself.
+        Without that, a rank that waits for a silent one would count as silent itself. ``mesh`` is None where the ranks
+        are being connected anew, since one of them is gone.
         """
         self._mesh = mesh
         self._progressed = progressed
@@ -62,13 +58,13 @@ class Pieces:
         self._open: set[Future[Bytes]] = set()
         self._closed = False
 
-    def send(self, to: int, array: Bytes, tag: int = 0) -> Handle:
+    def send(self, to: int, array: Bytes) -> Handle:
         """Begin to send flat bytes, which must stay as they are until the handle was waited for. Raises PeerLost."""
-        return self._posted("send", to, array, tag)
+        return self._posted("send", to, array)
 
-    def recv(self, source: int, nbytes: int, tag: int = 0) -> Handle:
+    def recv(self, source: int, nbytes: int) -> Handle:
         """Begin to receive a piece of a known length. Raises PeerLost."""
-        return self._posted("recv", source, np.empty(nbytes, np.uint8), tag)
+        return self._posted("recv", source, np.empty(nbytes, np.uint8))
 
     def close(self) -> None:
         """End every wait with PeerLost. The memory is held until gloo has let go of it."""
@@ -81,7 +77,7 @@ class Pieces:
         for future in left:
             future.set_exception(PeerLost("another rank failed, or is gone"))
 
-    def _posted(self, way: str, peer: int, data: Bytes, tag: int) -> Handle:
+    def _posted(self, way: str, peer: int, data: Bytes) -> Handle:
         future: Future[Bytes] = Future()
         with self._lock:
             if self._closed or self._mesh is None:
@@ -91,7 +87,7 @@ class Pieces:
                 queue = self._queues[way, peer] = SimpleQueue()
                 started("zarrckpt-pieces", self._move, self._mesh, way, peer, queue)
             self._open.add(future)
-            queue.put((tag, data, future))
+            queue.put((data, future))
         return Handle(future, self._waiting)
 
     def _waiting(self, seconds: float) -> None:
@@ -106,9 +102,9 @@ class Pieces:
                 entry = queue.get()
                 if entry is None:
                     break
-                tag, data, future = entry
+                data, future = entry
                 try:
-                    posted.append((mesh.piece(way, peer, data, tag), data, future))
+                    posted.append((mesh.piece(way, peer, data), data, future))
                 except RuntimeError as err:
                     self._ended(future, err)
                 del entry, data, future  # nothing is held while this waits for the next

@@ -546,8 +546,3 @@ class Alone(Rounds):
         stop: Callable[[], None] | None = None,
     ) -> B:
         return decide([mine()])
-
-    def pieces(self) -> Pieces:
-        if self._pieces is None:
-            self._pieces = Pieces(None, self.progressed)
-        return self._pieces

@@ -1,4 +1,7 @@
-"""Every private name of torch that this package uses, and why: five. Nothing is imported before it is used."""
+"""Every use of a private attribute or module of torch, and why. Nothing is imported before it is used.
+
+The names of torch's classes that pickles hold are in ``_format.values`` and ``_dcp.folder``.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,20 @@ def merged_plans(save_planner: Any) -> dict[str, Any]:
 def is_over_tensor_parallelism(fsdp1: Any) -> bool:
     """Whether FSDP1 shards the shards of tensor parallelism: nothing public tells it from HSDP's two dimensions."""
     return getattr(fsdp1, "_fsdp_extension", None) is not None
+
+
+def submodule(module: Any, name: str) -> Any:
+    """What a module registered under a name; None for nothing.
+
+    ``getattr`` would also find properties, and what wrappers look up in the module that they wrap.
+    """
+    return module._modules.get(name)
+
+
+def checkpoint_offset(storage: Any) -> int:
+    """Where the bytes of a storage that was loaded within :func:`without_data` lie in the file."""
+    offset: int = storage._checkpoint_offset
+    return offset
 
 
 def without_data() -> AbstractContextManager[Any]:

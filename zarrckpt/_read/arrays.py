@@ -15,7 +15,7 @@ from zarrckpt._format.chunk_codec import Target
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
-from zarrckpt._jobs import BytesBudget, Progress, Tally, run
+from zarrckpt._jobs import BytesBudget, Progress, Tally, run_jobs
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import Job, box_memory
 
@@ -57,8 +57,8 @@ def fill_boxes(
         if box.size  # what has no elements needs no table either
         for job in catalog.stored(node).box_jobs(box, target, memory)
     )
-    with catalog.guard():
-        run(jobs, catalog.store.useful_concurrency)
+    with catalog.explaining_damage():
+        run_jobs(jobs, catalog.store.useful_concurrency)
 
 
 def read_arrays(
@@ -74,7 +74,7 @@ def read_arrays(
         arrays = _given(nodes, out)
         raw = {fqn: array.view(raw_dtype(nodes[fqn].dtype.itemsize)) for fqn, array in arrays.items()}
     else:
-        with catalog.guard():
+        with catalog.explaining_damage():
             raw = {fqn: catalog.stored(node).new_memory() for fqn, node in nodes.items()}
         arrays = {fqn: array.view(nodes[fqn].dtype.numpy) for fqn, array in raw.items()}
     boxes = [StoredBox(node, node.grid.whole) for node in nodes.values()]
@@ -97,7 +97,7 @@ def read_in_order(catalog: Catalog, fqns: Iterable[str], max_bytes: int) -> Iter
     """
     nodes = [catalog.root.tensors[fqn] for fqn in fqns]
     for node in nodes:
-        catalog.refuse_unstored(node)
+        catalog.refuse_unbacked_size(node)
     half = max(1, max_bytes // 2)  # the other half is for what is on its way
     boxes = (StoredBox(node, box) for node in nodes for box in _contiguous_boxes(node, node.grid.whole, half))
     for batch in batches(boxes, lambda box: box.nbytes, half):

@@ -19,7 +19,7 @@ from zarrckpt._errors import (
     KeyMismatchError,
     ObjectNotFoundError,
 )
-from zarrckpt._format import values
+from zarrckpt._format import json_values, values
 from zarrckpt._format.chunk_layout import (
     CRC_BYTES,
     ChunkTable,
@@ -32,7 +32,7 @@ from zarrckpt._format.chunk_layout import (
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, Table, ValueEntry, table_node
-from zarrckpt._jobs import run
+from zarrckpt._jobs import run_jobs
 from zarrckpt._read.chunks import LARGE_BYTES, StoredArray
 from zarrckpt._store import Store, StoreSpec
 
@@ -87,7 +87,7 @@ class Catalog:
                     self._tables = (_parts(self.read_table(CHECKSUMS, self.root.checksums), arrays), {})
                 else:
                     wanted = ((CHECKSUMS, self.root.checksums), (SIZES, sizes))
-                    tables = run((partial(self.read_table, *table) for table in wanted), len(wanted))
+                    tables = run_jobs((partial(self.read_table, *table) for table in wanted), len(wanted))
                     self._tables = (_parts(tables[0], arrays), self._checked_sizes(tables[1], arrays))
         return self._tables
 
@@ -111,7 +111,7 @@ class Catalog:
     def stored_nbytes(self, node: ArrayNode) -> int:
         """Bytes of an array's chunks as they are stored. No request, but for the tables where it is compressed."""
         nbytes = node.grid.num_chunks * chunk_object_bytes(node)
-        with self.guard():
+        with self.explaining_damage():
             sizes = self.sizes(node) if node.compression is not None else None
         if sizes is None:
             return nbytes
@@ -119,29 +119,29 @@ class Catalog:
         plain = node.grid.num_subchunks * (subchunk_bytes(node) + CRC_BYTES)
         return nbytes - plain + int(sizes.sum(dtype=np.uint64))
 
-    def refuse_uncounted(self, node: ArrayNode) -> None:
+    def refuse_more_chunks_than_checksums(self, node: ArrayNode) -> None:
         """Raise CorruptCheckpointError where an array claims more chunks than there are checksums.
 
         A document can claim anything, and readers make lists of chunks. No request but that for the tables, and that
         only where there are very many.
         """
         if node.grid.num_subchunks > _MANY:
-            with self.guard():
+            with self.explaining_damage():
                 self.checksums(node)
 
-    def refuse_unstored(self, node: ArrayNode) -> None:
+    def refuse_unbacked_size(self, node: ArrayNode) -> None:
         """Raise CorruptCheckpointError where an array claims to be much larger than what is stored of it.
 
         Who indexes a zarr.Array allocates all that is asked for before the first chunk is read. One request for what
         this process could not allocate, to see whether the first chunk is as long as it should be; else none.
         """
-        self.refuse_uncounted(node)
+        self.refuse_more_chunks_than_checksums(node)
         if node.nbytes <= LARGE_BYTES:
             return
         try:
             np.empty(node.nbytes, np.uint8)  # no memory is touched
         except (MemoryError, ValueError):
-            with self.guard():
+            with self.explaining_damage():
                 self.stored(node).look_for_end()
 
     def writers(self) -> dict[str, RawArray]:
@@ -171,7 +171,7 @@ class Catalog:
         if length == 0:
             return np.zeros(0, "<u4")
         key = table_node(self.root.save_id, name, length).chunk_key((0,))
-        with self.guard():
+        with self.explaining_damage():
             try:
                 data = self.store.get(key)
             except ObjectNotFoundError as err:
@@ -192,23 +192,23 @@ class Catalog:
             raise KeyMismatchError(f"no value {fqn!r} in {self.store.url}")
         if isinstance(entry, ValueEntry):
             try:
-                return values.decode_json(entry.json)
+                return json_values.decode_json(entry.json)
             except CorruptCheckpointError as err:
                 raise CorruptCheckpointError(f"value {fqn!r} in {self.store.url}: {err}") from err
-        with self.guard():
+        with self.explaining_damage():
             payload = self.stored(entry.array).read()
         return values.decode_blob(fqn, entry.encoding, entry.kind, payload.tobytes(), allow_pickle=allow_pickle)
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
+    def explaining_damage(self) -> Iterator[None]:
         """Tell damage from one that was replaced or removed while it was being read; say where memory is short."""
         try:
             yield
         except CorruptCheckpointError as err:
-            if (gone := self.gone()) is not None:
+            if (gone := self.replaced_or_removed()) is not None:
                 raise gone from err
             step = f"list all damage: zarrckpt verify {self.store.url}; load an earlier checkpoint"
-            if step not in str(err):  # a guard may be inside another one
+            if step not in str(err):  # one such block may be inside another one
                 err.args = (f"{err}; {step}",)
             raise
         except MemoryError as err:
@@ -217,7 +217,7 @@ class Catalog:
                 "not to be expected, the checkpoint is damaged"
             ) from err
 
-    def gone(self) -> CheckpointError | None:
+    def replaced_or_removed(self) -> CheckpointError | None:
         """The error for one that was replaced or removed since it was opened, else None. One request or two."""
         where = f"the checkpoint at {self.store.url} (save {self.root.save_id[:8]})"
         try:

@@ -165,7 +165,7 @@ class StrictStore(ReadOnlyStore):
 
         None: all of it was checked. Otherwise the whole subchunks to read instead, and where the part is in them.
         """
-        with self._catalog.guard():
+        with self._catalog.explaining_damage():
             key = node.under(self._catalog.root.tree).chunk_key(chunk)
             where = f"chunk {key!r} of array {node.path!r} in {self._catalog.store.url}"
             if value is None:

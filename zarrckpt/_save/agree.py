@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError, warn
-from zarrckpt._plan.holders import Asked, ReplicaPart, Told, hold
+from zarrckpt._plan.holders import AllDescriptions, Asked, ReplicaPart, gather_state
 from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds
@@ -29,7 +29,7 @@ from zarrckpt._state.local_state import LocalState
 A = TypeVar("A")
 
 Replicas = Mapping[bytes, Sequence[ReplicaPart]]
-"""What a rank holds that others hold, too, by the ranks that do."""
+"""The parts that a rank and others hold, by the ranks that hold them (see ``replicas`` of the global state)."""
 
 _NO_PLAN = bytes(8)
 _DIGEST_BYTES, _NAME_BYTES, _FOLD_BYTES = 16, 8, 8
@@ -54,7 +54,7 @@ class _Kept:
     name: bytes
     """8 bytes: the same on all ranks that have the plan."""
     digest: bytes
-    """Of this rank's description."""
+    """The digest of this rank's description."""
     options: PlanOptions
     plan: SavePlan
     part: RankPlan
@@ -62,18 +62,18 @@ class _Kept:
 
 
 _kept_plans: dict[tuple[int, ...], tuple[Callable[[], object], _Kept]] = {}
-"""By the members of a group: the default group in which they had it, and their last plan."""
+"""The last plan of each group, by its members, with the default group that they were in then."""
 
 
 def _default_group() -> Callable[[], object]:
-    """The default group, which is not held by this: after destroy_process_group, its threads and sockets must go."""
+    """A weak reference to the default group: after destroy_process_group, its threads and sockets must go."""
     world = dist.group.WORLD
     return (lambda: None) if world is None else weakref.ref(world)
 
 
 def _kept_of(members: tuple[int, ...]) -> _Kept | None:
     known = _kept_plans.get(members)
-    # Of ranks that have joined anew, nothing is known.
+    # After ranks have joined anew, their plans may differ.
     return known[1] if known is not None and known[0]() is dist.group.WORLD else None
 
 
@@ -84,7 +84,7 @@ class _Hello(NamedTuple):
     plan: bytes
     """The name of the plan that it keeps for this description."""
     balance: int
-    """Those of all ranks add up to 0 where each holds alike, by that plan, what it should: see :func:`_balance`."""
+    """Those of all ranks add up to 0 where the replicas that this plan knows are equal: see :func:`_balance`."""
 
     def packed(self) -> bytes:
         """As it is sent."""
@@ -109,11 +109,11 @@ class _Compare:
     """What is compared between ranks, and what is known to differ."""
 
     wanted: frozenset[bytes] = frozenset()
-    """Of these groups of ranks, by name, every part; of all others one digest."""
+    """The names of the groups of ranks that are compared part by part; the others are compared by one digest each."""
     only: Mapping[ReplicaPart, int] = field(default_factory=dict)
     """Parts that differ, with the rank whose part counts."""
     differing: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Their names, with the ranks that hold them."""
+    """The names of these parts, with the ranks that hold them."""
     ended: bool = False
 
 
@@ -126,35 +126,35 @@ class _Checked(NamedTuple):
 
 
 def agree(
-    rounds: Rounds, take: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
+    rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
 ) -> Agreed[A]:
     """Come to a plan. ``begin`` is called on the coordinator once there is one; all ranks get what it returns.
 
-    Raises on every rank what ``take`` and ``begin`` raise on one, and UnsupportedLayoutError where what ranks hold does
-    not fit together. Warns, on the coordinator, of what ranks hold differently under one name.
+    Raises on every rank what ``read_state`` and ``begin`` raise on one, and UnsupportedLayoutError where the parts of
+    ranks do not fit together. Warns, on the coordinator, of what ranks hold differently under one name.
     """
-    return _Agreement(rounds, take, options, begin).reached()
+    return _Agreement(rounds, read_state, options, begin).reached()
 
 
-def plan_together(rounds: Rounds, take: Callable[[], LocalState], options: PlanOptions) -> SavePlan:
+def plan_together(rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions) -> SavePlan:
     """The plan of a save that is not made. Raises what :func:`agree` raises."""
     if rounds.size == 1:
-        return plan_alone(take(), options, rounds.members)
-    return agree(rounds, take, options, lambda layout: None).plan
+        return plan_alone(read_state(), options, rounds.members)
+    return agree(rounds, read_state, options, lambda layout: None).plan
 
 
 def plan_alone(state: LocalState, options: PlanOptions, members: tuple[int, ...]) -> SavePlan:
-    """The plan of a process alone. Raises UnsupportedLayoutError for a state of which it has only parts."""
+    """The plan of a process alone. Raises UnsupportedLayoutError where it holds only parts of the state."""
     state.refuse_parts()
-    return plan_save(hold(Told([state.description()], np.zeros(1, np.int64), members)), options)
+    return plan_save(gather_state(AllDescriptions([state.description()], np.zeros(1, np.int64), members)), options)
 
 
 class _Agreement(Generic[A]):
     def __init__(
-        self, rounds: Rounds, take: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
+        self, rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
     ) -> None:
         self._rounds = rounds
-        self._take = take
+        self._read_state = read_state
         self._options = options
         self._begin = begin
         self._last = _kept_of(rounds.members)
@@ -170,17 +170,17 @@ class _Agreement(Generic[A]):
         packed, options = self._rounds.merge(
             "the descriptions of their states", partial(self._described, first), self._answer_to_descriptions
         )
-        told = Told.sent(packed, first.given, self._rounds.members)
+        gathered = AllDescriptions.sent(packed, first.given, self._rounds.members)
         compare = _Compare()
         while True:
             answer = self._rounds.merge(
-                "their plans", partial(self._check, told, options, compare), partial(self._answer_to_plans, compare)
+                "their plans", partial(self._check, gathered, options, compare), partial(self._answer_to_plans, compare)
             )
             if isinstance(answer, _Begun):
                 break
             compare = answer
-        if not compare.only and not self._plan.holdings.differing:
-            name = _name_of(told, options, self._plan)
+        if not compare.only and not self._plan.state.differing:
+            name = _name_of(gathered, options, self._plan)
             kept = _Kept(name, self._description.digest, options, self._plan, self._part, self._replicas)
             _kept_plans[self._rounds.members] = (_default_group(), kept)
         return Agreed(self._state, self._plan, self._part, answer.attempt)
@@ -188,7 +188,7 @@ class _Agreement(Generic[A]):
     # -- all ranks
 
     def _hello(self) -> bytes:
-        self._state = self._take()
+        self._state = self._read_state()
         self._description = self._state.description()
         digest = self._description.digest
         if self._last is None or self._last.digest != digest:
@@ -201,13 +201,13 @@ class _Agreement(Generic[A]):
         own = self._description
         return (own.version, own.packed) if self._rounds.rank in asked.senders else None
 
-    def _check(self, told: Told, options: PlanOptions, compare: _Compare) -> _Checked:
+    def _check(self, gathered: AllDescriptions, options: PlanOptions, compare: _Compare) -> _Checked:
         if compare.wanted:
             return _Checked(self._plan.digest, b"", _details(self._state, self._replicas, compare.wanted))
-        held = hold(told, compare.only)
-        self._plan = plan_save(held, options)
+        state = gather_state(gathered, compare.only)
+        self._plan = plan_save(state, options)
         self._part = self._plan.part(self._rounds.rank)
-        self._replicas = held.replicas(self._rounds.rank)
+        self._replicas = state.replicas(self._rounds.rank)
         folds = b"" if compare.ended else _folded(self._state, self._replicas)
         return _Checked(self._plan.digest, folds, {})
 
@@ -216,13 +216,13 @@ class _Agreement(Generic[A]):
     def _answer_to_hellos(self, packed: Sequence[bytes]) -> _Begun[A] | Asked:
         hellos, last = [_Hello.unpacked(data) for data in packed], self._last
         known = last is not None and last.options == self._options and {hello.plan for hello in hellos} == {last.name}
-        # Else who holds what is as before, but not that they hold the same.
+        # Otherwise the ranks hold the same parts as before, but replicas differ.
         if last is not None and known and sum(hello.balance for hello in hellos) % _PRIME == 0:
             return _Begun(self._begin(last.plan.layout))
         return Asked.by([hello.digest for hello in hellos])
 
-    def _answer_to_descriptions(self, told: Sequence[tuple[str, bytes] | None]) -> tuple[list[bytes], PlanOptions]:
-        found = [one for one in told if one is not None]
+    def _answer_to_descriptions(self, sent: Sequence[tuple[str, bytes] | None]) -> tuple[list[bytes], PlanOptions]:
+        found = [one for one in sent if one is not None]
         versions = sorted({version for version, _ in found})
         if len(versions) > 1:
             raise CheckpointError(f"the ranks have different versions of zarrckpt, {versions}: install one")
@@ -242,7 +242,7 @@ class _Agreement(Generic[A]):
                 return _Compare(only=only, differing=differing, ended=True)
             if unlike := _unlike_groups([checked.folds for checked in found]):
                 return _Compare(wanted=unlike)
-        warn_of({**self._plan.holdings.differing, **compare.differing})
+        warn_of({**self._plan.state.differing, **compare.differing})
         return _Begun(self._begin(self._plan.layout))
 
 
@@ -258,7 +258,7 @@ def _folded(state: LocalState, replicas: Replicas) -> bytes:
 def _balance(state: LocalState, replicas: Replicas, rank: int) -> int:
     """This rank's share of a sum over all ranks, which is 0 where each group of ranks holds the same.
 
-    Of a group of n ranks, the first counts its digest 1 - n times, the others count theirs once.
+    In a group of n ranks, the first counts its digest 1 - n times, the others count theirs once.
     """
     balance = 0
     for ranks, parts in replicas.items():
@@ -301,9 +301,9 @@ def differing_parts(
     return only, {fqn: sorted(ranks) for fqn, ranks in differing.items()}
 
 
-def _name_of(told: Told, options: PlanOptions, plan: SavePlan) -> bytes:
-    digests = [description.digest for description in told.descriptions]
-    said = repr((digests, told.given.tolist(), options)).encode()
+def _name_of(gathered: AllDescriptions, options: PlanOptions, plan: SavePlan) -> bytes:
+    digests = [description.digest for description in gathered.descriptions]
+    said = repr((digests, gathered.given.tolist(), options)).encode()
     return hashlib.blake2b(said + plan.digest, digest_size=len(_NO_PLAN)).digest()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zarrckpt._jobs import Progress, beside
+from zarrckpt._jobs import Progress, in_thread
 from zarrckpt._options import SaveOptions
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import joined
@@ -81,17 +81,17 @@ class _Saver:
             url = request.spec.url
             with joined(ranks, f"the background save to {url}", request.options.timeout) as rounds:
                 look = request.refuse_committed if rounds.rank == 0 else lambda: None
-                with beside(look) as looked:
+                with in_thread(look) as looked:
                     staged = self._staged(state, keep_buffers)
                 rounds.merge("their copies of the state", lambda: None, lambda _: looked())
 
-            def take() -> LocalState:
+            def read_state() -> LocalState:
                 if isinstance(staged, Exception):
                     raise staged  # here, it reaches all ranks
-                return LocalState.of(staged)
+                return LocalState.from_plain_state(staged)
 
             self._last = last = _SaveFuture(url)
-            self._thread.submit(last.run, lambda: run_save(take, request, ranks, background=True))
+            self._thread.submit(last.run, lambda: run_save(read_state, request, ranks, background=True))
             return last
 
     def _staged(self, state: Mapping[str, Any], keep_buffers: bool) -> dict[Any, Any] | Exception:
@@ -177,7 +177,7 @@ def async_save(
     ranks = Ranks(process_group, no_dist)
     if no_dist:
         objects.refuse_fsdp1(state)
-    request = SaveRequest.checked(
+    request = SaveRequest.from_arguments(
         url,
         options,
         overwrite=overwrite,

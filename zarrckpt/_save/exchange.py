@@ -24,10 +24,10 @@ class _Moving:
 
     bundle: Bundle
     nbytes: int
-    """Of memory that it takes until its chunks are written and its messages sent."""
+    """The memory that it takes until its chunks are written and its messages sent."""
     sends: list[Pending] = field(default_factory=list)
     receives: dict[int, Pending] = field(default_factory=dict)
-    """By the rank that sends."""
+    """The messages that arrive, by the rank that sends them."""
 
 
 class Exchange:
@@ -64,7 +64,7 @@ class Exchange:
             yield from self._ended(moving.popleft())
 
     def counted(self, nbytes: int, job: Callable[[], None]) -> Callable[[], None]:
-        """A job that writes a chunk, whose end frees so much memory."""
+        """A job that writes a chunk, and frees ``nbytes`` of memory when it ends."""
 
         def run() -> None:
             try:
@@ -75,7 +75,7 @@ class Exchange:
         return run
 
     def stop(self) -> None:
-        """Wait for no job any more: one has failed, perhaps of another kind, and those that are queued never begin."""
+        """Do not wait for jobs any more: one has failed, perhaps of another kind, and queued ones never begin."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -86,7 +86,7 @@ class Exchange:
             self._changed.notify_all()
 
     def _wait_for_memory(self, nbytes: int) -> None:
-        """Until so much fits, or all that was moved before is written: a bundle may be larger than the limit."""
+        """Wait until ``nbytes`` fit, or all that was moved before is written: a bundle may be larger than the limit."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._used or self._used + nbytes <= self._limit)
 

@@ -19,7 +19,7 @@ from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, BlobEntry, Root, Stack, ValueEntry, parent_groups
 from zarrckpt._format.sealed import now
 from zarrckpt._format.state_path import DICT, LIST, StatePath
-from zarrckpt._jobs import run
+from zarrckpt._jobs import run_jobs
 from zarrckpt._plan.plan import Layout
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.write import ArrayResult, ObjectResult, Results
@@ -32,9 +32,9 @@ def finish_save(
     attempt: Attempt,
     layout: Layout,
     results: Sequence[Results],
-    kept: Mapping[str, Any],
+    metadata: Mapping[str, Any],
 ) -> tuple[Root, SaveReport]:
-    """Everything of a save but its commit: check, tables, the documents of blobs' groups. ``kept`` is the user's.
+    """Check what was written, write the tables and the documents of blobs' groups, and make the root document.
 
     Raises IncompleteSaveError naming an entry that is missing from what the ranks wrote.
     """
@@ -48,7 +48,7 @@ def finish_save(
     tables, puts = tables_of(attempt.save_id, numbers)
     puts |= {join(attempt.tree, path, NODE): [dumps(group_document())] for path in sorted(late)}
     at_once = 1 if store.is_local else store.max_concurrency
-    run((partial(store.put, key, buffers) for key, buffers in puts.items()), at_once)
+    run_jobs((partial(store.put, key, buffers) for key, buffers in puts.items()), at_once)
     store.sync(puts)
     root = Root(
         save_id=attempt.save_id,
@@ -67,7 +67,7 @@ def finish_save(
             for fqn, path in layout.paths.items()
             if path.rank_at is not None and path.ranks
         },
-        metadata=kept,
+        metadata=metadata,
     )
     rank_bytes = tuple(sum(result.nbytes for result in rank.values()) for rank in results)
     report = SaveReport(store.url, attempt.save_id, sum(rank_bytes), len(numbers[WRITERS]), rank_bytes)
@@ -94,7 +94,7 @@ def _collect(
 
 
 def _check_entries(layout: Layout, written: set[str]) -> None:
-    """What was laid out and what was written must be one set."""
+    """The entries that were planned and those that were written must be the same."""
     empty = {fqn for fqn, node in layout.tensors.items() if node.grid.num_chunks == 0}
     missing = sorted(layout.paths.keys() - written - empty)
     unknown = sorted(written - layout.paths.keys())

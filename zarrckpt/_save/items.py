@@ -39,11 +39,11 @@ class Items:
         self._in_memory: set[int] = set()
         """Items whose tensors are in CPU memory: their parts are views."""
         self._raw: dict[int, RawArray] = {}
-        """The raw elements of items that lie in the state's own memory. Numpy cuts them; each call to torch gives the
-        interpreter's lock away, for which many threads wait."""
+        """The raw elements of items that lie in the state's own memory. Numpy cuts them: each call to torch releases
+        the interpreter's lock, and would then wait for it behind other threads."""
 
-    def check(self) -> set[torch.device]:
-        """Compare every tensor with what was planned; return where they are.
+    def prepare(self) -> set[torch.device]:
+        """Compare every tensor with what was planned; return their devices. Call it once, before the methods below.
 
         Raises CheckpointError naming the fqn; UnsupportedValueError for a meta tensor.
         """
@@ -83,7 +83,7 @@ class Items:
         return raw_tensor(self._items[place][0], self._part(place, box))
 
     def copy(self, place: int, box: Box, out: RawArray) -> None:
-        """Copy a part of an item to memory of its shape, raw elements; from another device without a detour."""
+        """Copy a part of an item, as raw elements, to memory of its shape; directly, where it is on another device."""
         if (view := self.view(place, box)) is not None:
             out[...] = view
             return

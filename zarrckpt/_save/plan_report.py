@@ -24,13 +24,13 @@ from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import refuse_fsdp1
 
 _BESIDE = 5
-"""Claim, marker, root, and a document for each of the two tables."""
+"""Documents beside those of nodes: claim, marker, root, and one for each of the two tables."""
 
 _TABLE_CHUNKS = 2
-"""One for each of the tables, unless there is nothing for them to hold."""
+"""Chunks of the two tables, one each; there are none where the checkpoint has no chunk."""
 
 _ROUNDS = 5
-"""Digests, descriptions, plans; what was written, and the commit."""
+"""The rounds of a save: digests, descriptions, plans, what was written, the commit."""
 
 
 def plan_report(
@@ -56,7 +56,7 @@ def plan_report(
     if no_dist:
         refuse_fsdp1(state)
     with joined(ranks, "plan_report", options.timeout) as rounds:
-        plan = plan_together(rounds, partial(LocalState.saving, state), options.plan)
+        plan = plan_together(rounds, partial(LocalState.from_user_state, state), options.plan)
     return report_of(plan, rounds.members, ranks_per_host)
 
 

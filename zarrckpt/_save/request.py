@@ -26,7 +26,7 @@ class SaveRequest:
     progress: Progress | None
 
     @classmethod
-    def checked(
+    def from_arguments(
         cls,
         url: Url | None,
         options: SaveOptions | None = None,

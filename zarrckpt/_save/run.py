@@ -13,7 +13,7 @@ from zarrckpt._commit import protocol
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, warn
 from zarrckpt._format.root import Root
 from zarrckpt._format.sealed import now
-from zarrckpt._jobs import beside
+from zarrckpt._jobs import in_thread
 from zarrckpt._plan.plan import Layout
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.group import Ranks
@@ -37,61 +37,61 @@ class AttemptName(NamedTuple):
 
 
 def run_save(
-    take: Callable[[], LocalState], request: SaveRequest, ranks: Ranks, *, background: bool = False
+    read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks, *, background: bool = False
 ) -> SaveReport:
-    """Save what ``take`` gives on each rank; return when it is committed. An error on one rank is raised on all.
+    """Save what ``read_state`` gives on each rank; return when it is committed. An error on one rank is raised on all.
 
     ``background``: beside training, to which it leaves a processor.
     """
     with joined(ranks, f"the save to {request.spec.url}", request.options.timeout, background=background) as rounds:
-        attempt = SaveAttempt(request, background=background)
+        save = RankSave(request, background=background)
         if rounds.size == 1:
-            return _save_alone(take(), attempt, rounds)
-        agreed = agree(rounds, take, request.options.plan, attempt.begin)
+            return _save_alone(read_state(), save, rounds)
+        agreed = agree(rounds, read_state, request.options.plan, save.begin)
         name, layout = agreed.attempt, agreed.plan.layout
         try:
             channel = rounds.pieces() if agreed.plan.moves else None
             report = rounds.merge(
                 "what they have written",
-                lambda: attempt.write(lambda: name, agreed.part, agreed.state, channel, rounds.progressed),
-                partial(attempt.finish, layout),
-                attempt.stop,
+                lambda: save.write(lambda: name, agreed.part, agreed.state, channel, rounds.progressed),
+                partial(save.finish, layout),
+                save.stop,
             )
-            return _commit_together(rounds, attempt, name, report)
+            return _commit_together(rounds, save, name, report)
         except BaseException:
-            attempt.abandon()
+            save.abandon()
             raise
 
 
-def _save_alone(state: LocalState, attempt: SaveAttempt, rounds: Rounds) -> SaveReport:
-    """The same without other ranks: nothing to agree on. The attempt begins beside the first chunks."""
-    plan = plan_alone(state, attempt.request.options.plan, rounds.members)
+def _save_alone(state: LocalState, save: RankSave, rounds: Rounds) -> SaveReport:
+    """Save without other ranks: there is nothing to agree on. The attempt begins while the first chunks are made."""
+    plan = plan_alone(state, save.request.options.plan, rounds.members)
     try:
-        with beside(partial(attempt.begin, plan.layout), at_once=attempt.is_local) as begun:
-            results = attempt.write(begun, plan.part(0), state, None, lambda: None)
-        return attempt.commit(attempt.finish(plan.layout, [results]))
+        with in_thread(partial(save.begin, plan.layout), at_once=save.is_local) as begun:
+            results = save.write(begun, plan.part(0), state, None, lambda: None)
+        return save.commit(save.finish(plan.layout, [results]))
     except BaseException:
-        attempt.abandon()
+        save.abandon()
         raise
 
 
-def _commit_together(rounds: Rounds, attempt: SaveAttempt, name: AttemptName, report: SaveReport) -> SaveReport:
-    """The last round. A rank that has lost the coordinator looks whether its root document was put."""
+def _commit_together(rounds: Rounds, save: RankSave, name: AttemptName, report: SaveReport) -> SaveReport:
+    """The last round. A rank that has lost the coordinator checks whether it has put the root document."""
     try:
-        return rounds.merge("the commit", lambda: None, lambda _: attempt.commit(report))
+        return rounds.merge("the commit", lambda: None, lambda _: save.commit(report))
     except CheckpointError:
-        if rounds.rank and not rounds.in_step and attempt.is_committed(name.save_id):
+        if rounds.rank and not rounds.in_step and save.is_committed(name.save_id):
             return report
         raise
 
 
-class SaveAttempt:
+class RankSave:
     """The steps of one save on one rank. The middle ones, from :meth:`begin` on, are the coordinator's."""
 
     def __init__(self, request: SaveRequest, *, background: bool = False) -> None:
         self.request = request
         self._store = request.spec.open()
-        # A number of the caller's own is kept to.
+        # A concurrency that the caller chose stays as it is.
         self._store.beside_training = background and request.options.concurrency is None
         self._started = time.monotonic()
         self._work: RankWork | None = None
@@ -114,7 +114,7 @@ class SaveAttempt:
         channel: Channel | None,
         progressed: Callable[[], None],
     ) -> Results:
-        """Write this rank's chunks, values and documents, many at a time, and sync them. One put an object.
+        """Write this rank's chunks, values and documents, many at a time, and sync them. One put per object.
 
         ``name`` tells the attempt, once it has begun. Raises before the first put where a tensor is not as planned.
         """
@@ -160,7 +160,7 @@ class SaveAttempt:
     def commit(self, report: SaveReport) -> SaveReport:
         """Put the root document, then clean up what it replaces. Raises CheckpointExistsError."""
         assert self._attempt is not None and self._root is not None
-        # From here on nobody else removes anything: the root may have been put, whatever is heard of it.
+        # From here on abandon() removes nothing: the root may have been put, even where the put raises an error.
         attempt, self._attempt = self._attempt, None
         protocol.commit(self._store, attempt, self._root)
         protocol.clean_after(self._store, attempt)
@@ -169,9 +169,9 @@ class SaveAttempt:
         return dataclasses.replace(report, seconds=time.monotonic() - self._started)
 
     def abandon(self) -> None:
-        """Remove what all ranks of a save wrote that has failed. Nothing once the root document may have been put.
+        """Remove what all ranks of a failed save wrote; nothing once the root document may have been put.
 
-        Only the coordinator has an attempt. Raises no CheckpointError.
+        Does nothing on the other ranks, which have no attempt. Raises no CheckpointError.
         """
         attempt, self._attempt = self._attempt, None
         # Each request to a store that does not answer takes minutes, and the error waits for them.

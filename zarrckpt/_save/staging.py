@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zarrckpt._jobs import run
+from zarrckpt._jobs import run_jobs
 from zarrckpt._state.flatten import OwnRank, entered
 from zarrckpt._state.local_boxes import HeldDTensor, HeldParts, HeldPieces, held_of, says_its_boxes
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
@@ -130,7 +130,7 @@ class _Copies:
             if tensor.is_meta:
                 return tensor  # for the save to refuse
             kept = None  # free it before there is another one
-            # Of the same strides: to copy is one run through memory then.
+            # With the same strides, a copy is one run through memory.
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
             kept = (form, buffer)
         self.buffers[name] = kept
@@ -165,11 +165,11 @@ def _copy_in_threads(targets: _Tensors, sources: _Tensors) -> None:
     if not alone or threads == 1 or sum(target.nbytes for target in targets) < 2 * _BATCH_BYTES:
         _copy(targets, sources)
         return
-    run((partial(_copy, *batch) for batch in _batches(targets, sources)), threads)
+    run_jobs((partial(_copy, *batch) for batch in _batches(targets, sources)), threads)
 
 
 def _copy(targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False) -> None:
-    with torch.no_grad():  # which every thread has its own of
+    with torch.no_grad():  # each thread has its own mode
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=non_blocking)
 

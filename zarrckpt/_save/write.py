@@ -14,6 +14,7 @@ import numpy as np
 
 from zarrckpt._commit.chunks import put_chunk
 from zarrckpt._errors import CheckpointError
+from zarrckpt._format import json_values
 from zarrckpt._format import values as _values
 from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder, Elements
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
@@ -21,7 +22,7 @@ from zarrckpt._format.documents import NODE, ArrayNode, join
 from zarrckpt._format.dtypes import by_name
 from zarrckpt._format.grid import Box, Grid, Ints, intersect
 from zarrckpt._format.root import BlobEntry, ValueEntry
-from zarrckpt._jobs import run
+from zarrckpt._jobs import run_jobs
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
 from zarrckpt._plan.rank_plan import ChunkPiece, ChunkPlan, RankPlan
 from zarrckpt._ranks.errors import StoppedByOthers
@@ -101,7 +102,7 @@ class PartElements:
         self._begins = np.array([part.box.offset for part in parts], np.int64) - self._origin
         self._ends = self._begins + np.array([part.box.shape for part in parts], np.int64)
         self._memory: dict[int, RawArray | None] = {}
-        """By place, the elements of each part that was looked at; None where they are on another device."""
+        """The elements of each part that was looked at, by its place; None where they are on another device."""
 
     def view(self, box: Box) -> RawArray | None:
         places = self._sharing(box)
@@ -171,7 +172,7 @@ class RankWork:
         self._progressed = progressed
         self._lock = threading.Lock()
         self._keys: dict[str, None] = {}
-        """Of all that was put, or may have been."""
+        """The keys of all that was put, or may have been."""
         self._written: dict[str, _Written] = {}
         self._done = self._total = 0
         self._exchange: Exchange | None = None
@@ -205,21 +206,21 @@ class RankWork:
             self.could_remove = False
 
     def _write(self, channel: Channel | None) -> dict[str, ObjectResult | ArrayResult]:
-        self._memory = transfer_memory(self._limit, self._items.check())
+        self._memory = transfer_memory(self._limit, self._items.prepare())
         bundles = self._plan.bundles.values()
         chunks = [*self._plan.chunks, *(chunk for bundle in bundles for chunk in bundle.chunks)]
         self._written = {chunk.fqn: _Written() for chunk in chunks}
         self._total = sum(self._chunk_bytes(chunk) for chunk in chunks)
         # Values first: what can't be kept is found before gigabytes are on their way.
         paths = self._plan.object_paths
-        written = run((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
+        written = run_jobs((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
         concurrency = self._store.useful_concurrency
         if channel is None:
             little = self._total <= _LITTLE_BYTES and len(chunks) + len(self._plan.documents) <= 2
-            run(self._jobs(), 1 if little and self._store.is_local else concurrency)
+            run_jobs(self._jobs(), 1 if little and self._store.is_local else concurrency)
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
-            run(self._jobs(), concurrency, drawn_here=True, stopping=self._exchange.stop)
+            run_jobs(self._jobs(), concurrency, drawn_here=True, stopping=self._exchange.stop)
         # Also where nothing was put: what is synced is there only once the attempt has begun.
         self._tree()
         self._store.sync(self._keys)
@@ -296,8 +297,8 @@ class RankWork:
 
     def _write_object(self, fqn: str, path: str) -> ObjectResult:
         value = self._source.value(fqn)
-        encoded = _values.encode_json(value)
-        if encoded is not _values.NOT_JSON and _values.json_size(encoded) <= _values.MAX_JSON_VALUE:
+        encoded = json_values.encode_json(value)
+        if encoded is not json_values.NOT_JSON and json_values.json_size(encoded) <= _values.MAX_JSON_VALUE:
             return ObjectResult(value=ValueEntry(path, encoded))
         blob = _values.encode_blob(fqn, value)
         payload = np.frombuffer(blob.payload, np.uint8)

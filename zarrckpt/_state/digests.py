@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zarrckpt._format import json_values, values
+from zarrckpt._format import json_values
 from zarrckpt._state.tensors import raw_tensor
 
 _WHOLE_BYTES = 64 << 10
@@ -57,8 +57,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value_bytes(value: Any) -> tuple[str | None, bytes]:
-    encoded = values.encode_json(value)
-    if encoded is not values.NOT_JSON:
+    encoded = json_values.encode_json(value)
+    if encoded is not json_values.NOT_JSON:
         return "json", json_values.dumps({"value": encoded})
     if isinstance(value, bytes | bytearray):
         return type(value).__name__, bytes(value)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zarrckpt._errors import UnsupportedValueError
-from zarrckpt._format import values
+from zarrckpt._format import json_values
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, StatePath, is_key, one_nan
 from zarrckpt._state.local_boxes import HeldTensor
 
@@ -66,7 +66,7 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
 
 
 def _check_key(key: object, above: tuple[object, ...]) -> None:
-    if not is_key(key) or values.encode_json(key) is values.NOT_JSON:
+    if not is_key(key) or json_values.encode_json(key) is json_values.NOT_JSON:
         # Python refuses to show very long integers.
         shown = f"{key!r:.200} " if isinstance(key, str) else ""
         raise UnsupportedValueError(

@@ -47,13 +47,13 @@ class LocalState:
         self._in_stacks = {path.with_rank(RANKS).fqn: fqn for fqn, path in paths.items() if path.rank_at is not None}
 
     @classmethod
-    def saving(cls, state: Mapping[Any, Any]) -> LocalState:
-        """Of a state with modules, optimizers and other Stateful objects. Raises UnsupportedValueError."""
-        return cls.of(for_save(state).state)
+    def from_user_state(cls, state: Mapping[Any, Any]) -> LocalState:
+        """From a state with modules, optimizers and other Stateful objects. Raises UnsupportedValueError."""
+        return cls.from_plain_state(for_save(state).state)
 
     @classmethod
-    def of(cls, plain: Mapping[Any, Any]) -> LocalState:
-        """Of a nested state of plain containers, tensors and values. Raises UnsupportedValueError."""
+    def from_plain_state(cls, plain: Mapping[Any, Any]) -> LocalState:
+        """From a nested state of plain containers, tensors and values. Raises UnsupportedValueError."""
         return cls(*flatten(plain))
 
     # -- as others must know it
@@ -92,7 +92,11 @@ class LocalState:
                 held, size = sum(box.size for box in leaf.boxes), math.prod(leaf.shape)
                 if held < size:
                     parts.append(f"{fqn!r} lacks {size - held if leaf.boxes else 'all'} elements")
-        refuse_parts(parts)
+        if parts:
+            raise UnsupportedLayoutError(
+                f"{len(parts)} tensors are sharded over ranks, and this process saves alone; nothing was written:"
+                f"{listed(parts)}\nsave on all ranks that hold parts, without no_dist, or save .full_tensor() of each"
+            )
 
     # -- as it is written
 
@@ -123,15 +127,6 @@ def tensor_entry(
     if leaf.sharding is None:
         return DescribedEntry(path, "tensor", leaf.shape, dtype, REPLICATED, boxes)
     return DescribedEntry(path, "tensor", leaf.shape, dtype, shardings.setdefault(leaf.sharding, len(shardings)))
-
-
-def refuse_parts(parts: Sequence[str]) -> None:
-    """Raise UnsupportedLayoutError, if there are any, for tensors that a process alone has only parts of."""
-    if parts:
-        raise UnsupportedLayoutError(
-            f"{len(parts)} tensors are sharded over ranks, and this process saves alone; nothing was written:"
-            f"{listed(parts)}\nsave on all ranks that hold parts, without no_dist, or save .full_tensor() of each"
-        )
 
 
 def listed(faults: Sequence[str]) -> str:

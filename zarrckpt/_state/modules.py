@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
+from zarrckpt._ranks.torch_private import submodule
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_fsdp1
 
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -44,7 +45,7 @@ def canonical_name(module: nn.Module, key: str) -> str:
         if not in_ddp and segment not in _WRAPPER_SEGMENTS:
             segments.append(segment)
         # None where a module hides another one from its state dict: its keys are no paths.
-        at = at._modules.get(segment) if at is not None else None
+        at = submodule(at, segment) if at is not None else None
     return ".".join(segments)
 
 

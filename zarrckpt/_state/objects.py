@@ -65,16 +65,16 @@ def for_save(state: Mapping[Any, Any]) -> PlainState:
     """The state to save. An optimizer that has made no step yet is saved as such, and is not changed."""
     if isinstance(state, Mapping) and not holds_objects(state):
         return PlainState(dict(state))
-    return _convert(state, None, lambda prefix, entry: global_rank(), PlainState({}))
+    return _convert(state, None, lambda prefix, entry: global_rank())
 
 
-def for_load(state: Mapping[Any, Any], saved: SavedEntries, source: RankOf, plain: PlainState) -> PlainState:
-    """The targets of a load, gathered in ``plain`` (an empty one): optimizers get memory for the state they lack.
+def for_load(state: Mapping[Any, Any], saved: SavedEntries, source: RankOf) -> PlainState:
+    """The targets of a load: optimizers get memory for the state that they lack.
 
     Objects of which nothing is asked for are left alone, and stay as they are in the plain state. ``source`` says which
     rank's state a PerRank takes, if any.
     """
-    return _convert(state, saved, source, plain)
+    return _convert(state, saved, source)
 
 
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
@@ -84,14 +84,14 @@ RankOf = Callable[[str, PerRank], int | None]
 """The rank under whose number a PerRank at a flat-name prefix stands; None where it is left out."""
 
 
-def _convert(state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: RankOf, plain: PlainState) -> PlainState:
+def _convert(state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: RankOf) -> PlainState:
     """The plain state to save, or, where ``saved`` is given, to load into."""
     if not isinstance(state, Mapping):
         raise UnsupportedValueError(
             f"the state is a {type(state).__name__}, expected a dict such as {{'model': model, 'step': step}}"
         )
     modules = [value for value in _objects(state) if isinstance(value, nn.Module)]
-
+    plain = PlainState({})
     within: int | None = None
 
     def per_rank(entry: PerRank, keys: Keys) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class Store(abc.ABC):
         return _FEW_MAKERS if self.beside_training else _MAKERS
 
     client_errors: type[Exception] = Exception
-    """What :meth:`run` makes errors of this package's own of."""
+    """What :meth:`call` makes errors of this package's own of."""
     secrets: Sequence[str] = ()
     """Texts that no error may hold."""
 
@@ -144,10 +144,10 @@ class Store(abc.ABC):
         """A client's error as one of this package's own: what was done, where, why, the next step; never a secret."""
         return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error))
 
-    def run(self, what: str, call: Callable[[], T], key: str | None = None) -> T:
+    def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
         """Call the client, with our own errors; with a ``key``, that of a missing file means this object."""
         try:
-            return call()
+            return request()
         except CheckpointError:
             raise
         except self.client_errors as error:

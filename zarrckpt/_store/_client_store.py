@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from zarrckpt._errors import ObjectNotFoundError, StorageError
-from zarrckpt._jobs import run
+from zarrckpt._jobs import run_jobs
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, check_key
 from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
@@ -19,7 +19,7 @@ _DELETES_AT_ONCE = 16
 
 
 class ClientStore(ConditionalStore):
-    """Objects whose names begin with a folder. Subclasses call their client by full names, inside of :meth:`run`.
+    """Objects whose names begin with a folder. Subclasses call their client by full names, inside of :meth:`call`.
 
     Args:
         url: for messages.
@@ -74,7 +74,7 @@ class ClientStore(ConditionalStore):
         return self.name(prefix) if prefix else self._folder
 
     def get(self, key: str) -> bytes:
-        return self.run(f"reading {key!r}", lambda: self.get_named(self.name(key)), key)
+        return self.call(f"reading {key!r}", lambda: self.get_named(self.name(key)), key)
 
     def get_above(self, levels: int, key: str) -> bytes:
         above = self._folder.split("/") if self._folder else []
@@ -82,7 +82,7 @@ class ClientStore(ConditionalStore):
             return super().get_above(levels, key)
         name = "/".join([*above[:-levels], check_key(key)])
         key = f"{'../' * levels}{key}"
-        return self.run(f"reading {key!r}", lambda: self.get_named(name), key)
+        return self.call(f"reading {key!r}", lambda: self.get_named(name), key)
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         buffer[:] = self.read(key, byte_offset, len(buffer))
@@ -92,7 +92,7 @@ class ClientStore(ConditionalStore):
             return memoryview(b"")
         name, end = self.name(key), byte_offset + nbytes
         try:
-            data = self.run(f"reading {key!r}", lambda: memoryview(self.fetch_named(name, byte_offset, end)), key)
+            data = self.call(f"reading {key!r}", lambda: memoryview(self.fetch_named(name, byte_offset, end)), key)
         except ObjectNotFoundError:
             raise
         except StorageError:
@@ -108,14 +108,14 @@ class ClientStore(ConditionalStore):
 
     def delete(self, keys: Iterable[str]) -> None:
         def delete(name: str) -> None:
-            self.run(f"deleting {name!r}", lambda: self.delete_named(name))
+            self.call(f"deleting {name!r}", lambda: self.delete_named(name))
 
         names = [self.name(key) for key in keys]
-        run((partial(delete, name) for name in names), min(_DELETES_AT_ONCE, self.max_concurrency))
+        run_jobs((partial(delete, name) for name in names), min(_DELETES_AT_ONCE, self.max_concurrency))
 
     def _refuse_short(self, key: str, needed: int) -> None:
         """Raise CorruptCheckpointError for a shorter object. One request; where it fails, the read's own error does."""
         with contextlib.suppress(StorageError):
-            size = self.run(f"reading {key!r}", lambda: self.size_named(self.name(key)), key)
+            size = self.call(f"reading {key!r}", lambda: self.size_named(self.name(key)), key)
             if size < needed:
                 raise _failures.short_object(key, self.url, needed, size)

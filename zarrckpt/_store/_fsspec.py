@@ -42,7 +42,7 @@ class FsspecStore(ClientStore):
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
         secrets = secret_values({**options, "url": address})
         super().__init__(redact_url(address), "", Honoured(), _PLAIN_LOCK, secrets)
-        self._filesystems = self.run("opening the store", lambda: Filesystems(address, options))
+        self._filesystems = self.call("opening the store", lambda: Filesystems(address, options))
         self._folder, self._traits = self._filesystems.root, self._filesystems.traits
         if self._traits.memory:
             self._honoured = Honoured(True, True)
@@ -110,7 +110,7 @@ class FsspecStore(ClientStore):
 
     def _e_tag(self, key: str) -> str:
         name = self.name(key)
-        return self.run(
+        return self.call(
             f"reading {key!r}", lambda: self._read(name, lambda fs: str(fs.info(name, refresh=True)["ETag"])), key
         )
 
@@ -154,7 +154,7 @@ class FsspecStore(ClientStore):
         return sorted(objects), sorted(folders)
 
     def zarr_store(self) -> ZarrStore:
-        return self.run("opening the store", self._filesystems.zarr_store)
+        return self.call("opening the store", self._filesystems.zarr_store)
 
     def hint(self, error: BaseException) -> str:
         if isinstance(error, ImportError):
@@ -186,7 +186,7 @@ class FsspecStore(ClientStore):
             with self._filesystems.lend() as fs:
                 return call(fs)
 
-        return self.run(what, lent)
+        return self.call(what, lent)
 
 
 def _is_refusal(error: BaseException, condition: Mapping[str, Any]) -> bool:

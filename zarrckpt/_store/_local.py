@@ -122,7 +122,7 @@ class LocalStore(Store):
     def reader(self, key: str) -> Iterator[Reader]:
         """Reads through one open file, several buffers a call (``preadv``)."""
         path = self._path(key)
-        file = self.run(f"reading {path!r}", lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), key)
+        file = self.call(f"reading {path!r}", lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), key)
 
         def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
             # In short, since a load calls this thousands of times a gigabyte.
@@ -310,7 +310,7 @@ class LocalStore(Store):
         return _NEXT_STEP.get(getattr(error, "errno", None) or 0, "")
 
     def _read(self, key: str, path: str) -> bytes:
-        return self.run(f"reading {path!r}", lambda: files.read_file(path), key)
+        return self.call(f"reading {path!r}", lambda: files.read_file(path), key)
 
     def _write(self, verb: str, key: str, work: Callable[[str], None]) -> None:
         path = self._path(key)
@@ -333,7 +333,7 @@ class LocalStore(Store):
         raise StorageError(f"{verb} {path!r} failed: its folder is removed as often as it is made; try again")
 
     def _on(self, verb: str, path: str, work: Callable[[str], T]) -> T:
-        return self.run(f"{verb} {path!r}", lambda: work(path))
+        return self.call(f"{verb} {path!r}", lambda: work(path))
 
     def _each(self, verb: str, paths: Sequence[str], work: Callable[[str], None]) -> None:
         """The same call on many paths, several at a time: one fsync after the other is many times slower."""

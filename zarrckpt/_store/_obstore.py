@@ -54,7 +54,7 @@ class ObstoreStore(ClientStore):
             version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta.get(name) is not None}
             return Versioned(answer.bytes().to_bytes(), version)
 
-        return self.run(f"reading {key!r}", fetch, key)
+        return self.call(f"reading {key!r}", fetch, key)
 
     def fetch_named(self, name: str, start: int, end: int) -> memoryview:
         return memoryview(awaited(lambda: obstore.get_range_async(self._bucket.store, name, start=start, end=end)))
@@ -66,7 +66,7 @@ class ObstoreStore(ClientStore):
         views = byte_views(buffers) or [memoryview(b"")]
         split = sum(map(len, views)) >= SPLIT
         put = self._put_split if split else partial(self._put, use_multipart=False)
-        self.run(f"writing {key!r}", lambda: put(key, views))
+        self.call(f"writing {key!r}", lambda: put(key, views))
 
     def _put_split(self, key: str, views: Sequence[memoryview]) -> None:
         # obstore takes a buffer at a time, and begins all parts that are in it at once.
@@ -84,18 +84,18 @@ class ObstoreStore(ClientStore):
             upload()
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        return self.run(f"creating {key!r}", lambda: self._put_mode(key, data, "create"))
+        return self.call(f"creating {key!r}", lambda: self._put_mode(key, data, "create"))
 
     def put_if_version(self, key: str, data: bytes, version: Any) -> bool:
         what = f"replacing {key!r}"
-        if self.run(what, lambda: self._put_mode(key, data, version)):
+        if self.call(what, lambda: self._put_mode(key, data, version)):
             return True
         e_tag = str(version.get("e_tag", ""))
         found = self.read_if_any(key)
         if found is None or found.version != version or not e_tag.startswith('"'):
             return False
         # Nothing changed, and still refused: Ceph compares the bare e-tag. The server still decides.
-        return self.run(what, lambda: self._put_mode(key, data, {**version, "e_tag": e_tag.strip('"')}))
+        return self.call(what, lambda: self._put_mode(key, data, {**version, "e_tag": e_tag.strip('"')}))
 
     def _put(self, key: str, data: Any, **options: Any) -> None:
         obstore.put(self._bucket.persistent, self.name(key), data, **self._client.put_options, **options)
@@ -111,7 +111,7 @@ class ObstoreStore(ClientStore):
         if not self._client.bulk_delete:
             return super().delete(keys)
         if names := [self.name(key) for key in keys]:
-            self.run(f"deleting {len(names)} objects", lambda: obstore.delete(self._bucket.store, names))
+            self.call(f"deleting {len(names)} objects", lambda: obstore.delete(self._bucket.store, names))
 
     def delete_named(self, name: str) -> None:
         try:
@@ -126,18 +126,18 @@ class ObstoreStore(ClientStore):
             stream = obstore.list(self._bucket.store, self.folder(prefix) or None)
             return stream, next(stream, None)
 
-        stream, batch = self.run(what, begin)
+        stream, batch = self.call(what, begin)
         while batch:
             for item in batch:
                 yield ObjectInfo(item["path"].removeprefix(f"{self._client.prefix}/"), item["size"])
             # Not with our own repeats: after an error a stream is at its end, and the rest would be missing.
-            batch = super().run(what, lambda: next(stream, None))
+            batch = super().call(what, lambda: next(stream, None))
 
     def list_dir(self, prefix: str = "") -> Listing:
         def fetch() -> Any:
             return obstore.list_with_delimiter(self._bucket.store, self.folder(prefix) or None)
 
-        found = self.run(f"listing {prefix!r}", fetch)
+        found = self.call(f"listing {prefix!r}", fetch)
         objects = sorted(item["path"].rpartition("/")[2] for item in found["objects"])
         return objects, sorted(path.rpartition("/")[2] for path in found["common_prefixes"])
 
@@ -154,7 +154,7 @@ class ObstoreStore(ClientStore):
             return "Check that the bucket (or container) exists and that the endpoint and the region are its own"
         return "Check the endpoint, the region and the network, and after a refusal the credentials"
 
-    def run(self, what: str, call: Callable[[], T], key: str | None = None) -> T:
+    def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
         check_fork()
         ask = self._bucket.send if self._bucket.answered else self._bucket.reach
-        return super().run(what, partial(ask, call), key)
+        return super().call(what, partial(ask, request), key)

@@ -121,7 +121,7 @@ class WrappedZarrStore(ClientStore):
         return wait(opened())
 
     def _waited(self, what: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return self.run(what, lambda: self._wait(call))
+        return self.call(what, lambda: self._wait(call))
 
 
 async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:

@@ -75,10 +75,6 @@ class Histogram:
         """The number of the bin behind the last one."""
         return self.first + len(self.counts)
 
-    def edge(self, place: int) -> float:
-        """The lower edge of the bin with a number."""
-        return math.ldexp(place, self.exponent)
-
     def beyond(self, low: float, high: float) -> int:
         """How many numbers are in bins that lie below ``low`` or above ``high`` as a whole."""
         edges = np.ldexp(np.arange(self.first, self.end + 1, dtype=np.float64), self.exponent)
