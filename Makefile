@@ -26,11 +26,12 @@ READERS := $(addprefix tests/test_,readers.py dtypes.py codec.py names.py store.
 demo: .venv/.demo
 	$(BIN)/python examples/train_fsdp2.py $(ARGS)
 
+# Four workers on two cores: tests with servers and killed ranks mostly wait.
 test: .venv/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-readers: .venv-readers/.installed
-	.venv-readers/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -k "not moto and not ceph" $(READERS) $(ARGS)
+	.venv-readers/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -k "not moto and not ceph" $(READERS) $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
