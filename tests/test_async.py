@@ -21,7 +21,8 @@ from models import make_run, same, snapshot
 from ranks import all_ranks_raise, run_ranks
 from store_servers import S3Place
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from uneven_states import clear, differing, mesh_of, sharded, uneven_state
 
@@ -301,9 +302,74 @@ def test_what_save_refuses_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "one" / "zarr.json").exists()
 
 
+class Slow:
+    """A value that is copied when it may be, or cannot be."""
+
+    may = threading.Event()
+    fails = False
+
+    def __deepcopy__(self, memo: object) -> Slow:
+        assert self.may.wait(60)
+        if self.fails:
+            raise RuntimeError("cannot be copied")
+        return self
+
+
+@pytest.mark.filterwarnings("ignore:.*pickle")
+def test_a_copy_in_the_background_is_waited_for(tmp_path: Path) -> None:
+    weights = torch.arange(1000.0)
+    state = {"w": weights, "slow": Slow()}
+    Slow.may.clear()
+    future = zarrckpt.async_save(state, tmp_path / "one", copy_in_background=True)
+    with pytest.raises(TimeoutError):
+        future.copied(timeout=0.05)
+    assert not future.done()
+    Slow.may.set()
+    future.copied(timeout=60)
+    weights.zero_()
+    assert future.result(timeout=60).objects == 2
+    assert torch.equal(torch.from_numpy(zarrckpt.open(tmp_path / "one")["w"][:]), torch.arange(1000.0))
+
+
+def test_a_copy_that_fails_in_the_background_is_told_by_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slow, "fails", True)
+    Slow.may.set()
+    future = zarrckpt.async_save({"slow": Slow()}, tmp_path / "one", copy_in_background=True)
+    future.copied(timeout=60)
+    with pytest.raises(zarrckpt.CheckpointError, match="cannot be copied"):
+        future.result(timeout=60)
+    refused = zarrckpt.async_save({"w": torch.eye(2).to_sparse()}, tmp_path / "one", copy_in_background=True)
+    refused.copied(timeout=60)
+    with pytest.raises(zarrckpt.UnsupportedValueError):
+        refused.result(timeout=60)
+    zarrckpt.async_save({"w": torch.ones(2)}, tmp_path / "one").copied(timeout=0)
+
+
+def _copy_in_background(url: str) -> list[bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    same = []
+    for number in range(3):
+        whole = torch.arange(64.0).reshape(8, 8) + number
+        weight = distribute_tensor(whole, mesh, [Shard(0)])
+        future = zarrckpt.async_save({"w": weight, "step": number}, f"{url}/{number}", copy_in_background=True)
+        future.copied(timeout=60)
+        weight.to_local().zero_()
+        future.result(timeout=60)
+        target = {"w": distribute_tensor(torch.zeros(8, 8), mesh, [Shard(1)]), "step": -1}
+        zarrckpt.load(target, f"{url}/{number}")
+        same.append(torch.equal(target["w"].full_tensor(), whole) and target["step"] == number)  # type: ignore[attr-defined]
+    return same
+
+
+def test_ranks_copy_in_the_background(tmp_path: Path) -> None:
+    assert run_ranks(_copy_in_background, str(tmp_path), world_size=2) == [[True] * 3] * 2
+
+
 def test_it_takes_what_save_takes() -> None:
     of_save, own = (inspect.signature(f).parameters for f in (zarrckpt.save, zarrckpt.async_save))
-    assert [*own] == [*of_save, "keep_buffers"]
+    assert [*own] == [*of_save, "keep_buffers", "copy_in_background"]
     for name, parameter in of_save.items():
         assert (own[name].kind, own[name].default) == (parameter.kind, parameter.default), name
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from zarrckpt._ops.verify import Damage, VerifyReport
     from zarrckpt._options import LoadOptions, SaveOptions
     from zarrckpt._reports import LoadReport, PlanReport, SaveReport
-    from zarrckpt._save.background import async_save
+    from zarrckpt._save.background import SaveFuture, async_save
     from zarrckpt._save.plan_report import plan_report
     from zarrckpt._state.per_rank import PerRank
 
@@ -68,6 +68,7 @@ __all__ = [
     "PerRank",
     "PlanReport",
     "RecoverReport",
+    "SaveFuture",
     "SaveOptions",
     "SaveReport",
     "StorageError",
@@ -102,6 +103,7 @@ _LAZY = {
     "PerRank": "_state.per_rank",
     "PlanReport": "_reports",
     "RecoverReport": "_ops.recover",
+    "SaveFuture": "_save.background",
     "SaveOptions": "_options",
     "SaveReport": "_reports",
     "VerifyReport": "_ops.verify",

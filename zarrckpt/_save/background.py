@@ -7,7 +7,8 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -18,7 +19,7 @@ from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.run import run_save
-from zarrckpt._save.staging import Stager
+from zarrckpt._save.staging import Stager, streams_in_use
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Url
@@ -26,14 +27,30 @@ from zarrckpt._store import Url
 _log = logging.getLogger("zarrckpt")
 
 
-class _SaveFuture(Future[SaveReport]):
-    """Knows whether anybody has asked for the outcome. Can't be cancelled: the other ranks would wait."""
+class SaveFuture(Future[SaveReport]):
+    """The future of a background save: its report, and when the state may change.
+
+    It cannot be cancelled: the other ranks would wait.
+    """
 
     def __init__(self, url: str) -> None:
         super().__init__()
         self._url = url
         self._asked = False
+        self._copied = threading.Event()
         self.set_running_or_notify_cancel()
+
+    def copied(self, timeout: float | None = None) -> None:
+        """Wait until the state has been copied, or the copy has failed: from then on the state may change.
+
+        Raises TimeoutError after ``timeout`` seconds, and nothing else: errors of the save come from :meth:`result`.
+        """
+        if not self._copied.wait(timeout):
+            raise TimeoutError(f"the state of the background save to {self._url} was not copied within {timeout:g} s")
+
+    def set_copied(self) -> None:
+        """From now on the state may change. Called by the save."""
+        self._copied.set()
 
     def result(self, timeout: float | None = None) -> SaveReport:
         self.exception(timeout)
@@ -49,6 +66,7 @@ class _SaveFuture(Future[SaveReport]):
         try:
             report = save()
         except BaseException as err:
+            self.set_copied()
             self.set_exception(err)
         else:
             self.set_result(report)
@@ -71,35 +89,50 @@ class _Saver:
         self._lock = threading.Lock()
         self._stager = Stager()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zarrckpt-async")
-        self._last: _SaveFuture | None = None
+        self._last: SaveFuture | None = None
 
     def save(
-        self, state: Mapping[str, Any], request: SaveRequest, ranks: Ranks, keep_buffers: bool
-    ) -> Future[SaveReport]:
+        self, state: Mapping[str, Any], request: SaveRequest, ranks: Ranks, keep_buffers: bool, copy_in_background: bool
+    ) -> SaveFuture:
         with self._lock:
             self.finish()
             url = request.spec.url
+            future = SaveFuture(url)
             with joined(ranks, f"the background save to {url}", request.options.timeout) as rounds:
                 look = request.refuse_committed if rounds.rank == 0 else lambda: None
                 with in_thread(look) as looked:
-                    staged = self._staged(state, keep_buffers)
+                    copy = self._copy_of(state, keep_buffers, copy_in_background)
                 rounds.merge("their copies of the state", lambda: None, lambda _: looked())
 
             def read_state() -> LocalState:
-                if isinstance(staged, Exception):
-                    raise staged  # here, it reaches all ranks
-                return LocalState.from_plain_state(staged)
+                try:
+                    copied = copy()
+                finally:
+                    future.set_copied()
+                return LocalState.from_plain_state(copied)
 
-            self._last = last = _SaveFuture(url)
-            self._thread.submit(last.run, lambda: run_save(read_state, request, ranks, background=True))
-            return last
+            if not copy_in_background:
+                future.set_copied()
+            self._last = future
+            self._thread.submit(future.run, lambda: run_save(read_state, request, ranks, background=True))
+            return future
 
-    def _staged(self, state: Mapping[str, Any], keep_buffers: bool) -> dict[Any, Any] | Exception:
-        """A copy of a state, or why there is none: the background tells all ranks."""
+    def _copy_of(self, state: Mapping[str, Any], keep: bool, in_background: bool) -> Callable[[], dict[Any, Any]]:
+        """What returns the copy of a state, or raises its error: in the background, where that reaches all ranks."""
         try:
-            return self._stager.stage(objects.for_save(state).state, keep=keep_buffers)
+            # In this thread: state dicts may be made with collectives.
+            plain = objects.for_save(state).state
+            if in_background:
+                return partial(self._stager.stage, plain, keep=keep, streams=streams_in_use())
+            copied = self._stager.stage(plain, keep=keep)
+            return lambda: copied
         except Exception as err:
-            return err
+            failure = err
+
+        def fail() -> NoReturn:
+            raise failure
+
+        return fail
 
     def finish(self) -> None:
         """Wait for the save under way, if any."""
@@ -133,7 +166,8 @@ def async_save(
     options: SaveOptions | None = None,
     progress: Progress | None = None,
     keep_buffers: bool = True,
-) -> Future[SaveReport]:
+    copy_in_background: bool = False,
+) -> SaveFuture:
     """Copy a state to CPU memory, return, and save the copy in the background.
 
     Training is held up for the copy only, and for the end of the previous background save if that still runs: there are
@@ -145,7 +179,7 @@ def async_save(
 
     Args:
         state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
-            Python values. It may change as soon as the call returns.
+            Python values. It may change as soon as the call returns, but for ``copy_in_background``.
         url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url; or a ready zarr or
             obstore store, with ``zarr.storage.StorePath(store, "run/step-7")`` for a path in one.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
@@ -163,12 +197,14 @@ def async_save(
         progress: called on each rank as ``progress(bytes_done, bytes_total)``, in the background's threads.
         keep_buffers: keep the memory of the copy for the next call, which then takes about a third of the time: new
             memory is slow to touch, and slower to pin (default). False frees it, when this save is done.
+        copy_in_background: return before the state is copied. It must not change until ``future.copied()`` has
+            returned, which belongs before the optimizer's next step. False, the default: it is copied on return.
 
     Raises CheckpointExistsError at once, on all ranks, where a checkpoint is committed and ``overwrite`` is false.
 
-    Returns a future of :class:`SaveReport`; its ``result()`` raises what else :func:`zarrckpt.save` would, the same on
-    all ranks, what cannot be saved included. An error for which no one has asked the future is logged (logger
-    ``zarrckpt``) by the next call, or at the end of the process. The save cannot be cancelled.
+    Returns a :class:`SaveFuture` of :class:`SaveReport`; its ``result()`` raises what else :func:`zarrckpt.save` would,
+    the same on all ranks, what cannot be saved included. An error for which no one has asked the future is logged
+    (logger ``zarrckpt``) by the next call, or at the end of the process. The save cannot be cancelled.
 
     The call itself raises TypeError and ValueError for arguments that make no sense, StorageError for an unknown option
     of the store, and CheckpointError where a rank does not come.
@@ -187,4 +223,4 @@ def async_save(
     )
     # By process: a forked child has neither the thread nor the group.
     saver = _savers.get(os.getpid()) or _savers.setdefault(os.getpid(), _Saver())
-    return saver.save(state, request, ranks, keep_buffers)
+    return saver.save(state, request, ranks, keep_buffers, copy_in_background)

@@ -6,10 +6,11 @@ what cannot be saved stands in it as it is, for the save to refuse.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,9 @@ class Stager:
         self.buffers: dict[str, _Buffer] = {}
         """What the last copy is in, by flat name."""
 
-    def stage(self, state: Mapping[Any, Any], *, keep: bool = True) -> dict[Any, Any]:
+    def stage(
+        self, state: Mapping[Any, Any], *, keep: bool = True, streams: Sequence[torch.cuda.Stream] = ()
+    ) -> dict[Any, Any]:
         """A copy of a state of plain containers, tensors and values, valid until the next call.
 
         Tensors are copied into buffers of their layout, pinned where they come from CUDA; DTensors and other sharded
@@ -51,11 +54,16 @@ class Stager:
 
         Args:
             keep: use the buffers again for the next copy. Otherwise they are freed with the returned state.
+            streams: those that fill the state, where that is not this thread: the copies come after what they do.
         """
         copies = _Copies(self.buffers)
         self.buffers = {}
-        # In inference mode the buffers could be filled only in that mode again.
-        with torch.inference_mode(False), torch.no_grad():
+        with contextlib.ExitStack() as modes:
+            for stream in streams:
+                modes.enter_context(torch.cuda.stream(stream))
+            # In inference mode the buffers could be filled only in that mode again.
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.no_grad())
             staged: dict[Any, Any] = copies.of(state, "")
             copies.run(_copy_in_threads)
         if keep:
@@ -154,7 +162,8 @@ class _Copies:
             copy_on_cpu(self._targets, self._sources)
         for device in self._from_devices:
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+                # Not the stream: others may have given it more to do.
+                torch.cuda.current_stream(device).record_event().synchronize()
 
 
 def _copy_in_threads(targets: _Tensors, sources: _Tensors) -> None:
@@ -192,6 +201,13 @@ def _batches(targets: _Tensors, sources: _Tensors) -> Iterator[tuple[_Tensors, _
             to, of, size = [], [], 0
     if to:
         yield to, of
+
+
+def streams_in_use() -> list[torch.cuda.Stream]:
+    """The streams of the calling thread, of each GPU, where it uses any."""
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.current_stream(device) for device in range(torch.cuda.device_count())]
 
 
 def _cpus() -> int:
