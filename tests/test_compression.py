@@ -103,7 +103,7 @@ class Objects:
     """What the reading functions need of a store."""
 
     url = "test://objects"
-    reader = Store.reader
+    reader, read = Store.reader, Store.read
 
     def __init__(self, data: dict[str, bytes], is_local: bool = False) -> None:
         self.data, self.is_local, self.fetched = data, is_local, 0
