@@ -90,16 +90,6 @@ def run(options: Options) -> Results:
     return found
 
 
-def _state(options: Options, kind: str) -> Any:
-    from benchmarks import state as states
-
-    if kind == "large":
-        return states.make_state(options.gigabytes, options.dtype)
-    if kind == "gpt2" and not options.quick:
-        return states.gpt2_with_adamw()
-    return states.small_tensors(100 if options.quick else 1000)
-
-
 def _contenders(condition: Condition, state: Any, folder: str) -> Iterator[Any]:
     from benchmarks.peers import Contender, local_contenders, ours
 
@@ -142,7 +132,8 @@ def _measure(options: Options, condition: Condition) -> Results:
     from benchmarks import state as states
 
     warnings.filterwarnings("ignore")
-    world, state = condition.world, _state(options, condition.state)
+    world = condition.world
+    state: Any = states.of_kind(condition.state, options.gigabytes, options.dtype)
     if world > 1:
         state = states.sharded(state)
     target = states.like(state)

@@ -34,7 +34,7 @@ class Condition:
     goals: Goals
     tls: bool = True
     distant: bool = False
-    small: bool = False
+    state: str = "large"
     busy: bool = False
     peers: tuple[str, ...] = ()
     """Those that are measured, beside ours; all where none is named."""
@@ -47,9 +47,13 @@ CONDITIONS = [
     Condition("S3 over TLS, no delay, beside a busy thread", {CONNECTOR: (1.5, 1.4)}, busy=True, peers=(CONNECTOR,)),
     Condition("S3 over TLS, 25 ms, 90 MB/s a connection", {CONNECTOR: (1.5, 1.4)}, distant=True, peers=(CONNECTOR,)),
     Condition(
-        "S3 over TLS, no delay, many tensors of 16 KiB", {CONNECTOR: (None, None)}, small=True, peers=(CONNECTOR, S3FS)
+        "S3 over TLS, no delay, many tensors of 16 KiB",
+        {CONNECTOR: (None, None)},
+        state="small",
+        peers=(CONNECTOR, S3FS),
     ),
     Condition("S3, no delay", {CONNECTOR: (2.0, 3.0), S3FS: (5.0, 8.0)}, tls=False),
+    Condition("S3, no delay, GPT-2 with AdamW", {CONNECTOR: (2.0, 3.0)}, tls=False, state="gpt2", peers=(CONNECTOR,)),
     Condition("S3, 25 ms, 90 MB/s a connection", {CONNECTOR: (1.7, 1.7)}, tls=False, distant=True, peers=(CONNECTOR,)),
 ]
 
@@ -89,8 +93,7 @@ def _measure(options: Options, condition: Condition, server: Served) -> Results:
     from benchmarks import state as states
 
     warnings.filterwarnings("ignore")
-    count = 1000 if options.gigabytes >= 0.1 else 100
-    state: Any = states.small_tensors(count) if condition.small else states.make_state(options.gigabytes, options.dtype)
+    state: Any = states.of_kind(condition.state, options.gigabytes, options.dtype)
     target = states.like(state)
     contenders = list(_contenders(server, condition, trusted))
     counts: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}

@@ -67,6 +67,15 @@ def small_tensors(count: int) -> State:
     return {f"model.layers.{number}.weight": torch.rand(4096) for number in range(count)}
 
 
+def of_kind(kind: str, gigabytes: float, dtype: str) -> State:
+    """A state by name: "large", which has the size, "gpt2" or "small"; a few small tensors for both under 0.1 GB."""
+    if kind == "large":
+        return make_state(gigabytes, dtype)
+    if gigabytes < 0.1:
+        return small_tensors(100)
+    return gpt2_with_adamw() if kind == "gpt2" else small_tensors(1000)
+
+
 def sharded(state: State) -> dict[str, Any]:
     """Every tensor as a DTensor with Shard(0) over all ranks, as FSDP has it; each in memory of its own."""
     import torch.distributed as dist
