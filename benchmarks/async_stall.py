@@ -82,10 +82,11 @@ def _figures(found: dict[str, list[_Save]], one: float) -> Iterator[Figure]:
         yield Figure(GROUP, f"{name}: stall, in copies of the state", stall / one, "", goal, most=True)
         yield Figure(GROUP, f"{name}: the first stall, which allocates the staging area", saves[0].stall / one)
         yield Figure(GROUP, f"{name}: call to commit", whole, "s")
-        yield Figure(GROUP, f"{name}: a training step beside the background part, against alone", slower, "x")
+        beside = f"{name}: a training step beside the background part, against alone"
+        yield Figure(GROUP, beside, slower, "x", None if goal is None else 1.1, most=True)
         yield Figure(GROUP, f"{name}: training time lost, stall and slower steps", lost, "s")
     lost, peers = (statistics.median(save.lost for save in found[name][1:]) for name in ("zarrckpt", PEER))
-    yield Figure(GROUP, f"training time lost by {PEER} over zarrckpt's", peers / lost, "x")
+    yield Figure(GROUP, f"training time lost by {PEER} over zarrckpt's", peers / lost, "x", 2.0)
 
 
 def _training(states: Any) -> Any:
