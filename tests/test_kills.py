@@ -35,6 +35,17 @@ def test_killed_saves_leave_the_old_or_the_new_checkpoint_or_none(tmp_path: Path
     assert {kill["url"].partition(":")[0] == "s3" for kill in report["kills"]} == {False, True}
 
 
+def test_a_marker_that_was_being_written_goes_with_the_next_save(tmp_path: Path) -> None:
+    """Nothing names the folder of an attempt that has no marker yet."""
+    url = tmp_path / "one"
+    zarrckpt.save({"w": torch.ones(3)}, url)
+    folder = url / "@zarrckpt" / ("0" * 31 + "1")
+    folder.mkdir()
+    write_temp(str(folder / "zarr.json"), [[memoryview(b"half")]], unique=False, sync=False)
+    zarrckpt.save({"w": torch.zeros(3)}, url, overwrite=True)
+    assert not folder.exists() and not [*url.rglob(".zarrckpt-*")]
+
+
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("stopped", [True, False])
 def test_files_that_were_being_written_go_with_the_dead_save(first: bool, stopped: bool, tmp_path: Path) -> None:

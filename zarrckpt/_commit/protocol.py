@@ -95,6 +95,8 @@ class Attempt:
     history: tuple[str, ...]
     older: tuple[Marker, ...]
     """The attempts whose markers were listed before this one's commit: the only ones it may clean."""
+    unmarked: tuple[str, ...] = ()
+    """The ids of attempts that had no marker then: they were killed while they put it, or are putting it."""
 
     @property
     def save_id(self) -> str:
@@ -294,7 +296,8 @@ def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
     base_id = "" if root is None else root.save_id
     own = dataclasses.replace(marker, tree=tree, base=base_id)
     history = () if root is None else (root.save_id, *root.history)[:HISTORY]
-    attempt = Attempt(own, seen.base, history, tuple(older))
+    unmarked = {*seen.attempt_ids} - {earlier.save_id for earlier in older}
+    attempt = Attempt(own, seen.base, history, tuple(older), tuple(sorted(unmarked)))
     keys = [marker_key(own.save_id)]
     try:
         store.put(keys[0], [own.to_bytes()])
@@ -790,6 +793,9 @@ def clean_after(store: Store, attempt: Attempt) -> None:
     replaced = attempt.base_id
     try:
         clean(store, attempt.older, finished=[replaced] if replaced else [], spared=[attempt.marker])
+        if attempt.unmarked:
+            # Whoever still writes there begins its file again.
+            store.sweep(f"{RESERVED_GROUP}/{save_id}" for save_id in attempt.unmarked)
     except CheckpointError as err:
         # It is committed: that must not look like a failure.
         warnings.warn(

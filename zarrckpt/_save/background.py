@@ -101,12 +101,13 @@ class _Saver:
             with joined(ranks, f"the background save to {url}", request.options.timeout) as rounds:
                 look = request.refuse_committed if rounds.rank == 0 else lambda: None
                 with in_thread(look) as looked:
-                    copy = self._copy_of(state, keep_buffers, copy_in_background)
+                    copies = [self._copy_of(state, keep_buffers, copy_in_background)]
                 rounds.merge("their copies of the state", lambda: None, lambda _: looked())
 
             def read_state() -> LocalState:
                 try:
-                    copied = copy()
+                    # The copier refers to the state, and must not outlive its call.
+                    copied = copies.pop()()
                 finally:
                     future.set_copied()
                 return LocalState.from_plain_state(copied)
