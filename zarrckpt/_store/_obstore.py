@@ -30,6 +30,9 @@ CONCURRENCY = 64
 SPLIT = 16 * 2**20
 """Objects from this size on go up in parts: a connection is seldom as fast as the line, and few fit in memory."""
 
+_AWAITED = 2**18
+"""Ranges from this size on are asked for asynchronously. For smaller ones the way to the event loop costs more."""
+
 _PART = 8 * 2**20
 _PARTS_AT_ONCE = 8
 
@@ -57,7 +60,10 @@ class ObstoreStore(ClientStore):
         return self.call(f"reading {key!r}", fetch, key)
 
     def fetch_named(self, name: str, start: int, end: int) -> memoryview:
-        return memoryview(awaited(lambda: obstore.get_range_async(self._bucket.store, name, start=start, end=end)))
+        store = self._bucket.store
+        if end - start < _AWAITED:
+            return memoryview(obstore.get_range(store, name, start=start, end=end))
+        return memoryview(awaited(lambda: obstore.get_range_async(store, name, start=start, end=end)))
 
     def size_named(self, name: str) -> int:
         return int(obstore.head(self._bucket.store, name)["size"])
