@@ -43,7 +43,7 @@ class SaveFuture(Future[SaveReport]):
     def copied(self, timeout: float | None = None) -> None:
         """Wait until the state has been copied, or the copy has failed: from then on the state may change.
 
-        Raises TimeoutError after ``timeout`` seconds, and nothing else: errors of the save come from :meth:`result`.
+        Raises TimeoutError after ``timeout`` seconds, and nothing else: errors of the save come from ``result()``.
         """
         if not self._copied.wait(timeout):
             raise TimeoutError(f"the state of the background save to {self._url} was not copied within {timeout:g} s")
