@@ -574,6 +574,7 @@ PUBLIC = [
     "PerRank",
     "PlanReport",
     "RecoverReport",
+    "SaveFuture",
     "SaveOptions",
     "SaveReport",
     "StorageError",
