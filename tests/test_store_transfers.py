@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ import zarrckpt
 from benchmarks.s3_server import Served, served
 from zarrckpt._store import Store, open_store
 from zarrckpt._store._base import BESIDE_TRAINING
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +106,22 @@ def test_a_given_number_is_reached_and_never_exceeded(concurrency: int, monkeypa
         loading = zarrckpt.LoadOptions(concurrency=concurrency)
         assert loaded("s3://bucket/run", state, storage_options=where, options=loading)
         assert transfers.most == concurrency
+
+
+def test_one_thread_hears_what_has_come_however_many_ask() -> None:
+    """In a process that has read nothing yet."""
+    script = """
+import sys, threading, torch, zarrckpt
+from benchmarks.s3_server import served
+
+with served() as server:
+    state, where = {f"w{i}": torch.ones(100_000) for i in range(40)}, server.storage_options
+    zarrckpt.save(state, "s3://bucket/run", storage_options=where)
+    zarrckpt.load(state, "s3://bucket/run", storage_options=where)
+    print([thread.name for thread in threading.enumerate()].count("zarrckpt-obstore"))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout.split() == ["1"], done.stderr
 
 
 def test_large_objects_go_up_in_several_parts_at_once() -> None:

@@ -133,10 +133,6 @@ class TensorReads:
                 raise StoppedByOthers
             node = self._catalog.root.tensors[fqn]
             self._catalog.refuse_more_chunks_than_checksums(node)
-            if len(targets) == 1 and not self._delivered:
-                for chunk in node.grid.chunks_of(targets[0].box):
-                    yield from (partial(self._counted, job) for job in targets[0].jobs(chunk, self._memory))
-                continue
             wanting: dict[Ints, list[_Target]] = {}
             for target in targets:
                 for chunk in node.grid.chunks_of(target.box):

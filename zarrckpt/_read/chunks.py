@@ -110,12 +110,10 @@ class StoredArray:
         try:
             yield
         except ObjectNotFoundError as err:
-            raise self.missing(chunk) from err
-
-    def missing(self, chunk: Ints) -> CorruptCheckpointError:
-        """The error for a chunk that is not there."""
-        key = self.node.chunk_key(chunk)
-        return CorruptCheckpointError(f"chunk {key!r} of array {self.node.path!r} is missing in {self.store.url}")
+            key = self.node.chunk_key(chunk)
+            raise CorruptCheckpointError(
+                f"chunk {key!r} of array {self.node.path!r} is missing in {self.store.url}"
+            ) from err
 
 
 @dataclass(frozen=True)

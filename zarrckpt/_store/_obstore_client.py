@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import obstore
@@ -51,9 +50,9 @@ _MOST_KEPT = 8
 _keeping = threading.Lock()
 
 
-@functools.cache
+@cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of its own, where obstore tells what has come."""
+    """An event loop in a thread of its own, where obstore tells what has come. Called with the lock: there is one."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="zarrckpt-obstore", daemon=True).start()
     return loop
@@ -69,7 +68,9 @@ def awaited(ask: Callable[[], Awaitable[T]]) -> T:
     async def answer() -> T:
         return await ask()
 
-    return asyncio.run_coroutine_threadsafe(answer(), _loop()).result()
+    with _keeping:
+        loop = _loop()
+    return asyncio.run_coroutine_threadsafe(answer(), loop).result()
 
 
 class Bucket:
