@@ -251,8 +251,8 @@ def _forget_meshes() -> None:
         _gen_transform_infos.cache_clear()
 
 
-def idle_meshes() -> dict[tuple[tuple[int, ...], bool], str]:
-    """The meshes that this rank could use again, by their members and whether they are the background's: their names.
+def idle_meshes() -> dict[tuple[tuple[int, ...], str], str]:
+    """The meshes that this rank could use again, by their members and their lane: their names.
 
     In one of the processes that these tests start.
     """

@@ -644,7 +644,7 @@ def _leave_at_once(how: str, slow: int) -> str:
                     if dist.get_rank() == 1:
                         raise Injected
             else:
-                mesh = made(Party(ALL, dist.get_rank(), False, "left at once", 10.0))
+                mesh = made(Party(ALL, dist.get_rank(), "foreground", "left at once", 10.0))
                 if dist.get_rank() == 1:
                     mesh.close()
                 dist.barrier()

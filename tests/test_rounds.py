@@ -415,7 +415,7 @@ def test_ranks_in_different_calls_are_named() -> None:
 def _stale_token() -> Any:
     if me() == 0:
         store = dist.distributed_c10d._get_default_store()
-        lobby = joining._Lobby(joining.Party((0, 1, 2, 3), 2, False, "", 1), store, bool)
+        lobby = joining._Lobby(joining.Party((0, 1, 2, 3), 2, "foreground", "", 1), store, bool)
         store.set(lobby._places[2], "of a process that is gone")
     dist.barrier()
     time.sleep(1.0 if me() == 2 else 0)
@@ -600,7 +600,7 @@ def _side_by_side() -> Any:
 
     def background() -> None:
         for _ in range(10):
-            with call("in the background", background=True) as rounds:
+            with call("in the background", lane="background") as rounds:
                 ended.append(one_round(rounds, lambda: me()) == [0, 1, 2])
 
     thread = threading.Thread(target=background)

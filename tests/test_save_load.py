@@ -987,27 +987,35 @@ def test_what_all_ranks_hold_is_written_once_and_by_turns(tmp_path: Path) -> Non
 # -- the newest checkpoint
 
 
-def test_latest_is_the_one_committed_last(tmp_path: Path) -> None:
+def test_latest_has_the_greatest_step_whenever_it_was_committed(tmp_path: Path) -> None:
     runs = tmp_path / "run"
     assert zarrckpt.latest(runs) is None
     for step in (10, 9, 100):
         zarrckpt.save({"step": step}, runs / f"step-{step}")
     assert zarrckpt.latest(runs) == str(runs / "step-100")
     zarrckpt.save({"step": 9}, runs / "step-9", overwrite=True)
-    assert zarrckpt.latest(str(runs)) == str(runs / "step-9")
-    zarrckpt.save({"step": 11}, runs / "step-11")
+    assert zarrckpt.latest(str(runs)) == str(runs / "step-100")
+    zarrckpt.save({"step": 111}, runs / "step-00000111")
     # An unfinished save, one that was removed by hand, a stray folder, a stray file.
     for name in ("zarr.json", "step/zarr.json"):
-        (runs / "step-11" / name).unlink(missing_ok=True)
+        (runs / "step-00000111" / name).unlink(missing_ok=True)
     (runs / "logs").mkdir()
     (runs / "note.txt").write_text("here")
     with pytest.raises(zarrckpt.CheckpointNotFoundError, match="never committed"):
-        zarrckpt.open(runs / "step-11")
+        zarrckpt.open(runs / "step-00000111")
     latest = zarrckpt.latest(runs)
-    assert latest == str(runs / "step-9")
+    assert latest == str(runs / "step-100")
     state = {"step": 0}
     zarrckpt.load(state, latest)
-    assert state == {"step": 9}
+    assert state == {"step": 100}
+
+
+def test_latest_of_folders_without_a_step_is_the_one_committed_last(tmp_path: Path) -> None:
+    for name in ("last", "first", "last"):
+        zarrckpt.save({"name": name}, tmp_path / name, overwrite=True)
+    assert zarrckpt.latest(tmp_path) == str(tmp_path / "last")
+    zarrckpt.save({"step": 3}, tmp_path / "epoch_3")
+    assert zarrckpt.latest(tmp_path) == str(tmp_path / "epoch_3")
 
 
 def test_latest_passes_over_damage_with_a_warning(tmp_path: Path) -> None:

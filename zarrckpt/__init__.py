@@ -21,6 +21,7 @@ from zarrckpt._errors import (
     KeyMismatchError,
     ObjectExistsError,
     ObjectNotFoundError,
+    RunTakenOverError,
     StorageError,
     UnsafeValueError,
     UnsupportedFormatError,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from zarrckpt._api import load, save
-    from zarrckpt._checkpoint import Checkpoint, latest, open
+    from zarrckpt._checkpoint import Checkpoint, open
     from zarrckpt._commit.pins import pin, unpin
     from zarrckpt._convert.importing import import_checkpoint
     from zarrckpt._dcp.planner import ZarrLoadPlanner, ZarrSavePlanner
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from zarrckpt._ops.verify import Damage, VerifyReport
     from zarrckpt._options import LoadOptions, SaveOptions
     from zarrckpt._reports import LoadReport, PlanReport, SaveReport
+    from zarrckpt._runs.keep import Keep
+    from zarrckpt._runs.latest import latest
+    from zarrckpt._runs.manager import CheckpointManager
     from zarrckpt._save.background import SaveFuture, async_save
     from zarrckpt._save.plan_report import plan_report
     from zarrckpt._state.per_rank import PerRank
@@ -52,6 +56,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointExistsError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointPinnedError",
     "CheckpointRemovedError",
@@ -60,6 +65,7 @@ __all__ = [
     "Damage",
     "ForeignObjectsError",
     "IncompleteSaveError",
+    "Keep",
     "KeyMismatchError",
     "LoadOptions",
     "LoadReport",
@@ -68,6 +74,7 @@ __all__ = [
     "PerRank",
     "PlanReport",
     "RecoverReport",
+    "RunTakenOverError",
     "SaveFuture",
     "SaveOptions",
     "SaveReport",
@@ -97,7 +104,9 @@ __all__ = [
 
 _LAZY = {
     "Checkpoint": "_checkpoint",
+    "CheckpointManager": "_runs.manager",
     "Damage": "_ops.verify",
+    "Keep": "_runs.keep",
     "LoadOptions": "_options",
     "LoadReport": "_reports",
     "PerRank": "_state.per_rank",
@@ -113,7 +122,7 @@ _LAZY = {
     "ZarrStorageWriter": "_dcp.writer",
     "async_save": "_save.background",
     "import_checkpoint": "_convert.importing",
-    "latest": "_checkpoint",
+    "latest": "_runs.latest",
     "load": "_api",
     "open": "_checkpoint",
     "pin": "_commit.pins",
@@ -129,6 +138,7 @@ _NEED_TORCH = {
     "_dcp.reader",
     "_dcp.writer",
     "_convert.importing",
+    "_runs.manager",
     "_state.per_rank",
     "_save.plan_report",
     "_save.background",

@@ -10,12 +10,11 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from zarrckpt._commit import protocol
 from zarrckpt._convert.export_paths import MAX_EXPORT_BYTES, stripped
 from zarrckpt._errors import CheckpointError, KeyMismatchError
-from zarrckpt._format.documents import ArrayNode, join
+from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.matching import hint, select
-from zarrckpt._format.root import RESERVED_GROUP, BlobEntry
+from zarrckpt._format.root import BlobEntry
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._inspect.html import Group, as_html
 from zarrckpt._inspect.info import CheckpointInfo, info_of
@@ -23,7 +22,7 @@ from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress
 from zarrckpt._read.arrays import read_arrays
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import ExportReport, count_text, size_text, time_text, value_text
-from zarrckpt._store import StoreSpec, Url, join_url
+from zarrckpt._store import StoreSpec, Url
 from zarrckpt._store._whole_files import local_path
 
 if TYPE_CHECKING:
@@ -656,30 +655,3 @@ def open(
     """
     spec = StoreSpec(url, storage_options)
     return Checkpoint(Catalog(spec), allow_pickle=allow_pickle)
-
-
-def latest(
-    prefix: Url,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-) -> str | None:
-    """The url of the checkpoint below a prefix that was committed last, or None where there is none: for resuming.
-
-    Of a ready store in place of the url: the path below it.
-
-    Looks at the folders right below the prefix (``<prefix>/step-100``), one request each, and skips unfinished
-    saves and what is no checkpoint. All ranks that call it get the same answer as long as no save is being
-    committed.
-    """
-    place = StoreSpec(prefix, storage_options).open()
-    folders = place.list_dir()[1]
-    if RESERVED_GROUP in folders:
-        warnings.warn(f"latest({place.url!r}) looks below a checkpoint: pass the folder that holds it", stacklevel=2)
-    found = protocol.checkpoints_below(place, folders)
-    for item in found:
-        if item.damage is not None:
-            warnings.warn(f"latest() passes over {join(place.url, item.name)}: {item.damage}", stacklevel=2)
-    last = protocol.newest(found)
-    if last is None:
-        return None
-    return join_url(prefix, last.name) if isinstance(prefix, str | os.PathLike) else last.name

@@ -41,6 +41,10 @@ class CorruptCheckpointError(CheckpointError):
     """What is stored is not what was saved: an object is missing, short, altered or not readable."""
 
 
+class RunTakenOverError(CheckpointError):
+    """Another job goes on with the run: this one saves and deletes nothing there any more."""
+
+
 class UnsupportedFormatError(CheckpointError):
     """Written in a form that this version does not know, most likely by a newer one."""
 

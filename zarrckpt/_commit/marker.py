@@ -61,6 +61,8 @@ class Marker:
     """The save that it is to replace, or "" where none was committed. It can commit while that is still so."""
     failed: bool = False
     """Whether it has ended without a commit, and will never make one."""
+    run: str = ""
+    """The id of the run that it saves for, or "": what that run's own clean-up may delete."""
 
     def to_bytes(self) -> bytes:
         """The marker as it is stored."""
@@ -72,7 +74,8 @@ class Marker:
             "arrays": list(self.arrays),
             "groups": list(self.groups),
         }
-        return sealed_bytes(own | ({"failed": True} if self.failed else {}))
+        failed: Json = {"failed": True} if self.failed else {}
+        return sealed_bytes(own | failed | ({"run": self.run} if self.run else {}))
 
     def top_names(self) -> set[str]:
         """The names right below the checkpoint's url that this attempt writes under."""
@@ -125,6 +128,7 @@ def parse_marker(data: bytes, where: str) -> Marker:
         members.time("started"),
         base and members.as_save_id("base", base),
         members.own.get("failed") is True,
+        members.as_save_id("run", members.own["run"]) if "run" in members.own else "",
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from zarrckpt._commit import protocol
 from zarrckpt._commit.marker import PINS, Pin, pin_key
-from zarrckpt._errors import CheckpointError, CheckpointRemovedError, CheckpointReplacedError
+from zarrckpt._errors import CheckpointError, CheckpointRemovedError, CheckpointReplacedError, ObjectExistsError
 from zarrckpt._format.documents import NODE, group_document, join
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import RESERVED_GROUP, Root
@@ -39,11 +39,18 @@ def pin(
     if not isinstance(note, str):
         raise TypeError(f"note must be a str, got a {type(note).__name__}")
     place = StoreSpec(url, storage_options).open()
-    root = protocol.load_root(place)
-    own = Pin(protocol.new_id(), note, now())
-    key = pin_key(own.pin_id)
+    pin_id = protocol.new_id()
+    put_pin(place, protocol.load_root(place), pin_id, note)
+    return pin_id
+
+
+def put_pin(place: Store, root: Root, pin_id: str, note: str) -> None:
+    """Pin the checkpoint whose root was read just now, under an id; a pin with that id is no error."""
+    own = Pin(pin_id, note, now())
+    key = pin_key(pin_id)
     try:
-        place.create(key, own.to_bytes())
+        with suppress(ObjectExistsError):
+            place.create(key, own.to_bytes())
         place.sync([key])
         # A removal puts its record, and a replacing save its marker, before it looks for pins: one sees the other.
         _refuse_endangered(place, root)
@@ -53,7 +60,6 @@ def pin(
         with suppress(CheckpointError):
             place.delete([key])
         raise
-    return own.pin_id
 
 
 def _refuse_endangered(place: Store, root: Root) -> None:

@@ -52,7 +52,7 @@ from zarrckpt._format.chunk_layout import RawArray
 from zarrckpt._format.crc32c import crc32c
 from zarrckpt._format.documents import NODE, group_document, join
 from zarrckpt._format.json_values import dumps
-from zarrckpt._format.root import HISTORY, RESERVED_GROUP, Root, Table, parse_root, table_node
+from zarrckpt._format.root import HISTORY, RESERVED_GROUP, RUN_GROUP, Root, Table, parse_root, table_node
 from zarrckpt._format.sealed import is_save_id, is_tree
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store._failures import NO_BUCKET, is_full
@@ -486,7 +486,7 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
     if root is not None and root.save_id not in {marker.save_id for marker in markers}:
         markers.append(marker_of(root))
     # A tree without a marker is left of an attempt that was cleaned: a repeated put has arrived after that.
-    known = {RESERVED_GROUP, NODE, *filter(is_tree, seen.names)}
+    known = {RESERVED_GROUP, NODE, *filter(is_tree, seen.names)} | ({RUN_GROUP} if folder else set())
     for marker in markers:
         known |= marker.top_names()
     foreign = seen.names - known

@@ -21,6 +21,9 @@ from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePa
 RESERVED_GROUP = "@zarrckpt"
 """The group that holds the claim, a group for each attempt (its marker and its tables), records and pins."""
 
+RUN_GROUP = "@run"
+"""The group, in a folder of checkpoints, whose document says which run that is, and which job goes on with it."""
+
 CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
 MAX_POSITION = 1 << 20
 """Positions in lists are below: who rebuilds a list makes room up to the last one. Flat lists of values are values."""

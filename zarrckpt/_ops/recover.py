@@ -98,7 +98,7 @@ def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
         found = protocol.leftovers(place, folder=True)
     if found.removal:
         removed = tuple(marker.save_id for marker in found.markers)
-        return RecoverReport(place.url, _remove_found(place, found), removed, ())
+        return RecoverReport(place.url, remove_found(place, found), removed, ())
     dead = [marker for marker in found.others if stopped or not found.may_commit(marker)]
     kept = [marker.save_id for marker in found.others if marker not in dead]
     # An attempt that began beside a removal may name what another one has begun to write since.
@@ -210,10 +210,10 @@ def remove(
     found = protocol.leftovers(place, damaged=True)
     if not found.begun:
         raise CheckpointNotFoundError(f"there is no checkpoint at {place.url}, and no save was begun; check the path")
-    return _remove_found(place, found)
+    return remove_found(place, found)
 
 
-def _remove_found(place: Store, found: Leftovers) -> int:
+def remove_found(place: Store, found: Leftovers) -> int:
     """Delete all that saves left at a url, or go on with that. Returns the number of objects.
 
     Of several processes that do so, the one that put its record last goes on. Each of the others stops when it sees

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from zarrckpt._errors import CheckpointError
 from zarrckpt._ranks.links import Addresses, cloned, default_store, gloo_group
@@ -24,6 +24,9 @@ WARN_SECONDS = 30.0
 
 log = logging.getLogger("zarrckpt")
 
+Lane = Literal["foreground", "background", "watch"]
+"""Calls of the same ranks in different lanes go on side by side; in one lane they come one after the other."""
+
 
 @dataclass(frozen=True)
 class Party:
@@ -31,7 +34,7 @@ class Party:
 
     members: tuple[int, ...]
     position: int
-    background: bool
+    lane: Lane
     call: str
     timeout: float
 
@@ -70,7 +73,7 @@ class _Lobby:
         self._party = party
         self._store = store
         self._cancelled = cancelled
-        who = repr((party.members, party.background))
+        who = repr((party.members, party.lane))
         self._base = f"zarrckpt/{hashlib.sha256(who.encode()).hexdigest()[:16]}"
         self._token = uuid.uuid4().hex
         self._places = [f"{self._base}/{position}" for position in range(len(party.members))]

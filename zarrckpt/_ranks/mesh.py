@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError
-from zarrckpt._ranks.joining import Party, connected
+from zarrckpt._ranks.joining import Lane, Party, connected
 from zarrckpt._ranks.links import CONNECT_TIMEOUT, Addresses, default_store, hang_up
 
 FANOUT = 32
@@ -265,9 +265,16 @@ class MeshPlace:
             mesh.close()
 
 
-_places: dict[tuple[tuple[int, ...], bool], MeshPlace] = {}
+_places: dict[tuple[tuple[int, ...], Lane], MeshPlace] = {}
 _places_lock = threading.Lock()
 _ending = threading.Event()
+
+
+def is_ending() -> bool:
+    """Whether the process is ending: no further call may begin."""
+    return _ending.is_set()
+
+
 _inherited: list[Mesh] = []
 """Meshes of the process that this one was forked from: they are neither used nor let go of."""
 
@@ -278,7 +285,7 @@ def place_of(party: Party) -> Iterator[MeshPlace]:
     with _places_lock:
         if _ending.is_set():
             raise CheckpointError(f"{party.call}: the process is ending. Save and load before that")
-        place = _places.setdefault((party.members, party.background), MeshPlace())
+        place = _places.setdefault((party.members, party.lane), MeshPlace())
         others = [other for other in _places.values() if other is not place]
     if not place.turn.acquire(timeout=min(party.timeout, threading.TIMEOUT_MAX)):
         raise CheckpointError(

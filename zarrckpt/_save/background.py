@@ -222,6 +222,17 @@ def async_save(
         storage_options=storage_options,
         progress=progress,
     )
+    return save_in_background(state, request, ranks, keep_buffers, copy_in_background)
+
+
+def save_in_background(
+    state: Mapping[str, Any],
+    request: SaveRequest,
+    ranks: Ranks,
+    keep_buffers: bool = True,
+    copy_in_background: bool = False,
+) -> SaveFuture:
+    """Copy a state, return, and save the copy: :func:`async_save` with its arguments checked."""
     # By process: a forked child has neither the thread nor the group.
     saver = _savers.get(os.getpid()) or _savers.setdefault(os.getpid(), _Saver())
     return saver.save(state, request, ranks, keep_buffers, copy_in_background)

@@ -17,6 +17,7 @@ from zarrckpt._jobs import in_thread
 from zarrckpt._plan.plan import Layout
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.group import Ranks
+from zarrckpt._ranks.joining import Lane
 from zarrckpt._ranks.messages import Channel
 from zarrckpt._ranks.rounds import Rounds, joined
 from zarrckpt._reports import SaveReport
@@ -43,7 +44,8 @@ def run_save(
 
     ``background``: beside training, to which it leaves a processor.
     """
-    with joined(ranks, f"the save to {request.spec.url}", request.options.timeout, background=background) as rounds:
+    lane: Lane = "background" if background else "foreground"
+    with joined(ranks, f"the save to {request.spec.url}", request.options.timeout, lane=lane) as rounds:
         save = RankSave(request, background=background)
         if rounds.size == 1:
             return _save_alone(read_state(), save, rounds)
@@ -137,7 +139,8 @@ class RankSave:
 
         Raises CheckpointExistsError, ForeignObjectsError.
         """
-        marker = layout.marker(protocol.new_id(), now())
+        run_id = "" if self.request.run is None else self.request.run.begin()
+        marker = dataclasses.replace(layout.marker(protocol.new_id(), now()), run=run_id)
         self._attempt = protocol.begin(self._store, marker, overwrite=self.request.overwrite)
         return AttemptName(self._attempt.save_id, self._attempt.tree, self._attempt.base_id)
 
@@ -150,7 +153,9 @@ class RankSave:
         store, attempt = self._store, self._attempt
         try:
             with protocol.losing_is_named(store, lambda: attempt.save_id, lambda: attempt.base_id):
-                self._root, report = finish_save(store, attempt, layout, results, self.request.metadata)
+                run = {} if self.request.run is None else self.request.run.metadata()
+                metadata = {**self.request.metadata, **run}
+                self._root, report = finish_save(store, attempt, layout, results, metadata)
                 return report
         except CheckpointExistsError:
             self._attempt = None
@@ -160,10 +165,14 @@ class RankSave:
     def commit(self, report: SaveReport) -> SaveReport:
         """Put the root document, then clean up what it replaces. Raises CheckpointExistsError."""
         assert self._attempt is not None and self._root is not None
+        if self.request.run is not None:
+            self.request.run.check()
         # From here on abandon() removes nothing: the root may have been put, even where the put raises an error.
         attempt, self._attempt = self._attempt, None
         protocol.commit(self._store, attempt, self._root)
         protocol.clean_after(self._store, attempt)
+        if self.request.run is not None:
+            self.request.run.committed()
         if not self._root.entries:
             warn(f"the checkpoint saved to {self._store.url} has no entry: the state was empty")
         return dataclasses.replace(report, seconds=time.monotonic() - self._started)

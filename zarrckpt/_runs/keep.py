@@ -1,0 +1,103 @@
+"""``Keep``: which checkpoints of a run are kept, and the metrics that tell. No I/O, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from zarrckpt._jobs import check_limits
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Which checkpoints of a run are kept: each that any of these rules names. The others are deleted.
+
+    Args:
+        newest: the newest so many (default 1): those with the greatest steps.
+        best: so many with the best ``metric`` (default 0). A checkpoint without it, or with None or NaN, is never among
+            them; of equal ones the later is better.
+        metric: the name of a metric that :meth:`CheckpointManager.step` is given.
+        mode: whether the best is the least (``"min"``, the default: a loss) or the greatest (``"max"``: an accuracy).
+        every_steps: each whose step is a multiple of this is kept for ever (default: none).
+
+    A pinned checkpoint is always kept. Raises TypeError and ValueError that name the argument which makes no sense.
+    """
+
+    newest: int = 1
+    best: int = 0
+    metric: str | None = None
+    mode: Mode = "min"
+    every_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_limits(newest=self.newest)
+        check_limits(0, best=self.best)
+        if self.every_steps is not None:
+            check_limits(every_steps=self.every_steps)
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
+        if self.metric is not None and not isinstance(self.metric, str):
+            raise TypeError(f"metric must be the name of a metric, got a {type(self.metric).__name__}")
+        if self.best and self.metric is None:
+            raise ValueError(f"best={self.best} needs a metric: metric='val_loss'")
+
+    def reasons(self, metrics: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
+        """Why each checkpoint is kept that is, by step. ``metrics`` has what is known of each checkpoint, by step."""
+        steps = sorted(metrics, reverse=True)
+        reasons: dict[int, list[str]] = {step: ["newest"] for step in steps[: self.newest]}
+        sign = -1 if self.mode == "max" else 1
+        numbers = {step: _number(metrics[step].get(self.metric or "")) for step in steps}
+        ranked = [(sign * value, -step) for step, value in numbers.items() if value is not None]
+        for place, (_, negative) in enumerate(sorted(ranked)[: self.best], 1):
+            reasons.setdefault(-negative, []).append("best" if self.best == 1 else f"best {place}")
+        if self.every_steps is not None:
+            for step in steps:
+                if step % self.every_steps == 0:
+                    reasons.setdefault(step, []).append(f"every {self.every_steps}")
+        return reasons
+
+
+def _number(value: object) -> int | float | None:
+    """A metric that may be compared; None for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The metrics of a step, unchanged: numbers, None, and tensors and NumPy values of one element.
+
+    Looks at types only, since to read a tensor would wait for its device. Raises TypeError that names the metric.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict such as {{'val_loss': 2.1}}, got a {type(metrics).__name__}")
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise TypeError(f"metrics: the name {name!r} must be a str")
+        if not (value is None or type(value) in (float, int) or _is_one_number(value)):
+            raise TypeError(
+                f"metrics[{name!r}] is a {type(value).__name__}, which is no number: metrics take numbers, tensors and "
+                "NumPy values of one element, and None; what else describes a checkpoint belongs into metadata"
+            )
+    return metrics
+
+
+def _is_one_number(value: object) -> bool:
+    if isinstance(value, bool | str | bytes):
+        return False
+    if isinstance(value, int | float):
+        return True
+    counted = getattr(value, "numel", None)
+    size = counted() if callable(counted) else getattr(value, "size", None)
+    kind = str(getattr(value, "dtype", ""))
+    return size == 1 and callable(getattr(value, "item", None)) and not any(word in kind for word in _NO_NUMBERS)
+
+
+_NO_NUMBERS = ("bool", "complex", "str", "<U", "|S", "object", "datetime", "timedelta")
+"""In the names of dtypes whose values cannot be compared as metrics."""

@@ -1,0 +1,165 @@
+"""The document of a run: which run a folder's checkpoints belong to, and which job goes on with it. No torch.
+
+Each job replaces the document when it begins, and reads it before it commits or deletes anything. So a job that was
+thought dead, and lives, finds that another one has taken its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zarrckpt._commit.protocol import new_id
+from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, RunTakenOverError
+from zarrckpt._format.documents import NODE, Json, join
+from zarrckpt._format.root import RUN_GROUP, Root
+from zarrckpt._format.sealed import is_save_id, nesting_bounded, now, parse_sealed, sealed_bytes
+from zarrckpt._runs.keep import Keep
+from zarrckpt._store import Store
+
+RUN_KEY = f"{RUN_GROUP}/{NODE}"
+
+RUN_METADATA = "zarrckpt.run"
+"""The member of a checkpoint's metadata that says which run it is of."""
+
+_TRIES = 8
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the document of a run says."""
+
+    run: str
+    job: str
+    """The job that goes on with the run: an id that it has made for itself."""
+    host: str
+    """Where that job's coordinator runs, for people."""
+    started: str
+    keep: Keep | None = None
+    """Which checkpoints it keeps; None for all."""
+    source: str = ""
+    """The url of the checkpoint that the run began from and has pinned, "" for none."""
+
+    def to_bytes(self) -> bytes:
+        """The record as it is stored."""
+        own: Json = {"run": self.run, "job": self.job, "host": self.host, "started": self.started}
+        keep: Json = {} if self.keep is None else {"keep": dataclasses.asdict(self.keep)}
+        return sealed_bytes(own | keep | ({"source": self.source} if self.source else {}))
+
+
+@nesting_bounded
+def parse_record(data: bytes, where: str) -> RunRecord:
+    """Validate a stored record; errors as in :func:`zarrckpt._format.sealed.parse_sealed`."""
+    members = parse_sealed(data, where)[1]
+    keep = None
+    if "keep" in members.own:
+        try:
+            keep = Keep(**members.mapping("keep"))
+        except (TypeError, ValueError) as err:
+            raise members.fail("keep", members.own["keep"], f"the rules of a run ({err})") from err
+    return RunRecord(
+        members.save_id("run"),
+        members.save_id("job"),
+        members.text("host"),
+        members.time("started"),
+        keep,
+        members.text("source") if "source" in members.own else "",
+    )
+
+
+def read_record(store: Store) -> RunRecord | None:
+    """The record of the run in a folder; None where there is none. One request."""
+    try:
+        return parse_record(store.get(RUN_KEY), f"the run's document {join(store.url, RUN_KEY)}")
+    except ObjectNotFoundError:
+        return None
+
+
+def run_of(root: Root) -> str:
+    """The id of the run that a checkpoint belongs to, "" for none."""
+    found = root.metadata.get(RUN_METADATA)
+    run_id = found.get("id") if isinstance(found, Mapping) else None
+    return run_id if isinstance(run_id, str) and is_save_id(run_id) else ""
+
+
+class Ownership:
+    """This job's hold of a run. Lives on the coordinator; used from any of its threads."""
+
+    def __init__(self, store: Store, keep: Keep | None) -> None:
+        self._store = store
+        self._keep = keep
+        self._record: RunRecord | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether this job has taken the run."""
+        return self._record is not None
+
+    @property
+    def record(self) -> RunRecord:
+        """What this job has put; after :meth:`take`."""
+        assert self._record is not None
+        return self._record
+
+    def take(self, inherited: str, source: str = "") -> None:
+        """Go on with the run in the place of whoever did before. Two requests.
+
+        Args:
+            inherited: the run of the checkpoint that this job goes on from, for a folder without a record.
+            source: the checkpoint of another run that this one begins from.
+
+        Raises CorruptCheckpointError for a damaged record, StorageError.
+        """
+        where = join(self._store.url, RUN_KEY)
+        for _ in range(_TRIES):
+            try:
+                before = self._store.get_versioned(RUN_KEY)
+            except ObjectNotFoundError:
+                before = None
+            try:
+                known = None if before is None else parse_record(before.data, f"the run's document {where}")
+            except CorruptCheckpointError as err:
+                raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job makes it anew") from err
+            run = known.run if known is not None else inherited or new_id()
+            source = source or ("" if known is None else known.source)
+            host = f"{socket.gethostname()}, process {os.getpid()}"
+            own = RunRecord(run, new_id(), host, now(), self._keep, source)
+            try:
+                if before is None:
+                    self._store.create(RUN_KEY, own.to_bytes())
+                else:
+                    self._store.replace(RUN_KEY, own.to_bytes(), before.version)
+            except ObjectExistsError:
+                continue  # another job has taken it at the same time: the last one goes on
+            self._record = own
+            return
+        raise RunTakenOverError(f"{_TRIES} jobs took the run {self._store.url} at the same time: stop all but one")
+
+    def check(self) -> None:
+        """Raise RunTakenOverError where another job has taken the run. One request."""
+        found = read_record(self._store)
+        if found is None or found.job != self.record.job:
+            who = "its document is gone"
+            if found is not None:
+                who = f"another job does, on {found.host}, since {found.started}"
+            raise RunTakenOverError(
+                f"this job (on {self.record.host}, since {self.record.started}) goes on with the run "
+                f"{self._store.url} no more: {who}. It saves and deletes nothing there any more: stop it, or the other "
+                "one, and begin again"
+            )
+
+    def forget_source(self) -> None:
+        """Note that the run needs the checkpoint no more that it began from. Two requests."""
+        before = self._store.get_versioned(RUN_KEY)
+        own = dataclasses.replace(self.record, source="")
+        if before.data == self.record.to_bytes():
+            self._store.replace(RUN_KEY, own.to_bytes(), before.version)
+            self._record = own
+
+    def metadata(self) -> dict[str, Any]:
+        """What the metadata of the run's checkpoints has."""
+        return {RUN_METADATA: {"id": self.record.run, "job": self.record.job}}

@@ -1,0 +1,187 @@
+"""Deletes what a run keeps no longer, in a thread of the coordinator. No torch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from zarrckpt._commit import protocol
+from zarrckpt._commit.protocol import Leftovers
+from zarrckpt._errors import CheckpointError, CheckpointPinnedError, RunTakenOverError, StorageError
+from zarrckpt._ops.recover import remove_found
+from zarrckpt._runs.keep import Keep
+from zarrckpt._runs.record import Ownership, run_of
+from zarrckpt._runs.steps import step_of
+from zarrckpt._store import StoreSpec
+
+_log = logging.getLogger("zarrckpt")
+
+_READ_AT_ONCE = 64
+"""So many root documents, of a few MB each, are held at a time."""
+
+
+class Retention:
+    """What is known of a run's own checkpoints, and the thread that deletes those that no rule keeps.
+
+    A checkpoint of another run, one without a run, and one that is pinned are never deleted. What saves of this run
+    have left that never committed goes when a later step is committed.
+    """
+
+    def __init__(self, spec: StoreSpec, keep: Keep | None, ownership: Ownership, release: Callable[[], None]) -> None:
+        """``release``: called, in the thread, once the run has a checkpoint of its own."""
+        self._spec = spec
+        self._keep = keep
+        self._ownership = ownership
+        self._release = release
+        self._unread: set[str] = set()
+        self._own: dict[str, tuple[int, Mapping[str, Any]]] = {}
+        """The step and the metadata of the run's committed checkpoints, by name."""
+        self._begun: dict[str, int] = {}
+        """The steps of saves that have not committed, by name."""
+        self._spared: set[int] = set()
+        """The steps of damaged checkpoints, which nobody counts, and nobody deletes."""
+        self._said: set[str] = set()
+        self._changed = threading.Condition()
+        self._due = False
+        self._working = False
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def found(self, names: Iterable[str]) -> None:
+        """The folders that are there when this job begins: they are looked into after the next commit."""
+        with self._changed:
+            self._unread |= {name for name in names if step_of(name) is not None and name not in self._own}
+
+    def spare(self, steps: Iterable[int]) -> None:
+        """Leave the damaged checkpoints of these steps alone: they count for no rule."""
+        with self._changed:
+            self._spared |= {*steps}
+
+    def begun(self, name: str, step: int) -> None:
+        """A save of this job begins."""
+        with self._changed:
+            self._begun[name] = step
+
+    def committed(self, name: str, step: int, metadata: Mapping[str, Any]) -> None:
+        """A save of this job has committed: what it makes superfluous is deleted from now on, in the background."""
+        with self._changed:
+            self._begun.pop(name, None)
+            self._unread.discard(name)
+            self._spared.discard(step)
+            self._own[name] = step, metadata
+            self._due = True
+            if self._thread is None and not self._ended:
+                self._thread = threading.Thread(target=self._work, name="zarrckpt-retention", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def gone(self, name: str) -> None:
+        """A checkpoint was removed otherwise."""
+        with self._changed:
+            self._own.pop(name, None)
+            self._begun.pop(name, None)
+            self._unread.discard(name)
+
+    def end(self, timeout: float) -> None:
+        """Wait for deletions under way, at most so many seconds; none is begun after that.
+
+        One that is broken off is finished by the next job, or by ``recover``.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._due or self._working), timeout)
+            self._ended = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due or self._ended)
+                if self._ended:
+                    return
+                self._due, self._working = False, True
+            try:
+                self._pass()
+            except RunTakenOverError as err:
+                self._say("nothing is deleted any more", err)
+                self._ended = True
+            except Exception as err:
+                self._say("checkpoints that are not kept any more could not be deleted; the next save tries again", err)
+            finally:
+                with self._changed:
+                    self._working = False
+                    self._changed.notify_all()
+
+    def _pass(self) -> None:
+        self._read()
+        with self._changed:
+            own = {name: known for name, known in self._own.items() if known[0] not in self._spared}
+            begun = dict(self._begun)
+        with suppress(CheckpointError):
+            # It stays pinned until the next time.
+            self._release()
+        kept = None if self._keep is None else self._keep.reasons({step: metadata for step, metadata in own.values()})
+        newest = max(step for step, _ in own.values())
+        unfinished = [(step, name) for name, step in begun.items() if step < newest]
+        superfluous = [(step, name) for name, (step, _) in own.items() if kept is not None and step not in kept]
+        for _, name in sorted(unfinished + superfluous):
+            if self._ended:
+                return
+            try:
+                self._delete(name)
+            except (RunTakenOverError, StorageError):
+                raise  # the next one would meet the same
+            except CheckpointError as err:
+                self._say(f"{name} could not be deleted", err)
+
+    def _read(self) -> None:
+        """Look into the folders that were there: which are checkpoints of this run, and which were never finished."""
+        with self._changed:
+            unread = sorted(self._unread)
+        for start in range(0, len(unread), _READ_AT_ONCE):
+            names = unread[start : start + _READ_AT_ONCE]
+            for below in protocol.checkpoints_below(self._spec.open(), names, unfinished=True):
+                step = step_of(below.name)
+                assert step is not None
+                with self._changed:
+                    if below.root is not None and run_of(below.root) == self._ownership.record.run:
+                        self._own[below.name] = step, below.root.metadata
+                    elif below.root is None and below.damage is None:
+                        self._begun[below.name] = step
+            with self._changed:
+                self._unread -= {*names}
+            if self._ended:
+                return
+
+    def _delete(self, name: str) -> None:
+        """Delete a checkpoint, or what is left of a save. It stays where it is pinned, or not of this run."""
+        self._ownership.check()
+        place = self._spec.child(name).open()
+        found = protocol.leftovers(place, damaged=True)
+        if found.begun and self._is_own(found):
+            if protocol.pins(place):
+                return
+            try:
+                objects = remove_found(place, found)
+            except CheckpointPinnedError:
+                return  # pinned just now
+            _log.info("deleted %s, which is not kept any more: %d objects", place.url, objects)
+        self.gone(name)
+
+    def _is_own(self, found: Leftovers) -> bool:
+        run = self._ownership.record.run
+        if found.root is not None:
+            return run_of(found.root) == run
+        # A removal that was broken off is gone on with, whoever began it.
+        return found.root_bytes is None and (
+            found.removal or (bool(found.markers) and all(marker.run == run for marker in found.markers))
+        )
+
+    def _say(self, what: str, error: Exception) -> None:
+        """Log a failure, the first of its kind."""
+        kind = type(error).__name__
+        if kind not in self._said:
+            self._said.add(kind)
+            _log.warning("the run %s: %s: %s: %s", self._spec.url, what, kind, error)
