@@ -48,6 +48,9 @@ _log = logging.getLogger("zarrckpt")
 GRACE = 25.0
 """Seconds: torchrun kills 30 s after its signal."""
 
+LEAST_SECONDS = 5.0
+"""The ranks of a save before pre-emption wait for each other at least so long."""
+
 _PIN = pin_id_of("CheckpointManager.pin")
 
 
@@ -322,13 +325,17 @@ class CheckpointManager:
         in_time: bool = False,
     ) -> SaveFuture:
         request = self._request(step, metrics, metadata)
+        if in_time:
+            assert self._preemption is not None
+            # No rank is waited for longer, be it that it is lost.
+            timeout = min(self._options.timeout, max(self._preemption.left(), LEAST_SECONDS))
+            options = dataclasses.replace(self._options, timeout=timeout)
+            request = dataclasses.replace(request, options=options, progress=lambda _, __: self._refuse_late(step))
         objects.refuse_swapped(state, request.spec.url, "save")
         if self._background:
             future = save_in_background(state, request, self._ranks)
         else:
             future = SaveFuture(request.spec.url)
-            if in_time:
-                request = dataclasses.replace(request, progress=lambda _, __: self._refuse_late(step))
             report = run_save(partial(LocalState.from_user_state, state), request, self._ranks)
             future.run(lambda: report)
         self._saving, self._saved = future, (step, future)
@@ -380,8 +387,7 @@ class CheckpointManager:
         if self._preemption.left() <= 0:
             raise CheckpointError(
                 f"the run {self._spec.url}: the save of step {step} before pre-emption did not end within the grace "
-                "period. If there is more time than that, say so by grace=...; a save in the background goes on as "
-                "long as this process does"
+                "period. If there is more time than that, say so by grace=...; or let checkpoints be smaller"
             )
 
     def wait(self) -> SaveReport | None:
