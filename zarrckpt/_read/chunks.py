@@ -240,8 +240,9 @@ def fetched(part: ChunkPart, memory: BytesBudget) -> Iterator[tuple[RawArray, Ra
             fetch(part, taken[: part.nbytes])
             yield taken[: part.nbytes], taken[part.nbytes :]
     else:
-        # They come in the client's own memory, and are copied from there.
-        with memory.take(scratch, part.nbytes) as taken:
+        # They come in the client's own memory, and are copied from there. It joins what has come to one buffer at the
+        # end of a request, and holds that twice for a moment: of those under way, a few at a time.
+        with memory.take(scratch, part.nbytes + part.nbytes // 4) as taken:
             yield fetch(part), taken
 
 
