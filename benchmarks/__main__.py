@@ -31,6 +31,7 @@ SETS = {
     "memory": "memory",
     "small-keys": "small_keys",
     "subchunks": "subchunks",
+    "runs": "runs",
     "startup": "startup",
 }
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "explanation" / "speed.md"

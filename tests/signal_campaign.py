@@ -63,6 +63,8 @@ def worker(run: str, folder: Path, background: bool) -> None:
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float64).reshape(ROWS, COLUMNS)
     mesh = init_device_mesh("cpu", (size,))
     options = zarrckpt.SaveOptions(timeout=PATIENCE / 2, durable=False)
+    for name in SIGNALS:  # the second of two that were sent may come when its manager is closed
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
     episode = 0
     while not (folder / "end").exists():
         episode += 1

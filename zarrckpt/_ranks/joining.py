@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from zarrckpt._errors import CheckpointError
 from zarrckpt._ranks.links import Addresses, cloned, default_store, gloo_group
@@ -24,9 +24,6 @@ WARN_SECONDS = 30.0
 
 log = logging.getLogger("zarrckpt")
 
-Lane = Literal["foreground", "background", "watch"]
-"""Calls of the same ranks in different lanes go on side by side; in one lane they come one after the other."""
-
 
 @dataclass(frozen=True)
 class Party:
@@ -34,7 +31,8 @@ class Party:
 
     members: tuple[int, ...]
     position: int
-    lane: Lane
+    lane: str
+    """Calls of the same ranks in different lanes go on side by side; in one lane they come one after the other."""
     call: str
     timeout: float
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError
-from zarrckpt._ranks.joining import Lane, Party, connected
+from zarrckpt._ranks.joining import Party, connected
 from zarrckpt._ranks.links import CONNECT_TIMEOUT, Addresses, default_store, hang_up
 
 FANOUT = 32
@@ -265,7 +265,7 @@ class MeshPlace:
             mesh.close()
 
 
-_places: dict[tuple[tuple[int, ...], Lane], MeshPlace] = {}
+_places: dict[tuple[tuple[int, ...], str], MeshPlace] = {}
 _places_lock = threading.Lock()
 _ending = threading.Event()
 

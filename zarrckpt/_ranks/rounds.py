@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zarrckpt._ranks import joining
 from zarrckpt._ranks.errors import Failure, StoppedByOthers, causes, common, failure_of, raise_together
 from zarrckpt._ranks.group import Ranks, errors_as_ours, global_rank
-from zarrckpt._ranks.joining import Lane, Party, log, ranks_text
+from zarrckpt._ranks.joining import Party, log, ranks_text
 from zarrckpt._ranks.mesh import Mesh, MeshPlace, Message, made, place_of, started
 from zarrckpt._ranks.pieces import Pieces
 
@@ -37,7 +37,7 @@ Item = tuple[str, Any]
 
 
 @contextlib.contextmanager
-def joined(ranks: Ranks, call: str, timeout: float, *, lane: Lane = "foreground") -> Iterator[Rounds]:
+def joined(ranks: Ranks, call: str, timeout: float, *, lane: str = "foreground") -> Iterator[Rounds]:
     """The rounds of one call ('save to s3://..') of these ranks: all of them must make it.
 
     ``timeout`` is the longest time, in seconds, without an arrival or progress. Calls in different lanes may go on side

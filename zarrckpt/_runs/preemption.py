@@ -127,7 +127,8 @@ class Preemption:
             if self._reason is not None:
                 self._woken.set()
             try:
-                with joined(self._ranks, f"the watch over {self._run}", self._timeout, lane="watch") as rounds:
+                call = f"the watch over {self._run}"
+                with joined(self._ranks, call, self._timeout, lane=call) as rounds:
                     if self._wait_for_notice(rounds):
                         self._agree(rounds)
                     return

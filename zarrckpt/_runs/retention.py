@@ -45,6 +45,7 @@ class Retention:
         """The steps of damaged checkpoints, which nobody counts, and nobody deletes."""
         self._said: set[str] = set()
         self._changed = threading.Condition()
+        self._saving = False
         self._due = False
         self._working = False
         self._ended = False
@@ -64,6 +65,7 @@ class Retention:
         """A save of this job begins."""
         with self._changed:
             self._begun[name] = step
+            self._saving = True
 
     def committed(self, name: str, step: int, metadata: Mapping[str, Any]) -> None:
         """A save of this job has committed: what it makes superfluous is deleted from now on, in the background."""
@@ -72,7 +74,7 @@ class Retention:
             self._unread.discard(name)
             self._spared.discard(step)
             self._own[name] = step, metadata
-            self._due = True
+            self._saving, self._due = False, True
             if self._thread is None and not self._ended:
                 self._thread = threading.Thread(target=self._work, name="zarrckpt-retention", daemon=True)
                 self._thread.start()
@@ -91,6 +93,8 @@ class Retention:
         One that is broken off is finished by the next job, or by ``recover``.
         """
         with self._changed:
+            self._saving = False
+            self._changed.notify_all()
             self._changed.wait_for(lambda: not (self._due or self._working), timeout)
             self._ended = True
             self._changed.notify_all()
@@ -126,7 +130,11 @@ class Retention:
         newest = max(step for step, _ in own.values())
         unfinished = [(step, name) for name, step in begun.items() if step < newest]
         superfluous = [(step, name) for name, (step, _) in own.items() if kept is not None and step not in kept]
-        for _, name in sorted(unfinished + superfluous):
+        for place, (_, name) in enumerate(sorted(unfinished + superfluous)):
+            if place:
+                # One after each commit, so that they are never more and more; others only while no save is under way.
+                with self._changed:
+                    self._changed.wait_for(lambda: self._ended or not self._saving)
             if self._ended:
                 return
             try:

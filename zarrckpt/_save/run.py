@@ -17,7 +17,6 @@ from zarrckpt._jobs import in_thread
 from zarrckpt._plan.plan import Layout
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.group import Ranks
-from zarrckpt._ranks.joining import Lane
 from zarrckpt._ranks.messages import Channel
 from zarrckpt._ranks.rounds import Rounds, joined
 from zarrckpt._reports import SaveReport
@@ -44,7 +43,7 @@ def run_save(
 
     ``background``: beside training, to which it leaves a processor.
     """
-    lane: Lane = "background" if background else "foreground"
+    lane = "background" if background else "foreground"
     with joined(ranks, f"the save to {request.spec.url}", request.options.timeout, lane=lane) as rounds:
         save = RankSave(request, background=background)
         if rounds.size == 1:
