@@ -96,7 +96,7 @@ def worker(run: str, folder: Path, background: bool) -> None:
             state["step"] = step
             future = manager.step(step, state, metrics={"loss": abs(step % 70 - 30)})
             if future is not None and rank == 0:
-                future.add_done_callback(lambda _, at=step: say("saved", step=at))
+                future.add_done_callback(lambda done, at=step: done.exception() or say("saved", step=at))
         manager.close()
         say("stopped", episode=episode, step=step)
         while not any((folder / name).exists() for name in (f"looked-{episode}", "end")):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,6 +20,9 @@ from zarrckpt._runs.steps import step_of
 from zarrckpt._store import StoreSpec
 
 _log = logging.getLogger("zarrckpt")
+
+_END_SECONDS = 5.0
+"""How long the end of the process waits for deletions, where nobody has closed their manager."""
 
 _READ_AT_ONCE = 64
 """So many root documents, of a few MB each, are held at a time."""
@@ -50,6 +55,7 @@ class Retention:
         self._working = False
         self._ended = False
         self._thread: threading.Thread | None = None
+        _open.add(self)
 
     def found(self, names: Iterable[str]) -> None:
         """The folders that are there when this job begins: they are looked into after the next commit."""
@@ -193,3 +199,16 @@ class Retention:
         if kind not in self._said:
             self._said.add(kind)
             _log.warning("the run %s: %s: %s: %s", self._spec.url, what, kind, error)
+
+
+_open: weakref.WeakSet[Retention] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    until = time.monotonic() + _END_SECONDS
+    for retention in [*_open]:
+        retention.end(max(0.0, until - time.monotonic()))
+
+
+# Not atexit: that comes after concurrent.futures has stopped taking jobs, and a deletion has some to give.
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]
