@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ def worker(run: str, folder: Path, background: bool) -> None:
 
     def say(what: str, **more: Any) -> None:
         events.write(json.dumps({"what": what, "rank": rank, **more}) + "\n")
+
+    def saved(step: int, future: Any) -> None:
+        if future.exception() is None:
+            say("saved", step=step)
 
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float64).reshape(ROWS, COLUMNS)
     mesh = init_device_mesh("cpu", (size,))
@@ -96,7 +101,7 @@ def worker(run: str, folder: Path, background: bool) -> None:
             state["step"] = step
             future = manager.step(step, state, metrics={"loss": abs(step % 70 - 30)})
             if future is not None and rank == 0:
-                future.add_done_callback(lambda done, at=step: done.exception() or say("saved", step=at))
+                future.add_done_callback(partial(saved, step))
         manager.close()
         say("stopped", episode=episode, step=step)
         while not any((folder / name).exists() for name in (f"looked-{episode}", "end")):
