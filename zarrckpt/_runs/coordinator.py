@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,14 @@ class Coordinator:
 
     # -- to restore
 
-    def choose(self, step: int | None, rewind: bool, unreadable: frozenset[int]) -> Chosen:
+    def choose(
+        self, step: int | None, rewind: bool, unreadable: frozenset[int], progressed: Callable[[], None]
+    ) -> Chosen:
         """The checkpoint to restore: that of a step, or the newest sound one; and take the run.
 
-        ``unreadable`` are steps whose checkpoints were found damaged while they were loaded. Costs the pages of one
-        listing and three requests, where the newest is sound and no step is asked for.
+        ``unreadable`` are steps whose checkpoints were found damaged while they were loaded; ``progressed`` is called
+        for each checkpoint that is removed. Costs the pages of one listing and three requests, where the newest is sound
+        and no step is asked for.
         """
         names = self._folders()
         newest, damaged = self._newest(names, unreadable)
@@ -71,7 +74,7 @@ class Coordinator:
             )
         self._take(chosen, names, newest)
         if rewind and chosen is not None:
-            self._remove_after(chosen, names)
+            self._remove_after(chosen, names, progressed)
         elif chosen is not None and chosen.step < self._greatest:
             warn(
                 f"the run {self._spec.url} goes on from step {chosen.step}, and has step {self._greatest}: saves up to "
@@ -126,7 +129,7 @@ class Coordinator:
         # Without rules only what a save has left is deleted: that is newer than what it was to follow.
         self.retention.found(names if self._keep else [name for name in names if _after(name, self._greatest)])
 
-    def _remove_after(self, chosen: Found, names: list[str]) -> None:
+    def _remove_after(self, chosen: Found, names: list[str], progressed: Callable[[], None]) -> None:
         """Remove all checkpoints of later steps, and what saves of later steps left: the last one first."""
         later = [self._spec.child(name) for name in names if _after(name, chosen.step)]
         found = [(spec, protocol.leftovers(spec.open(), damaged=True)) for spec in later]
@@ -139,6 +142,7 @@ class Coordinator:
                     f"Nothing was removed: remove it, if it is not needed: zarrckpt rm {spec.url}"
                 )
         for spec, left in reversed(found):
+            progressed()
             if left.begun:
                 remove_found(spec.open(), left)
             self.retention.gone(spec.url.rpartition("/")[2])

@@ -233,7 +233,7 @@ class CheckpointManager:
             return rounds.merge(
                 "which checkpoint they restore",
                 lambda: None,
-                lambda _: self._coordinator.choose(step, rewind, unreadable),
+                lambda _: self._coordinator.choose(step, rewind, unreadable, rounds.progressed),
             )
 
     def _restore_source(self, state: dict[str, Any], request: LoadRequest, chosen: Chosen) -> int | None:
