@@ -60,8 +60,8 @@ class Coordinator:
         """The checkpoint to restore: that of a step, or the newest sound one; and take the run.
 
         ``unreadable`` are steps whose checkpoints were found damaged while they were loaded; ``progressed`` is called
-        for each checkpoint that is removed. Costs the pages of one listing and three requests, where the newest is sound
-        and no step is asked for.
+        for each checkpoint that is removed. Costs the pages of one listing and three requests, where the newest is
+        sound and no step is asked for.
         """
         names = self._folders()
         newest, damaged = self._newest(names, unreadable)
