@@ -6,8 +6,11 @@ The classes are grouped by what the caller can do next. Errors cross ranks pickl
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
+
+log = logging.getLogger("zarrckpt")
 
 
 class CheckpointError(Exception):

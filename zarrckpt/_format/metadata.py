@@ -8,6 +8,7 @@ from typing import Any
 
 from zarrckpt._errors import CorruptCheckpointError
 from zarrckpt._format import json_values
+from zarrckpt._format.sealed import is_save_id
 from zarrckpt._format.state_path import KEY_BITS
 
 MAX_METADATA = 64 << 10
@@ -15,6 +16,9 @@ MAX_METADATA = 64 << 10
 
 RESERVED = "zarrckpt."
 """How the names begin that this package gives a meaning."""
+
+RUN_METADATA = f"{RESERVED}run"
+"""The member that says which run a checkpoint belongs to."""
 
 
 def checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -33,6 +37,13 @@ def checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
     if (size := json_values.json_size(json_values.encode_json(plain))) > MAX_METADATA:
         raise _too_large(f"{size:,} bytes")
     return plain
+
+
+def run_of(metadata: Mapping[str, Any]) -> str:
+    """The id of the run that a checkpoint with this metadata belongs to, "" for none."""
+    found = metadata.get(RUN_METADATA)
+    run_id = found.get("id") if isinstance(found, Mapping) else None
+    return run_id if isinstance(run_id, str) and is_save_id(run_id) else ""
 
 
 def _plain(value: Any, where: str, depth: int, room: Iterator[int]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from zarrckpt._errors import (
     CheckpointNotFoundError,
     CheckpointRemovedError,
     CorruptCheckpointError,
+    log,
     warn,
 )
 from zarrckpt._format.metadata import checked_metadata
@@ -42,8 +42,6 @@ from zarrckpt._save.run import run_save
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Store, StoreSpec, Url
-
-_log = logging.getLogger("zarrckpt")
 
 GRACE = 25.0
 """Seconds: torchrun kills 30 s after its signal."""
@@ -156,7 +154,7 @@ class CheckpointManager:
         try:
             self.close()
         except CheckpointError as err:
-            _log.error("the run %s: %s: %s", self._spec.url, type(err).__name__, err)
+            log.error("the run %s: %s: %s", self._spec.url, type(err).__name__, err)
 
     @property
     def preempted(self) -> bool:
@@ -359,7 +357,7 @@ class CheckpointManager:
             self._end_in_time(self._saving, step)
             if (error := self._saving.exception()) is not None:
                 # It is no reason not to save now.
-                _log.error("the run %s: the save before failed: %s: %s", self._spec.url, type(error).__name__, error)
+                log.error("the run %s: the save before failed: %s: %s", self._spec.url, type(error).__name__, error)
             self._saving = None
         future = self._begin(step, state, metrics, metadata, in_time=True)
         self._end_in_time(future, step)
