@@ -20,11 +20,14 @@ RESERVED = "zarrckpt."
 RUN_METADATA = f"{RESERVED}run"
 """The member that says which run a checkpoint belongs to."""
 
+MAX_RUN_METADATA = MAX_METADATA - 128
+"""What a user may give to a checkpoint of a run: that member takes up to 110 bytes."""
 
-def checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
+
+def checked_metadata(given: Mapping[str, Any] | None, most: int = MAX_METADATA) -> dict[str, Any]:
     """The ``metadata`` of a save as plain JSON types; tensors and numpy arrays of one element count as numbers.
 
-    Raises TypeError and ValueError that name the member.
+    It may have ``most`` bytes as JSON. Raises TypeError and ValueError that name the member.
     """
     if given is None:
         return {}
@@ -34,8 +37,8 @@ def checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
     reserved = [name for name in plain if name.startswith(RESERVED)]
     if reserved:
         raise ValueError(f"metadata[{reserved[0]!r}]: names that begin with {RESERVED!r} are reserved")
-    if (size := json_values.json_size(json_values.encode_json(plain))) > MAX_METADATA:
-        raise _too_large(f"{size:,} bytes")
+    if (size := json_values.json_size(json_values.encode_json(plain))) > most:
+        raise _too_large(f"{size:,} bytes", most)
     return plain
 
 
@@ -72,9 +75,9 @@ def _plain(value: Any, where: str, depth: int, room: Iterator[int]) -> Any:
     )
 
 
-def _too_large(found: str) -> ValueError:
+def _too_large(found: str, most: int = MAX_METADATA) -> ValueError:
     return ValueError(
-        f"metadata has {found}, and may take {MAX_METADATA:,} bytes as JSON: put what is large into the state"
+        f"metadata has {found}, and may take {most:,} bytes as JSON: put what is large into the state"
     )
 
 

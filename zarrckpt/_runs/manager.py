@@ -24,7 +24,7 @@ from zarrckpt._errors import (
     log,
     warn,
 )
-from zarrckpt._format.metadata import checked_metadata
+from zarrckpt._format.metadata import MAX_RUN_METADATA, checked_metadata
 from zarrckpt._jobs import check_limits
 from zarrckpt._load.run import LoadRequest, run_load
 from zarrckpt._options import LoadOptions, SaveOptions, checked_options
@@ -339,7 +339,7 @@ class CheckpointManager:
         others = checked_metadata(metadata)
         if twice := sorted({"step", *(metrics or {})} & {*others}) or sorted({"step"} & {*(metrics or {})}):
             raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and as a metric or in metadata")
-        known = {**own, **others}
+        known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
         run = RunSave(self._coordinator, step, name, known)
         return SaveRequest(self._spec.child(name), step in self._damaged, known, self._options, None, run)
 
