@@ -166,7 +166,7 @@ def test_a_checkpoint_with_another_one_inside_says_what_to_do(tmp_path: Path) ->
 
 
 def test_a_folder_of_checkpoints_is_known_as_one(place: Callable[[str], Place]) -> None:
-    run_, newest = place("runs/one"), place("runs/one/step-9")
+    run_, newest = place("runs/one"), place("runs/one/step-10")
     for step in (10, 9):
         zarrckpt.save({**STATE, "step": step}, **place(f"runs/one/step-{step}").options)
     before = run_.keys()
@@ -179,7 +179,7 @@ def test_a_folder_of_checkpoints_is_known_as_one(place: Callable[[str], Place]) 
         "copy onto it": lambda: zarrckpt.open(**newest.options).copy_to(**run_.options),
     }
     for name, action in actions.items():
-        with pytest.raises(zarrckpt.CheckpointError, match=r"folder of \d checkpoints?.*the newest is .*step-9\b"):
+        with pytest.raises(zarrckpt.CheckpointError, match=r"folder of \d checkpoints?.*the newest is .*step-10\b"):
             action()
         assert run_.keys() == before, name
     if isinstance(run_.url, str) and not run_.storage_options:

@@ -24,7 +24,7 @@ from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership
 from zarrckpt._runs.retention import Retention
-from zarrckpt._runs.steps import Found, newest_first, number_in, passed_over, step_of
+from zarrckpt._runs.steps import Found, newest_first, passed_over, step_of
 from zarrckpt._store import StoreSpec
 
 
@@ -156,7 +156,7 @@ class Coordinator:
             put_pin(place, root, self._source_pin(), f"the run {self._spec.url} begins from it")
         except StorageError as err:
             warn(f"{place.url} cannot be pinned, and may be removed before {self._spec.url} has a checkpoint: {err}")
-        step = root.metadata.get("step", number_in(place.url))
+        step = root.metadata.get("step", protocol.number_in(place.url))
         return step if type(step) is int else None
 
     def _source_pin(self) -> str:
