@@ -208,14 +208,14 @@ def test_ls_lists_the_checkpoints_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     rows = [line.split("\t") for line in run("ls", tmp_path).stdout.splitlines()]
     assert [(row[0], row[1], row[-1]) for row in rows] == [
-        ("step-10", "10", "24 B"),
         ("step-9", "9", "24 B"),
+        ("step-10", "10", "24 B"),
         ("step-11", "", "unfinished"),
         ("step-12", "", "damaged"),
     ]
     listed = json.loads(run("ls", tmp_path, "--json").stdout)
-    assert [item["url"] for item in listed] == [str(tmp_path / f"step-{step}") for step in (10, 9, 11, 12)]
-    assert listed[1]["created"] == zarrckpt.open(tmp_path / "step-9").created and listed[1]["nbytes"] == 24
+    assert [item["url"] for item in listed] == [str(tmp_path / f"step-{step}") for step in (9, 10, 11, 12)]
+    assert listed[0]["created"] == zarrckpt.open(tmp_path / "step-9").created and listed[1]["nbytes"] == 24
     assert [item["state"] for item in listed] == ["committed", "committed", "unfinished", "damaged"]
     # That of a checkpoint stays what it is, and a pattern has nothing to say about a folder.
     assert run("ls", tmp_path / "step-9").stdout.startswith("model.w\t")

@@ -76,9 +76,7 @@ def _plain(value: Any, where: str, depth: int, room: Iterator[int]) -> Any:
 
 
 def _too_large(found: str, most: int = MAX_METADATA) -> ValueError:
-    return ValueError(
-        f"metadata has {found}, and may take {most:,} bytes as JSON: put what is large into the state"
-    )
+    return ValueError(f"metadata has {found}, and may take {most:,} bytes as JSON: put what is large into the state")
 
 
 def parse_metadata(found: Any, where: str) -> dict[str, Any]:
