@@ -51,6 +51,7 @@ pygments_style, pygments_dark_style = "friendly", "github-dark"
 NAVIGATION = {
     "Start": ["Tutorial <tutorial>"],
     "How to": [
+        "Keep a run <how-to/runs>",
         "Training loops <how-to/training-loops>",
         "S3 and other stores <how-to/stores>",
         "Resume <how-to/resume>",

@@ -45,7 +45,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class RunTakenOverError(CheckpointError):
-    """Another job goes on with the run: this one saves and deletes nothing there any more."""
+    """Another job goes on with the run: this one saves and deletes nothing there any more. Stop one of them."""
 
 
 class UnsupportedFormatError(CheckpointError):
