@@ -64,7 +64,7 @@ class CheckpointInfo:
     """Bytes of the tensors' chunks in the store, with padding, checksums and compression; None where the table that
     says how long compressed chunks are cannot be read."""
     run: str = ""
-    """The id of the run that it belongs to, as :class:`CheckpointManager` saved it; "" for none."""
+    """The id of the run that it belongs to, as :class:`~zarrckpt.CheckpointManager` saved it; "" for none."""
 
 
 def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | None = None) -> CheckpointInfo:

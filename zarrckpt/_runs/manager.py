@@ -43,9 +43,6 @@ from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Store, StoreSpec, Url
 
-GRACE = 25.0
-"""Seconds: torchrun kills 30 s after its signal."""
-
 _PIN = pin_id_of("CheckpointManager.pin")
 
 
@@ -102,7 +99,7 @@ class CheckpointManager:
         save_every: int | None = None,
         signals: Sequence[str] = ("SIGTERM",),
         notice: Callable[[], bool] | None = None,
-        grace: float = GRACE,
+        grace: float = 25.0,
         background: bool = True,
         init_from: Url | None = None,
         init_keys: str | Iterable[str] | None = None,
