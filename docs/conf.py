@@ -31,7 +31,8 @@ exclude_patterns = ["_*"]
 # Links: to headings as GitHub has them, and every one must lead somewhere (warnings are errors).
 myst_heading_anchors = 4
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(collections|concurrent|dist|numpy|np|os|torch|xarray|zarr)\..+|Progress|Url|\w+Option")]
+OTHERS = "collections|concurrent|dist|numpy|np|os|torch|xarray|zarr"
+nitpick_ignore_regex = [("py:.*", rf"({OTHERS})\..+|Progress|Url|\w+Option")]
 
 add_module_names = False
 autodoc_member_order = "bysource"
