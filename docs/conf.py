@@ -31,7 +31,8 @@ exclude_patterns = ["_*"]
 # Links: to headings as GitHub has them, and every one must lead somewhere (warnings are errors).
 myst_heading_anchors = 4
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(collections|concurrent|numpy|np|os|torch|xarray|zarr)\..+|Progress|Url|\w+Option")]
+OTHERS = "collections|concurrent|dist|numpy|np|os|torch|xarray|zarr"
+nitpick_ignore_regex = [("py:.*", rf"({OTHERS})\..+|Progress|Url|\w+Option")]
 
 add_module_names = False
 autodoc_member_order = "bysource"
@@ -51,6 +52,7 @@ pygments_style, pygments_dark_style = "friendly", "github-dark"
 NAVIGATION = {
     "Start": ["Tutorial <tutorial>"],
     "How to": [
+        "Keep a run <how-to/runs>",
         "Training loops <how-to/training-loops>",
         "S3 and other stores <how-to/stores>",
         "Resume <how-to/resume>",

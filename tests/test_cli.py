@@ -83,6 +83,67 @@ def test_ls_lists_names_types_and_sizes(saved: Path) -> None:
     ]
 
 
+def test_ls_of_a_run_says_why_each_checkpoint_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    keep = zarrckpt.Keep(newest=2, best=1, metric="val_loss", every_steps=3)
+    manager = zarrckpt.CheckpointManager(folder, keep=keep, signals=(), background=False)
+    for step, loss in enumerate((2.0, 1.0, 5.0, 4.0, 3.0), 1):
+        manager.save(step, STATE, metrics={"val_loss": loss}, metadata={"lr": step})
+    manager.close()
+    manager.pin(3)
+    zarrckpt.save(STATE, folder / "step-9")
+    zarrckpt.open(folder / "step-00000004").copy_to(folder / "step-x-4")
+    (folder / "step-00000007" / "@zarrckpt").mkdir(parents=True)
+    (folder / "step-00000007" / "zarr.json").write_text("{")
+    lines = [line.split("\t") for line in run("ls", folder, "--header").stdout.splitlines()]
+    assert lines[0] == ["checkpoint", "step", "age", "size", "val_loss", "lr", "kept because"]
+    assert [(line[0], line[1], line[4], line[-1]) for line in lines[1:]] == [
+        ("step-00000002", "2", "1", "best"),
+        ("step-00000003", "3", "5", "every 3, pinned"),
+        ("step-00000004", "4", "4", "newest"),
+        ("step-x-4", "4", "4", "no name of a step"),
+        ("step-00000005", "5", "3", "newest"),
+        ("step-00000007", "", "", ""),
+        ("step-9", "7", "", "not of this run"),
+    ]
+    found = as_json("ls", folder)
+    assert [place.get("kept") for place in found][1:4] == [["every 3", "pinned"], ["newest"], ["no name of a step"]]
+    runs = {place["name"]: place.get("run") for place in found}
+    assert runs["step-9"] is runs["step-00000007"] is None and runs["step-x-4"] == runs["step-00000002"]
+    assert found[0]["metadata"] == {"step": 2, "val_loss": 1.0, "lr": 2}
+
+    # What the next save deletes; a manager without rules; and a document that cannot be read.
+    manager.unpin(3)
+    for name in ("step-9", "step-x-4", "step-00000007"):
+        zarrckpt.remove(folder / name)
+    for rules, kept in ((zarrckpt.Keep(newest=1), [[], [], [], ["newest"]]), (None, [["no rules"]] * 4)):
+        again = zarrckpt.CheckpointManager(folder, keep=rules, signals=(), background=False)
+        assert again.restore({**STATE, "step": 0}) == 5
+        again.close()
+        assert [place["kept"] for place in as_json("ls", folder)] == kept
+    (folder / "@run" / "zarr.json").write_text("{")
+    assert "kept because" not in run("ls", folder, "--header").stdout
+    # Where there is no manager, there is no such column, and no request for it.
+    zarrckpt.save(STATE, tmp_path / "others" / "last")
+    assert "kept" not in run("ls", tmp_path / "others", "--header").stdout
+    assert as_json("ls", tmp_path / "others")[0]["kept"] is None
+
+
+def test_info_and_the_report_name_the_run(tmp_path: Path) -> None:
+    manager = zarrckpt.CheckpointManager(tmp_path / "run", signals=(), background=False)
+    manager.save(1, STATE, metrics={"val_loss": 2.0})
+    manager.close()
+    one = tmp_path / "run" / "step-00000001"
+    run_id = zarrckpt.open(one).metadata["zarrckpt.run"]["id"]
+    lines = run("info", one).stdout.splitlines()
+    assert f"run       {run_id}" in lines and not any("zarrckpt.run" in line for line in lines)
+    found = as_json("info", one)
+    assert found["run"] == run_id and found["metadata"] == {"step": 1, "val_loss": 2.0}
+    zarrckpt.open(one).report(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert f'"{run_id}"' in page and "zarrckpt.run" not in page
+
+
 def test_piped_tables_have_a_header_where_one_is_asked_for(saved: Path, tmp_path: Path) -> None:
     zarrckpt.save({**STATE, "half": torch.zeros(1, 2)}, tmp_path / "two")
     (tmp_path / "two" / "half" / "c.0.0").unlink()

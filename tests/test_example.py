@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 
+RUN = Path(__file__).parent.parent / "examples" / "resume_run.py"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_fsdp2.py"
 SMALL = ["--layers", "1", "--width", "64", "--length", "64", "--batch", "8"]
 FEWER = ["--processes", "2", "--resume-on", "1"]
@@ -45,6 +49,40 @@ def test_the_loss_curve_continues(options: list[str], tmp_path: Path) -> None:
     assert found["inside"]["tensors"] == 18 * 4 + 1  # parameters, their step and two moments; torch's RNG state
     assert "continues where it was" in done.stdout
     assert done.stdout.count("\n") < 60
+
+
+def run_that_resumes(url: Path, *options: str, ranks: int = 1) -> subprocess.Popen[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node"]
+    command = [sys.executable, *([*torchrun, str(ranks)] if ranks > 1 else []), str(RUN), str(url), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_ended_goes_on_where_it_was(ranks: int, tmp_path: Path) -> None:
+    """On the same or on fewer processes, to the same loss as one that nobody ended."""
+    with run_that_resumes(tmp_path / "run", "--steps", "100000", ranks=ranks) as first:
+        assert first.stdout is not None
+        shown = [first.stdout.readline()]
+        while "saves step" not in shown[-1]:
+            assert shown[-1], first.communicate()
+            shown.append(first.stdout.readline())
+        first.send_signal(signal.SIGTERM)
+        rest, errors = first.communicate(timeout=120)
+    ended = re.search(r"step (\d+) is saved", rest)
+    assert ended is not None and (first.returncode == 0 or ranks > 1), rest + errors
+    step = int(ended[1])
+    last = (step // 20 + 2) * 20
+    texts = []
+    for url in (tmp_path / "run", tmp_path / "whole"):
+        with run_that_resumes(url, "--steps", str(last), "--seconds", "0") as process:
+            text, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        texts.append(text)
+    assert f"goes on from step {step}\n" in texts[0] and "The run begins\n" in texts[1]
+    one, other = (float(re.findall(rf"saves step {last}, loss (\S+)", text)[0]) for text in texts)
+    assert one == other if ranks == 1 else one == pytest.approx(other, rel=1e-5)
+    assert f"{last}]" in texts[0] and len(re.findall(r"\d+", texts[0].splitlines()[-1])) <= 3  # two newest, one best
 
 
 def test_a_failing_worker_is_shown(tmp_path: Path) -> None:

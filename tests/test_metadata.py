@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 
 import zarrckpt
+from zarrckpt._format.metadata import MAX_RUN_METADATA
 from zarrckpt.cli import main
 
 STATE = {"w": torch.arange(4.0), "step": 1}
@@ -124,3 +125,15 @@ def test_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [row["metadata"] for row in places] == [{"step": 100, "val_loss": 2.5}, {"step": 200, "val_loss": 2.25}]
     zarrckpt.open(tmp_path / "run/200").report(tmp_path / "page.html")
     assert re.search('"val_loss": ?"2.25"', (tmp_path / "page.html").read_text())
+
+
+def test_a_run_has_room_for_what_it_adds_itself(tmp_path: Path) -> None:
+    """Metrics and metadata that fit one by one, but not together, are refused before anything is stored."""
+    manager = zarrckpt.CheckpointManager(tmp_path, signals=(), background=False)
+    room = MAX_RUN_METADATA - len('{"step":1,"note":""}')
+    for size, metrics in ((room + 1, {}), (40_000, {"m" * 30_000: 1.0})):
+        with pytest.raises(ValueError, match=r"metadata has .* bytes"):
+            manager.save(1, {"w": 1}, metrics, {"note": "x" * size})
+    manager.save(1, {"w": 1}, metadata={"note": "x" * room})
+    manager.close()
+    assert len(zarrckpt.open(tmp_path / "step-00000001").metadata["note"]) == room

@@ -166,7 +166,7 @@ def test_a_checkpoint_with_another_one_inside_says_what_to_do(tmp_path: Path) ->
 
 
 def test_a_folder_of_checkpoints_is_known_as_one(place: Callable[[str], Place]) -> None:
-    run_, newest = place("runs/one"), place("runs/one/step-9")
+    run_, newest = place("runs/one"), place("runs/one/step-10")
     for step in (10, 9):
         zarrckpt.save({**STATE, "step": step}, **place(f"runs/one/step-{step}").options)
     before = run_.keys()
@@ -179,7 +179,7 @@ def test_a_folder_of_checkpoints_is_known_as_one(place: Callable[[str], Place]) 
         "copy onto it": lambda: zarrckpt.open(**newest.options).copy_to(**run_.options),
     }
     for name, action in actions.items():
-        with pytest.raises(zarrckpt.CheckpointError, match=r"folder of \d checkpoints?.*the newest is .*step-9\b"):
+        with pytest.raises(zarrckpt.CheckpointError, match=r"folder of \d checkpoints?.*the newest is .*step-10\b"):
             action()
         assert run_.keys() == before, name
     if isinstance(run_.url, str) and not run_.storage_options:
@@ -208,14 +208,14 @@ def test_ls_lists_the_checkpoints_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     rows = [line.split("\t") for line in run("ls", tmp_path).stdout.splitlines()]
     assert [(row[0], row[1], row[-1]) for row in rows] == [
-        ("step-10", "10", "24 B"),
         ("step-9", "9", "24 B"),
+        ("step-10", "10", "24 B"),
         ("step-11", "", "unfinished"),
         ("step-12", "", "damaged"),
     ]
     listed = json.loads(run("ls", tmp_path, "--json").stdout)
-    assert [item["url"] for item in listed] == [str(tmp_path / f"step-{step}") for step in (10, 9, 11, 12)]
-    assert listed[1]["created"] == zarrckpt.open(tmp_path / "step-9").created and listed[1]["nbytes"] == 24
+    assert [item["url"] for item in listed] == [str(tmp_path / f"step-{step}") for step in (9, 10, 11, 12)]
+    assert listed[0]["created"] == zarrckpt.open(tmp_path / "step-9").created and listed[1]["nbytes"] == 24
     assert [item["state"] for item in listed] == ["committed", "committed", "unfinished", "damaged"]
     # That of a checkpoint stays what it is, and a pattern has nothing to say about a folder.
     assert run("ls", tmp_path / "step-9").stdout.startswith("model.w\t")

@@ -6,8 +6,11 @@ The classes are grouped by what the caller can do next. Errors cross ranks pickl
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
+
+log = logging.getLogger("zarrckpt")
 
 
 class CheckpointError(Exception):
@@ -42,7 +45,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class RunTakenOverError(CheckpointError):
-    """Another job goes on with the run: this one saves and deletes nothing there any more."""
+    """Another job goes on with the run: this one saves and deletes nothing there any more. Stop one of them."""
 
 
 class UnsupportedFormatError(CheckpointError):

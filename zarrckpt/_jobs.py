@@ -1,8 +1,8 @@
 """Run jobs side by side: no more at a time than are useful, in bounded memory; the first failure wins. No torch.
 
 All threads of the package come from :func:`run_jobs`, for jobs, and :func:`in_thread`, for one call; but for two
-executors of the standard library, where calls come one by one (the syncs of local files, background saves), and the
-threads of a mesh that wait in gloo.
+executors of the standard library, where calls come one by one (the syncs of local files, background saves), the
+threads of a mesh that wait in gloo, and those of a run, which wait for something to delete, or for a signal.
 """
 
 from __future__ import annotations

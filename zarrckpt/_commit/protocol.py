@@ -67,6 +67,8 @@ _LEVELS = 3
 _INSIDE = 8
 """In how many folders above a url that does not open a root document is looked for."""
 
+_NUMBER = re.compile(r"(?:.*\D)?(\d+)", re.ASCII | re.DOTALL)
+
 _LOOKED_INTO = 200
 """How many folders are looked into at most for an error's text."""
 
@@ -218,9 +220,20 @@ def places_below(store: Store) -> list[str]:
 
 
 def newest(found: Iterable[Below]) -> Below | None:
-    """The checkpoint that was committed last; of several at one time, the one with the greatest name."""
-    committed = [(item.root.created, item.name, item) for item in found if item.root is not None]
-    return max(committed, key=lambda item: item[:2])[2] if committed else None
+    """The checkpoint whose folder ends in the greatest number; of those without one, that which was committed last."""
+    committed: list[tuple[tuple[int, str, str], Below]] = []
+    for item in found:
+        if item.root is not None:
+            number = number_in(item.name)
+            order = (-1, item.root.created, item.name) if number is None else (number, "", item.name)
+            committed.append((order, item))
+    return max(committed, key=lambda pair: pair[0])[1] if committed else None
+
+
+def number_in(name: str) -> int | None:
+    """The number with which a folder's name ends: its step, whatever the words before it; None for none."""
+    match = _NUMBER.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def _folder_of_checkpoints(store: Store, names: Iterable[str] | None = None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from zarrckpt._errors import CorruptCheckpointError
 from zarrckpt._format import json_values
+from zarrckpt._format.sealed import is_save_id
 from zarrckpt._format.state_path import KEY_BITS
 
 MAX_METADATA = 64 << 10
@@ -16,11 +17,17 @@ MAX_METADATA = 64 << 10
 RESERVED = "zarrckpt."
 """How the names begin that this package gives a meaning."""
 
+RUN_METADATA = f"{RESERVED}run"
+"""The member that says which run a checkpoint belongs to."""
 
-def checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
+MAX_RUN_METADATA = MAX_METADATA - 128
+"""What a user may give to a checkpoint of a run: that member takes up to 110 bytes."""
+
+
+def checked_metadata(given: Mapping[str, Any] | None, most: int = MAX_METADATA) -> dict[str, Any]:
     """The ``metadata`` of a save as plain JSON types; tensors and numpy arrays of one element count as numbers.
 
-    Raises TypeError and ValueError that name the member.
+    It may have ``most`` bytes as JSON. Raises TypeError and ValueError that name the member.
     """
     if given is None:
         return {}
@@ -30,9 +37,16 @@ def checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
     reserved = [name for name in plain if name.startswith(RESERVED)]
     if reserved:
         raise ValueError(f"metadata[{reserved[0]!r}]: names that begin with {RESERVED!r} are reserved")
-    if (size := json_values.json_size(json_values.encode_json(plain))) > MAX_METADATA:
-        raise _too_large(f"{size:,} bytes")
+    if (size := json_values.json_size(json_values.encode_json(plain))) > most:
+        raise _too_large(f"{size:,} bytes", most)
     return plain
+
+
+def run_of(metadata: Mapping[str, Any]) -> str:
+    """The id of the run that a checkpoint with this metadata belongs to, "" for none."""
+    found = metadata.get(RUN_METADATA)
+    run_id = found.get("id") if isinstance(found, Mapping) else None
+    return run_id if isinstance(run_id, str) and is_save_id(run_id) else ""
 
 
 def _plain(value: Any, where: str, depth: int, room: Iterator[int]) -> Any:
@@ -61,10 +75,8 @@ def _plain(value: Any, where: str, depth: int, room: Iterator[int]) -> Any:
     )
 
 
-def _too_large(found: str) -> ValueError:
-    return ValueError(
-        f"metadata has {found}, and may take {MAX_METADATA:,} bytes as JSON: put what is large into the state"
-    )
+def _too_large(found: str, most: int = MAX_METADATA) -> ValueError:
+    return ValueError(f"metadata has {found}, and may take {most:,} bytes as JSON: put what is large into the state")
 
 
 def parse_metadata(found: Any, where: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.metadata import RESERVED, run_of
 from zarrckpt._format.root import BlobEntry, Root
 from zarrckpt._format.sealed import FORMAT
 
@@ -42,7 +43,7 @@ class CheckpointInfo:
     """That of the metadata, else the value of an entry of that name, at any depth, where there is one: called step,
     global_step or iteration."""
     metadata: Mapping[str, object]
-    """What the user keeps with the checkpoint."""
+    """What the user keeps with the checkpoint. ``Checkpoint.metadata`` also has what the package adds."""
     tensors: int
     values: int
     blobs: int
@@ -62,6 +63,8 @@ class CheckpointInfo:
     nbytes_stored: int | None = None
     """Bytes of the tensors' chunks in the store, with padding, checksums and compression; None where the table that
     says how long compressed chunks are cannot be read."""
+    run: str = ""
+    """The id of the run that it belongs to, as :class:`~zarrckpt.CheckpointManager` saved it; "" for none."""
 
 
 def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | None = None) -> CheckpointInfo:
@@ -81,7 +84,7 @@ def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | Non
         world_size=root.world_size,
         replaced=root.history,
         step=_training_step(root, entries),
-        metadata=dict(root.metadata),
+        metadata={name: value for name, value in root.metadata.items() if not name.startswith(RESERVED)},
         tensors=len(tensors),
         values=len(entries) - len(tensors) - len(blobs),
         blobs=len(blobs),
@@ -95,6 +98,7 @@ def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | Non
         largest=tuple((fqn, node.grid.shape, node.dtype.name, node.nbytes) for fqn, node in largest),
         blob_nbytes=sum(blob.array.nbytes for blob in blobs),
         nbytes_stored=nbytes_stored,
+        run=run_of(root.metadata),
     )
 
 

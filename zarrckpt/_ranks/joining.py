@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zarrckpt._errors import CheckpointError
+from zarrckpt._errors import CheckpointError, log
 from zarrckpt._ranks.links import Addresses, cloned, default_store, gloo_group
 
 WARN_SECONDS = 30.0
 """Who is waited for longer than this is named in the log."""
-
-log = logging.getLogger("zarrckpt")
 
 
 @dataclass(frozen=True)

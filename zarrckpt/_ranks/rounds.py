@@ -16,10 +16,11 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from zarrckpt._errors import log
 from zarrckpt._ranks import joining
 from zarrckpt._ranks.errors import Failure, StoppedByOthers, causes, common, failure_of, raise_together
 from zarrckpt._ranks.group import Ranks, errors_as_ours, global_rank
-from zarrckpt._ranks.joining import Party, log, ranks_text
+from zarrckpt._ranks.joining import Party, ranks_text
 from zarrckpt._ranks.mesh import Mesh, MeshPlace, Message, made, place_of, started
 from zarrckpt._ranks.pieces import Pieces
 

@@ -19,11 +19,12 @@ from zarrckpt._errors import (
     UnsupportedFormatError,
     warn,
 )
+from zarrckpt._format.metadata import run_of
 from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
-from zarrckpt._runs.record import Ownership, run_of
+from zarrckpt._runs.record import Ownership
 from zarrckpt._runs.retention import Retention
-from zarrckpt._runs.steps import Found, newest_first, number_in, passed_over, step_of
+from zarrckpt._runs.steps import Found, newest_first, passed_over, step_of
 from zarrckpt._store import StoreSpec
 
 
@@ -125,7 +126,7 @@ class Coordinator:
             self.ownership.check()
             return
         source = self._source.url if chosen is None and self._source is not None else ""
-        self.ownership.take("" if chosen is None else run_of(chosen.root), source)
+        self.ownership.take("" if chosen is None else run_of(chosen.root.metadata), source)
         # Without rules only what a save has left is deleted: that is newer than what it was to follow.
         self.retention.found(names if self._keep else [name for name in names if _after(name, self._greatest)])
 
@@ -136,7 +137,7 @@ class Coordinator:
         run = self.ownership.record.run
         for spec, left in found:
             protocol.refuse_pinned(spec.open())
-            if left.root is not None and run_of(left.root) != run:
+            if left.root is not None and run_of(left.root.metadata) != run:
                 raise ForeignObjectsError(
                     f"{spec.url} is a later checkpoint, but not of the run {run} that goes back to step {chosen.step}. "
                     f"Nothing was removed: remove it, if it is not needed: zarrckpt rm {spec.url}"
@@ -159,7 +160,7 @@ class Coordinator:
             put_pin(place, root, self._source_pin(), f"the run {self._spec.url} begins from it")
         except StorageError as err:
             warn(f"{place.url} cannot be pinned, and may be removed before {self._spec.url} has a checkpoint: {err}")
-        step = root.metadata.get("step", number_in(place.url))
+        step = root.metadata.get("step", protocol.number_in(place.url))
         return step if type(step) is int else None
 
     def _source_pin(self) -> str:

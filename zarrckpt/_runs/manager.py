@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,9 +21,10 @@ from zarrckpt._errors import (
     CheckpointNotFoundError,
     CheckpointRemovedError,
     CorruptCheckpointError,
+    log,
     warn,
 )
-from zarrckpt._format.metadata import checked_metadata
+from zarrckpt._format.metadata import MAX_RUN_METADATA, checked_metadata
 from zarrckpt._jobs import check_limits
 from zarrckpt._load.run import LoadRequest, run_load
 from zarrckpt._options import LoadOptions, SaveOptions, checked_options
@@ -42,11 +42,6 @@ from zarrckpt._save.run import run_save
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Store, StoreSpec, Url
-
-_log = logging.getLogger("zarrckpt")
-
-GRACE = 25.0
-"""Seconds: torchrun kills 30 s after its signal."""
 
 LEAST_SECONDS = 5.0
 """The ranks of a save before pre-emption wait for each other at least so long."""
@@ -80,7 +75,8 @@ class CheckpointManager:
         save_every: :meth:`step` saves each time a multiple of this is reached. Default: only before pre-emption.
         signals: names of signals that announce pre-emption (default: ``SIGTERM``). One on any rank leads to one save of
             one step on all ranks. A second one, more than a second later, ends its process at once. Handlers that were
-            there before are called, too. ``()``: none is handled. Handled only in the main thread.
+            there before are called, too; :meth:`close` puts them back. The manager is made in the main thread then.
+            ``()``: none is handled.
         notice: a callable without arguments that says, by returning True, that this machine is to be taken away: for a
             cloud's notice. Asked about once a second, in a thread of each rank.
         grace: the seconds after a signal or notice within which the save is to have ended (default 25: torchrun kills
@@ -92,9 +88,10 @@ class CheckpointManager:
         process_group: the ranks that save together (default: all).
         no_dist: this process is alone, as in :func:`save`.
         storage_options: as in :func:`save`.
-        options: as in :func:`save`, for all saves.
+        options: how bytes are laid out and moved in all saves, see :class:`SaveOptions`.
 
-    Raises TypeError and ValueError for arguments that make no sense. Makes no request.
+    Used in a ``with`` block, it is closed at the end. Makes no request. Raises TypeError and ValueError for arguments
+    that make no sense.
     """
 
     def __init__(
@@ -105,7 +102,7 @@ class CheckpointManager:
         save_every: int | None = None,
         signals: Sequence[str] = ("SIGTERM",),
         notice: Callable[[], bool] | None = None,
-        grace: float = GRACE,
+        grace: float = 25.0,
         background: bool = True,
         init_from: Url | None = None,
         init_keys: str | Iterable[str] | None = None,
@@ -159,11 +156,14 @@ class CheckpointManager:
         try:
             self.close()
         except CheckpointError as err:
-            _log.error("the run %s: %s: %s", self._spec.url, type(err).__name__, err)
+            log.error("the run %s: %s: %s", self._spec.url, type(err).__name__, err)
 
     @property
     def preempted(self) -> bool:
-        """Whether the save before pre-emption was made, or has failed: the loop is to end. The same on all ranks."""
+        """Whether the save before pre-emption was made, or has failed: the loop is to end. The same on all ranks.
+
+        It changes only in :meth:`step`.
+        """
         return self._preempted
 
     # -- to resume
@@ -184,7 +184,8 @@ class CheckpointManager:
 
         Called on all ranks, which get the same. The newest is the one with the greatest step. Where it is damaged, the
         next older one is loaded instead, with a warning; where all are, CorruptCheckpointError is raised. From now on
-        this job goes on with the run: another one that still does saves and deletes nothing there any more.
+        this job goes on with the run: another one that still does saves and deletes nothing there any more. To read a
+        checkpoint of a run that a job goes on with, use :func:`latest` and :func:`load`.
 
         Where the run has no checkpoint and was given ``init_from``, that is loaded: the step is that checkpoint's, or
         None where ``init_keys`` chose a part of it.
@@ -194,12 +195,20 @@ class CheckpointManager:
 
         Args:
             state: as for :func:`load`.
-            step: load the checkpoint of this step, not the newest. Saves up to the newest step are refused then.
+            step: load the checkpoint of this step, not the newest, and no other one where it is damaged. Saves up to
+                the newest step are refused then.
             rewind: with ``step``: remove all later checkpoints first, so that the run goes on from there. Where one of
                 them is pinned, or not of this run, an error is raised and none is removed.
-            keys, strict, allow_pickle, allow_cast, options: as for :func:`load`.
+            keys: load a part, as in :func:`load`. Default: everything that has a target.
+            strict: as in :func:`load`: targets that the checkpoint lacks, and entries without a target, are an error.
+            allow_pickle: also load values that were saved pickled, which can run any code. Default: UnsafeValueError.
+            allow_cast: convert where dtypes differ, instead of raising (default False).
+            options: how bytes are moved, see :class:`LoadOptions`.
 
-        Raises CheckpointNotFoundError for a ``step`` that is not there, and what :func:`load` raises.
+        Raises CheckpointNotFoundError for a ``step`` that is not there, and for an ``init_from`` that is not;
+        with ``rewind`` CheckpointPinnedError and ForeignObjectsError; RunTakenOverError where other jobs take the run
+        at the same time, or have taken it since an earlier call; and what :func:`load` raises. An error on one rank is
+        raised on all.
         """
         objects.refuse_swapped(state, self._spec.url, "restore")
         if rewind and step is None:
@@ -267,14 +276,17 @@ class CheckpointManager:
             metrics: numbers by name, such as ``{"val_loss": 2.1}``: they go into the checkpoint's metadata, and
                 :class:`Keep` chooses the best by one of them. Tensors and NumPy values of one element are numbers, too;
                 they are read only where the step is saved. None is a metric that is not known. The coordinator's count.
-            metadata: what else is to be kept with the checkpoint, as in :func:`save`.
+            metadata: what else is to be kept with the checkpoint, as in :func:`save`. It has a member ``step`` and the
+                metrics anyway.
 
         Returns the future of the save that it began, None where it began none. When ``preempted`` is true after the
         call, the save has ended.
 
-        Raises TypeError for a metric that is no number, ValueError for a step that is not greater than the last one,
-        and, where a save is due, what went wrong in the one before: that is the first moment that is the same on all
-        ranks. CheckpointError where the save before pre-emption failed, or did not end within the grace period.
+        Raises TypeError for a metric that is no number; ValueError for a step that is not greater than the last one.
+        Where a save is due: what went wrong in the one before, since that is the first moment that is the same on all
+        ranks; RunTakenOverError where another job goes on with the run; CheckpointExistsError where the run has a
+        checkpoint of this step, or of a later one; and what :func:`save` raises, with ``background`` in the future.
+        CheckpointError where the save before pre-emption failed, or did not end within the grace period.
         """
         step = self._next_step(step)
         checked_metrics(metrics)
@@ -348,7 +360,7 @@ class CheckpointManager:
         others = checked_metadata(metadata)
         if twice := sorted({"step", *(metrics or {})} & {*others}) or sorted({"step"} & {*(metrics or {})}):
             raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and as a metric or in metadata")
-        known = {**own, **others}
+        known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
         run = RunSave(self._coordinator, step, name, known)
         return SaveRequest(self._spec.child(name), step in self._damaged, known, self._options, None, run)
 
@@ -366,7 +378,7 @@ class CheckpointManager:
             self._end_in_time(self._saving, step)
             if (error := self._saving.exception()) is not None:
                 # It is no reason not to save now.
-                _log.error("the run %s: the save before failed: %s: %s", self._spec.url, type(error).__name__, error)
+                log.error("the run %s: the save before failed: %s: %s", self._spec.url, type(error).__name__, error)
             self._saving = None
         future = self._begin(step, state, metrics, metadata, in_time=True)
         self._end_in_time(future, step)
@@ -391,9 +403,10 @@ class CheckpointManager:
             )
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save under way; return its report, None where there is none. Raises what went wrong in it.
+        """Wait for the save under way; return its report, None where there is none. Called on all ranks.
 
-        Called on all ranks.
+        Raises what went wrong in the save, once: as soon as :meth:`step`, :meth:`save`, :meth:`restore` or this has
+        raised it, it is over.
         """
         saving, self._saving = self._saving, None
         return None if saving is None else saving.result()
@@ -421,7 +434,8 @@ class CheckpointManager:
     def steps(self) -> list[int]:
         """The steps whose checkpoints are there and complete, ascending. Any one rank may call it.
 
-        The pages of one listing, and a request for each folder of a step.
+        The pages of one listing, and a request for each folder of a step. Those of other runs in the folder are among
+        them. Raises StorageError.
         """
         store = self._spec.open()
         names = [name for name in store.list_dir()[1] if step_of(name) is not None]
@@ -431,13 +445,18 @@ class CheckpointManager:
     def pin(self, step: int, note: str = "") -> None:
         """Keep the checkpoint of a step from being deleted and replaced, until :meth:`unpin`. Any one rank may call it.
 
-        ``note`` says what for. About 13 requests. Raises as :func:`pin`; a second pin of the same step is no error.
+        ``note`` says what for. The pages of one listing, and about 14 requests. Raises as :func:`pin`; a second pin of
+        the same step is no error.
         """
         place = self._place(step)
         put_pin(place, protocol.load_root(place), _PIN, note or "pinned in its run")
 
     def unpin(self, step: int) -> None:
-        """Take back :meth:`pin`; pins that others have put stay. Any one rank may call it. Two requests or three."""
+        """Take back :meth:`pin`; pins that others have put stay. Any one rank may call it.
+
+        The checkpoint is deleted after the next save, where no rule keeps it. The pages of one listing, and two
+        requests.
+        """
         self._place(step).delete([pin_key(_PIN)])
 
     def _place(self, step: int) -> Store:

@@ -6,18 +6,15 @@ thread that trains. That one only says which step it has come to, and waits wher
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 
-from zarrckpt._errors import CheckpointError
+from zarrckpt._errors import CheckpointError, log
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.mesh import is_ending, started
 from zarrckpt._ranks.rounds import Rounds, joined
-
-_log = logging.getLogger("zarrckpt")
 
 NOTICE_SECONDS = 1.0
 """How often the user's callable is asked whether this machine is to be taken away."""
@@ -116,7 +113,7 @@ class Preemption:
                 return
             self._reason = reason
             self.noticed = self.noticed or time.monotonic()
-        _log.warning("%s: the ranks agree on a step to save", reason)
+        log.warning("%s: the ranks agree on a step to save", reason)
         self._woken.set()
 
     # -- the thread of the agreement
@@ -139,7 +136,7 @@ class Preemption:
                     self._fail(err)
                     return
                 # Training may go on all the same; if it does not, its own errors say more.
-                _log.info("%s: a signal on one rank is not seen by the others for now: %s", self._run, err)
+                log.info("%s: a signal on one rank is not seen by the others for now: %s", self._run, err)
                 self._woken.clear()
                 self._woken.wait(_PAUSE)
 
@@ -212,5 +209,5 @@ class Preemption:
             except Exception as err:
                 if not said:
                     said = True
-                    _log.warning("the notice of a pre-emption could not be asked for: %s: %s", type(err).__name__, err)
+                    log.warning("the notice of a pre-emption could not be asked for: %s: %s", type(err).__name__, err)
             time.sleep(NOTICE_SECONDS)

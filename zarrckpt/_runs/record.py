@@ -9,24 +9,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._commit.protocol import new_id
 from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, RunTakenOverError
 from zarrckpt._format.documents import NODE, Json, join
-from zarrckpt._format.root import RUN_GROUP, Root
-from zarrckpt._format.sealed import is_save_id, nesting_bounded, now, parse_sealed, sealed_bytes
+from zarrckpt._format.metadata import RUN_METADATA
+from zarrckpt._format.root import RUN_GROUP
+from zarrckpt._format.sealed import nesting_bounded, now, parse_sealed, sealed_bytes
 from zarrckpt._runs.keep import Keep
 from zarrckpt._store import Store
 
 RUN_KEY = f"{RUN_GROUP}/{NODE}"
 
-RUN_METADATA = "zarrckpt.run"
-"""The member of a checkpoint's metadata that says which run it is of."""
-
-_TRIES = 8
+_TAKE_TRIES = 8
 
 
 @dataclass(frozen=True)
@@ -79,13 +76,6 @@ def read_record(store: Store) -> RunRecord | None:
         return None
 
 
-def run_of(root: Root) -> str:
-    """The id of the run that a checkpoint belongs to, "" for none."""
-    found = root.metadata.get(RUN_METADATA)
-    run_id = found.get("id") if isinstance(found, Mapping) else None
-    return run_id if isinstance(run_id, str) and is_save_id(run_id) else ""
-
-
 class Ownership:
     """This job's hold of a run. Lives on the coordinator; used from any of its threads."""
 
@@ -115,7 +105,7 @@ class Ownership:
         Raises CorruptCheckpointError for a damaged record, StorageError.
         """
         where = join(self._store.url, RUN_KEY)
-        for _ in range(_TRIES):
+        for _ in range(_TAKE_TRIES):
             try:
                 before = self._store.get_versioned(RUN_KEY)
             except ObjectNotFoundError:
@@ -137,7 +127,7 @@ class Ownership:
                 continue  # another job has taken it at the same time: the last one goes on
             self._record = own
             return
-        raise RunTakenOverError(f"{_TRIES} jobs took the run {self._store.url} at the same time: stop all but one")
+        raise RunTakenOverError(f"{_TAKE_TRIES} jobs took the run {self._store.url} at the same time: stop all but one")
 
     def check(self) -> None:
         """Raise RunTakenOverError where another job has taken the run. One request."""

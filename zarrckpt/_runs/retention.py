@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -12,14 +11,13 @@ from typing import Any
 
 from zarrckpt._commit import protocol
 from zarrckpt._commit.protocol import Leftovers
-from zarrckpt._errors import CheckpointError, CheckpointPinnedError, RunTakenOverError, StorageError
+from zarrckpt._errors import CheckpointError, CheckpointPinnedError, RunTakenOverError, StorageError, log
+from zarrckpt._format.metadata import run_of
 from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
-from zarrckpt._runs.record import Ownership, run_of
+from zarrckpt._runs.record import Ownership
 from zarrckpt._runs.steps import step_of
 from zarrckpt._store import StoreSpec
-
-_log = logging.getLogger("zarrckpt")
 
 _END_SECONDS = 5.0
 """How long the end of the process waits for deletions, where nobody has closed their manager."""
@@ -160,7 +158,7 @@ class Retention:
                 step = step_of(below.name)
                 assert step is not None
                 with self._changed:
-                    if below.root is not None and run_of(below.root) == self._ownership.record.run:
+                    if below.root is not None and run_of(below.root.metadata) == self._ownership.record.run:
                         self._own[below.name] = step, below.root.metadata
                     elif below.root is None and below.damage is None:
                         self._begun[below.name] = step
@@ -181,13 +179,13 @@ class Retention:
                 objects = remove_found(place, found)
             except CheckpointPinnedError:
                 return  # pinned just now
-            _log.info("deleted %s, which is not kept any more: %d objects", place.url, objects)
+            log.info("deleted %s, which is not kept any more: %d objects", place.url, objects)
         self.gone(name)
 
     def _is_own(self, found: Leftovers) -> bool:
         run = self._ownership.record.run
         if found.root is not None:
-            return run_of(found.root) == run
+            return run_of(found.root.metadata) == run
         # A removal that was broken off is gone on with, whoever began it.
         return found.root_bytes is None and (
             found.removal or (bool(found.markers) and all(marker.run == run for marker in found.markers))
@@ -198,7 +196,7 @@ class Retention:
         kind = type(error).__name__
         if kind not in self._said:
             self._said.add(kind)
-            _log.warning("the run %s: %s: %s: %s", self._spec.url, what, kind, error)
+            log.warning("the run %s: %s: %s: %s", self._spec.url, what, kind, error)
 
 
 _open: weakref.WeakSet[Retention] = weakref.WeakSet()

@@ -6,7 +6,6 @@ number of a signal is written to a file descriptor at once, and read here in a t
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -18,7 +17,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-_log = logging.getLogger("zarrckpt")
+from zarrckpt._errors import log
 
 SAME_SECONDS = 1.0
 """Signals that come within this time are one: a scheduler and torchrun may both send theirs."""
@@ -54,7 +53,7 @@ class Signals:
         self._fd_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in self._numbers}
         threading.Thread(target=self._read, name="zarrckpt-signals", daemon=True).start()
-        _open.add(self)
+        _handling.add(self)
 
     def close(self) -> None:
         """Put back what was there before. In the main thread; elsewhere it does nothing."""
@@ -95,17 +94,17 @@ class Signals:
             self._first = now
             self._came(name)
         elif now - self._first > SAME_SECONDS:
-            _log.warning("%s came again: the process ends at once", name)
+            log.warning("%s came again: the process ends at once", name)
             # As a shell reports a process that a signal has ended. The main thread may be in C, and never come back.
             os._exit(128 + signal.Signals[name])
 
 
-_open: weakref.WeakSet[Signals] = weakref.WeakSet()
+_handling: weakref.WeakSet[Signals] = weakref.WeakSet()
 
 
 def _in_child() -> None:
     """A forked child, such as a data loader's worker, must not tell its signals to the parent's thread."""
-    for signals in [*_open]:
+    for signals in [*_handling]:
         signals.close()
 
 

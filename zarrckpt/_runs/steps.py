@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from zarrckpt._commit import protocol
-from zarrckpt._commit.protocol import Below
+from zarrckpt._commit.protocol import Below, number_in
 from zarrckpt._format.documents import join
 from zarrckpt._format.root import Root
 from zarrckpt._store import Store
 
-_NUMBER = re.compile(r"(?:.*\D)?(\d+)", re.ASCII | re.DOTALL)
 _STEP = re.compile(r"step-(\d+)", re.ASCII)
 
 WIDTH = 8
@@ -22,12 +21,6 @@ WIDTH = 8
 def name_of(step: int) -> str:
     """The folder of a step's checkpoint."""
     return f"step-{step:0{WIDTH}d}"
-
-
-def number_in(name: str) -> int | None:
-    """The number with which a folder's name ends: its step, whatever the words before it; None for none."""
-    match = _NUMBER.fullmatch(name)
-    return None if match is None else int(match[1])
 
 
 def step_of(name: str) -> int | None:

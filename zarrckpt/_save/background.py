@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from zarrckpt._errors import log
 from zarrckpt._jobs import Progress, in_thread
 from zarrckpt._options import SaveOptions
 from zarrckpt._ranks.group import Ranks
@@ -23,8 +23,6 @@ from zarrckpt._save.staging import Stager, streams_in_use
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Url
-
-_log = logging.getLogger("zarrckpt")
 
 
 class SaveFuture(Future[SaveReport]):
@@ -74,7 +72,7 @@ class SaveFuture(Future[SaveReport]):
     def end(self) -> None:
         """Wait, and log an error that nobody has asked for."""
         if not self._asked and (error := self.exception()) is not None:
-            _log.error(
+            log.error(
                 "the background save to %s failed, and nothing asked its future: %s: %s",
                 self._url,
                 type(error).__name__,

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,6 +26,7 @@ from zarrckpt.cli._common import (
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
     from zarrckpt._inspect.info import CheckpointInfo, DTypeInfo
+    from zarrckpt._store import StoreSpec
 
 
 @click.command("ls")
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
 def ls_command(url: str, patterns: tuple[str, ...], as_json: bool, storage_options: Any) -> None:
     """List the entries: name, dtype, shape or value, size.
 
-    Of a folder of checkpoints, list these, in the order in which they were saved: name, step, age, size, metadata.
+    Of a folder of checkpoints, list these by step: name, step, age, size, metadata; and why each is kept, where a
+    CheckpointManager keeps them: a request more, and one more for each checkpoint. Where a name has no step, all are in
+    the order in which they were saved.
 
     PATTERN is a name, its beginning up to a dot, or a glob: 'model.layers.0', '*.bias'.
 
@@ -64,8 +68,8 @@ def ls_command(url: str, patterns: tuple[str, ...], as_json: bool, storage_optio
 
 
 def _checkpoints(url: str, storage_options: Any) -> list[dict[str, Any]]:
-    """What is known of the checkpoints right below a url, in the order of their commits; the others come last."""
-    from zarrckpt._commit.protocol import checkpoints_below
+    """What is known of the checkpoints right below a url: by step; where a name has none, by the time of the commit."""
+    from zarrckpt._commit.protocol import checkpoints_below, number_in
     from zarrckpt._errors import StorageError, UnsupportedFormatError
     from zarrckpt._inspect.info import info_of
     from zarrckpt._store import StoreSpec
@@ -83,9 +87,48 @@ def _checkpoints(url: str, storage_options: Any) -> list[dict[str, Any]]:
         if item.root is not None:
             found = info_of(place["url"], item.root, item.root.entries, None)
             place |= {"created": found.created, "step": found.step, "nbytes": found.nbytes + found.blob_nbytes}
-            place["metadata"] = found.metadata
+            place |= {"metadata": found.metadata, "run": found.run or None, "kept": None}
         listed.append(place)
+    _say_what_is_kept(spec, listed)
+    numbers = {place["name"]: number_in(place["name"]) for place in listed}
+    if None not in numbers.values():
+        return sorted(listed, key=lambda place: (numbers[place["name"]], place["name"]))
     return sorted(listed, key=lambda place: ("created" not in place, place.get("created", "")))
+
+
+def _say_what_is_kept(spec: StoreSpec, listed: Sequence[dict[str, Any]]) -> None:
+    """Where the folder is that of a run: why each committed checkpoint is kept, as the manager decides it."""
+    from zarrckpt._commit.protocol import pins
+    from zarrckpt._errors import CheckpointError
+    from zarrckpt._jobs import run_jobs
+    from zarrckpt._runs.record import read_record
+    from zarrckpt._runs.steps import step_of
+
+    store = spec.open()
+    try:
+        record = read_record(store)
+    except CheckpointError as err:
+        say(f"why checkpoints are kept is not known: {err}", err=True)
+        return
+    if record is None:
+        return
+    committed = [place for place in listed if place["state"] == "committed"]
+    own = {
+        step: place["metadata"]
+        for place in committed
+        if place["run"] == record.run and (step := step_of(place["name"])) is not None
+    }
+    reasons = {} if record.keep is None else record.keep.reasons(own)
+    places = (partial(pins, spec.child(place["name"]).open()) for place in committed)
+    for place, pinned in zip(committed, run_jobs(places, store.max_concurrency), strict=True):
+        step = step_of(place["name"])
+        if place["run"] != record.run:
+            kept = ["not of this run"]
+        elif step is None:
+            kept = ["no name of a step"]
+        else:
+            kept = ["no rules"] if record.keep is None else reasons.get(step, [])
+        place["kept"] = [*kept, *(["pinned"] if pinned else [])]
 
 
 def _print_checkpoints(listed: Sequence[Mapping[str, Any]], as_json: bool) -> None:
@@ -103,16 +146,19 @@ def _print_checkpoints(listed: Sequence[Mapping[str, Any]], as_json: bool) -> No
         if name not in STEPS and not isinstance(value, dict | list)
     )
     names = [name for name, _ in counts.most_common(_COLUMNS)]
+    of_a_run = any(place.get("kept") is not None for place in listed)
     rows = []
     for place in listed:
+        kept = place.get("kept")
+        why = [] if not of_a_run else ["" if kept is None else ", ".join(kept) or "to be deleted"]
         if place["state"] == "committed":
             step = "" if place["step"] is None else str(place["step"])
             cells = [_cell(place["metadata"].get(name)) for name in names]
-            rows.append((place["name"], step, age_text(place["created"]), size_text(place["nbytes"]), *cells))
+            rows.append((place["name"], step, age_text(place["created"]), size_text(place["nbytes"]), *cells, *why))
         else:
-            rows.append((place["name"], "", "", place["state"], *[""] * len(names)))
+            rows.append((place["name"], "", "", place["state"], *[""] * len(names), *why))
     columns = ("checkpoint", "step", "age", "size", *names)
-    print_table(columns, rows, right=columns[1:])
+    print_table((*columns, "kept because") if of_a_run else columns, rows, right=columns[1:])
 
 
 _COLUMNS = 4
@@ -271,6 +317,7 @@ def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
         ("saved", f"{time_text(found.created)} by {count_text(found.world_size, 'rank')}"),
         ("with", software_text(found.software)),
         ("save id", found.save_id + before),
+        *([("run", found.run)] if found.run else []),
         ("step", "-" if found.step is None else f"{found.step:,}"),
         *_headed("metadata", [(name, value_text(value)) for name, value in found.metadata.items()]),
         ("tensors", f"{found.tensors:,} with {count_text(found.elements, 'element')}, {size_text(found.nbytes)}"),

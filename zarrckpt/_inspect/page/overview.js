@@ -182,6 +182,7 @@ function facts(info) {
     ['stored', storedText(info)],
     ['tree', info.tree || 'canonical'],
     ['save id', info.save_id],
+    ...(info.run ? [['run', info.run]] : []),
     ...(info.replaced.length ? [['replaced', plural(info.replaced.length, 'save')]] : []),
   ];
 }
@@ -194,7 +195,7 @@ function aboutCard(info) {
       {},
       ...facts(info).flatMap(([name, text]) => [
         el('dt', {}, name),
-        el('dd', { class: name === 'save id' || name === 'tree' ? 'mono' : null }, visible(text)),
+        el('dd', { class: ['save id', 'run', 'tree'].includes(name) ? 'mono' : null }, visible(text)),
       ]),
     ),
   );
@@ -213,7 +214,8 @@ function bothFacts(infos) {
         .join(', ') || '\u2013',
     ],
     ['metadata', metadataText(info) || '\u2013'],
-    ...facts(info).filter(([name]) => name !== 'replaced' && name !== 'metadata'),
+    ...(infos.some((one) => one.run) ? [['run', info.run || '\u2013']] : []),
+    ...facts(info).filter(([name]) => !['replaced', 'metadata', 'run'].includes(name)),
   ];
   const [one, other] = infos.map(more);
   return el(

@@ -1,0 +1,71 @@
+"""A training run that can be killed at any moment, and goes on where it was.
+
+    python examples/resume_run.py run                                    # end it by Ctrl-C or kill; start it again
+    torchrun --nproc-per-node 2 examples/resume_run.py s3://bucket/run   # on any number of processes
+
+It saves every 20 steps, and keeps the two newest checkpoints and the best one. On SIGTERM or Ctrl-C, on any process,
+all of them save the same step and end. ``zarrckpt ls run`` shows what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import zarrckpt
+
+
+def train(url: str, steps: int, seconds: float) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    if dist.is_initialized():
+        fully_shard(model)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = {"model": model, "optim": optim}
+
+    manager = zarrckpt.CheckpointManager(
+        url,
+        keep=zarrckpt.Keep(newest=2, best=1, metric="loss"),
+        save_every=20,
+        signals=("SIGTERM", "SIGINT"),
+    )
+    first = manager.restore(state)
+    say("begins" if first is None else f"goes on from step {first}")
+    for step in range((first or 0) + 1, steps + 1):
+        # The batch follows from the step, so that a run that was interrupted sees what any other does.
+        inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+        loss = (model(inputs).squeeze(1) - inputs.sum(1)).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        time.sleep(seconds)
+        if manager.step(step, state, metrics={"loss": loss}):
+            say(f"saves step {step}, loss {loss.item():.9f}")
+        if manager.preempted:
+            say(f"ends early: step {step} is saved")
+            break
+    manager.close()
+    say(f"has the checkpoints of steps {manager.steps()}")
+
+
+def say(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"The run {text}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="where the run's checkpoints are: a path, or s3://bucket/run")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seconds", type=float, default=0.05, help="how long a step takes at least")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    train(args.url, args.steps, args.seconds)
+    if dist.is_initialized():
+        dist.destroy_process_group()
