@@ -55,7 +55,9 @@ def parse_record(data: bytes, where: str) -> RunRecord:
     keep = None
     if "keep" in members.own:
         try:
-            keep = Keep(**members.mapping("keep"))
+            # A newer version may have more rules: they are its jobs' own.
+            known = {field.name for field in dataclasses.fields(Keep)}
+            keep = Keep(**{name: rule for name, rule in members.mapping("keep").items() if name in known})
         except (TypeError, ValueError) as err:
             raise members.fail("keep", members.own["keep"], f"the rules of a run ({err})") from err
     return RunRecord(

@@ -53,7 +53,7 @@ class Retention:
         self._working = False
         self._ended = False
         self._thread: threading.Thread | None = None
-        _open.add(self)
+        _alive.add(self)
 
     def found(self, names: Iterable[str]) -> None:
         """The folders that are there when this job begins: they are looked into after the next commit."""
@@ -199,14 +199,14 @@ class Retention:
             log.warning("the run %s: %s: %s: %s", self._spec.url, what, kind, error)
 
 
-_open: weakref.WeakSet[Retention] = weakref.WeakSet()
+_alive: weakref.WeakSet[Retention] = weakref.WeakSet()
 
 
-def _end_all() -> None:
+def _end_deletions() -> None:
     until = time.monotonic() + _END_SECONDS
-    for retention in [*_open]:
+    for retention in [*_alive]:
         retention.end(max(0.0, until - time.monotonic()))
 
 
 # Not atexit: that comes after concurrent.futures has stopped taking jobs, and a deletion has some to give.
-threading._register_atexit(_end_all)  # type: ignore[attr-defined]
+threading._register_atexit(_end_deletions)  # type: ignore[attr-defined]
