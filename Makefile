@@ -1,6 +1,7 @@
 # make demo     train, kill and resume a model, look into its checkpoint (ARGS=--s3, ARGS="--tp 2 --async", ...)
 # make test     all tests (ARGS="-k name" for some)
 # make test-readers  those that need no torch, with newer zarr: in .venv-readers (PYTHON=python3.13, constraints-readers.txt)
+# make test-integrations  those of zarrckpt.integrations, with the frameworks: in .venv-integrations
 # make lint     ruff, mypy and import-linter
 # make docs     the documentation as a site, into build/docs; warnings are errors
 # make bench    speed beside others, into docs/explanation/speed.md (ARGS="--only local s3", ARGS=--quick, ...)
@@ -20,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What reads checkpoints, and what that stands on; only servers are left out.
 READERS := $(addprefix tests/test_,readers.py dtypes.py codec.py names.py store.py store_fsspec.py store_local.py)
 
-.PHONY: demo test test-readers lint docs bench clean
+.PHONY: demo test test-readers test-integrations lint docs bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo
@@ -32,6 +33,9 @@ test: .venv/.dev
 
 test-readers: .venv-readers/.installed
 	.venv-readers/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -k "not moto and not ceph" $(READERS) $(ARGS)
+
+test-integrations: .venv-integrations/.installed
+	.venv-integrations/bin/python -m pytest -n 2 --dist loadfile tests/integrations $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -47,7 +51,7 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf .venv .venv-readers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-readers .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -64,4 +68,10 @@ $(BIN)/python:
 	@[ -x .venv-readers/bin/python ] || $(PYTHON) -m venv .venv-readers || { rm -rf .venv-readers; exit 1; }
 	@echo "Installing what 'make test-readers' needs into .venv-readers"
 	@.venv-readers/bin/python -m pip install -qq $(PIP_ARGS) -c constraints-readers.txt -e '.[test-readers]'
+	@touch $@
+
+.venv-integrations/.installed: pyproject.toml constraints-integrations.txt
+	@[ -x .venv-integrations/bin/python ] || $(PYTHON) -m venv .venv-integrations || { rm -rf .venv-integrations; exit 1; }
+	@echo "Installing what 'make test-integrations' needs into .venv-integrations"
+	@.venv-integrations/bin/python -m pip install -qq $(PIP_ARGS) -c constraints-integrations.txt -e '.[test-integrations]'
 	@touch $@
