@@ -222,7 +222,8 @@ class CheckpointManager:
                 continue
             assert chosen.step is not None
             self._damaged = frozenset(chosen.damaged)
-            self._last_step = chosen.step
+            # A step that is done anew is saved anew.
+            self._last_step, self._saved = chosen.step, None
             return chosen.step
 
     def _chosen(self, step: int | None, rewind: bool, unreadable: frozenset[int], timeout: float) -> Chosen:
@@ -273,7 +274,7 @@ class CheckpointManager:
         and, where a save is due, what went wrong in the one before: that is the first moment that is the same on all
         ranks. CheckpointError where the save before pre-emption failed, or did not end within the grace period.
         """
-        step = self._next_step(step)
+        step = self._checked_step(step, self._last_step + 1)
         checked_metrics(metrics)
         before, self._last_step = self._last_step, step
         if self._preemption is not None and not self._preempted and self._preemption.came_to(step):
@@ -282,11 +283,11 @@ class CheckpointManager:
             return self.save(step, state, metrics, metadata)
         return None
 
-    def _next_step(self, step: int) -> int:
+    def _checked_step(self, step: int, least: int) -> int:
         step = operator.index(step)
         if self._closed:
             raise ValueError(f"the manager of the run {self._spec.url} is closed: make another one")
-        if step < 0 or step <= self._last_step:
+        if step < max(least, 0):
             raise ValueError(
                 f"step {step} comes after step {self._last_step}: steps must ascend from 0 on. To go back in a run: "
                 "restore(state, step=..., rewind=True)"
@@ -305,11 +306,9 @@ class CheckpointManager:
         A step that this manager has saved already is not saved again: then the future of that save is returned. With
         ``background=False`` the save has ended when the call returns. Three requests more than :func:`save` makes.
         """
-        step = operator.index(step)
-        if self._saved is not None and self._saved[0] == step and not self._closed:
+        step = self._checked_step(step, self._last_step)
+        if self._saved is not None and self._saved[0] == step:
             return self._saved[1]
-        if step < self._last_step:
-            self._next_step(step)
         self.wait()
         return self._begin(step, state, metrics, metadata)
 
