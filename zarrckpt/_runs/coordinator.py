@@ -34,8 +34,8 @@ class Chosen:
     name: str
     """The folder of the checkpoint; "" for none, and for one of another run."""
     step: int | None
-    damaged: tuple[int, ...]
-    """The steps whose checkpoints are damaged: a save at one of them replaces it."""
+    damaged: tuple[str, ...]
+    """The folders of damaged checkpoints: a save to one of them replaces it."""
     from_source: bool = False
     """Whether it is the checkpoint of another run that this one begins from."""
 
@@ -54,19 +54,21 @@ class Coordinator:
 
     # -- to restore
 
-    def choose(self, step: int | None, rewind: bool, unreadable: frozenset[int]) -> Chosen:
+    def choose(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> Chosen:
         """The checkpoint to restore: that of a step, or the newest sound one; and take the run.
 
-        ``unreadable`` are steps whose checkpoints were found damaged while they were loaded. Costs the pages of one
-        listing and three requests, where the newest is sound and no step is asked for.
+        ``unreadable`` are folders whose checkpoints are known to be damaged. Costs the pages of one
+        listing and three requests, where the newest is sound and no step is asked for. Deletions under way are waited
+        for, at most ``timeout`` seconds: they could be of what is chosen.
         """
         names = self._folders()
+        self.retention.settle(timeout)
         newest, damaged = self._newest(names, unreadable)
         self.retention.spare(damaged)
         chosen = newest if step is None else self._of_step(step, names)
         if chosen is None and damaged:
             raise CorruptCheckpointError(
-                f"every checkpoint of the run {self._spec.url} is damaged (steps {', '.join(map(str, damaged))}): see "
+                f"every checkpoint of the run {self._spec.url} is damaged ({', '.join(damaged)}): see "
                 f"what is: zarrckpt verify {self._spec.child(names[-1]).url}"
             )
         self._take(chosen, names, newest)
@@ -90,20 +92,19 @@ class Coordinator:
             warn(f"{self._spec.url} holds no folder of a step, such as 'step-100', but {shown}: nothing is restored")
         return sorted(names, key=lambda name: (step_of(name), name))
 
-    def _newest(self, names: list[str], unreadable: frozenset[int]) -> tuple[Found | None, list[int]]:
-        """The newest sound checkpoint, and the steps of the damaged ones after it, which are warned of."""
+    def _newest(self, names: list[str], unreadable: frozenset[str]) -> tuple[Found | None, list[str]]:
+        """The newest sound checkpoint, and the folders of the damaged ones after it, which are warned of."""
         store = self._spec.open()
-        damaged: list[int] = []
-        for below in newest_first(store, names):
+        damaged = sorted(unreadable)
+        for below in newest_first(store, [name for name in names if name not in unreadable]):
             step = step_of(below.name)
             assert step is not None
             if isinstance(below.damage, UnsupportedFormatError):
                 raise below.damage
-            if below.root is not None and step not in unreadable:
+            if below.root is not None:
                 return Found(step, below.name, below.root), damaged
-            damaged.append(step)
-            if below.damage is not None:
-                warn(passed_over(store, below))
+            damaged.append(below.name)
+            warn(passed_over(store, below))
         return None, damaged
 
     def _of_step(self, step: int, names: list[str]) -> Found:

@@ -128,7 +128,7 @@ class CheckpointManager:
         self._save_every = save_every
         self._background = background
         self._last_step = -1
-        self._damaged: frozenset[int] = frozenset()
+        self._damaged: frozenset[str] = frozenset()
         self._saving: SaveFuture | None = None
         self._saved: tuple[int, SaveFuture] | None = None
         self._preempted = False
@@ -206,7 +206,7 @@ class CheckpointManager:
         request = LoadRequest.from_arguments(
             None, options, strict=strict, keys=keys, allow_pickle=allow_pickle, allow_cast=allow_cast
         )
-        unreadable: frozenset[int] = frozenset()
+        unreadable: frozenset[str] = frozenset()
         while True:
             chosen = self._chosen(step, rewind, unreadable, request.options.timeout)
             if not chosen.name:
@@ -217,7 +217,7 @@ class CheckpointManager:
             except (CorruptCheckpointError, CheckpointRemovedError, CheckpointNotFoundError) as err:
                 if step is not None or chosen.step is None:
                     raise
-                unreadable |= {chosen.step}
+                unreadable |= {chosen.name, *chosen.damaged}
                 warn(f"{spec.url} is not restored, but the checkpoint before it: {type(err).__name__}: {err}")
                 continue
             assert chosen.step is not None
@@ -226,12 +226,12 @@ class CheckpointManager:
             self._last_step, self._saved = chosen.step, None
             return chosen.step
 
-    def _chosen(self, step: int | None, rewind: bool, unreadable: frozenset[int], timeout: float) -> Chosen:
+    def _chosen(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> Chosen:
         with joined(self._ranks, f"the restore of {self._spec.url}", timeout) as rounds:
             return rounds.merge(
                 "which checkpoint they restore",
                 lambda: None,
-                lambda _: self._coordinator.choose(step, rewind, unreadable),
+                lambda _: self._coordinator.choose(step, rewind, unreadable, timeout),
             )
 
     def _restore_source(self, state: dict[str, Any], request: LoadRequest, chosen: Chosen) -> int | None:
@@ -342,7 +342,7 @@ class CheckpointManager:
             raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and as a metric or in metadata")
         known = {**own, **others}
         run = RunSave(self._coordinator, step, name, known)
-        return SaveRequest(self._spec.child(name), step in self._damaged, known, self._options, None, run)
+        return SaveRequest(self._spec.child(name), name in self._damaged, known, self._options, None, run)
 
     def _save_preempted(
         self,

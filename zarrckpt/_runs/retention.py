@@ -41,8 +41,8 @@ class Retention:
         """The step and the metadata of the run's committed checkpoints, by name."""
         self._begun: dict[str, int] = {}
         """The steps of saves that have not committed, by name."""
-        self._spared: set[int] = set()
-        """The steps of damaged checkpoints, which nobody counts, and nobody deletes."""
+        self._spared: set[str] = set()
+        """The names of damaged checkpoints, which nobody counts, and nobody deletes."""
         self._said: set[str] = set()
         self._changed = threading.Condition()
         self._due = False
@@ -55,10 +55,10 @@ class Retention:
         with self._changed:
             self._unread |= {name for name in names if step_of(name) is not None and name not in self._own}
 
-    def spare(self, steps: Iterable[int]) -> None:
-        """Leave the damaged checkpoints of these steps alone: they count for no rule."""
+    def spare(self, names: Iterable[str]) -> None:
+        """Leave these damaged checkpoints alone: they count for no rule."""
         with self._changed:
-            self._spared |= {*steps}
+            self._spared |= {*names}
 
     def begun(self, name: str, step: int) -> None:
         """A save of this job begins."""
@@ -70,7 +70,7 @@ class Retention:
         with self._changed:
             self._begun.pop(name, None)
             self._unread.discard(name)
-            self._spared.discard(step)
+            self._spared.discard(name)
             self._own[name] = step, metadata
             self._due = True
             if self._thread is None and not self._ended:
@@ -85,13 +85,18 @@ class Retention:
             self._begun.pop(name, None)
             self._unread.discard(name)
 
+    def settle(self, timeout: float) -> None:
+        """Wait for deletions under way, at most so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._working and (self._ended or not self._due), timeout)
+
     def end(self, timeout: float) -> None:
         """Wait for deletions under way, at most so many seconds; none is begun after that.
 
         One that is broken off is finished by the next job, or by ``recover``.
         """
+        self.settle(timeout)
         with self._changed:
-            self._changed.wait_for(lambda: not (self._due or self._working), timeout)
             self._ended = True
             self._changed.notify_all()
 
@@ -117,7 +122,7 @@ class Retention:
     def _pass(self) -> None:
         self._read()
         with self._changed:
-            own = {name: known for name, known in self._own.items() if known[0] not in self._spared}
+            own = {name: known for name, known in self._own.items() if name not in self._spared}
             begun = dict(self._begun)
         with suppress(CheckpointError):
             # It stays pinned until the next time.
