@@ -113,7 +113,9 @@ class Retention:
                 self._say("nothing is deleted any more", err)
                 self._ended = True
             except Exception as err:
-                self._say("checkpoints that are not kept any more could not be deleted; the next save tries again", err)
+                # At the end of a process nothing is wrong: the next job goes on with it.
+                if threading.main_thread().is_alive():
+                    self._say("what is not kept any more could not be deleted; the next save tries again", err)
             finally:
                 with self._changed:
                     self._working = False
@@ -128,7 +130,7 @@ class Retention:
             # It stays pinned until the next time.
             self._release()
         kept = None if self._keep is None else self._keep.reasons({step: metadata for step, metadata in own.values()})
-        newest = max(step for step, _ in own.values())
+        newest = max((step for step, _ in own.values()), default=-1)
         unfinished = [(step, name) for name, step in begun.items() if step < newest]
         superfluous = [(step, name) for name, (step, _) in own.items() if kept is not None and step not in kept]
         for _, name in sorted(unfinished + superfluous):
@@ -147,7 +149,9 @@ class Retention:
             unread = sorted(self._unread)
         for start in range(0, len(unread), _READ_AT_ONCE):
             names = unread[start : start + _READ_AT_ONCE]
-            for below in protocol.checkpoints_below(self._spec.open(), names, unfinished=True):
+            store = self._spec.open()
+            found = protocol.checkpoints_below(store, names, unfinished=True)
+            for below in found:
                 step = step_of(below.name)
                 assert step is not None
                 with self._changed:
@@ -155,6 +159,10 @@ class Retention:
                         self._own[below.name] = step, below.root.metadata
                     elif below.root is None and below.damage is None:
                         self._begun[below.name] = step
+            if store.is_local:
+                # A removal that was broken off right before its end has left an empty folder.
+                for name in {*names} - {below.name for below in found}:
+                    self._spec.child(name).open().remove_folder()
             with self._changed:
                 self._unread -= {*names}
             if self._ended:
@@ -165,6 +173,12 @@ class Retention:
         self._ownership.check()
         place = self._spec.child(name).open()
         found = protocol.leftovers(place, damaged=True)
+        if found.root is not None and name in self._begun and self._is_own(found):
+            # It has committed after all, and the answer was lost: the next pass counts it.
+            with self._changed:
+                self._own[name] = self._begun.pop(name), found.root.metadata
+                self._due = True
+            return
         if found.begun and self._is_own(found):
             if protocol.pins(place):
                 return
@@ -173,16 +187,18 @@ class Retention:
             except CheckpointPinnedError:
                 return  # pinned just now
             _log.info("deleted %s, which is not kept any more: %d objects", place.url, objects)
+        elif not found.begun:
+            # All is deleted but, of local files, the folder itself.
+            place.remove_folder()
         self.gone(name)
 
     def _is_own(self, found: Leftovers) -> bool:
         run = self._ownership.record.run
         if found.root is not None:
             return run_of(found.root) == run
-        # A removal that was broken off is gone on with, whoever began it.
-        return found.root_bytes is None and (
-            found.removal or (bool(found.markers) and all(marker.run == run for marker in found.markers))
-        )
+        # A removal that was broken off is gone on with, whoever began it; a claim without a marker is no one's, and
+        # nothing was written under it.
+        return found.root_bytes is None and (found.removal or all(marker.run == run for marker in found.markers))
 
     def _say(self, what: str, error: Exception) -> None:
         """Log a failure, the first of its kind."""
