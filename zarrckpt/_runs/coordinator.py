@@ -43,7 +43,8 @@ class Chosen:
 class Coordinator:
     """A run as its coordinator sees it. One thread at a time; the clean-up has its own."""
 
-    def __init__(self, spec: StoreSpec, keep: Keep | None, source: StoreSpec | None) -> None:
+    def __init__(self, spec: StoreSpec, keep: Keep | None, source: StoreSpec) -> None:
+        """``source``: the checkpoint that the run begins from, or how to reach one."""
         self._spec = spec
         self._keep = keep
         self._source = source
@@ -61,8 +62,8 @@ class Coordinator:
         listing and three requests, where the newest is sound and no step is asked for. Deletions under way are waited
         for, at most ``timeout`` seconds: they could be of what is chosen.
         """
-        names = self._folders()
         self.retention.settle(timeout)
+        names = self._folders()
         newest, damaged = self._newest(names, unreadable)
         self.retention.spare(damaged)
         chosen = newest if step is None else self._of_step(step, names)
@@ -81,7 +82,7 @@ class Coordinator:
             )
         if chosen is not None:
             return Chosen(chosen.name, chosen.step, tuple(damaged))
-        return Chosen("", None, ()) if self._source is None else Chosen("", self._hold_source(), (), from_source=True)
+        return Chosen("", self._hold_source(), (), from_source=True) if self._source.url else Chosen("", None, ())
 
     def _folders(self) -> list[str]:
         """The folders of steps, in their order. The pages of one listing."""
@@ -122,7 +123,7 @@ class Coordinator:
         if self.ownership.taken:
             self.ownership.check()
             return
-        source = self._source.url if chosen is None and self._source is not None else ""
+        source = self._source.url if chosen is None else ""
         self.ownership.take("" if chosen is None else run_of(chosen.root), source)
         # Without rules only what a save has left is deleted: that is newer than what it was to follow.
         self.retention.found(names if self._keep else [name for name in names if _after(name, self._greatest)])
@@ -149,7 +150,6 @@ class Coordinator:
 
     def _hold_source(self) -> int | None:
         """Pin the checkpoint that the run begins from; return its step, as far as it is known."""
-        assert self._source is not None
         place = self._source.open()
         root = protocol.load_root(place)
         try:
@@ -166,7 +166,7 @@ class Coordinator:
         url = self.ownership.record.source
         if not url:
             return
-        spec = self._source if self._source is not None else StoreSpec(url)
+        spec = self._source if self._source.url == url else self._source.at(url)
         spec.open().delete([pin_key(self._source_pin())])
         self.ownership.forget_source()
 

@@ -121,10 +121,9 @@ class CheckpointManager:
             raise ValueError(f"grace must be more than 0 seconds, got {grace}")
         self._options = checked_options(options, SaveOptions)
         self._spec = StoreSpec(url, storage_options, self._options.durable, self._options.concurrency)
-        source = None if init_from is None else StoreSpec(init_from, storage_options)
-        self._source, self._source_keys = source, init_keys
+        self._source, self._source_keys = StoreSpec(init_from, storage_options), init_keys
         self._ranks = Ranks(process_group, no_dist)
-        self._coordinator = Coordinator(self._spec, keep, source)
+        self._coordinator = Coordinator(self._spec, keep, self._source)
         self._save_every = save_every
         self._background = background
         self._last_step = -1
@@ -235,7 +234,7 @@ class CheckpointManager:
             )
 
     def _restore_source(self, state: dict[str, Any], request: LoadRequest, chosen: Chosen) -> int | None:
-        if self._source is None or not chosen.from_source:
+        if not chosen.from_source:
             return None
         keys = [self._source_keys] if isinstance(self._source_keys, str) else self._source_keys
         patterns = request.keys if keys is None else [*keys]
