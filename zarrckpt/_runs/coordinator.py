@@ -48,7 +48,7 @@ class Coordinator:
         self._spec = spec
         self._keep = keep
         self._source = source
-        self.ownership = Ownership(spec.open(), keep)
+        self.ownership = Ownership(spec, keep)
         self.retention = Retention(spec, keep, self.ownership, self._release_source)
         self._greatest = -1
         """The step of the newest sound checkpoint: no save may have this step, or an earlier one."""
