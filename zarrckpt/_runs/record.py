@@ -19,7 +19,7 @@ from zarrckpt._format.metadata import RUN_METADATA
 from zarrckpt._format.root import RUN_GROUP
 from zarrckpt._format.sealed import nesting_bounded, now, parse_sealed, sealed_bytes
 from zarrckpt._runs.keep import Keep
-from zarrckpt._store import Store
+from zarrckpt._store import Store, StoreSpec
 
 RUN_KEY = f"{RUN_GROUP}/{NODE}"
 
@@ -81,8 +81,10 @@ def read_record(store: Store) -> RunRecord | None:
 class Ownership:
     """This job's hold of a run. Lives on the coordinator; used from any of its threads."""
 
-    def __init__(self, store: Store, keep: Keep | None) -> None:
-        self._store = store
+    def __init__(self, spec: StoreSpec, keep: Keep | None) -> None:
+        self._folder = spec.open()
+        # A store may put an object of its own before its first conditional put, which is not to be beside checkpoints.
+        self._store = spec.child(RUN_GROUP).open()
         self._keep = keep
         self._record: RunRecord | None = None
 
@@ -106,10 +108,10 @@ class Ownership:
 
         Raises CorruptCheckpointError for a damaged record, StorageError.
         """
-        where = join(self._store.url, RUN_KEY)
+        where = join(self._store.url, NODE)
         for _ in range(_TAKE_TRIES):
             try:
-                before = self._store.get_versioned(RUN_KEY)
+                before = self._store.get_versioned(NODE)
             except ObjectNotFoundError:
                 before = None
             try:
@@ -122,34 +124,36 @@ class Ownership:
             own = RunRecord(run, new_id(), host, now(), self._keep, source)
             try:
                 if before is None:
-                    self._store.create(RUN_KEY, own.to_bytes())
+                    self._store.create(NODE, own.to_bytes())
                 else:
-                    self._store.replace(RUN_KEY, own.to_bytes(), before.version)
+                    self._store.replace(NODE, own.to_bytes(), before.version)
             except ObjectExistsError:
                 continue  # another job has taken it at the same time: the last one goes on
             self._record = own
             return
-        raise RunTakenOverError(f"{_TAKE_TRIES} jobs took the run {self._store.url} at the same time: stop all but one")
+        raise RunTakenOverError(
+            f"{_TAKE_TRIES} jobs took the run {self._folder.url} at the same time: stop all but one"
+        )
 
     def check(self) -> None:
         """Raise RunTakenOverError where another job has taken the run. One request."""
-        found = read_record(self._store)
+        found = read_record(self._folder)
         if found is None or found.job != self.record.job:
             who = "its document is gone"
             if found is not None:
                 who = f"another job does, on {found.host}, since {found.started}"
             raise RunTakenOverError(
                 f"this job (on {self.record.host}, since {self.record.started}) goes on with the run "
-                f"{self._store.url} no more: {who}. It saves and deletes nothing there any more: stop it, or the other "
-                "one, and begin again"
+                f"{self._folder.url} no more: {who}. It saves and deletes nothing there any more: stop it, or the "
+                "other one, and begin again"
             )
 
     def forget_source(self) -> None:
         """Note that the run needs the checkpoint no more that it began from. Two requests."""
-        before = self._store.get_versioned(RUN_KEY)
+        before = self._store.get_versioned(NODE)
         own = dataclasses.replace(self.record, source="")
         if before.data == self.record.to_bytes():
-            self._store.replace(RUN_KEY, own.to_bytes(), before.version)
+            self._store.replace(NODE, own.to_bytes(), before.version)
             self._record = own
 
     def metadata(self) -> dict[str, Any]:
