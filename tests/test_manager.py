@@ -38,7 +38,7 @@ from zarrckpt import Keep
 from zarrckpt._format.sealed import _seal
 from zarrckpt._save import finish
 from zarrckpt._store._conditional_puts import _found_out
-from zarrckpt.testing import FAIL, FAIL_AFTER, Call, Fault
+from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
 
 
 def saved(run: Path, *steps: int, **arguments: Any) -> None:
@@ -558,9 +558,12 @@ def test_checkpoints_of_others_stay(tmp_path: Path) -> None:
     saved(run, 10)
     zarrckpt.save(state(5), run / name(5))
     zarrckpt.save(state(8), run / "best")
+    stopping = FaultyStore(run / name(6), lambda call: STOP if call.key.endswith("/c") else None)
+    with pytest.raises(Stopped):
+        zarrckpt.save(state(6), stopping)
     shutil.copytree(tmp_path / "other" / name(7), run / name(7))
     saved(run, 20, 30, keep=Keep())
-    assert folders(run) == {name(5), name(7), name(30), "best"}
+    assert folders(run) == {name(5), name(6), name(7), name(30), "best"}
     # They are not counted either: neither as the newest, nor as the best.
     with manager(tmp_path / "other") as job:
         job.save(90, state(90), {"loss": 0})
@@ -569,7 +572,7 @@ def test_checkpoints_of_others_stay(tmp_path: Path) -> None:
         assert restored(job, step=90) == 90
         for step, loss in ((100, 2), (110, 1), (120, 3)):
             job.save(step, state(step), {"loss": loss})
-    assert folders(run) == {name(5), name(7), name(90), name(110), name(120), "best"}
+    assert folders(run) == {name(5), name(6), name(7), name(90), name(110), name(120), "best"}
 
 
 def test_a_run_keeps_its_id(tmp_path: Path) -> None:
@@ -819,10 +822,10 @@ def test_a_deletion_that_is_refused_holds_up_nothing(tmp_path: Path, caplog: pyt
         for step in (1, 2, 3, 4):
             job.save(step, state(step))
             time.sleep(0.05)
-        job.close()
         assert job.steps() == [1, 2, 3, 4]
+        watch.rule = lambda _: None
+        job.save(5, state(5))
     assert len(caplog.records) == 1 and str(tmp_path) in caplog.text
-    saved(tmp_path, 5, keep=Keep())
     assert folders(tmp_path) == {name(5)}
 
 
