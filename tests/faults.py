@@ -1116,8 +1116,8 @@ RUNS = [
     Fault(
         "_runs/retention.py",
         "a deletion that fails ends all deletions of the job",
-        "                if threading.main_thread().is_alive():\n",
-        "                self._ended = True\n                if threading.main_thread().is_alive():\n",
+        "                if not self._ended:\n                    self._say(",
+        "                self._ended = True\n                if self._ended:\n                    self._say(",
         ("test_manager.py -k deletion_that_is_refused",),
     ),
     Fault(

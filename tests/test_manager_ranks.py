@@ -145,7 +145,7 @@ def test_one_rank_looks_for_all(tmp_path: Path) -> None:
     found = run_ranks(_count, str(tmp_path), world_size=4)
     assert [(newest, step) for newest, _, step, _ in found] == [(str(tmp_path / name(10)), 10)] * 4
     assert [len(looked) for _, looked, _, _ in found] == [2, 0, 0, 0]
-    assert [len(folder) for *_, folder in found] == [3, 0, 0, 0]
+    assert [len(folder) for *_, folder in found] == [4, 0, 0, 0]
 
 
 def _one_rank_alone(run: str) -> list[int]:

@@ -49,8 +49,9 @@ class Coordinator:
         self._spec = spec
         self._keep = keep
         self._source = source
-        self.ownership = Ownership(spec, keep)
+        self.ownership = Ownership(spec.open(), keep)
         self.retention = Retention(spec, keep, self.ownership, self._release_source)
+        self._released = False
         self._greatest = -1
         """The step of the newest sound checkpoint: no save may have this step, or an earlier one."""
 
@@ -172,12 +173,13 @@ class Coordinator:
         return pin_id_of(self.ownership.record.run)
 
     def _release_source(self) -> None:
+        """Unpin it, once in each job, since the one before may have ended in between. One request."""
         url = self.ownership.record.source
-        if not url:
+        if self._released or not url:
             return
         spec = self._source if self._source.url == url else self._source.at(url)
         spec.open().delete([pin_key(self._source_pin())])
-        self.ownership.forget_source()
+        self._released = True
 
     # -- to save
 

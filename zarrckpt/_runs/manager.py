@@ -317,11 +317,11 @@ class CheckpointManager:
     ) -> SaveFuture:
         """Save a step, due or not; arguments, errors and callers as for :meth:`step`.
 
-        A step that this manager has saved already is not saved again: then the future of that save is returned. With
+        A step that this manager has saved already, or is saving, is not saved again: its future is returned. With
         ``background=False`` the save has ended when the call returns. Three requests more than :func:`save` makes.
         """
         step = self._checked_step(step, self._last_step)
-        if self._saved is not None and self._saved[0] == step:
+        if self._saved is not None and self._saved[0] == step and not _failed(self._saved[1]):
             return self._saved[1]
         self.wait()
         return self._begin(step, state, metrics, metadata)
@@ -465,3 +465,8 @@ class CheckpointManager:
         names = [name for name in store.list_dir()[1] if step_of(name) == step]
         found = [below.name for below in protocol.checkpoints_below(store, names) if below.root is not None]
         return self._spec.child(found[-1]).open() if found else padded
+
+
+def _failed(future: SaveFuture) -> bool:
+    # Not SaveFuture's own: whoever is to ask for its error has not done so yet.
+    return future.done() and Future.exception(future) is not None

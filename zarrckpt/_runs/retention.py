@@ -22,10 +22,6 @@ from zarrckpt._store import StoreSpec
 _END_SECONDS = 5.0
 """How long the end of the process waits for deletions, where nobody has closed their manager."""
 
-_process_ends = threading.Event()
-# Set before the pools of threads that deletions use take no more jobs.
-threading._register_atexit(_process_ends.set)  # type: ignore[attr-defined]
-
 _READ_AT_ONCE = 64
 """So many root documents, of a few MB each, are held at a time."""
 
@@ -125,8 +121,8 @@ class Retention:
                 self._say("nothing is deleted any more", err)
                 self._ended = True
             except Exception as err:
-                # Where the process ends nothing is wrong: the next job goes on with it.
-                if not _process_ends.is_set():
+                # Where the process has ended it nothing is wrong: the next job goes on with it.
+                if not self._ended:
                     self._say("what is not kept any more could not be deleted; the next save tries again", err)
             finally:
                 with self._changed:
