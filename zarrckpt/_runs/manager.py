@@ -205,9 +205,8 @@ class CheckpointManager:
             options: how bytes are moved, see :class:`LoadOptions`.
 
         Raises CheckpointNotFoundError for a ``step`` that is not there, and for an ``init_from`` that is not;
-        with ``rewind`` CheckpointPinnedError and ForeignObjectsError; RunTakenOverError where other jobs take the run
-        at the same time, or have taken it since an earlier call; and what :func:`load` raises. An error on one rank is
-        raised on all.
+        with ``rewind`` CheckpointPinnedError and ForeignObjectsError; RunTakenOverError where another job has taken
+        the run since an earlier call; and what :func:`load` raises. An error on one rank is raised on all.
         """
         objects.refuse_swapped(state, self._spec.url, "restore")
         if rewind and step is None:
