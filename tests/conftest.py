@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +103,19 @@ def sloppy_endpoint() -> Iterator[str]:
 def sloppy_bucket(sloppy_endpoint: str) -> S3Place:
     """A fresh bucket on the server that ignores conditions."""
     return store_servers.new_bucket(sloppy_endpoint)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("this process may not mount")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1056,7 +1056,150 @@ STATE = [
 ]
 """What a rank has, what a load fills, and what ranks say to each other."""
 
-FAULTS = {"commit": COMMIT, "format": FORMAT, "plan": PLAN, "state": STATE}
+RUNS = [
+    Fault(
+        "_runs/steps.py",
+        "the newest checkpoint is the one with the least step",
+        "for _, name in sorted(numbered, reverse=True):",
+        "for _, name in sorted(numbered):",
+        ("test_save_load.py -k latest_has",),
+    ),
+    Fault(
+        "_runs/keep.py",
+        "a metric that is to be the greatest is kept where it is the least",
+        'sign = -1 if self.mode == "max" else 1',
+        "sign = 1",
+        ("test_manager.py -k what_is_kept",),
+    ),
+    Fault(
+        "_runs/keep.py",
+        "NaN is the best metric",
+        "return None if isinstance(value, float) and math.isnan(value) else value",
+        "return value",
+        ("test_manager.py -k what_is_kept",),
+    ),
+    Fault(
+        "_runs/keep.py",
+        "of equal metrics the earlier step is better",
+        "enumerate(sorted(ranked)[: self.best], 1)",
+        "enumerate(sorted(ranked, key=lambda pair: (pair[0], -pair[1]))[: self.best], 1)",
+        ("test_manager.py -k what_is_kept",),
+    ),
+    Fault(
+        "_save/run.py",
+        "a job that lost its run commits all the same",
+        "            self.request.run.check()\n",
+        "            pass\n",
+        ("test_manager.py -k taken_before_the_commit",),
+    ),
+    Fault(
+        "_runs/retention.py",
+        "a job that lost its run goes on deleting",
+        "        self._ownership.check()\n        place = self._spec.child(name).open()",
+        "        place = self._spec.child(name).open()",
+        ("test_manager.py -k taken_before_a_deletion",),
+    ),
+    Fault(
+        "_runs/retention.py",
+        "what is left of a save is deleted, whoever made it",
+        "found.removal or all(marker.run == run for marker in found.markers)",
+        "True",
+        ("test_manager.py -k others_stay",),
+    ),
+    Fault(
+        "_runs/retention.py",
+        "damaged checkpoints count as the newest",
+        "for name, known in self._own.items() if name not in self._spared}",
+        "for name, known in self._own.items()}",
+        ("test_manager.py -k never_deleted_for_a_damaged_one",),
+    ),
+    Fault(
+        "_runs/retention.py",
+        "a deletion that fails ends all deletions of the job",
+        "                if not self._ended:\n                    self._say(",
+        "                self._ended = True\n                if self._ended:\n                    self._say(",
+        ("test_manager.py -k deletion_that_is_refused",),
+    ),
+    Fault(
+        "_runs/coordinator.py",
+        "a run whose checkpoints are all damaged begins anew",
+        "        if chosen is None and damaged:\n",
+        "        if False:\n",
+        ("test_manager.py -k damaged_ones_are_passed_over",),
+    ),
+    Fault(
+        "_runs/coordinator.py",
+        "a checkpoint of a newer format counts as damaged",
+        "            if isinstance(below.damage, UnsupportedFormatError):\n                raise below.damage\n",
+        "",
+        ("test_manager.py -k newer_format",),
+    ),
+    Fault(
+        "_runs/coordinator.py",
+        "an earlier step is saved beside a later one",
+        "        if step <= self._greatest:\n",
+        "        if step == self._greatest:\n",
+        ("test_manager.py -k step_of_its_own",),
+    ),
+    Fault(
+        "_runs/coordinator.py",
+        "a rewind removes the first of the later ones first",
+        "for spec, left in reversed(found):",
+        "for spec, left in found:",
+        ("test_manager.py -k back_in_time",),
+    ),
+    Fault(
+        "_runs/record.py",
+        "a job makes a new run of a folder that has one",
+        "run = known.run if known is not None else inherited or new_id()",
+        "run = inherited or new_id()",
+        ("test_manager.py -k fork",),
+    ),
+    Fault(
+        "_runs/signals.py",
+        "the signal that torchrun sends beside a scheduler's ends the process",
+        "elif now - self._first > SAME_SECONDS:",
+        "else:",
+        ("test_preemption.py -k second_signal",),
+    ),
+    Fault(
+        "_runs/signals.py",
+        "a handler of before is not called",
+        "            before(number, frame)\n",
+        "            pass\n",
+        ("test_preemption.py -k handlers_come_back",),
+    ),
+    Fault(
+        "_runs/signals.py",
+        "a forked child tells its signals to the parent",
+        "os.register_at_fork(after_in_child=_in_child)",
+        "",
+        ("test_preemption.py -k forked_child",),
+    ),
+    Fault(
+        "_runs/signals.py",
+        "who has asked for signals before gets none",
+        "                if self._fd_before != -1:\n",
+        "                if False:\n",
+        ("test_preemption.py -k wakeup",),
+    ),
+    Fault(
+        "_runs/preemption.py",
+        "a rank that is told does not tell the others",
+        "                raise _Noticed(self._reason)\n",
+        "                return\n",
+        ("test_preemption.py -k different_steps",),
+    ),
+    Fault(
+        "_runs/manager.py",
+        "a save before pre-emption waits for a lost rank as long as any",
+        "            timeout = min(self._options.timeout, max(self._preemption.left(), LEAST_SECONDS))\n",
+        "            timeout = self._options.timeout\n",
+        ("test_preemption.py -k lost_before",),
+    ),
+]
+
+FAULTS = {"commit": COMMIT, "format": FORMAT, "plan": PLAN, "state": STATE, "runs": RUNS}
 
 
 # -- the campaign

@@ -51,6 +51,8 @@ class Faults:
     refusal: str = ""
     """Every request gets a 403 with this text."""
     refusal_status: int = 403
+    refuse_deletes: int = 0
+    """The status of every answer to a deletion; 0: they are carried out."""
     stall_seconds: float = 0.0
     page: int = 1000
     """Entries in one answer to a listing."""
@@ -141,6 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     server_stub: S3Stub
     protocol_version = "HTTP/1.1"
+    # An answer is several writes: the second must not wait for the acknowledgement of the first.
+    disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep the test output clean."""
@@ -187,6 +191,8 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(faults.stall_seconds)
         if faults.refusal:
             return self._answer(faults.refusal_status, faults.refusal.encode())
+        if faults.refuse_deletes and (self.command == "DELETE" or "delete" in self._query):
+            return self._answer(faults.refuse_deletes, b"<Error><Code>Refused</Code></Error>")
         with stub.lock:
             if faults.server_errors > 0:
                 faults.server_errors -= 1

@@ -159,7 +159,7 @@ def test_saves_and_loads_use_one_mesh(tmp_path: Path) -> None:
     answers = run_ranks(_several_calls, str(tmp_path))
     for wrong, meshes, moves in answers:
         assert not wrong and moves >= 40
-        assert all(mesh == answers[0][1][0] and list(mesh) == [(ALL, False)] for mesh in meshes), meshes
+        assert all(mesh == answers[0][1][0] and list(mesh) == [(ALL, "foreground")] for mesh in meshes), meshes
 
 
 def _in_bundles(folder: str) -> list[int]:
@@ -257,7 +257,7 @@ def _groups(folder: str) -> tuple[list[str], list[Any]]:
 
 def test_groups_of_ranks_have_meshes_of_their_own(tmp_path: Path) -> None:
     for rank, (wrong, meshes) in enumerate(run_ranks(_groups, str(tmp_path))):
-        assert not wrong and meshes == sorted([(ALL, False), ((rank % 2, rank % 2 + 2), False)])
+        assert not wrong and meshes == sorted([(ALL, "foreground"), ((rank % 2, rank % 2 + 2), "foreground")])
 
 
 def _slow_puts(seconds: float) -> Any:
@@ -294,7 +294,7 @@ def _beside_training(folder: str, how: str) -> tuple[list[str], list[Any]]:
 
 @pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
 def test_background_saves_beside_training(how: str, tmp_path: Path) -> None:
-    meshes = [] if how == "dcp" else [(ALL, False), (ALL, True)]
+    meshes = [] if how == "dcp" else [(ALL, "background"), (ALL, "foreground")]
     assert run_ranks(_beside_training, str(tmp_path), how) == [([], meshes)] * 4
 
 
@@ -539,7 +539,7 @@ def test_a_rank_that_fails_within_its_exchange(how: str, tmp_path: Path) -> None
             assert not told.opened and not told.wrong, (rank, told)
             before, failed, after = told.meshes
             if how == "zarrckpt":
-                assert not failed and [*after] == [(ALL, False)] and before != after, (rank, told)
+                assert not failed and [*after] == [(ALL, "foreground")] and before != after, (rank, told)
             assert told.meshes == row[0].meshes, (rank, told)
 
 

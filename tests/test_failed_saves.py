@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +36,6 @@ def left(url: str | Path) -> set[str]:
 
 
 # -- a full disk
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("this process may not mount")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 def _weights(mib: float) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _each_rank_its_own(folder: str) -> None:
     shared = {"w": distribute_tensor(torch.arange(7.0), mesh, [Shard(0)], src_data_rank=None)}
     zarrckpt.save(shared, f"{folder}/shared-1")
     before, kept = idle_meshes(), agree._kept_plans[0, 1, 2]
-    assert [*before] == [((0, 1, 2), False)]
+    assert [*before] == [((0, 1, 2), "foreground")]
     # The same names and forms as in the group's plan, and other numbers on each rank, which nobody compares.
     own = {"w": torch.arange(7.0) + 100 * rank, "step": rank}
     for number in range(2):

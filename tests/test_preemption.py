@@ -247,6 +247,7 @@ def test_a_save_under_way_ends_before_the_one_before_pre_emption(tmp_path: Path,
         manager.step(1, {})
         under_way = manager.step(2, slowly({"w": torch.ones(3)}, 0.5))
         assert under_way is not None and under_way.done() != background
+        under_way.copied(10)
         os.kill(os.getpid(), signal.SIGUSR1)
         stopped = trained(manager, {"w": torch.ones(3)}, 3)
         assert under_way.done()

@@ -35,8 +35,8 @@ class Chosen:
     name: str
     """The folder of the checkpoint; "" for none, and for one of another run."""
     step: int | None
-    damaged: tuple[int, ...]
-    """The steps whose checkpoints are damaged: a save at one of them replaces it."""
+    damaged: tuple[str, ...]
+    """The folders of damaged checkpoints: a save to one of them replaces it."""
     from_source: bool = False
     """Whether it is the checkpoint of another run that this one begins from."""
 
@@ -44,33 +44,41 @@ class Chosen:
 class Coordinator:
     """A run as its coordinator sees it. One thread at a time; the clean-up has its own."""
 
-    def __init__(self, spec: StoreSpec, keep: Keep | None, source: StoreSpec | None) -> None:
+    def __init__(self, spec: StoreSpec, keep: Keep | None, source: StoreSpec) -> None:
+        """``source``: the checkpoint that the run begins from, or how to reach one."""
         self._spec = spec
         self._keep = keep
         self._source = source
         self.ownership = Ownership(spec.open(), keep)
         self.retention = Retention(spec, keep, self.ownership, self._release_source)
+        self._released = False
         self._greatest = -1
         """The step of the newest sound checkpoint: no save may have this step, or an earlier one."""
 
     # -- to restore
 
     def choose(
-        self, step: int | None, rewind: bool, unreadable: frozenset[int], progressed: Callable[[], None]
+        self,
+        step: int | None,
+        rewind: bool,
+        unreadable: frozenset[str],
+        timeout: float,
+        progressed: Callable[[], None],
     ) -> Chosen:
         """The checkpoint to restore: that of a step, or the newest sound one; and take the run.
 
-        ``unreadable`` are steps whose checkpoints were found damaged while they were loaded; ``progressed`` is called
-        for each checkpoint that is removed. Costs the pages of one listing and three requests, where the newest is
-        sound and no step is asked for.
+        ``unreadable`` are folders whose checkpoints are known to be damaged. Deletions under way are waited for, at
+        most ``timeout`` seconds: they could be of what is chosen. ``progressed`` is called for each checkpoint that is
+        removed. Costs the pages of one listing and three requests, where the newest is sound and no step is asked for.
         """
+        self.retention.settle(timeout)
         names = self._folders()
         newest, damaged = self._newest(names, unreadable)
         self.retention.spare(damaged)
         chosen = newest if step is None else self._of_step(step, names)
         if chosen is None and damaged:
             raise CorruptCheckpointError(
-                f"every checkpoint of the run {self._spec.url} is damaged (steps {', '.join(map(str, damaged))}): see "
+                f"every checkpoint of the run {self._spec.url} is damaged ({', '.join(damaged)}): see "
                 f"what is: zarrckpt verify {self._spec.child(names[-1]).url}"
             )
         self._take(chosen, names, newest)
@@ -83,7 +91,7 @@ class Coordinator:
             )
         if chosen is not None:
             return Chosen(chosen.name, chosen.step, tuple(damaged))
-        return Chosen("", None, ()) if self._source is None else Chosen("", self._hold_source(), (), from_source=True)
+        return Chosen("", self._hold_source(), (), from_source=True) if self._source.url else Chosen("", None, ())
 
     def _folders(self) -> list[str]:
         """The folders of steps, in their order. The pages of one listing."""
@@ -94,20 +102,19 @@ class Coordinator:
             warn(f"{self._spec.url} holds no folder of a step, such as 'step-100', but {shown}: nothing is restored")
         return sorted(names, key=lambda name: (step_of(name), name))
 
-    def _newest(self, names: list[str], unreadable: frozenset[int]) -> tuple[Found | None, list[int]]:
-        """The newest sound checkpoint, and the steps of the damaged ones after it, which are warned of."""
+    def _newest(self, names: list[str], unreadable: frozenset[str]) -> tuple[Found | None, list[str]]:
+        """The newest sound checkpoint, and the folders of the damaged ones after it, which are warned of."""
         store = self._spec.open()
-        damaged: list[int] = []
-        for below in newest_first(store, names):
+        damaged = sorted(unreadable)
+        for below in newest_first(store, [name for name in names if name not in unreadable]):
             step = step_of(below.name)
             assert step is not None
             if isinstance(below.damage, UnsupportedFormatError):
                 raise below.damage
-            if below.root is not None and step not in unreadable:
+            if below.root is not None:
                 return Found(step, below.name, below.root), damaged
-            damaged.append(step)
-            if below.damage is not None:
-                warn(passed_over(store, below))
+            damaged.append(below.name)
+            warn(passed_over(store, below))
         return None, damaged
 
     def _of_step(self, step: int, names: list[str]) -> Found:
@@ -125,7 +132,7 @@ class Coordinator:
         if self.ownership.taken:
             self.ownership.check()
             return
-        source = self._source.url if chosen is None and self._source is not None else ""
+        source = self._source.url if chosen is None else ""
         self.ownership.take("" if chosen is None else run_of(chosen.root.metadata), source)
         # Without rules only what a save has left is deleted: that is newer than what it was to follow.
         self.retention.found(names if self._keep else [name for name in names if _after(name, self._greatest)])
@@ -153,7 +160,6 @@ class Coordinator:
 
     def _hold_source(self) -> int | None:
         """Pin the checkpoint that the run begins from; return its step, as far as it is known."""
-        assert self._source is not None
         place = self._source.open()
         root = protocol.load_root(place)
         try:
@@ -167,12 +173,13 @@ class Coordinator:
         return pin_id_of(self.ownership.record.run)
 
     def _release_source(self) -> None:
+        """Unpin it, once in each job, since the one before may have ended in between. One request."""
         url = self.ownership.record.source
-        if not url:
+        if self._released or not url:
             return
-        spec = self._source if self._source is not None else StoreSpec(url)
+        spec = self._source if self._source.url == url else self._source.at(url)
         spec.open().delete([pin_key(self._source_pin())])
-        self.ownership.forget_source()
+        self._released = True
 
     # -- to save
 

@@ -121,14 +121,13 @@ class CheckpointManager:
             raise ValueError(f"grace must be more than 0 seconds, got {grace}")
         self._options = checked_options(options, SaveOptions)
         self._spec = StoreSpec(url, storage_options, self._options.durable, self._options.concurrency)
-        source = None if init_from is None else StoreSpec(init_from, storage_options)
-        self._source, self._source_keys = source, init_keys
+        self._source, self._source_keys = StoreSpec(init_from, storage_options), init_keys
         self._ranks = Ranks(process_group, no_dist)
-        self._coordinator = Coordinator(self._spec, keep, source)
+        self._coordinator = Coordinator(self._spec, keep, self._source)
         self._save_every = save_every
         self._background = background
         self._last_step = -1
-        self._damaged: frozenset[int] = frozenset()
+        self._damaged: frozenset[str] = frozenset()
         self._saving: SaveFuture | None = None
         self._saved: tuple[int, SaveFuture] | None = None
         self._preempted = False
@@ -206,9 +205,8 @@ class CheckpointManager:
             options: how bytes are moved, see :class:`LoadOptions`.
 
         Raises CheckpointNotFoundError for a ``step`` that is not there, and for an ``init_from`` that is not;
-        with ``rewind`` CheckpointPinnedError and ForeignObjectsError; RunTakenOverError where other jobs take the run
-        at the same time, or have taken it since an earlier call; and what :func:`load` raises. An error on one rank is
-        raised on all.
+        with ``rewind`` CheckpointPinnedError and ForeignObjectsError; RunTakenOverError where another job has taken
+        the run since an earlier call; and what :func:`load` raises. An error on one rank is raised on all.
         """
         objects.refuse_swapped(state, self._spec.url, "restore")
         if rewind and step is None:
@@ -218,7 +216,7 @@ class CheckpointManager:
         request = LoadRequest.from_arguments(
             None, options, strict=strict, keys=keys, allow_pickle=allow_pickle, allow_cast=allow_cast
         )
-        unreadable: frozenset[int] = frozenset()
+        unreadable: frozenset[str] = frozenset()
         while True:
             chosen = self._chosen(step, rewind, unreadable, request.options.timeout)
             if not chosen.name:
@@ -229,24 +227,25 @@ class CheckpointManager:
             except (CorruptCheckpointError, CheckpointRemovedError, CheckpointNotFoundError) as err:
                 if step is not None or chosen.step is None:
                     raise
-                unreadable |= {chosen.step}
+                unreadable |= {chosen.name, *chosen.damaged}
                 warn(f"{spec.url} is not restored, but the checkpoint before it: {type(err).__name__}: {err}")
                 continue
             assert chosen.step is not None
             self._damaged = frozenset(chosen.damaged)
-            self._last_step = chosen.step
+            # A step that is done anew is saved anew.
+            self._last_step, self._saved = chosen.step, None
             return chosen.step
 
-    def _chosen(self, step: int | None, rewind: bool, unreadable: frozenset[int], timeout: float) -> Chosen:
+    def _chosen(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> Chosen:
         with joined(self._ranks, f"the restore of {self._spec.url}", timeout) as rounds:
             return rounds.merge(
                 "which checkpoint they restore",
                 lambda: None,
-                lambda _: self._coordinator.choose(step, rewind, unreadable, rounds.progressed),
+                lambda _: self._coordinator.choose(step, rewind, unreadable, timeout, rounds.progressed),
             )
 
     def _restore_source(self, state: dict[str, Any], request: LoadRequest, chosen: Chosen) -> int | None:
-        if self._source is None or not chosen.from_source:
+        if not chosen.from_source:
             return None
         keys = [self._source_keys] if isinstance(self._source_keys, str) else self._source_keys
         patterns = request.keys if keys is None else [*keys]
@@ -288,7 +287,7 @@ class CheckpointManager:
         checkpoint of this step, or of a later one; and what :func:`save` raises, with ``background`` in the future.
         CheckpointError where the save before pre-emption failed, or did not end within the grace period.
         """
-        step = self._next_step(step)
+        step = self._checked_step(step, self._last_step + 1)
         checked_metrics(metrics)
         before, self._last_step = self._last_step, step
         if self._preemption is not None and not self._preempted and self._preemption.came_to(step):
@@ -297,11 +296,11 @@ class CheckpointManager:
             return self.save(step, state, metrics, metadata)
         return None
 
-    def _next_step(self, step: int) -> int:
+    def _checked_step(self, step: int, least: int) -> int:
         step = operator.index(step)
         if self._closed:
             raise ValueError(f"the manager of the run {self._spec.url} is closed: make another one")
-        if step < 0 or step <= self._last_step:
+        if step < max(least, 0):
             raise ValueError(
                 f"step {step} comes after step {self._last_step}: steps must ascend from 0 on. To go back in a run: "
                 "restore(state, step=..., rewind=True)"
@@ -317,14 +316,12 @@ class CheckpointManager:
     ) -> SaveFuture:
         """Save a step, due or not; arguments, errors and callers as for :meth:`step`.
 
-        A step that this manager has saved already is not saved again: then the future of that save is returned. With
+        A step that this manager has saved already, or is saving, is not saved again: its future is returned. With
         ``background=False`` the save has ended when the call returns. Three requests more than :func:`save` makes.
         """
-        step = operator.index(step)
-        if self._saved is not None and self._saved[0] == step and not self._closed:
+        step = self._checked_step(step, self._last_step)
+        if self._saved is not None and self._saved[0] == step and not _failed(self._saved[1]):
             return self._saved[1]
-        if step < self._last_step:
-            self._next_step(step)
         self.wait()
         return self._begin(step, state, metrics, metadata)
 
@@ -362,7 +359,7 @@ class CheckpointManager:
             raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and as a metric or in metadata")
         known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
         run = RunSave(self._coordinator, step, name, known)
-        return SaveRequest(self._spec.child(name), step in self._damaged, known, self._options, None, run)
+        return SaveRequest(self._spec.child(name), name in self._damaged, known, self._options, None, run)
 
     def _save_preempted(
         self,
@@ -467,3 +464,8 @@ class CheckpointManager:
         names = [name for name in store.list_dir()[1] if step_of(name) == step]
         found = [below.name for below in protocol.checkpoints_below(store, names) if below.root is not None]
         return self._spec.child(found[-1]).open() if found else padded
+
+
+def _failed(future: SaveFuture) -> bool:
+    # Not SaveFuture's own: whoever is to ask for its error has not done so yet.
+    return future.done() and Future.exception(future) is not None

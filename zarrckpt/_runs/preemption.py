@@ -6,6 +6,7 @@ thread that trains. That one only says which step it has come to, and waits wher
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -58,6 +59,8 @@ class Preemption:
         self._agreed = False
         self._error: CheckpointError | None = None
         self._closed = False
+        # Where nobody closes it, the end of the process would wait for its thread.
+        atexit.register(self.close)
         started("zarrckpt-preemption", self._watch)
         if notice is not None:
             threading.Thread(target=self._ask, args=(notice,), name="zarrckpt-notice", daemon=True).start()
@@ -103,6 +106,7 @@ class Preemption:
             self._closed = True
             self._changed.notify_all()
         self._woken.set()
+        atexit.unregister(self.close)
 
     # -- any thread
 

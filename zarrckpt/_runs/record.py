@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._commit.protocol import new_id
-from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, RunTakenOverError
+from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, RunTakenOverError
 from zarrckpt._format.documents import NODE, Json, join
 from zarrckpt._format.metadata import RUN_METADATA
 from zarrckpt._format.root import RUN_GROUP
@@ -22,8 +22,6 @@ from zarrckpt._runs.keep import Keep
 from zarrckpt._store import Store
 
 RUN_KEY = f"{RUN_GROUP}/{NODE}"
-
-_TAKE_TRIES = 8
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class RunRecord:
     keep: Keep | None = None
     """Which checkpoints it keeps; None for all."""
     source: str = ""
-    """The url of the checkpoint that the run began from and has pinned, "" for none."""
+    """The url of the checkpoint that the run began from, "" for none: pinned until the run has one of its own."""
 
     def to_bytes(self) -> bytes:
         """The record as it is stored."""
@@ -100,36 +98,26 @@ class Ownership:
     def take(self, inherited: str, source: str = "") -> None:
         """Go on with the run in the place of whoever did before. Two requests.
 
+        A plain put: of jobs that take it at the same time the last one goes on, and the others find that when they look
+        again, as they do before they commit or delete anything.
+
         Args:
             inherited: the run of the checkpoint that this job goes on from, for a folder without a record.
             source: the checkpoint of another run that this one begins from.
 
         Raises CorruptCheckpointError for a damaged record, StorageError.
         """
-        where = join(self._store.url, RUN_KEY)
-        for _ in range(_TAKE_TRIES):
-            try:
-                before = self._store.get_versioned(RUN_KEY)
-            except ObjectNotFoundError:
-                before = None
-            try:
-                known = None if before is None else parse_record(before.data, f"the run's document {where}")
-            except CorruptCheckpointError as err:
-                raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job makes it anew") from err
-            run = known.run if known is not None else inherited or new_id()
-            source = source or ("" if known is None else known.source)
-            host = f"{socket.gethostname()}, process {os.getpid()}"
-            own = RunRecord(run, new_id(), host, now(), self._keep, source)
-            try:
-                if before is None:
-                    self._store.create(RUN_KEY, own.to_bytes())
-                else:
-                    self._store.replace(RUN_KEY, own.to_bytes(), before.version)
-            except ObjectExistsError:
-                continue  # another job has taken it at the same time: the last one goes on
-            self._record = own
-            return
-        raise RunTakenOverError(f"{_TAKE_TRIES} jobs took the run {self._store.url} at the same time: stop all but one")
+        try:
+            known = read_record(self._store)
+        except CorruptCheckpointError as err:
+            raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job makes it anew") from err
+        run = known.run if known is not None else inherited or new_id()
+        source = source or ("" if known is None else known.source)
+        host = f"{socket.gethostname()}, process {os.getpid()}"
+        own = RunRecord(run, new_id(), host, now(), self._keep, source)
+        self._store.put(RUN_KEY, [own.to_bytes()])
+        self._store.sync([RUN_KEY])
+        self._record = own
 
     def check(self) -> None:
         """Raise RunTakenOverError where another job has taken the run. One request."""
@@ -140,17 +128,9 @@ class Ownership:
                 who = f"another job does, on {found.host}, since {found.started}"
             raise RunTakenOverError(
                 f"this job (on {self.record.host}, since {self.record.started}) goes on with the run "
-                f"{self._store.url} no more: {who}. It saves and deletes nothing there any more: stop it, or the other "
-                "one, and begin again"
+                f"{self._store.url} no more: {who}. It saves and deletes nothing there any more: stop it, or the "
+                "other one, and begin again"
             )
-
-    def forget_source(self) -> None:
-        """Note that the run needs the checkpoint no more that it began from. Two requests."""
-        before = self._store.get_versioned(RUN_KEY)
-        own = dataclasses.replace(self.record, source="")
-        if before.data == self.record.to_bytes():
-            self._store.replace(RUN_KEY, own.to_bytes(), before.version)
-            self._record = own
 
     def metadata(self) -> dict[str, Any]:
         """What the metadata of the run's checkpoints has."""

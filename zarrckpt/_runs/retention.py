@@ -44,8 +44,8 @@ class Retention:
         """The step and the metadata of the run's committed checkpoints, by name."""
         self._begun: dict[str, int] = {}
         """The steps of saves that have not committed, by name."""
-        self._spared: set[int] = set()
-        """The steps of damaged checkpoints, which nobody counts, and nobody deletes."""
+        self._spared: set[str] = set()
+        """The names of damaged checkpoints, which nobody counts, and nobody deletes."""
         self._said: set[str] = set()
         self._changed = threading.Condition()
         self._saving = False
@@ -60,10 +60,10 @@ class Retention:
         with self._changed:
             self._unread |= {name for name in names if step_of(name) is not None and name not in self._own}
 
-    def spare(self, steps: Iterable[int]) -> None:
-        """Leave the damaged checkpoints of these steps alone: they count for no rule."""
+    def spare(self, names: Iterable[str]) -> None:
+        """Leave these damaged checkpoints alone: they count for no rule."""
         with self._changed:
-            self._spared |= {*steps}
+            self._spared |= {*names}
 
     def begun(self, name: str, step: int) -> None:
         """A save of this job begins."""
@@ -76,7 +76,7 @@ class Retention:
         with self._changed:
             self._begun.pop(name, None)
             self._unread.discard(name)
-            self._spared.discard(step)
+            self._spared.discard(name)
             self._own[name] = step, metadata
             self._saving, self._due = False, True
             if self._thread is None and not self._ended:
@@ -91,15 +91,20 @@ class Retention:
             self._begun.pop(name, None)
             self._unread.discard(name)
 
+    def settle(self, timeout: float) -> None:
+        """Wait for deletions under way, at most so many seconds. No save of this job may be under way."""
+        with self._changed:
+            self._saving = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._working and (self._ended or not self._due), timeout)
+
     def end(self, timeout: float) -> None:
         """Wait for deletions under way, at most so many seconds; none is begun after that.
 
         One that is broken off is finished by the next job, or by ``recover``.
         """
+        self.settle(timeout)
         with self._changed:
-            self._saving = False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not (self._due or self._working), timeout)
             self._ended = True
             self._changed.notify_all()
 
@@ -116,7 +121,9 @@ class Retention:
                 self._say("nothing is deleted any more", err)
                 self._ended = True
             except Exception as err:
-                self._say("checkpoints that are not kept any more could not be deleted; the next save tries again", err)
+                # Where the process has ended it nothing is wrong: the next job goes on with it.
+                if not self._ended:
+                    self._say("what is not kept any more could not be deleted; the next save tries again", err)
             finally:
                 with self._changed:
                     self._working = False
@@ -125,13 +132,13 @@ class Retention:
     def _pass(self) -> None:
         self._read()
         with self._changed:
-            own = {name: known for name, known in self._own.items() if known[0] not in self._spared}
+            own = {name: known for name, known in self._own.items() if name not in self._spared}
             begun = dict(self._begun)
         with suppress(CheckpointError):
             # It stays pinned until the next time.
             self._release()
         kept = None if self._keep is None else self._keep.reasons({step: metadata for step, metadata in own.values()})
-        newest = max(step for step, _ in own.values())
+        newest = max((step for step, _ in own.values()), default=-1)
         unfinished = [(step, name) for name, step in begun.items() if step < newest]
         superfluous = [(step, name) for name, (step, _) in own.items() if kept is not None and step not in kept]
         for place, (_, name) in enumerate(sorted(unfinished + superfluous)):
@@ -154,7 +161,9 @@ class Retention:
             unread = sorted(self._unread)
         for start in range(0, len(unread), _READ_AT_ONCE):
             names = unread[start : start + _READ_AT_ONCE]
-            for below in protocol.checkpoints_below(self._spec.open(), names, unfinished=True):
+            store = self._spec.open()
+            found = protocol.checkpoints_below(store, names, unfinished=True)
+            for below in found:
                 step = step_of(below.name)
                 assert step is not None
                 with self._changed:
@@ -162,6 +171,10 @@ class Retention:
                         self._own[below.name] = step, below.root.metadata
                     elif below.root is None and below.damage is None:
                         self._begun[below.name] = step
+            if store.is_local:
+                # A removal that was broken off right before its end has left an empty folder.
+                for name in {*names} - {below.name for below in found}:
+                    self._spec.child(name).open().remove_folder()
             with self._changed:
                 self._unread -= {*names}
             if self._ended:
@@ -172,6 +185,12 @@ class Retention:
         self._ownership.check()
         place = self._spec.child(name).open()
         found = protocol.leftovers(place, damaged=True)
+        if found.root is not None and name in self._begun and self._is_own(found):
+            # It has committed after all, and the answer was lost: the next pass counts it.
+            with self._changed:
+                self._own[name] = self._begun.pop(name), found.root.metadata
+                self._due = True
+            return
         if found.begun and self._is_own(found):
             if protocol.pins(place):
                 return
@@ -180,16 +199,18 @@ class Retention:
             except CheckpointPinnedError:
                 return  # pinned just now
             log.info("deleted %s, which is not kept any more: %d objects", place.url, objects)
+        elif not found.begun:
+            # All is deleted but, of local files, the folder itself.
+            place.remove_folder()
         self.gone(name)
 
     def _is_own(self, found: Leftovers) -> bool:
         run = self._ownership.record.run
         if found.root is not None:
             return run_of(found.root.metadata) == run
-        # A removal that was broken off is gone on with, whoever began it.
-        return found.root_bytes is None and (
-            found.removal or (bool(found.markers) and all(marker.run == run for marker in found.markers))
-        )
+        # A removal that was broken off is gone on with, whoever began it; a claim without a marker is no one's, and
+        # nothing was written under it.
+        return found.root_bytes is None and (found.removal or all(marker.run == run for marker in found.markers))
 
     def _say(self, what: str, error: Exception) -> None:
         """Log a failure, the first of its kind."""

@@ -67,6 +67,7 @@ class SaveFuture(Future[SaveReport]):
             self.set_copied()
             self.set_exception(err)
         else:
+            self.set_copied()
             self.set_result(report)
 
     def end(self) -> None:
