@@ -214,7 +214,7 @@ class _Read:
         self.state_dict = read
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise TypeError("state_of() is to save only: load into what `with restoring(accelerator) as state` gives")
+        raise zarrckpt.UnsupportedValueError("state_of() is to save only: load `with restoring(accelerator) as state`")
 
 
 def _filled_parts(accelerator: Accelerator) -> dict[str, Any]:
@@ -292,8 +292,10 @@ def _is_stateful(loader: Any) -> bool:
 def _loader_state(name: str, loader: Any, allow_pickle: bool) -> dict[str, Any]:
     sampler = loader.get_sampler()
     seeded = isinstance(sampler, SeedableRandomSampler)
+    # At the last batch the next one is of the next epoch, though the loader says so only when it is asked for it.
+    at_end = loader.end_of_dataloader and any(x is loader for x in loader.gradient_state.dataloader_references)
     state: dict[str, Any] = {
-        "iteration": loader.iteration,
+        "iteration": loader.iteration + at_end,
         "sampler": {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed} if seeded else None,
     }
     if _is_stateful(loader):
