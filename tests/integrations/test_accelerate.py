@@ -165,7 +165,9 @@ def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_the
     unused = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(module.parameters()), [1, 2])
     accelerator, model = accelerator_with(module, growing, unused)
     accelerator.step, weights = 5, {key: value.clone() for key, value in model.state_dict().items()}
-    assert save_state(accelerator, str(tmp_path / "a")).result().url == str(tmp_path / "a")
+    future = save_state(accelerator, str(tmp_path / "a"))
+    future.copied(0)
+    assert future.result(0).url == str(tmp_path / "a")
     assert accelerator.save_iteration == 1
 
     saved, growing.state, memory = growing.state, {"losses": {"0": 0.1}}, module.weight.data_ptr()
@@ -220,7 +222,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -
 
 def test_wrong_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, _ = accelerator_with()
-    with restoring(accelerator) as state:  # nothing is loaded: nothing is taken
+    with restoring(accelerator):  # nothing is loaded: nothing is taken
         pass
     save_state(accelerator, str(tmp_path / "a"))
     with pytest.raises(zarrckpt.UnsupportedValueError, match="restoring"):

@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 import zarrckpt
 
@@ -19,6 +22,7 @@ _DATA = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, io.BytesIO, np.generic),
     *(torch.Tensor, torch.Size, torch.dtype, torch.device, zarrckpt.PerRank),
 )
+_NUMBERS = {bool, int, float, str}
 
 
 def opaque_parts(name: str, value: Any, exact: bool = False) -> Iterator[str]:
@@ -27,10 +31,20 @@ def opaque_parts(name: str, value: Any, exact: bool = False) -> Iterator[str]:
         for key, item in value.items():
             yield from opaque_parts(f"{name}.{key}", item, exact)
     elif type(value) in (list, tuple, set, frozenset):
-        for item in value:
+        for item in value if not {*map(type, value)} <= _NUMBERS else ():
             yield from opaque_parts(name, item, exact)
     elif not isinstance(value, _DATA) and not (type(value) is np.ndarray and not value.dtype.hasobject):
         yield f"{name} is or has a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def opaque_beside(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[str]:
+    """What modules have as extra state, and optimizers in their groups, that is no data."""
+    for path, module in nn.ModuleList(models).named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield from opaque_parts(f"model.{path}", module.get_extra_state())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from opaque_parts("optimizer.param_groups", {**group, "params": None})
 
 
 def refuse_opaque(parts: Iterable[str]) -> None:
@@ -88,8 +102,14 @@ def write_files(folder: str, files: Mapping[str, torch.Tensor]) -> None:
         content.numpy().tofile(path)
 
 
-def holds_parts(state: Any) -> bool:
-    """Whether ranks hold parts of what is in a state, or each its own."""
+def is_filled(part: Any, state: Any = None) -> bool:
+    """Whether an object is loaded in place: one of torch's classes, or one that ranks hold parts of."""
+    if isinstance(part, nn.Module | Optimizer | LRScheduler):
+        return True
+    return _holds_parts(part.state_dict() if state is None else state)
+
+
+def _holds_parts(state: Any) -> bool:
     if isinstance(state, Mapping | list):
-        return any(map(holds_parts, state.values() if isinstance(state, Mapping) else state))
+        return any(map(_holds_parts, state.values() if isinstance(state, Mapping) else state))
     return isinstance(state, DTensor | zarrckpt.PerRank)

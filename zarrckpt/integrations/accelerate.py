@@ -1,10 +1,4 @@
-"""Hugging Face Accelerate: what an ``Accelerator`` keeps, saved and loaded by zarrckpt.
-
-.. code-block:: python
-
-    save_state(accelerator, "s3://bucket/run/step-100")  # in the place of accelerator.save_state
-    load_state(accelerator, "s3://bucket/run/step-100")
-"""
+"""Hugging Face Accelerate: what an ``Accelerator`` keeps, saved and loaded by zarrckpt."""
 
 from __future__ import annotations
 
@@ -18,19 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 import zarrckpt
+from zarrckpt.integrations import _values
 from zarrckpt.integrations._framework import require
-from zarrckpt.integrations._values import (
-    files_below,
-    holds_parts,
-    opaque_parts,
-    random_state,
-    refuse_opaque,
-    set_random_state,
-    write_files,
-)
 
 require("accelerate", "1.15", "2", "accelerate")
 
@@ -81,9 +66,10 @@ def save_state(
     if isinstance(saved, zarrckpt.SaveFuture):
         _last_saves[accelerator] = saved
         return saved
-    future = zarrckpt.SaveFuture(saved.url)
-    future.run(lambda: saved)
-    return future
+    done = zarrckpt.SaveFuture(saved.url)
+    done.set_copied()
+    done.set_result(saved)
+    return done
 
 
 def load_state(
@@ -129,13 +115,8 @@ def load_state(
 def state_of(accelerator: Accelerator, *, allow_pickle: bool = False) -> dict[str, Any]:
     """What :func:`save_state` saves, as a state for ``CheckpointManager.step``. To load: :func:`restoring`.
 
-    Made once, after everything is prepared and registered, and passed to each save: that reads it anew, and calls the
-    hooks. Makes no request; any one rank may call it.
-
-    Args:
-        accelerator, allow_pickle: as in :func:`save_state`.
-
-    Raises UnsupportedValueError for DeepSpeed, Megatron-LM and XLA.
+    Made once, after everything is prepared and registered, and passed to each save, which reads it anew and calls the
+    hooks. Makes no request; any one rank may call it. Arguments and errors are those of :func:`save_state`.
     """
     state = _filled_parts(accelerator)
     for name, part in state.items():
@@ -150,7 +131,7 @@ def state_of(accelerator: Accelerator, *, allow_pickle: bool = False) -> dict[st
             str(i): _Read(partial(_loader_state, f"loader.{i}", loader, allow_pickle))
             for i, loader in enumerate(accelerator._dataloaders)
         },
-        "rng": zarrckpt.PerRank(_Read(lambda: random_state(accelerator.device))),
+        "rng": zarrckpt.PerRank(_Read(lambda: _values.random_state(accelerator.device))),
     }
 
 
@@ -166,22 +147,17 @@ def restoring(accelerator: Accelerator, *, strict: bool = True, dataloaders: boo
     Models, optimizers, schedulers and the scaler are filled in place; so are registered objects that are modules,
     optimizers or schedulers, or sharded. Other ones are given what they gave at the save. Where nothing was loaded, or
     the block raises, nothing is given. A rank whose number was not there at the save keeps its random numbers.
-
-    Args:
-        accelerator, strict, dataloaders: as in :func:`load_state`.
-
-    Raises KeyMismatchError at the end of the block, as :func:`load_state` does.
+    Arguments, and errors at the end of the block, are those of :func:`load_state`.
     """
     custom = accelerator._custom_objects
     loaders = accelerator._dataloaders if dataloaders else []
     state = _filled_parts(accelerator) | {
         "accelerate": None,
-        "custom": {str(i): {"state": part} if _is_filled(part, None) else None for i, part in enumerate(custom)},
+        "custom": {str(i): {"state": part} if _values.is_filled(part) else None for i, part in enumerate(custom)},
         "hooks": None,
         "loader": {
-            str(i): {"iteration": None, "sampler": None}
-            | ({"stateful": zarrckpt.PerRank(new_ranks="keep")} if _is_stateful(loader) else {})
-            for i, loader in enumerate(loaders)
+            str(i): {"iteration": None, "sampler": None, "stateful": zarrckpt.PerRank(new_ranks="keep")}
+            for i, _ in enumerate(loaders)
         },
         "rng": zarrckpt.PerRank(new_ranks="keep"),
     }
@@ -204,7 +180,7 @@ def restoring(accelerator: Accelerator, *, strict: bool = True, dataloaders: boo
     if state["hooks"] is not None:
         _give_to_hooks(accelerator, state["hooks"])
     if state["rng"].value is not None:
-        set_random_state(accelerator.device, state["rng"].value)
+        _values.set_random_state(accelerator.device, state["rng"].value)
 
 
 class _Read:
@@ -234,15 +210,9 @@ def _filled_parts(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _own_state(accelerator: Accelerator, allow_pickle: bool) -> dict[str, Any]:
-    """The accelerator's own values. Says what models and optimizers keep that is no data, too."""
-    extra = {
-        path: module.get_extra_state()
-        for path, module in nn.ModuleList(accelerator._models).named_modules()
-        if not allow_pickle and type(module).get_extra_state is not nn.Module.get_extra_state
-    }
-    groups = [{**group, "params": None} for optimizer in accelerator._optimizers for group in optimizer.param_groups]
+    """The accelerator's own values. What models and optimizers keep that is no data is refused, too."""
     if not allow_pickle:
-        refuse_opaque([*opaque_parts("model", extra), *opaque_parts("optimizer.param_groups", groups)])
+        _values.refuse_opaque(_values.opaque_beside(accelerator._models, accelerator._optimizers))
     return {
         "step": accelerator.step,
         "iteration": accelerator.save_iteration,
@@ -258,7 +228,7 @@ def _own_state(accelerator: Accelerator, allow_pickle: bool) -> dict[str, Any]:
 
 def _state_dict(name: str, part: Any, allow_pickle: bool) -> dict[str, Any]:
     state: dict[str, Any] = part.state_dict()
-    refuse_opaque(() if allow_pickle else opaque_parts(name, state))
+    _values.refuse_opaque(() if allow_pickle else _values.opaque_parts(name, state))
     return state
 
 
@@ -268,21 +238,14 @@ def _custom(name: str, part: Any, allow_pickle: bool) -> Any:
 
     def read() -> dict[str, Any]:
         state = part.state_dict()
-        filled = _is_filled(part, state)
-        opaque = [*opaque_parts(name, state, exact=not filled)]
+        filled = _values.is_filled(part, state)
+        opaque = [*_values.opaque_parts(name, state, exact=not filled)]
         if not allow_pickle:
-            refuse_opaque(opaque)
+            _values.refuse_opaque(opaque)
         # A tuple is kept as one value.
         return {"whole": (state,)} if opaque and not filled else {"state": state}
 
     return _Read(read)
-
-
-def _is_filled(part: Any, state: Any) -> bool:
-    """Whether a registered object is loaded in place: one of torch's classes, or one that ranks hold parts of."""
-    if isinstance(part, nn.Module | Optimizer | LRScheduler):
-        return True
-    return holds_parts(part.state_dict() if state is None else state)
 
 
 def _is_stateful(loader: Any) -> bool:
@@ -304,17 +267,15 @@ def _loader_state(name: str, loader: Any, allow_pickle: bool) -> dict[str, Any]:
 
 
 def _restore_loader(loader: Any, saved: dict[str, Any], processes: int, processes_now: int) -> None:
-    if saved["iteration"] is None:
-        return
-    if "stateful" in saved and processes != processes_now:
+    if _is_stateful(loader) and processes != processes_now:
         raise zarrckpt.KeyMismatchError(
             f"a stateful data loader's state is of {processes} processes, and these are {processes_now}: load with "
             "dataloaders=False, and begin the epoch anew or skip batches of a loader that is not stateful"
         )
     loader.iteration = saved["iteration"]
-    if saved["sampler"] is not None and isinstance(sampler := loader.get_sampler(), SeedableRandomSampler):
+    if saved["sampler"] and isinstance(sampler := loader.get_sampler(), SeedableRandomSampler):
         sampler.epoch, sampler.initial_seed = saved["sampler"]["epoch"], saved["sampler"]["initial_seed"]
-    if "stateful" in saved and saved["stateful"].value is not None:
+    if _is_stateful(loader) and saved["stateful"].value is not None:
         loader.load_state_dict(saved["stateful"].value)
 
 
@@ -327,13 +288,13 @@ def _files_of_hooks(accelerator: Accelerator) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         for hook in hooks:
             hook(accelerator._models, weights, folder)
-        return files_below(folder)
+        return _values.files_below(folder)
 
 
 def _give_to_hooks(accelerator: Accelerator, files: Mapping[str, torch.Tensor]) -> None:
     hooks = [*accelerator._load_model_state_pre_hook.values()]
     models = [] if accelerator.distributed_type == DistributedType.FSDP else [*accelerator._models]
     with TemporaryDirectory() as folder:
-        write_files(folder, files)
+        _values.write_files(folder, files)
         for hook in hooks:
             hook(models, folder)
