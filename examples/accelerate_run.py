@@ -27,7 +27,7 @@ def train(url: str, steps: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    samples = torch.randn(2048, 16)
+    samples = torch.utils.data.TensorDataset(torch.randn(2048, 16))
     loader = torch.utils.data.DataLoader(samples, batch_size=32, shuffle=True, generator=torch.Generator())
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
 
@@ -40,7 +40,7 @@ def train(url: str, steps: int) -> None:
     while step < steps and not manager.preempted:
         epoch, seen = divmod(step, len(loader))
         loader.set_epoch(epoch)
-        for batch in accelerator.skip_first_batches(loader, seen) if seen else loader:
+        for (batch,) in accelerator.skip_first_batches(loader, seen) if seen else loader:
             loss = (model(batch).squeeze(1) - batch.sum(1)).square().mean()
             accelerator.backward(loss)
             optimizer.step()
