@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,7 +164,8 @@ def test_what_a_model_or_an_optimizer_keeps_beside_tensors_is_named_at_the_save(
 def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_they_gave(tmp_path: Path) -> None:
     module, growing = torch.nn.Linear(2, 2), Holder({"losses": {"1": 0.5}, "shadow": {"w": torch.ones(2)}, "none": {}})
     unused = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(module.parameters()), [1, 2])
-    accelerator, model = accelerator_with(module, growing, unused)
+    own = Holder({"own": zarrckpt.PerRank({"n": 1})})
+    accelerator, model = accelerator_with(module, growing, unused, own)
     accelerator.step, weights = 5, {key: value.clone() for key, value in model.state_dict().items()}
     future = save_state(accelerator, str(tmp_path / "a"))
     future.copied(0)
@@ -171,7 +173,7 @@ def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_the
     assert accelerator.save_iteration == 1
 
     saved, growing.state, memory = growing.state, {"losses": {"0": 0.1}}, module.weight.data_ptr()
-    expected = module.weight.detach().clone()
+    expected, own.state = module.weight.detach().clone(), {"own": zarrckpt.PerRank({"n": 0})}
     with torch.no_grad():
         for parameter in [*module.parameters(), *model.parameters()]:
             parameter.zero_()
@@ -181,7 +183,7 @@ def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_the
     assert module.weight.equal(expected) and module.weight.data_ptr() == memory
     assert growing.state.keys() == saved.keys() and growing.state["shadow"]["w"].equal(torch.ones(2))
     assert growing.state["losses"] == {"1": 0.5} and growing.state["none"] == {}
-    assert type(unused.milestones) is Counter
+    assert type(unused.milestones) is Counter and own.state["own"].value == {"n": 1}
     assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
 
 
@@ -218,6 +220,24 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -
         save_state(accelerator, str(tmp_path / "b"), background=True)
     assert isinstance(future.exception(), zarrckpt.UnsupportedValueError)
     save_state(accelerator, str(tmp_path / "b"), background=True).result()
+
+
+def test_generators_of_devices_come_back_where_there_are_fewer_devices_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.tensor([1]), torch.tensor([2])]
+    restored: dict[int, int] = {}
+    devices = SimpleNamespace(
+        get_rng_state_all=lambda: list(states),
+        device_count=lambda: len(states),
+        set_rng_state=lambda state, device: restored.update({device: state.item()}),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+    saved = _values.random_state(torch.device("cuda", 0))
+    _values.set_random_state(torch.device("cuda", 0), saved)
+    assert restored == {0: 1, 1: 2}
+    restored.clear()
+    del states[1]
+    _values.set_random_state(torch.device("cuda", 0), saved)
+    assert restored == {0: 1}
 
 
 def test_wrong_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
