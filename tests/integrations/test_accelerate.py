@@ -1,0 +1,274 @@
+"""Runs with Accelerate that are killed and go on; what an accelerator keeps; what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, DistributedType, GradientState
+
+import zarrckpt
+from zarrckpt.integrations import _values
+from zarrckpt.integrations.accelerate import load_state, restoring, save_state, state_of
+
+SCRIPT = Path(__file__).with_name("accelerate_run.py")
+
+
+def run(ranks: int, env: dict[str, str] | None = None, **way: Any) -> list[dict[str, Any]]:
+    """What the script prints on so many processes, by rank and in order. It may kill itself where it was told to."""
+    command = [sys.executable, str(SCRIPT), json.dumps(way)]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command[1:1] = [*launcher, "--nproc-per-node", str(ranks)]
+    root = str(SCRIPT.parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        command,
+        env={**os.environ, **(env or {}), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    killed = done.returncode == -signal.SIGKILL if ranks == 1 else "SIGKILL" in done.stderr
+    assert killed if "kill_at" in way else done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(rows, key=lambda row: row["rank"])  # which keeps the order of each rank's
+
+
+WAYS = {
+    "alone": (1, {"scaler": True, "hooks": True}),
+    "ddp with a manager": (2, {"manager": True, "stateful": find_spec("torchdata") is not None}),
+    "fsdp2 in the background": (2, {"fsdp2": True, "hooks": True, "background": True}),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(name: str, tmp_path: Path, moto_bucket: Any) -> None:
+    ranks, way = WAYS[name]
+    # On S3, but for the one whose kill may come amid a save.
+    local = "background" in way
+    url, env = (str(tmp_path), {}) if local else (moto_bucket.url("run"), moto_bucket.environment)
+    options = None if local else moto_bucket.storage_options
+    killed = run(ranks, env, url=url, steps=99, kill_at=9, **way)
+    # From further back there is more to compare.
+    newest = zarrckpt.latest(url, storage_options=options)
+    assert newest is not None and newest[-1] in "68"
+    if newest[-1] == "8":
+        zarrckpt.remove(newest, storage_options=options)
+    # Another seed: whatever does not come from the checkpoint is another.
+    resumed = run(ranks, env, url=url, steps=9, seed=1, **way)
+
+    assert [row["restored"] for row in resumed if "restored" in row] == [6] * ranks
+    assert [row for row in resumed if "step" in row] == [row for row in killed if row.get("step", 0) > 6]
+    assert [row["hooked"] for row in resumed if "hooked" in row] == [{"models": 1}] * ranks * ("hooks" in way)
+
+
+def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path) -> None:
+    way = {"url": str(tmp_path), "dropout": 0.0}
+    whole = {row["step"]: row for row in run(1, steps=8, **way) if "step" in row}
+    for step in (8, 6, 4):
+        zarrckpt.remove(str(tmp_path / f"step-{step}"))
+    before = whole[2]
+    for ranks, steps, more in [(2, 4, {"fsdp2": True}), (4, 6, {"fsdp2": True}), (1, 8, {"seed": 1})]:
+        rows = run(ranks, steps=steps, **way, **more)
+        restored = [row for row in rows if "restored" in row]
+        assert [row["restored"] for row in restored] == [steps - 2] * ranks
+        # All moments, bit for bit.
+        assert all(row[key] == before[key] for row in restored for key in ("moments", "ema", "own", "lr"))
+        for row in rows:
+            if "step" in row:
+                assert row["loss"] == pytest.approx(whole[row["step"]]["loss"], rel=1e-4)
+                before = row
+
+
+# -- in this process
+
+
+@pytest.fixture(autouse=True)
+def _a_fresh_accelerator() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Holder:
+    """A registered object that gives whatever it is told to."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def accelerator_with(*custom: Any) -> tuple[Accelerator, torch.nn.Module]:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    accelerator.register_for_checkpointing(*custom)
+    return accelerator, model
+
+
+def test_what_is_no_data_is_named_at_the_save_and_comes_back_where_pickles_are_allowed(tmp_path: Path) -> None:
+    state = {"plain": [1, (2.5, "x")], "seen": Counter("aab"), "when": {"path": Path("x")}}
+    holder = Holder(state)
+    accelerator, _ = accelerator_with(holder)
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"custom\.0\.seen is or has a collections.Counter") as err:
+        save_state(accelerator, str(tmp_path / "a"))
+    assert "custom.0.when.path" in str(err.value) and "plain" not in str(err.value)
+    assert zarrckpt.latest(str(tmp_path)) is None
+
+    with pytest.warns(UserWarning, match="custom"):
+        save_state(accelerator, str(tmp_path / "a"), allow_pickle=True)
+    holder.state = {}
+    with pytest.raises(zarrckpt.UnsafeValueError):
+        load_state(accelerator, str(tmp_path / "a"))
+    load_state(accelerator, str(tmp_path / "a"), allow_pickle=True)
+    assert holder.state == state and type(holder.state["seen"]) is Counter
+
+
+def test_what_a_model_or_an_optimizer_keeps_beside_tensors_is_named_at_the_save(tmp_path: Path) -> None:
+    class Extra(torch.nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"made": Path("x")}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Extra(2, 2))
+    accelerator.prepare(torch.optim.SGD([{"params": model.parameters(), "hook": print}], lr=0.1))
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"model.*made") as err:
+        save_state(accelerator, str(tmp_path / "a"))
+    assert "optimizer.param_groups.hook" in str(err.value)
+
+
+def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_they_gave(tmp_path: Path) -> None:
+    module, growing = torch.nn.Linear(2, 2), Holder({"losses": {"1": 0.5}, "shadow": {"w": torch.ones(2)}, "none": {}})
+    unused = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(module.parameters()), [1, 2])
+    own = Holder({"own": zarrckpt.PerRank({"n": 1})})
+    accelerator, model = accelerator_with(module, growing, unused, own)
+    accelerator.step, weights = 5, {key: value.clone() for key, value in model.state_dict().items()}
+    future = save_state(accelerator, str(tmp_path / "a"))
+    future.copied(0)
+    assert future.result(0).url == str(tmp_path / "a")
+    assert accelerator.save_iteration == 1
+
+    saved, growing.state, memory = growing.state, {"losses": {"0": 0.1}}, module.weight.data_ptr()
+    expected, own.state = module.weight.detach().clone(), {"own": zarrckpt.PerRank({"n": 0})}
+    with torch.no_grad():
+        for parameter in [*module.parameters(), *model.parameters()]:
+            parameter.zero_()
+    accelerator.step = accelerator.project_configuration.iteration = 0
+    load_state(accelerator, str(tmp_path / "a"))
+    assert (accelerator.step, accelerator.save_iteration) == (5, 1)
+    assert module.weight.equal(expected) and module.weight.data_ptr() == memory
+    assert growing.state.keys() == saved.keys() and growing.state["shadow"]["w"].equal(torch.ones(2))
+    assert growing.state["losses"] == {"1": 0.5} and growing.state["none"] == {}
+    assert type(unused.milestones) is Counter and own.state["own"].value == {"n": 1}
+    assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
+
+
+def test_an_optimizer_may_train_two_models(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    first, second = accelerator.prepare(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizers = [torch.optim.AdamW([*first.parameters(), *second.parameters()]), torch.optim.SGD(second.parameters())]
+    both, _ = accelerator.prepare(*optimizers)
+    second(first(torch.ones(2))).sum().backward()
+    both.step()
+    save_state(accelerator, str(tmp_path / "a"))
+    moment = both.state[second.weight]["exp_avg"].clone()
+    both.state.clear()
+    load_state(accelerator, str(tmp_path / "a"))
+    assert both.state[second.weight]["exp_avg"].equal(moment)
+    assert {"model", "optimizer", "optimizer_1"} <= {*zarrckpt.open(str(tmp_path / "a")).load()}
+
+
+def test_other_objects_than_at_the_save_are_an_error(tmp_path: Path) -> None:
+    accelerator, _ = accelerator_with(Holder({"a": 1}), Holder({"b": 2}))
+    save_state(accelerator, str(tmp_path / "a"))
+    accelerator._custom_objects.pop()
+    with pytest.raises(zarrckpt.KeyMismatchError, match="'registered objects': 2"):
+        load_state(accelerator, str(tmp_path / "a"))
+    load_state(accelerator, str(tmp_path / "a"), strict=False)
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -> None:
+    holder = Holder({"a": object()})
+    accelerator, _ = accelerator_with(holder)
+    future = save_state(accelerator, str(tmp_path / "a"), background=True)
+    holder.state = {}
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"custom\.0\.a"):
+        save_state(accelerator, str(tmp_path / "b"), background=True)
+    assert isinstance(future.exception(), zarrckpt.UnsupportedValueError)
+    save_state(accelerator, str(tmp_path / "b"), background=True).result()
+
+
+def test_generators_of_devices_come_back_where_there_are_fewer_devices_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.tensor([1]), torch.tensor([2])]
+    restored: dict[int, int] = {}
+    devices = SimpleNamespace(
+        get_rng_state_all=lambda: list(states),
+        device_count=lambda: len(states),
+        set_rng_state=lambda state, device: restored.update({device: state.item()}),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+    saved = _values.random_state(torch.device("cuda", 0))
+    _values.set_random_state(torch.device("cuda", 0), saved)
+    assert restored == {0: 1, 1: 2}
+    restored.clear()
+    del states[1]
+    _values.set_random_state(torch.device("cuda", 0), saved)
+    assert restored == {0: 1}
+
+
+def test_wrong_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, _ = accelerator_with()
+    with restoring(accelerator):  # nothing is loaded: nothing is taken
+        pass
+    save_state(accelerator, str(tmp_path / "a"))
+    with pytest.raises(zarrckpt.UnsupportedValueError, match="restoring"):
+        zarrckpt.load(state_of(accelerator), str(tmp_path / "a"))
+    monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType.DEEPSPEED)
+    for call in (save_state, load_state):
+        with pytest.raises(zarrckpt.UnsupportedValueError, match="DEEPSPEED"):
+            call(accelerator, str(tmp_path / "b"))
+    with pytest.raises(zarrckpt.CorruptCheckpointError, match="outside"):
+        _values.write_files(str(tmp_path), {"../x": torch.zeros(1, dtype=torch.uint8)})
+    assert not (tmp_path.parent / "x").exists()
+
+
+def test_a_stateful_loader_is_refused_on_another_number_of_processes(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    from accelerate.utils import DataLoaderConfiguration
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(12.0), batch_size=2))
+    batches = iter(loader)
+    next(batches), next(batches)
+    save_state(accelerator, str(tmp_path / "a"))
+    expected = [*batches]
+    load_state(accelerator, str(tmp_path / "a"))
+    assert [x.tolist() for x in loader] == [x.tolist() for x in expected]
+    accelerator.state.num_processes = 2
+    with pytest.raises(zarrckpt.KeyMismatchError, match="of 1 processes, and these are 2"):
+        load_state(accelerator, str(tmp_path / "a"))
+    load_state(accelerator, str(tmp_path / "a"), dataloaders=False)

@@ -1,0 +1,115 @@
+"""What frameworks keep beside tensors: whether it is data; random number generators, and files, as data."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import zarrckpt
+
+_DATA = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, io.BytesIO, np.generic),
+    *(torch.Tensor, torch.Size, torch.dtype, torch.device, zarrckpt.PerRank),
+)
+_NUMBERS = {bool, int, float, str}
+
+
+def opaque_parts(name: str, value: Any, exact: bool = False) -> Iterator[str]:
+    """What is no data in a state, with its name. ``exact``: so are dicts of other classes than Python's own two."""
+    if type(value) in (dict, OrderedDict) or (isinstance(value, Mapping) and not exact):
+        for key, item in value.items():
+            yield from opaque_parts(f"{name}.{key}", item, exact)
+    elif type(value) in (list, tuple, set, frozenset):
+        for item in value if not {*map(type, value)} <= _NUMBERS else ():
+            yield from opaque_parts(name, item, exact)
+    elif not isinstance(value, _DATA) and not (type(value) is np.ndarray and not value.dtype.hasobject):
+        yield f"{name} is or has a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def opaque_beside(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[str]:
+    """What modules have as extra state, and optimizers in their groups, that is no data."""
+    for path, module in nn.ModuleList(models).named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield from opaque_parts(f"model.{path}", module.get_extra_state())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from opaque_parts("optimizer.param_groups", {**group, "params": None})
+
+
+def refuse_opaque(parts: Iterable[str]) -> None:
+    """Raise UnsupportedValueError that names what is no data."""
+    if found := list(dict.fromkeys(parts)):
+        raise zarrckpt.UnsupportedValueError(
+            f"what is no data is not saved: {'; '.join(found)}. Keep numbers, text, tensors, arrays, and lists and "
+            "dicts of these; or pass allow_pickle=True, at the save and at the load"
+        )
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The generators of Python, NumPy and torch, and torch's of all devices of a kind, as data."""
+    version, numbers, gauss = random.getstate()
+    numpy: Any = np.random.get_state(legacy=False)
+    if "key" in numpy["state"]:
+        numpy["state"]["key"] = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        # Tensors, since those of all ranks become one array.
+        "python": {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss},
+        "numpy": numpy,
+    }
+    if hasattr(module := torch.get_device_module(device), "get_rng_state_all"):
+        state["device"] = module.get_rng_state_all()
+    return state
+
+
+def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
+    """Take back what :func:`random_state` gave; where there are fewer devices now, those of the first ones."""
+    torch.set_rng_state(state["torch"])
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    if "key" in numpy["state"]:
+        numpy = {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].numpy().astype(np.uint32)}}
+    np.random.set_state(numpy)
+    if hasattr(module := torch.get_device_module(device), "get_rng_state_all"):
+        for i, own in enumerate(state.get("device", ())[: module.device_count()]):
+            module.set_rng_state(own, i)
+
+
+def files_below(folder: str) -> dict[str, torch.Tensor]:
+    """The bytes of each file, by its path in the folder."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): torch.from_numpy(np.fromfile(path, np.uint8)) for path in files}
+
+
+def write_files(folder: str, files: Mapping[str, torch.Tensor]) -> None:
+    """Write what :func:`files_below` gave. Raises CorruptCheckpointError for a path that leads out of the folder."""
+    for name, content in files.items():
+        path = Path(folder, name)
+        if not path.resolve().is_relative_to(Path(folder).resolve()):
+            raise zarrckpt.CorruptCheckpointError(f"the file {name!r} is outside of the folder that it was saved from")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content.numpy().tofile(path)
+
+
+def is_filled(part: Any, state: Any = None) -> bool:
+    """Whether an object is loaded in place: one of torch's classes, or one that ranks hold parts of."""
+    if isinstance(part, nn.Module | Optimizer | LRScheduler):
+        return True
+    return _holds_parts(part.state_dict() if state is None else state)
+
+
+def _holds_parts(state: Any) -> bool:
+    if isinstance(state, Mapping | list):
+        return any(map(_holds_parts, state.values() if isinstance(state, Mapping) else state))
+    return isinstance(state, DTensor | zarrckpt.PerRank)

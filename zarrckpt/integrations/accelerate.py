@@ -1,0 +1,300 @@
+"""Hugging Face Accelerate: what an ``Accelerator`` keeps, saved and loaded by zarrckpt."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import zarrckpt
+from zarrckpt.integrations import _values
+from zarrckpt.integrations._framework import require
+
+require("accelerate", "1.15", "2", "accelerate")
+
+from accelerate import Accelerator, DistributedType  # noqa: E402
+from accelerate.data_loader import SeedableRandomSampler  # noqa: E402
+
+_HAVE_THEIR_OWN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_last_saves: weakref.WeakKeyDictionary[Any, zarrckpt.SaveFuture] = weakref.WeakKeyDictionary()
+
+
+def save_state(
+    accelerator: Accelerator,
+    url: str,
+    *,
+    background: bool = False,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    allow_pickle: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    options: zarrckpt.SaveOptions | None = None,
+) -> zarrckpt.SaveFuture:
+    """Save what ``accelerator.save_state`` saves, as one checkpoint. Called on all ranks.
+
+    The hooks of ``register_save_state_pre_hook`` are called with a local folder, and the files that they write there
+    are a part of the checkpoint; what they take off ``weights`` is saved all the same. Costs what
+    :func:`zarrckpt.save` costs, or :func:`zarrckpt.async_save`.
+
+    Args:
+        accelerator: after ``prepare`` and ``register_for_checkpointing``.
+        url: where to, as in :func:`zarrckpt.save`. ``automatic_checkpoint_naming`` and ``total_limit`` of the project's
+            configuration are not looked at: a ``CheckpointManager`` names and deletes, see :func:`state_of`.
+        background: return when the state is copied, and write while training goes on.
+        overwrite, metadata, storage_options, options: as in :func:`zarrckpt.save`.
+        allow_pickle: pickle what is no data. Default: UnsupportedValueError, which names it.
+
+    Returns the future of the save, which has ended unless ``background`` is true. What went wrong in the background is
+    raised by the future's ``result()``, to be called at the end of training, or by the next call.
+
+    Raises what :func:`zarrckpt.save` raises; UnsupportedValueError for values that are no data, and for DeepSpeed,
+    Megatron-LM and XLA.
+    """
+    if (last := _last_saves.pop(accelerator, None)) is not None:
+        last.result()
+    state = state_of(accelerator, allow_pickle=allow_pickle)
+    accelerator.project_configuration.iteration += 1
+    save = zarrckpt.async_save if background else zarrckpt.save
+    saved = save(state, url, overwrite=overwrite, metadata=metadata, storage_options=storage_options, options=options)
+    if isinstance(saved, zarrckpt.SaveFuture):
+        _last_saves[accelerator] = saved
+        return saved
+    done = zarrckpt.SaveFuture(saved.url)
+    done.set_copied()
+    done.set_result(saved)
+    return done
+
+
+def load_state(
+    accelerator: Accelerator,
+    url: str,
+    *,
+    strict: bool = True,
+    dataloaders: bool = True,
+    allow_pickle: bool = False,
+    allow_cast: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    options: zarrckpt.LoadOptions | None = None,
+) -> zarrckpt.LoadReport:
+    """Load a checkpoint of :func:`save_state`, on any number of processes. Called on all ranks.
+
+    Costs what :func:`zarrckpt.load` costs. The hooks of ``register_load_state_pre_hook`` are called with a local folder
+    that has the files of the save's hooks, after the models are loaded.
+
+    Args:
+        accelerator: prepared as at the save; the models may be sharded in another way.
+        url: where from, as in :func:`zarrckpt.load`. The newest in a folder: ``zarrckpt.latest(folder)``.
+        strict: what the checkpoint lacks, and what the accelerator has nothing for, is an error (default).
+        dataloaders: False leaves the data loaders as they are. Needed for stateful ones on another number of processes.
+        allow_pickle, allow_cast, storage_options, options: as in :func:`zarrckpt.load`.
+
+    Returns the report of the load.
+
+    Raises what :func:`zarrckpt.load` raises. When all is read, KeyMismatchError where other objects were prepared or
+    registered at the save, or for stateful data loaders on another number of processes.
+    """
+    with restoring(accelerator, strict=strict, dataloaders=dataloaders) as state:
+        return zarrckpt.load(
+            state,
+            url,
+            strict=strict,
+            allow_pickle=allow_pickle,
+            allow_cast=allow_cast,
+            storage_options=storage_options,
+            options=options,
+        )
+
+
+def state_of(accelerator: Accelerator, *, allow_pickle: bool = False) -> dict[str, Any]:
+    """What :func:`save_state` saves, as a state for ``CheckpointManager.step``. To load: :func:`restoring`.
+
+    Made once, after everything is prepared and registered, and passed to each save, which reads it anew and calls the
+    hooks. Makes no request; any one rank may call it. Arguments and errors are those of :func:`save_state`.
+    """
+    state = _filled_parts(accelerator)
+    for name, part in state.items():
+        if not isinstance(part, nn.Module | Optimizer):
+            state[name] = _Read(partial(_state_dict, name, part, allow_pickle))
+    custom = accelerator._custom_objects
+    return state | {
+        "accelerate": _Read(lambda: _own_state(accelerator, allow_pickle)),
+        "custom": {str(i): _custom(f"custom.{i}", part, allow_pickle) for i, part in enumerate(custom)},
+        "hooks": _Read(partial(_files_of_hooks, accelerator)),
+        "loader": {
+            str(i): _Read(partial(_loader_state, f"loader.{i}", loader, allow_pickle))
+            for i, loader in enumerate(accelerator._dataloaders)
+        },
+        "rng": zarrckpt.PerRank(_Read(lambda: _values.random_state(accelerator.device))),
+    }
+
+
+@contextmanager
+def restoring(accelerator: Accelerator, *, strict: bool = True, dataloaders: bool = True) -> Iterator[dict[str, Any]]:
+    """A state to load into; the accelerator takes what was loaded at the end of the ``with`` block. On all ranks.
+
+    .. code-block:: python
+
+        with restoring(accelerator) as state:
+            step = manager.restore(state)
+
+    Models, optimizers, schedulers and the scaler are filled in place; so are registered objects that are modules,
+    optimizers or schedulers, or sharded. Other ones are given what they gave at the save. Where nothing was loaded, or
+    the block raises, nothing is given. A rank whose number was not there at the save keeps its random numbers.
+    Arguments, and errors at the end of the block, are those of :func:`load_state`.
+    """
+    custom = accelerator._custom_objects
+    loaders = accelerator._dataloaders if dataloaders else []
+    state = _filled_parts(accelerator) | {
+        "accelerate": None,
+        "custom": {str(i): {"state": part} if _values.is_filled(part) else None for i, part in enumerate(custom)},
+        "hooks": None,
+        "loader": {
+            str(i): {"iteration": None, "sampler": None, "stateful": zarrckpt.PerRank(new_ranks="keep")}
+            for i, _ in enumerate(loaders)
+        },
+        "rng": zarrckpt.PerRank(new_ranks="keep"),
+    }
+    yield state
+    if (saved := state["accelerate"]) is not None:
+        own = _own_state(accelerator, allow_pickle=True)
+        if strict and saved["kept"] != own["kept"]:
+            raise zarrckpt.KeyMismatchError(
+                f"the checkpoint is of {saved['kept']}, and this accelerator has {own['kept']}: prepare and register "
+                "the same as at the save, or load with strict=False"
+            )
+        accelerator.step = saved["step"]
+        accelerator.project_configuration.iteration = saved["iteration"]
+        for i, loader in enumerate(loaders):
+            _restore_loader(loader, state["loader"][str(i)], saved["processes"], own["processes"])
+    for i, part in enumerate(custom):
+        found = state["custom"][str(i)]
+        if found is not None and found.get("state") is not part:
+            part.load_state_dict(found["state"] if "state" in found else found["whole"][0])
+    if state["hooks"] is not None:
+        _give_to_hooks(accelerator, state["hooks"])
+    if state["rng"].value is not None:
+        _values.set_random_state(accelerator.device, state["rng"].value)
+
+
+class _Read:
+    """What is read anew for each save."""
+
+    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+        self.state_dict = read
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise zarrckpt.UnsupportedValueError("state_of() is to save only: load `with restoring(accelerator) as state`")
+
+
+def _filled_parts(accelerator: Accelerator) -> dict[str, Any]:
+    """What is loaded in place, by the names that Accelerate has for the files: ``optimizer``, ``optimizer_1``, ..."""
+    if accelerator.distributed_type in _HAVE_THEIR_OWN:
+        kind = accelerator.distributed_type.value
+        raise zarrckpt.UnsupportedValueError(f"{kind} has checkpoints of its own: call accelerator.save_state")
+    models, scaler = accelerator._models, accelerator.scaler
+    kinds = {
+        # Several in one module: an optimizer may train parameters of more than one.
+        "model": [nn.ModuleList(models)] if len(models) > 1 else models,
+        "optimizer": [wrapped.optimizer for wrapped in accelerator._optimizers],
+        "scheduler": accelerator._schedulers,
+        "scaler": [] if scaler is None else [scaler],
+    }
+    return {f"{kind}_{i}" if i else kind: part for kind, parts in kinds.items() for i, part in enumerate(parts)}
+
+
+def _own_state(accelerator: Accelerator, allow_pickle: bool) -> dict[str, Any]:
+    """The accelerator's own values. What models and optimizers keep that is no data is refused, too."""
+    if not allow_pickle:
+        _values.refuse_opaque(_values.opaque_beside(accelerator._models, accelerator._optimizers))
+    return {
+        "step": accelerator.step,
+        "iteration": accelerator.save_iteration,
+        "processes": accelerator.num_processes,
+        "kept": {
+            "models": len(accelerator._models),
+            "optimizers": len(accelerator._optimizers),
+            "schedulers": len(accelerator._schedulers),
+            "registered objects": len(accelerator._custom_objects),
+        },
+    }
+
+
+def _state_dict(name: str, part: Any, allow_pickle: bool) -> dict[str, Any]:
+    state: dict[str, Any] = part.state_dict()
+    _values.refuse_opaque(() if allow_pickle else _values.opaque_parts(name, state))
+    return state
+
+
+def _custom(name: str, part: Any, allow_pickle: bool) -> Any:
+    if isinstance(part, nn.Module | Optimizer):
+        return {"state": part}
+
+    def read() -> dict[str, Any]:
+        state = part.state_dict()
+        filled = _values.is_filled(part, state)
+        opaque = [*_values.opaque_parts(name, state, exact=not filled)]
+        if not allow_pickle:
+            _values.refuse_opaque(opaque)
+        # A tuple is kept as one value.
+        return {"whole": (state,)} if opaque and not filled else {"state": state}
+
+    return _Read(read)
+
+
+def _is_stateful(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _loader_state(name: str, loader: Any, allow_pickle: bool) -> dict[str, Any]:
+    sampler = loader.get_sampler()
+    seeded = isinstance(sampler, SeedableRandomSampler)
+    # At the last batch the next one is of the next epoch, though the loader says so only when it is asked for it.
+    at_end = loader.end_of_dataloader and any(x is loader for x in loader.gradient_state.dataloader_references)
+    state: dict[str, Any] = {
+        "iteration": loader.iteration + at_end,
+        "sampler": {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed} if seeded else None,
+    }
+    if _is_stateful(loader):
+        state["stateful"] = zarrckpt.PerRank(_state_dict(name, loader, allow_pickle))
+    return state
+
+
+def _restore_loader(loader: Any, saved: dict[str, Any], processes: int, processes_now: int) -> None:
+    if _is_stateful(loader) and processes != processes_now:
+        raise zarrckpt.KeyMismatchError(
+            f"a stateful data loader's state is of {processes} processes, and these are {processes_now}: load with "
+            "dataloaders=False, and begin the epoch anew or skip batches of a loader that is not stateful"
+        )
+    loader.iteration = saved["iteration"]
+    if saved["sampler"] and isinstance(sampler := loader.get_sampler(), SeedableRandomSampler):
+        sampler.epoch, sampler.initial_seed = saved["sampler"]["epoch"], saved["sampler"]["initial_seed"]
+    if _is_stateful(loader) and saved["stateful"].value is not None:
+        loader.load_state_dict(saved["stateful"].value)
+
+
+def _files_of_hooks(accelerator: Accelerator) -> dict[str, Any]:
+    """Have the hooks write into a folder. Returns the bytes of each file there, by its path."""
+    hooks = [*accelerator._save_model_state_pre_hook.values()]
+    # As Accelerate does: with FSDP they get no weights.
+    models = accelerator._models if hooks and accelerator.distributed_type != DistributedType.FSDP else []
+    weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
+    with TemporaryDirectory() as folder:
+        for hook in hooks:
+            hook(accelerator._models, weights, folder)
+        return _values.files_below(folder)
+
+
+def _give_to_hooks(accelerator: Accelerator, files: Mapping[str, torch.Tensor]) -> None:
+    hooks = [*accelerator._load_model_state_pre_hook.values()]
+    models = [] if accelerator.distributed_type == DistributedType.FSDP else [*accelerator._models]
+    with TemporaryDirectory() as folder:
+        _values.write_files(folder, files)
+        for hook in hooks:
+            hook(models, folder)
