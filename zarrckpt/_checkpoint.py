@@ -272,12 +272,12 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises what :meth:`read` raises, and UnsafeValueError.
         """
-        from zarrckpt._convert.loading import load_state
+        from zarrckpt._convert.loading import load_nested
 
         patterns = () if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
         names = select(self._names, patterns, self.url) if patterns else list(self._names)
         paths = {fqn: self._catalog.root.state_path(fqn) for fqn in names}
-        return load_state(
+        return load_nested(
             self._catalog,
             paths,
             device,

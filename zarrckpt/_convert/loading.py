@@ -16,7 +16,7 @@ from zarrckpt._state.flatten import build
 from zarrckpt._state.tensors import torch_dtype
 
 
-def load_state(
+def load_nested(
     catalog: Catalog,
     paths: Mapping[str, StatePath],
     device: Any,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from zarrckpt._convert.loading import load_state
+from zarrckpt._convert.loading import load_nested
 from zarrckpt._errors import StorageError
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._jobs import Progress
@@ -31,7 +31,7 @@ def export_torch_save(
         refuse_existing([target])
     nodes = [catalog.root.tensors[fqn] for fqn in paths if fqn in catalog.root.tensors]
     with new_files([target]) as (part,), open(part, "wb") as file:
-        state = load_state(
+        state = load_nested(
             catalog,
             paths,
             "cpu",

@@ -23,15 +23,15 @@ def require(distribution: str, first: str, before: str, extra: str) -> None:
         raise ModuleNotFoundError(
             f"zarrckpt.integrations.{extra} needs {distribution}: pip install 'zarrckpt[{extra}]'", name=distribution
         ) from err
-    if not _parts(first) <= _parts(found) < _parts(before) and not os.environ.get(UNTESTED):
+    if not _numbers_of(first) <= _numbers_of(found) < _numbers_of(before) and not os.environ.get(UNTESTED):
         raise ImportError(
-            f"zarrckpt.integrations.{extra} was tested with {distribution} from {first} on, before {before}; {found} is "
-            f"installed. It uses what is not promised to stay: pip install 'zarrckpt[{extra}]' brings a version that "
+            f"zarrckpt.integrations.{extra} was tested with {distribution} from {first} on, before {before}; here is "
+            f"{found}. It uses what is not promised to stay: pip install 'zarrckpt[{extra}]' brings a version that "
             f"was tested, and {UNTESTED}=1 in the environment lets this one pass"
         )
 
 
-def _parts(version: str) -> tuple[int, ...]:
+def _numbers_of(version: str) -> tuple[int, ...]:
     """The numbers with which a version begins: ``"2.6.6rc1"`` is (2, 6, 6)."""
     parts = []
     for part in version.split("+")[0].split("."):
