@@ -1,0 +1,63 @@
+"""What is data, and so is kept without pickle; anything else is named before it is saved."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+import zarrckpt
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
+
+
+def refuse_objects(faults: Iterable[str], advice: str) -> None:
+    """Raise UnsupportedValueError for what is no data, all at once, if there is any."""
+    if faults := sorted(faults):
+        raise zarrckpt.UnsupportedValueError(
+            f"a checkpoint holds data, and this is none: {'; '.join(faults)}. {advice}"
+        )
+
+
+def objects_in(value: Any, name: str) -> Iterator[tuple[str, bool]]:
+    """What is no data below a name: in words, and whether a save would take it apart, since it has a state dict."""
+    if isinstance(value, torch.Tensor) or _is_plain(value):
+        return
+    if isinstance(value, zarrckpt.PerRank):
+        if not isinstance(value.value, Stateful):
+            yield from objects_in(value.value, name)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from objects_in(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list) and any(isinstance(item, torch.Tensor | Mapping | list) for item in value):
+        for place, item in enumerate(value):
+            yield from objects_in(item, f"{name}.{place}")
+    elif (parts := isinstance(value, Stateful)) or not _torch_loads(value):
+        yield f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}", parts
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is kept as it is, with all that is inside: as JSON, or as an array."""
+    if type(value) in _PLAIN:
+        return True
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))
+    if type(value) in (dict, OrderedDict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return (type(value) is np.ndarray or isinstance(value, np.generic)) and not value.dtype.hasobject
+
+
+def _torch_loads(value: Any) -> bool:
+    """Whether torch loads a value without pickle's powers: types and sizes, tuples of tensors."""
+    stream = io.BytesIO()
+    with suppress(Exception):  # no, whatever the error is
+        torch.save(value, stream)
+        stream.seek(0)
+        return type(torch.load(stream, map_location="cpu", weights_only=True)) is type(value)
+    return False

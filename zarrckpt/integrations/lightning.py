@@ -1,0 +1,187 @@
+"""Lightning's checkpoints as Zarr hierarchies: Trainer and Fabric on one device, with DDP, FSDP2, TP and FSDP1.
+
+Sharded strategies put the model and the optimizers into the state as they are, so any mesh loads them. What Lightning
+keeps beside them (loops, callbacks, schedulers, hyperparameters) has Lightning's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from zarrckpt.integrations import _framework
+
+_framework.require("lightning", "2.6", "2.7", "lightning")
+
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy  # noqa: E402
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+from zarrckpt.integrations._lightning_io import OPTIMIZER, ROOT, Sharded, ZarrCheckpointIO, numbers_of  # noqa: E402
+
+__all__ = [
+    "ZarrCheckpointIO",
+    "ZarrFSDPStrategy",
+    "ZarrFabricFSDPStrategy",
+    "ZarrFabricModelParallelStrategy",
+    "ZarrModelCheckpoint",
+    "ZarrModelParallelStrategy",
+]
+
+
+class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
+    """Lightning's ModelCheckpoint, for folders in object stores: ``fit(ckpt_path="last")`` finds checkpoints there.
+
+    Lightning's own forgets that they were at ``s3://``, and begins anew. This one also passes over checkpoints whose
+    save was broken off, in any folder. The arguments are the same.
+    """
+
+    def file_exists(self, filepath: Any, trainer: Any) -> bool:
+        """Whether a checkpoint is there; fsspec's listings do not know what zarrckpt has written since."""
+        self._fs.invalidate_cache()
+        return str(filepath) in self.best_k_models or super().file_exists(filepath, trainer)
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        self._fs.invalidate_cache()
+        found = super()._find_last_checkpoints(trainer)
+        committed = {path for path in found if self._fs.exists(f"{path}{ROOT}")}
+        if isinstance(self._fs, LocalFileSystem):
+            return committed
+        # Lightning asks when each was modified, which stores know of objects only.
+        return {f"{self._fs.unstrip_protocol(path)}{ROOT}" for path in committed}
+
+
+class _TrainerSharded(Sharded):
+    """Of the Trainer's strategies."""
+
+    model: Any
+    optimizers: list[Optimizer]
+    lightning_module: Any
+    _dumped: dict[str, Any]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state dict, sharded: nothing is gathered or copied. Collective with FSDP1."""
+        self._dumped = get_model_state_dict(self.model)
+        return dict(self._dumped)
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        """The optimizer itself, which the save takes apart."""
+        return getattr(optimizer, "_optimizer", optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | PurePath, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save what Lightning has put together; every rank calls. Raises what :func:`zarrckpt.save` does."""
+        metadata, dumped = numbers_of(checkpoint), self.__dict__.pop("_dumped", {})
+        weights, optimizers = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+        if weights.keys() == dumped.keys() and all(value is dumped[name] for name, value in weights.items()):
+            weights = self.model  # with it zarrckpt knows the names of the optimizers' parameters
+        else:  # a hook has changed what is to be saved
+            optimizers = [get_optimizer_state_dict(self.model, optimizer) for optimizer in optimizers]
+        objects = {"state_dict": weights} | {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
+        self._save(objects, checkpoint, filepath, metadata, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | PurePath, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the model, when fitting the optimizers, and return the rest; every rank calls."""
+        url, found = self._contents(checkpoint_path)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers: dict[str, Any] = {f"optimizer_{i}": one for i, one in enumerate(self.optimizers if fitting else [])}
+        rest = {key: None for key in found.keys if not OPTIMIZER.fullmatch(key)}
+        del rest["state_dict"]
+        if "optimizer_states" in rest:
+            del rest["optimizer_states"]
+            if optimizers:  # of one device or DDP: parameters have numbers, as they have without the module
+                self._load({"optimizer_states": [*optimizers.values()]}, url, weights_only)
+                optimizers = {}
+        if not self.lightning_module.strict_loading:
+            if optimizers:
+                self._load({"state_dict": self.model, **optimizers}, url, weights_only, keys=[*optimizers])
+            optimizers = {}
+        state = {**rest, "state_dict": self.model, **optimizers}
+        self._load(state, url, weights_only, strict=self.lightning_module.strict_loading)
+        return {key: state[key] for key in rest}
+
+    def teardown(self) -> None:
+        """Wait for the save in the background, too, and raise its errors."""
+        try:
+            self.checkpoint_io.teardown()
+        finally:
+            super().teardown()  # type: ignore[misc]
+
+
+class ZarrModelParallelStrategy(_TrainerSharded, ModelParallelStrategy):  # type: ignore[misc]
+    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism), with checkpoints as Zarr.
+
+    The arguments are the same; ``save_distributed_checkpoint`` means nothing here. Settings come with
+    ``Trainer(strategy=ZarrModelParallelStrategy(), plugins=[ZarrCheckpointIO(background=True)])``.
+    """
+
+
+class ZarrFSDPStrategy(_TrainerSharded, FSDPStrategy):  # type: ignore[misc]
+    """Lightning's FSDPStrategy (FSDP1), with checkpoints as Zarr; as :class:`ZarrModelParallelStrategy`.
+
+    The arguments are the same; ``state_dict_type`` means nothing here.
+    """
+
+
+class _FabricSharded(Sharded):
+    """Of Fabric's strategies."""
+
+    def save_checkpoint(
+        self,
+        path: str | PurePath,
+        state: dict[str, Any],
+        storage_options: Mapping[str, Any] | None = None,
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save a state, as ``Fabric.save`` calls it on every rank. A ``filter`` is refused, as Lightning does."""
+        if filter:
+            raise NotImplementedError(f"{type(self).__name__} saves whole models: leave out filter=")
+        objects = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module | Optimizer)}
+        plain = {key: value for key, value in state.items() if key not in objects}
+        rest = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in plain.items()}
+        self._save(objects, rest, path, {}, storage_options)
+
+    def load_checkpoint(
+        self,
+        path: str | PurePath,
+        state: dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load into a state, in place, and return the rest, as ``Fabric.load`` calls it on every rank.
+
+        The rest has no models and optimizers. Raises NotImplementedError for ``Fabric.load_raw``.
+        """
+        if not isinstance(state, dict) or not state:
+            raise NotImplementedError(f"{type(self).__name__} loads into a dict such as {{'model': model}}")
+        url, found = self._contents(path)
+        numbered = {key: state[key] for key in found.numbered if isinstance(state.get(key), Optimizer)}
+        rest = {key: None for key in found.keys if key not in state and key not in found.objects}
+        target = {key: value for key, value in state.items() if key not in numbered} | rest
+        if numbered:
+            self._load(numbered, url, weights_only)
+        self._load(target, url, weights_only, strict)
+        state.update({key: target[key] for key in state if key not in numbered})
+        return {key: target[key] for key in rest}
+
+
+class ZarrFabricModelParallelStrategy(_FabricSharded, FabricModelParallelStrategy):  # type: ignore[misc]
+    """Fabric's ModelParallelStrategy (FSDP2, tensor parallelism), with checkpoints as Zarr.
+
+    The arguments are the same; ``save_distributed_checkpoint`` means nothing here. Settings come with
+    ``Fabric(strategy=ZarrFabricModelParallelStrategy(...), plugins=[ZarrCheckpointIO(background=True)])``.
+    """
+
+
+class ZarrFabricFSDPStrategy(_FabricSharded, FabricFSDPStrategy):  # type: ignore[misc]
+    """Fabric's FSDPStrategy (FSDP1), with checkpoints as Zarr; as :class:`ZarrFabricModelParallelStrategy`."""
