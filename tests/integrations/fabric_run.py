@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from zarrckpt.integrations import lightning as plugin
 
@@ -32,12 +32,16 @@ def set_up(strategy: str, seed: int, *, background: bool = False) -> tuple[Fabri
             data_parallel_size=world,
             tensor_parallel_size=1,
         )
+    if strategy == "fsdp1":
+        chosen = plugin.ZarrFabricFSDPStrategy()
     plugins = [plugin.ZarrCheckpointIO(background=background)]
     fabric = Fabric(accelerator="cpu", devices=world, strategy=chosen, plugins=plugins)
     fabric.launch()
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 3))
-    if strategy == "fsdp2":
+    if strategy == "fsdp1":  # by hand: Lightning itself wraps on GPUs only
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    if strategy != "ddp":
         module = fabric.setup_module(model)
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=1e-2))
     else:
@@ -56,7 +60,7 @@ def taken(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
 def save_with_fabric(strategy: str, url: str) -> dict[str, Any]:
     fabric, module, optimizer, scheduler = set_up(strategy, 1, background=True)
     for step in range(3):
-        module(torch.full((4, 8), float(step))).square().mean().backward()
+        fabric.backward(module(torch.full((4, 8), float(step))).square().mean())
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

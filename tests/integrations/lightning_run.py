@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zarrckpt
 from zarrckpt.integrations import lightning as plugin
@@ -41,7 +42,7 @@ class Run:
     folder: str
     """Of the checkpoints."""
     strategy: str = "auto"
-    """``auto``, ``ddp``, ``fsdp2`` or ``fsdp1``."""
+    """``auto``, ``ddp``, ``fsdp2``, ``fsdp1`` or ``tp``."""
     epochs: int = 4
     resume: str | None = None
     world: int = 1
@@ -75,7 +76,10 @@ class Tiny(LightningModule):
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 3, bias=False))
         if self.strategy == "fsdp2":
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-        if self.strategy == "fsdp1":
+        if self.strategy == "tp":
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+        if self.strategy == "fsdp1":  # by hand: Lightning itself wraps on GPUs only
             self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), use_orig_params=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -150,15 +154,15 @@ def saved_state(url: str, options: dict[str, Any] | None = None) -> dict[str, An
 def strategy_of(run: Run) -> Any:
     if run.strategy == "fsdp2":
         return plugin.ZarrModelParallelStrategy(data_parallel_size=run.world, tensor_parallel_size=1)
+    if run.strategy == "tp":
+        return plugin.ZarrModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=run.world)
     return plugin.ZarrFSDPStrategy() if run.strategy == "fsdp1" else run.strategy
 
 
 def train(run: Run) -> dict[str, Any]:
     """One fit. Returns what the tests look at."""
     torch.manual_seed(0)
-    checkpoints = plugin.ZarrModelCheckpoint(
-        run.folder, save_top_k=run.top_k, monitor="val_loss", save_last=True
-    )
+    checkpoints = plugin.ZarrModelCheckpoint(run.folder, save_top_k=run.top_k, monitor="val_loss", save_last=True)
     watch, stopping = Watch(run), EarlyStopping("val_loss", patience=50)
     trainer = Trainer(
         accelerator="cpu",
@@ -173,7 +177,7 @@ def train(run: Run) -> dict[str, Any]:
         num_sanity_val_steps=0,
         log_every_n_steps=1,
     )
-    loader = torch.utils.data.DataLoader(DATA, batch_size=8 // run.world)
+    loader = torch.utils.data.DataLoader(DATA, batch_size=8 // (1 if run.strategy == "tp" else run.world))
     module = Tiny(run.strategy, run.hyperparameters, run.leave_out)
     trainer.fit(module, loader, loader, ckpt_path=run.resume)
     return {

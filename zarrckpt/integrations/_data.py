@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -10,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
 
 import zarrckpt
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
+_KEPT = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 
 
 def refuse_objects(faults: Iterable[str], advice: str) -> None:
@@ -27,10 +27,10 @@ def refuse_objects(faults: Iterable[str], advice: str) -> None:
 
 def objects_in(value: Any, name: str) -> Iterator[tuple[str, bool]]:
     """What is no data below a name: in words, and whether a save would take it apart, since it has a state dict."""
-    if isinstance(value, torch.Tensor) or _is_plain(value):
+    if isinstance(value, torch.Tensor) or _is_kept(value):
         return
     if isinstance(value, zarrckpt.PerRank):
-        if not isinstance(value.value, Stateful):
+        if not has_state(value.value):
             yield from objects_in(value.value, name)
     elif isinstance(value, Mapping):
         for key, item in value.items():
@@ -38,18 +38,18 @@ def objects_in(value: Any, name: str) -> Iterator[tuple[str, bool]]:
     elif isinstance(value, list) and any(isinstance(item, torch.Tensor | Mapping | list) for item in value):
         for place, item in enumerate(value):
             yield from objects_in(item, f"{name}.{place}")
-    elif (parts := isinstance(value, Stateful)) or not _torch_loads(value):
+    elif (parts := has_state(value)) or not _torch_loads(value):
         yield f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}", parts
 
 
-def _is_plain(value: Any) -> bool:
+def _is_kept(value: Any) -> bool:
     """Whether a value is kept as it is, with all that is inside: as JSON, or as an array."""
-    if type(value) in _PLAIN:
+    if type(value) in _KEPT:
         return True
     if type(value) in (list, tuple, set, frozenset):
-        return all(map(_is_plain, value))
+        return all(map(_is_kept, value))
     if type(value) in (dict, OrderedDict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+        return all(map(_is_kept, value)) and all(map(_is_kept, value.values()))
     return (type(value) is np.ndarray or isinstance(value, np.generic)) and not value.dtype.hasobject
 
 
@@ -61,3 +61,19 @@ def _torch_loads(value: Any) -> bool:
         stream.seek(0)
         return type(torch.load(stream, map_location="cpu", weights_only=True)) is type(value)
     return False
+
+
+def has_state(value: Any) -> bool:
+    """Whether a value has a state dict, and takes it back."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def with_plain_parameters(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint of Lightning in which hyperparameters of OmegaConf are dicts, and their type its name."""
+    kind = checkpoint.get("hparams_type")
+    if not isinstance(kind, type) or not kind.__module__.startswith("omegaconf."):
+        return checkpoint
+    of_omegaconf = sys.modules["omegaconf"].OmegaConf
+    configs = {key: value for key, value in checkpoint.items() if of_omegaconf.is_config(value)}
+    plain = {key: of_omegaconf.to_container(value) for key, value in configs.items()}
+    return {**checkpoint, **plain, "hparams_type": f"{kind.__module__}.{kind.__qualname__}"}

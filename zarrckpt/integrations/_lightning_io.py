@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 import zarrckpt
 from zarrckpt._errors import log
-from zarrckpt.integrations._data import objects_in, refuse_objects
+from zarrckpt.integrations._data import objects_in, refuse_objects, with_plain_parameters
 
 ROOT = "/zarr.json"
 """What follows a checkpoint's url in that of its root document."""
@@ -69,8 +67,9 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self, checkpoint: dict[str, Any], path: str | PurePath, storage_options: Mapping[str, Any] | None = None
     ) -> None:
         """Save a checkpoint. Called on rank 0 alone. Raises what :func:`zarrckpt.save` does."""
+        checkpoint = with_plain_parameters(checkpoint)
         refuse_objects(self.faults(checkpoint), _ADVICE)
-        self.save(checkpoint, _url_of(path), numbers_of(checkpoint), no_dist=True, storage_options=storage_options)
+        self.save(checkpoint, _url_of(path), place_in_run(checkpoint), no_dist=True, storage_options=storage_options)
 
     def load_checkpoint(
         self, path: str | PurePath, map_location: Any = None, weights_only: bool | None = None
@@ -100,12 +99,12 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """
         url, future = _url_of(path), self._future
         if future is None:
-            _remove(url, self.storage_options)
+            _remove_or_log(url, self.storage_options)
             return
 
         def remove_when_committed() -> None:
             if future.exception() is None:
-                _remove(url, self.storage_options)
+                _remove_or_log(url, self.storage_options)
 
         self._removals.append(threading.Thread(target=remove_when_committed, name="zarrckpt-remove"))
         self._removals[-1].start()
@@ -245,13 +244,13 @@ def _url_of(path: str | PurePath) -> str:
     return url.removesuffix(ROOT)
 
 
-def numbers_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def place_in_run(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """What of a Trainer's checkpoint is to be seen without loading it."""
     names = {"global_step": "step", "epoch": "epoch"}
     return {name: checkpoint[key] for key, name in names.items() if type(checkpoint.get(key)) is int}
 
 
-def _remove(url: str, storage_options: Mapping[str, Any] | None) -> None:
+def _remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> None:
     try:
         zarrckpt.remove(url, storage_options=storage_options)
     except zarrckpt.CheckpointNotFoundError:
@@ -286,7 +285,8 @@ def _parts_in(rest: Mapping[str, Any]) -> dict[str, Any]:
     def shared(value: Any) -> bool:
         if isinstance(value, Mapping | list):
             return any(map(shared, value.values() if isinstance(value, Mapping) else value))
-        return isinstance(value, zarrckpt.PerRank | DTensor | ShardedTensor)
+        sharded = isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
+        return sharded or isinstance(value, zarrckpt.PerRank)
 
     return {
         key: _parts_in(value) if isinstance(value, Mapping) else value for key, value in rest.items() if shared(value)

@@ -11,9 +11,6 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-from fsspec.implementations.local import LocalFileSystem
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from zarrckpt.integrations import _framework
@@ -26,7 +23,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
-from zarrckpt.integrations._lightning_io import OPTIMIZER, ROOT, Sharded, ZarrCheckpointIO, numbers_of  # noqa: E402
+from zarrckpt.integrations._data import has_state, with_plain_parameters  # noqa: E402
+from zarrckpt.integrations._lightning_io import (  # noqa: E402
+    OPTIMIZER,
+    ROOT,
+    Sharded,
+    ZarrCheckpointIO,
+    place_in_run,
+)
 
 __all__ = [
     "ZarrCheckpointIO",
@@ -54,7 +58,7 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         self._fs.invalidate_cache()
         found = super()._find_last_checkpoints(trainer)
         committed = {path for path in found if self._fs.exists(f"{path}{ROOT}")}
-        if isinstance(self._fs, LocalFileSystem):
+        if getattr(self._fs, "local_file", False):
             return committed
         # Lightning asks when each was modified, which stores know of objects only.
         return {f"{self._fs.unstrip_protocol(path)}{ROOT}" for path in committed}
@@ -70,6 +74,8 @@ class _TrainerSharded(Sharded):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state dict, sharded: nothing is gathered or copied. Collective with FSDP1."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
         self._dumped = get_model_state_dict(self.model)
         return dict(self._dumped)
 
@@ -81,14 +87,16 @@ class _TrainerSharded(Sharded):
         self, checkpoint: dict[str, Any], filepath: str | PurePath, storage_options: Mapping[str, Any] | None = None
     ) -> None:
         """Save what Lightning has put together; every rank calls. Raises what :func:`zarrckpt.save` does."""
-        metadata, dumped = numbers_of(checkpoint), self.__dict__.pop("_dumped", {})
+        metadata, dumped = place_in_run(checkpoint), self.__dict__.pop("_dumped", {})
         weights, optimizers = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         if weights.keys() == dumped.keys() and all(value is dumped[name] for name, value in weights.items()):
             weights = self.model  # with it zarrckpt knows the names of the optimizers' parameters
         else:  # a hook has changed what is to be saved
+            from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
             optimizers = [get_optimizer_state_dict(self.model, optimizer) for optimizer in optimizers]
         objects = {"state_dict": weights} | {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-        self._save(objects, checkpoint, filepath, metadata, storage_options)
+        self._save(objects, with_plain_parameters(checkpoint), filepath, metadata, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | PurePath, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the model, when fitting the optimizers, and return the rest; every rank calls."""
@@ -148,7 +156,7 @@ class _FabricSharded(Sharded):
             raise NotImplementedError(f"{type(self).__name__} saves whole models: leave out filter=")
         objects = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module | Optimizer)}
         plain = {key: value for key, value in state.items() if key not in objects}
-        rest = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in plain.items()}
+        rest = {key: value.state_dict() if has_state(value) else value for key, value in plain.items()}
         self._save(objects, rest, path, {}, storage_options)
 
     def load_checkpoint(
