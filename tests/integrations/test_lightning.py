@@ -124,6 +124,12 @@ def test_one_strategy_goes_on_where_another_was(one: str, worlds: tuple[int, int
         assert [*result["losses"]] == [*range(9, 17)] and result["seen"] == 16
 
 
+def test_fsdp1_refuses_optimizers_of_ddp_and_takes_none_of_its_parts(tmp_path: Path) -> None:
+    fit(2, folder=str(tmp_path), strategy="ddp", epochs=1)
+    fields = {"folder": str(tmp_path), "strategy": "fsdp1", "resume": "last"}
+    assert "FSDP2" in all_ranks_raise(zarrckpt.UnsupportedLayoutError, train_on_ranks, fields, world_size=2)
+
+
 def test_hyperparameters_that_are_no_data_are_named_when_saved(tmp_path: Path) -> None:
     """On all ranks, at the first save, and nothing is written. Pickles are only written where they are asked for."""
     hyperparameters = {"width": 16, "path": Path("data"), "nested": {"loss": torch.nn.MSELoss()}}

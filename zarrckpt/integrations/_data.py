@@ -14,7 +14,7 @@ import torch
 
 import zarrckpt
 
-_KEPT = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
+_KEPT = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, io.BytesIO})
 
 
 def refuse_objects(faults: Iterable[str], advice: str) -> None:
@@ -61,6 +61,17 @@ def _torch_loads(value: Any) -> bool:
         stream.seek(0)
         return type(torch.load(stream, map_location="cpu", weights_only=True)) is type(value)
     return False
+
+
+def loose_parts(value: Any) -> Any:
+    """What a model or an optimizer brings beside its tensors, of all kinds. Not collective."""
+    if isinstance(value, torch.optim.Optimizer):
+        return value.state_dict()
+    if not isinstance(value, torch.nn.Module):
+        return value
+    extra = torch.nn.Module.get_extra_state
+    modules = {name: one for name, one in value.named_modules() if type(one).get_extra_state is not extra}
+    return {name: one.get_extra_state() for name, one in modules.items()}
 
 
 def has_state(value: Any) -> bool:

@@ -13,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 import zarrckpt
 from zarrckpt._errors import log
-from zarrckpt.integrations._data import objects_in, refuse_objects, with_plain_parameters
+from zarrckpt.integrations._data import loose_parts, objects_in, refuse_objects, with_plain_parameters
 
 ROOT = "/zarr.json"
 """What follows a checkpoint's url in that of its root document."""
@@ -137,20 +137,11 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """Save a state with these settings, after the save in the background if there is one; for the strategies."""
         self.wait()
         own = {**(self.storage_options or {}), **(storage_options or {})} or None
-        if self.background:
-            self._future = zarrckpt.async_save(
-                state,
-                url,
-                overwrite=True,
-                metadata=metadata,
-                no_dist=no_dist,
-                storage_options=own,
-                options=self.options,
-            )
-            return
-        zarrckpt.save(
+        call = zarrckpt.async_save if self.background else zarrckpt.save
+        made = call(
             state, url, overwrite=True, metadata=metadata, no_dist=no_dist, storage_options=own, options=self.options
         )
+        self._future = made if isinstance(made, zarrckpt.SaveFuture) else None
 
     def faults(self, state: Mapping[str, Any]) -> list[str]:
         """What in a state is no data, by name, as far as these settings refuse it."""
@@ -172,6 +163,8 @@ class Sharded:
 
     broadcast: Callable[[Any], Any]
     is_global_zero: bool
+    takes_numbers = True
+    """Whether optimizers load by the numbers of their parameters. Those of FSDP1 are flat: each rank has other ones."""
     _checkpoint_io: ZarrCheckpointIO | None
 
     @property
@@ -196,7 +189,8 @@ class Sharded:
         storage_options: Mapping[str, Any] | None,
     ) -> None:
         """Save objects of which each rank has a part, and the rest as rank 0 has it."""
-        faults = self.checkpoint_io.faults(rest) if self.is_global_zero else []
+        parts = {key: loose_parts(value) for key, value in objects.items()} if self.is_global_zero else {}
+        faults = self.checkpoint_io.faults({**rest, **parts}) if self.is_global_zero else []
         url, faults = self.broadcast((_url_of(path), faults))
         refuse_objects(faults, _ADVICE)
         rest = rest if self.is_global_zero else _parts_in(rest)
@@ -235,6 +229,15 @@ class Sharded:
             allow_pickle=own.allow_pickle and not weights_only,
             storage_options=own.storage_options,
         )
+
+    def _load_numbered(self, state: dict[str, Any], url: str, weights_only: bool | None) -> None:
+        """Load optimizers that were saved on one device or by DDP: without the module, parameters have numbers."""
+        if not self.takes_numbers:
+            raise zarrckpt.UnsupportedLayoutError(
+                f"{url} was saved on one device or by DDP: the optimizer's parameters have numbers there, and FSDP1 "
+                "needs their names. FSDP2 (ModelParallelStrategy) loads it"
+            )
+        self._load(state, url, weights_only)
 
 
 def _url_of(path: str | PurePath) -> str:

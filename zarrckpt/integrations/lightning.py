@@ -104,11 +104,11 @@ class _TrainerSharded(Sharded):
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers: dict[str, Any] = {f"optimizer_{i}": one for i, one in enumerate(self.optimizers if fitting else [])}
         rest = {key: None for key in found.keys if not OPTIMIZER.fullmatch(key)}
-        del rest["state_dict"]
+        rest.pop("state_dict", None)
         if "optimizer_states" in rest:
             del rest["optimizer_states"]
-            if optimizers:  # of one device or DDP: parameters have numbers, as they have without the module
-                self._load({"optimizer_states": [*optimizers.values()]}, url, weights_only)
+            if optimizers:
+                self._load_numbered({"optimizer_states": [*optimizers.values()]}, url, weights_only)
                 optimizers = {}
         if not self.lightning_module.strict_loading:
             if optimizers:
@@ -137,8 +137,11 @@ class ZarrModelParallelStrategy(_TrainerSharded, ModelParallelStrategy):  # type
 class ZarrFSDPStrategy(_TrainerSharded, FSDPStrategy):  # type: ignore[misc]
     """Lightning's FSDPStrategy (FSDP1), with checkpoints as Zarr; as :class:`ZarrModelParallelStrategy`.
 
-    The arguments are the same; ``state_dict_type`` means nothing here.
+    The arguments are the same; ``state_dict_type`` means nothing here. It does not go on with optimizers that one
+    device or DDP has saved: UnsupportedLayoutError.
     """
+
+    takes_numbers = False
 
 
 class _FabricSharded(Sharded):
@@ -177,7 +180,7 @@ class _FabricSharded(Sharded):
         rest = {key: None for key in found.keys if key not in state and key not in found.objects}
         target = {key: value for key, value in state.items() if key not in numbered} | rest
         if numbered:
-            self._load(numbered, url, weights_only)
+            self._load_numbered(numbered, url, weights_only)
         self._load(target, url, weights_only, strict)
         state.update({key: target[key] for key in state if key not in numbered})
         return {key: target[key] for key in rest}
@@ -192,4 +195,9 @@ class ZarrFabricModelParallelStrategy(_FabricSharded, FabricModelParallelStrateg
 
 
 class ZarrFabricFSDPStrategy(_FabricSharded, FabricFSDPStrategy):  # type: ignore[misc]
-    """Fabric's FSDPStrategy (FSDP1), with checkpoints as Zarr; as :class:`ZarrFabricModelParallelStrategy`."""
+    """Fabric's FSDPStrategy (FSDP1), with checkpoints as Zarr; as :class:`ZarrFabricModelParallelStrategy`.
+
+    It does not load optimizers that one device or DDP has saved: UnsupportedLayoutError.
+    """
+
+    takes_numbers = False
