@@ -24,7 +24,9 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 class Model(LightningModule):  # type: ignore[misc]
     """A small network, sharded where there are several processes."""
 
-    net: Any = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = None
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -58,7 +60,8 @@ def train(url: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = torch.utils.data.DataLoader(torch.randn(256, 16), batch_size=32)
+    rows: Any = torch.randn(256, 16)
+    data: Any = torch.utils.data.DataLoader(rows, batch_size=32)
     trainer.fit(Model(), data, data, ckpt_path="last")
     if trainer.is_global_zero:
         print(f"The run has ended after epoch {trainer.current_epoch}; the best is {checkpoints.best_model_path}")

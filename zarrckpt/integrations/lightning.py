@@ -50,18 +50,24 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     """
 
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
-        """Whether a checkpoint is there; fsspec's listings do not know what zarrckpt has written since."""
-        self._fs.invalidate_cache()
-        return str(filepath) in self.best_k_models or super().file_exists(filepath, trainer)
+        """Whether a name is taken, as rank 0 sees it: by a checkpoint, not by a save that was broken off."""
+        if str(filepath) in self.best_k_models:  # it may be in the background
+            return True
+        taken = trainer.is_global_zero and self._is_checkpoint(str(filepath))
+        return bool(trainer.strategy.reduce_boolean_decision(taken, all=False))
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         self._fs.invalidate_cache()
-        found = super()._find_last_checkpoints(trainer)
-        committed = {path for path in found if self._fs.exists(f"{path}{ROOT}")}
+        found = {path for path in super()._find_last_checkpoints(trainer) if self._is_checkpoint(path)}
         if getattr(self._fs, "local_file", False):
-            return committed
+            return found
         # Lightning asks when each was modified, which stores know of objects only.
-        return {f"{self._fs.unstrip_protocol(path)}{ROOT}" for path in committed}
+        return {f"{self._fs.unstrip_protocol(path)}{ROOT}" for path in found}
+
+    def _is_checkpoint(self, path: str) -> bool:
+        """Whether one is committed there; or a file of torch, of which a load says that it is no checkpoint."""
+        self._fs.invalidate_cache()  # fsspec does not know what zarrckpt has written since
+        return bool(self._fs.exists(f"{path}{ROOT}") or self._fs.isfile(path))
 
 
 class _TrainerSharded(Sharded):
