@@ -79,8 +79,6 @@ class Tiny(LightningModule):
         if self.strategy == "tp":
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
-        if self.strategy == "fsdp1":  # by hand: Lightning itself wraps on GPUs only
-            self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), use_orig_params=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         for name in [*checkpoint["state_dict"]]:
@@ -96,6 +94,20 @@ class Tiny(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-2)
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3], gamma=0.5)]
+
+
+class OnCpu(plugin.ZarrFSDPStrategy):
+    """Wraps the module as Lightning does, but for the device: torch takes the CPU only where it is named."""
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return FullyShardedDataParallel(
+            module=model,
+            cpu_offload=self.cpu_offload,
+            mixed_precision=self.mixed_precision_config,
+            sharding_strategy=self.sharding_strategy,
+            device_id=torch.device("cpu"),
+            **self.kwargs,
+        )
 
 
 class Watch(Callback):
@@ -156,7 +168,7 @@ def strategy_of(run: Run) -> Any:
         return plugin.ZarrModelParallelStrategy(data_parallel_size=run.world, tensor_parallel_size=1)
     if run.strategy == "tp":
         return plugin.ZarrModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=run.world)
-    return plugin.ZarrFSDPStrategy() if run.strategy == "fsdp1" else run.strategy
+    return OnCpu() if run.strategy == "fsdp1" else run.strategy
 
 
 def train(run: Run) -> dict[str, Any]:
