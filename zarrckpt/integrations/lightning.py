@@ -1,0 +1,209 @@
+"""Lightning's checkpoints as Zarr hierarchies: Trainer and Fabric on one device, with DDP, FSDP2, TP and FSDP1.
+
+Sharded strategies put the model and the optimizers into the state as they are, so any mesh loads them. What Lightning
+keeps beside them (loops, callbacks, schedulers, hyperparameters) has Lightning's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zarrckpt.integrations import _framework
+
+_framework.require("lightning", "2.6", "2.7", "lightning")
+
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy  # noqa: E402
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+from zarrckpt.integrations._data import has_state, with_plain_parameters  # noqa: E402
+from zarrckpt.integrations._lightning_io import (  # noqa: E402
+    OPTIMIZER,
+    ROOT,
+    Sharded,
+    ZarrCheckpointIO,
+    place_in_run,
+)
+
+__all__ = [
+    "ZarrCheckpointIO",
+    "ZarrFSDPStrategy",
+    "ZarrFabricFSDPStrategy",
+    "ZarrFabricModelParallelStrategy",
+    "ZarrModelCheckpoint",
+    "ZarrModelParallelStrategy",
+]
+
+
+class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
+    """Lightning's ModelCheckpoint, for folders in object stores: ``fit(ckpt_path="last")`` finds checkpoints there.
+
+    Lightning's own forgets that they were at ``s3://``, and begins anew. This one also passes over checkpoints whose
+    save was broken off, in any folder. The arguments are the same.
+    """
+
+    def file_exists(self, filepath: Any, trainer: Any) -> bool:
+        """Whether a name is taken, as rank 0 sees it: by a checkpoint, not by a save that was broken off."""
+        if str(filepath) in self.best_k_models:  # it may be in the background
+            return True
+        taken = trainer.is_global_zero and self._is_checkpoint(str(filepath))
+        return bool(trainer.strategy.reduce_boolean_decision(taken, all=False))
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        self._fs.invalidate_cache()
+        found = {path for path in super()._find_last_checkpoints(trainer) if self._is_checkpoint(path)}
+        if getattr(self._fs, "local_file", False):
+            return found
+        # Lightning asks when each was modified, which stores know of objects only.
+        return {f"{self._fs.unstrip_protocol(path)}{ROOT}" for path in found}
+
+    def _is_checkpoint(self, path: str) -> bool:
+        """Whether one is committed there; or a file of torch, of which a load says that it is no checkpoint."""
+        self._fs.invalidate_cache()  # fsspec does not know what zarrckpt has written since
+        return bool(self._fs.exists(f"{path}{ROOT}") or self._fs.isfile(path))
+
+
+class _TrainerSharded(Sharded):
+    """Of the Trainer's strategies."""
+
+    model: Any
+    optimizers: list[Optimizer]
+    lightning_module: Any
+    _dumped: dict[str, Any]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state dict, sharded: nothing is gathered or copied. Collective with FSDP1."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        self._dumped = get_model_state_dict(self.model)
+        return dict(self._dumped)
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        """The optimizer itself, which the save takes apart."""
+        return getattr(optimizer, "_optimizer", optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | PurePath, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save what Lightning has put together; every rank calls. Raises what :func:`zarrckpt.save` does."""
+        metadata, dumped = place_in_run(checkpoint), self.__dict__.pop("_dumped", {})
+        weights, optimizers = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+        if weights.keys() == dumped.keys() and all(value is dumped[name] for name, value in weights.items()):
+            weights = self.model  # with it zarrckpt knows the names of the optimizers' parameters
+        else:  # a hook has changed what is to be saved
+            from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+            optimizers = [get_optimizer_state_dict(self.model, optimizer) for optimizer in optimizers]
+        objects = {"state_dict": weights} | {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
+        self._save(objects, with_plain_parameters(checkpoint), filepath, metadata, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | PurePath, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the model, when fitting the optimizers, and return the rest; every rank calls."""
+        url, found = self._contents(checkpoint_path)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers: dict[str, Any] = {f"optimizer_{i}": one for i, one in enumerate(self.optimizers if fitting else [])}
+        rest = {key: None for key in found.keys if not OPTIMIZER.fullmatch(key)}
+        rest.pop("state_dict", None)
+        if "optimizer_states" in rest:
+            del rest["optimizer_states"]
+            if optimizers:
+                self._load_numbered({"optimizer_states": [*optimizers.values()]}, url, weights_only)
+                optimizers = {}
+        if not self.lightning_module.strict_loading:
+            if optimizers:
+                self._load({"state_dict": self.model, **optimizers}, url, weights_only, keys=[*optimizers])
+            optimizers = {}
+        state = {**rest, "state_dict": self.model, **optimizers}
+        self._load(state, url, weights_only, strict=self.lightning_module.strict_loading)
+        return {key: state[key] for key in rest}
+
+    def teardown(self) -> None:
+        """Wait for the save in the background, too, and raise its errors."""
+        try:
+            self.checkpoint_io.teardown()
+        finally:
+            super().teardown()  # type: ignore[misc]
+
+
+class ZarrModelParallelStrategy(_TrainerSharded, ModelParallelStrategy):  # type: ignore[misc]
+    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism), with checkpoints as Zarr.
+
+    The arguments are the same; ``save_distributed_checkpoint`` means nothing here. Settings come with
+    ``Trainer(strategy=ZarrModelParallelStrategy(), plugins=[ZarrCheckpointIO(background=True)])``.
+    """
+
+
+class ZarrFSDPStrategy(_TrainerSharded, FSDPStrategy):  # type: ignore[misc]
+    """Lightning's FSDPStrategy (FSDP1), with checkpoints as Zarr; as :class:`ZarrModelParallelStrategy`.
+
+    The arguments are the same; ``state_dict_type`` means nothing here. It does not go on with optimizers that one
+    device or DDP has saved: UnsupportedLayoutError.
+    """
+
+    takes_numbers = False
+
+
+class _FabricSharded(Sharded):
+    """Of Fabric's strategies."""
+
+    def save_checkpoint(
+        self,
+        path: str | PurePath,
+        state: dict[str, Any],
+        storage_options: Mapping[str, Any] | None = None,
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save a state, as ``Fabric.save`` calls it on every rank. A ``filter`` is refused, as Lightning does."""
+        if filter:
+            raise NotImplementedError(f"{type(self).__name__} saves whole models: leave out filter=")
+        objects = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module | Optimizer)}
+        plain = {key: value for key, value in state.items() if key not in objects}
+        rest = {key: value.state_dict() if has_state(value) else value for key, value in plain.items()}
+        self._save(objects, rest, path, {}, storage_options)
+
+    def load_checkpoint(
+        self,
+        path: str | PurePath,
+        state: dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load into a state, in place, and return the rest, as ``Fabric.load`` calls it on every rank.
+
+        The rest has no models and optimizers. Raises NotImplementedError for ``Fabric.load_raw``.
+        """
+        if not isinstance(state, dict) or not state:
+            raise NotImplementedError(f"{type(self).__name__} loads into a dict such as {{'model': model}}")
+        url, found = self._contents(path)
+        numbered = {key: state[key] for key in found.numbered if isinstance(state.get(key), Optimizer)}
+        rest = {key: None for key in found.keys if key not in state and key not in found.objects}
+        target = {key: value for key, value in state.items() if key not in numbered} | rest
+        if numbered:
+            self._load_numbered(numbered, url, weights_only)
+        self._load(target, url, weights_only, strict)
+        state.update({key: target[key] for key in state if key not in numbered})
+        return {key: target[key] for key in rest}
+
+
+class ZarrFabricModelParallelStrategy(_FabricSharded, FabricModelParallelStrategy):  # type: ignore[misc]
+    """Fabric's ModelParallelStrategy (FSDP2, tensor parallelism), with checkpoints as Zarr.
+
+    The arguments are the same; ``save_distributed_checkpoint`` means nothing here. Settings come with
+    ``Fabric(strategy=ZarrFabricModelParallelStrategy(...), plugins=[ZarrCheckpointIO(background=True)])``.
+    """
+
+
+class ZarrFabricFSDPStrategy(_FabricSharded, FabricFSDPStrategy):  # type: ignore[misc]
+    """Fabric's FSDPStrategy (FSDP1), with checkpoints as Zarr; as :class:`ZarrFabricModelParallelStrategy`.
+
+    It does not load optimizers that one device or DDP has saved: UnsupportedLayoutError.
+    """
+
+    takes_numbers = False
