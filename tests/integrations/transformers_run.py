@@ -1,15 +1,19 @@
-"""One training with ZarrTrainer, as a process of its own: ``transformers_run.py <options as JSON>``."""
+"""Trainings with ZarrTrainer, one after the other: ``transformers_run.py <list of their options as JSON>``."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 
 from zarrckpt.integrations.transformers import ZarrTrainer
@@ -53,8 +57,13 @@ def arguments(**changes: Any) -> TrainingArguments:
         "use_cpu": True,
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
+        "ddp_find_unused_parameters": False,
     }
     return TrainingArguments(**{**own, **changes})
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
 
 
 def losses(trainer: ZarrTrainer) -> dict[int, float]:
@@ -67,31 +76,62 @@ def moments(trainer: ZarrTrainer) -> dict[str, torch.Tensor]:
     found = {}
     for parameter, slots in trainer.optimizer.optimizer.state.items():
         for slot, value in slots.items():
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[f"{names[id(parameter)]}.{slot}"] = whole.clone()
+            found[f"{names[id(parameter)]}.{slot}"] = whole(value)
     return found
 
 
-def main(given: dict[str, Any]) -> None:
-    set_seed(1)
-    model = LlamaForCausalLM(config())
+class ShardedOnCpu(ZarrTrainer):
+    """With FSDP2 where there is no accelerator: Accelerate takes its own way with it only on these."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+        )
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        self.accelerator.state.fsdp_plugin = plugin
+        self.is_fsdp_enabled = True
+
+
+def train(given: dict[str, Any]) -> ZarrTrainer:
+    """Train once, as the options say."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    set_seed(given.get("seed", 1))
+    model: Any = LlamaForCausalLM(config(**given.get("config", {})))
     if given.get("lora"):
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
     callbacks = [Killed(**given["killed"])] if "killed" in given else []
+    made = ShardedOnCpu if given.get("fsdp") else ZarrTrainer
     args = arguments(**given.get("arguments", {}))
-    trainer = ZarrTrainer(
-        model, args, train_dataset=dataset(), eval_dataset=dataset(8), callbacks=callbacks, **given.get("trainer", {})
-    )
+    sets = {"train_dataset": dataset(), "eval_dataset": dataset(8)}
+    trainer = made(model, args, callbacks=callbacks, **sets, **given.get("trainer", {}))
     trainer.train(resume_from_checkpoint=given.get("resume"))
-    if "result" in given:
-        weights = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.state_dict().items()}
-        state = moments(trainer)
-        if trainer.is_world_process_zero():
-            result = {"losses": losses(trainer), "weights": weights, "moments": state, "preempted": trainer.preempted}
-            torch.save(result, Path(given["result"]))
+    return trainer
+
+
+def result(trainer: ZarrTrainer) -> dict[str, Any]:
+    """What is compared. On all ranks."""
+    weights = {name: whole(value) for name, value in trainer.model.state_dict().items()}
+    rng = [torch.get_rng_state(), torch.tensor(random.getstate()[1]), torch.tensor(np.random.get_state()[1].tolist())]
+    found = {"losses": losses(trainer), "weights": weights, "moments": moments(trainer), "rng": rng}
+    return {**found, "is_sharded": any(isinstance(value, DTensor) for value in trainer.model.parameters())}
+
+
+def main(trainings: list[dict[str, Any]]) -> None:
+    for given in trainings:
+        trainer = train(given)
+        found = result(trainer)
+        if "result" in given and trainer.is_world_process_zero():
+            torch.save(found, given["result"])
 
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 import zarrckpt
 
-_DATA = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class RestOfTrainer:
@@ -30,6 +30,8 @@ class RestOfTrainer:
         """Raises UnsupportedValueError, by name, for what only pickle keeps."""
         trainer = self._trainer
         trainer.store_flos()
+        if (step := trainer.state.best_global_step) == trainer.state.global_step:
+            trainer.state.best_model_checkpoint = f"{trainer.checkpoint_dir}/step-{step:08d}"
         extra = {name: part.get_extra_state() for name, part in trainer.model.named_modules() if _has_extra(part)}
         checked: dict[str, Any] = {"model": extra}
         rest: dict[str, Any] = {"saved": ["model"]}
@@ -64,8 +66,6 @@ def enabled_scaler(trainer: Any) -> Any:
 def _state_text(trainer: Any) -> str:
     """What the Trainer itself writes to trainer_state.json, with its callbacks' states of now."""
     state = trainer.state
-    if state.best_global_step == state.global_step:
-        state.best_model_checkpoint = f"{trainer.checkpoint_dir}/step-{state.global_step:08d}"
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
     state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
@@ -137,11 +137,15 @@ def refuse_pickles(value: Any, name: str = "") -> None:
             refuse_pickles(item, name)
     elif isinstance(value, zarrckpt.PerRank):
         refuse_pickles(value.value, name)
-    elif not isinstance(value, torch.Tensor | np.ndarray | np.generic) and type(value) not in _DATA:
+    elif not isinstance(value, torch.Tensor | np.generic) and not _is_plain(value):
         raise zarrckpt.UnsupportedValueError(
             f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which only pickle keeps: leave it "
             "out, or pass allow_pickle=True to the trainer, for saves and for loads"
         )
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN_TYPES or (type(value) is np.ndarray and not value.dtype.hasobject)
 
 
 def _has_extra(module: nn.Module) -> bool:
