@@ -74,7 +74,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 def test_two_processes_with_s3_are_killed_and_resume_bit_for_bit(tmp_path: Path, moto_bucket: Any) -> None:
     store = {"checkpoint_dir": moto_bucket.url("run"), "storage_options": moto_bucket.storage_options}
     given = {"arguments": {"per_device_train_batch_size": 2}}
-    killed = {**given, "trainer": {**store, "background": True}, "killed": {"step": 10}}
+    killed = {**given, "trainer": {**store, "background": True}, "killed": {"step": 10, "rank": 1}}
     whole = {**given, "trainer": {"checkpoint_dir": "whole"}, "result": "whole.pt"}
     done = in_processes(2, whole, killed)
     assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr
@@ -82,9 +82,16 @@ def test_two_processes_with_s3_are_killed_and_resume_bit_for_bit(tmp_path: Path,
     assert newest is not None and newest.endswith(("step-00000008", "step-00000004"))
 
     resumed = {**given, "trainer": store, "seed": 2, "resume": True, "result": "resumed.pt"}
-    done = in_processes(2, resumed)
+    signalled = {**given, "trainer": {"checkpoint_dir": "signalled", "signals": ["SIGTERM"]}}
+    ended = {**signalled, "killed": {"step": 5, "rank": 1, "number": signal.SIGTERM}, "result": "ended.pt"}
+    done = in_processes(2, resumed, ended, {**signalled, "resume": True, "result": "going-on.pt"})
     assert done.returncode == 0, done.stderr
-    assert_equal(torch.load("whole.pt"), torch.load("resumed.pt"))
+    expected = torch.load("whole.pt")
+    assert_equal(expected, torch.load("resumed.pt"))
+    last = torch.load("ended.pt")["step"]
+    assert last < 12
+    del expected["losses"][last]  # it is saved before the Trainer logs that step
+    assert_equal(expected, torch.load("going-on.pt"))
     ckpt = zarrckpt.open(f"{store['checkpoint_dir']}/step-00000012", storage_options=store["storage_options"])
     assert ckpt.world_size == 2 and ckpt.ranks("trainer.rng.ranks.torch") == (0, 1)
     assert not Path("out").is_dir() or not [*Path("out").glob("*")]
@@ -114,8 +121,15 @@ def test_fsdp2_resumes_on_one_process_and_back() -> None:
     trained(**alone, trainer={"checkpoint_dir": "alone"})
     back = {**still, "fsdp": True, "trainer": {"checkpoint_dir": "back"}, "resume": "alone/step-00000008"}
     again = {**still, "fsdp": True, "trainer": {"checkpoint_dir": "again"}, "resume": "first/step-00000008"}
-    done = in_processes(2, first, {**back, "result": "back.pt"}, {**again, "result": "again.pt"})
+    # So do models that transformers itself shards as they are loaded.
+    LlamaForCausalLM(transformers_run.config(attention_dropout=0.0)).save_pretrained("base")
+    own = {**still, "distributed": {"fsdp_size": 2}, "trainer": {"checkpoint_dir": "own"}, "result": "own.pt"}
+    own_again = {**own, "trainer": {"checkpoint_dir": "own-again"}, "resume": "own/step-00000008"}
+    trainings = [first, {**back, "result": "back.pt"}, {**again, "result": "again.pt"}]
+    done = in_processes(2, *trainings, own, {**own_again, "result": "own-again.pt"})
     assert done.returncode == 0, done.stderr
+    assert torch.load("own.pt")["is_sharded"]
+    assert_equal(torch.load("own.pt"), torch.load("own-again.pt"))
     two = torch.load("first.pt")
     assert two["is_sharded"] and zarrckpt.open("first/step-00000008").world_size == 2
     assert_equal(two, torch.load("again.pt"))
@@ -124,10 +138,11 @@ def test_fsdp2_resumes_on_one_process_and_back() -> None:
         assert other["losses"].keys() == two["losses"].keys()
         assert all(abs(other["losses"][step] - loss) < 1e-4 for step, loss in two["losses"].items())
     # As they are loaded, before any step, moments are those that were saved.
-    over = {**alone, "arguments": {"max_steps": 8}, "trainer": {"checkpoint_dir": "over"}}
-    loaded = transformers_run.moments(trained(**over, resume="first/step-00000008"))
-    ckpt = zarrckpt.open("first/step-00000008").load("optimizer")["optimizer"]["state"]
-    assert loaded.keys() == {f"{name}.{slot}" for name, slots in ckpt.items() for slot in slots}
+    for folder, other in (("first", one), ("alone", torch.load("back.pt"))):
+        saved = zarrckpt.open(f"{folder}/step-00000008").load("optimizer")["optimizer"]["state"]
+        moments = {f"{name}.{slot}": value for name, slots in saved.items() for slot, value in slots.items()}
+        assert moments.keys() == other["loaded"].keys()
+        assert all(torch.equal(value, other["loaded"][name]) for name, value in moments.items())
 
 
 # -- the Trainer's settings
@@ -184,6 +199,29 @@ def test_only_the_model_is_saved_and_resumed() -> None:
     assert resumed.state.global_step == 16 and trainer.state.global_step == 12
 
 
+class Scaled(ZarrTrainer):
+    """With a scaler of gradients, which Accelerate makes only on accelerators."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+
+
+def test_the_scaler_comes_back() -> None:
+    def scaled(steps: int) -> Scaled:
+        transformers.set_seed(1)
+        model = LlamaForCausalLM(transformers_run.config())
+        args = transformers_run.arguments(max_steps=steps, save_steps=5)
+        return Scaled(model, args, train_dataset=transformers_run.dataset(), checkpoint_dir="run")
+
+    scaled(5).train()
+    trainer = scaled(6)
+    trainer.train(resume_from_checkpoint=True)
+    state = zarrckpt.open("run/step-00000006").load("trainer.scaler")["trainer"]["scaler"]
+    # It grew after the steps 3 and 6.
+    assert (state["scale"], state["_growth_tracker"]) == (32.0, 0) == (trainer.accelerator.scaler.get_scale(), 0)
+
+
 def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
     whole = transformers_run.result(trained(trainer={"checkpoint_dir": "run"}))
     with pytest.raises(ValueError, match="resume_from_checkpoint=True"):
@@ -214,7 +252,7 @@ def test_a_signal_ends_training_with_a_save() -> None:
     whole = transformers_run.result(trained(trainer={"checkpoint_dir": "whole"}))
     given = {"trainer": {"checkpoint_dir": "run", "signals": ("SIGTERM",)}}
     ended = trained(**given, killed={"step": 6, "number": signal.SIGTERM})
-    assert ended.preempted and ended.state.global_step in (7, 8) and steps("run")[-1] == ended.state.global_step
+    assert ended.preempted and 6 < ended.state.global_step == steps("run")[-1] < 12
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     resumed = trained(**given, resume=True)
     assert not resumed.preempted
@@ -263,9 +301,15 @@ def test_callbacks_come_back_and_what_is_no_data_is_named() -> None:
     trainer = made(0, 4, "hooked")
     trainer.create_optimizer()
     trainer.optimizer.param_groups[0]["hook"] = Opaque()
-    with pytest.raises(zarrckpt.UnsupportedValueError, match="'optimizer.param_groups.hook' is a .*Opaque"):
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"'optimizer.param_groups.hook' is a .*Opaque"):
         trainer.train()
     assert steps("run") == [4, 8] and steps("opaque") == steps("hooked") == []
+    trainer._allow_pickle = True
+    with pytest.warns(UserWarning, match="pickle"):
+        trainer.train()
+    trainer.args.max_steps = 5
+    trainer.train(resume_from_checkpoint=True)
+    assert steps("hooked") == [4, 5]
 
 
 # -- models from checkpoints

@@ -15,6 +15,7 @@ from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
+from transformers.distributed import DistributedConfig
 
 from zarrckpt.integrations.transformers import ZarrTrainer
 
@@ -32,13 +33,13 @@ def dataset(rows: int = 64) -> list[dict[str, torch.Tensor]]:
 
 
 class Killed(TrainerCallback):
-    """Ends the process in the middle of a step."""
+    """Sends the process of one rank a signal in the middle of training."""
 
-    def __init__(self, step: int, number: int = signal.SIGKILL) -> None:
-        self.step, self.number = step, number
+    def __init__(self, step: int, number: int = signal.SIGKILL, rank: int = 0) -> None:
+        self.step, self.number, self.rank = step, number, rank
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        if state.global_step == self.step:
+        if state.global_step == self.step and args.process_index == self.rank:
             os.kill(os.getpid(), self.number)
 
 
@@ -70,14 +71,24 @@ def losses(trainer: ZarrTrainer) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
-def moments(trainer: ZarrTrainer) -> dict[str, torch.Tensor]:
+def moments(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """All of the optimizer's state by the names of parameters, whole."""
-    names = {id(p): name for name, p in trainer.model.named_parameters()}
-    found = {}
-    for parameter, slots in trainer.optimizer.optimizer.state.items():
-        for slot, value in slots.items():
-            found[f"{names[id(parameter)]}.{slot}"] = whole(value)
-    return found
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = getattr(optimizer, "optimizer", optimizer).state
+    return {
+        f"{names[id(parameter)]}.{slot}": whole(value)
+        for parameter, slots in state.items()
+        for slot, value in slots.items()
+    }
+
+
+class Loaded(TrainerCallback):
+    """Keeps the optimizer's state as it is when training begins."""
+
+    moments: dict[str, torch.Tensor]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.moments = moments(named["model"], named["optimizer"])
 
 
 class ShardedOnCpu(ZarrTrainer):
@@ -101,14 +112,18 @@ def train(given: dict[str, Any]) -> ZarrTrainer:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     set_seed(given.get("seed", 1))
-    model: Any = LlamaForCausalLM(config(**given.get("config", {})))
+    args = arguments(**given.get("arguments", {}))
+    if "distributed" in given:
+        sharding = DistributedConfig(**given["distributed"])
+        model: Any = LlamaForCausalLM.from_pretrained("base", distributed_config=sharding)
+    else:
+        model = LlamaForCausalLM(config(**given.get("config", {})))
     if given.get("lora"):
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
-    callbacks = [Killed(**given["killed"])] if "killed" in given else []
+    callbacks = [Loaded(), *([Killed(**given["killed"])] if "killed" in given else [])]
     made = ShardedOnCpu if given.get("fsdp") else ZarrTrainer
-    args = arguments(**given.get("arguments", {}))
     sets = {"train_dataset": dataset(), "eval_dataset": dataset(8)}
     trainer = made(model, args, callbacks=callbacks, **sets, **given.get("trainer", {}))
     trainer.train(resume_from_checkpoint=given.get("resume"))
@@ -119,8 +134,15 @@ def result(trainer: ZarrTrainer) -> dict[str, Any]:
     """What is compared. On all ranks."""
     weights = {name: whole(value) for name, value in trainer.model.state_dict().items()}
     rng = [torch.get_rng_state(), torch.tensor(random.getstate()[1]), torch.tensor(np.random.get_state()[1].tolist())]
-    found = {"losses": losses(trainer), "weights": weights, "moments": moments(trainer), "rng": rng}
-    return {**found, "is_sharded": any(isinstance(value, DTensor) for value in trainer.model.parameters())}
+    return {
+        "losses": losses(trainer),
+        "weights": weights,
+        "moments": moments(trainer.model, trainer.optimizer),
+        "loaded": next(each.moments for each in trainer.callback_handler.callbacks if isinstance(each, Loaded)),
+        "rng": rng,
+        "step": trainer.state.global_step,
+        "is_sharded": any(isinstance(value, DTensor) for value in trainer.model.parameters()),
+    }
 
 
 def main(trainings: list[dict[str, Any]]) -> None:

@@ -140,18 +140,20 @@ def _allocate(
     model: nn.Module, saved: Mapping[str, torch.dtype], dtype: torch.dtype | None, device: torch.device
 ) -> None:
     """Give parameters memory, and put buffers on the device; in a dtype, or in that of their saved values."""
-    made: dict[int, torch.Tensor] = {}
+
+    def kind_of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        known = saved.get(name, tensor.dtype)
+        return dtype if dtype is not None and known.is_floating_point else known
+
+    persistent = model.state_dict().keys()
+    made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None:
-                continue
-            known = saved.get(f"{path}.{name}".lstrip("."), tensor.dtype)
-            kind = dtype if dtype is not None and known.is_floating_point else known
-            if name in module._buffers:
-                stays = name in module._non_persistent_buffers_set
-                module._buffers[name] = tensor.to(device, tensor.dtype if stays else kind)
-            elif id(tensor) not in made:
-                empty = torch.empty_like(tensor, device=device, dtype=kind)
-                made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            if name in module._parameters:
-                module._parameters[name] = made[id(tensor)]
+        prefix = f"{path}." if path else ""
+        for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if id(parameter) not in made:  # others are tied to it
+                memory = torch.empty_like(parameter, device=device, dtype=kind_of(prefix + name, parameter))
+                made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            kind = kind_of(prefix + name, buffer) if prefix + name in persistent else buffer.dtype
+            setattr(module, name, buffer.to(device, kind))

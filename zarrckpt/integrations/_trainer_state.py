@@ -137,14 +137,14 @@ def refuse_pickles(value: Any, name: str = "") -> None:
             refuse_pickles(item, name)
     elif isinstance(value, zarrckpt.PerRank):
         refuse_pickles(value.value, name)
-    elif not isinstance(value, torch.Tensor | np.generic) and not _is_plain(value):
+    elif not isinstance(value, torch.Tensor | np.generic) and not _is_data(value):
         raise zarrckpt.UnsupportedValueError(
             f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which only pickle keeps: leave it "
             "out, or pass allow_pickle=True to the trainer, for saves and for loads"
         )
 
 
-def _is_plain(value: Any) -> bool:
+def _is_data(value: Any) -> bool:
     return type(value) in _PLAIN_TYPES or (type(value) is np.ndarray and not value.dtype.hasobject)
 
 

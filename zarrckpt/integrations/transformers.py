@@ -86,7 +86,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         **named: Any,
     ) -> None:
         args = TrainingArguments(_LOCAL_OUTPUT) if args is None else copy.copy(args)
-        self.checkpoint_dir = _address(args.output_dir if checkpoint_dir is None else checkpoint_dir)
+        self.checkpoint_dir = _plain_url(args.output_dir if checkpoint_dir is None else checkpoint_dir)
         if "://" in args.output_dir:
             args.output_dir = _LOCAL_OUTPUT
         self.adapters_only = adapters_only
@@ -219,7 +219,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
             return None
         if resume is True and newest is None:
             raise ValueError(f"there is no checkpoint to resume from in {self.checkpoint_dir}")
-        url = str(newest) if resume is True else _address(resume)
+        url = str(newest) if resume is True else _plain_url(resume)
         step, last = self._step_in_run(url), self._step_in_run(newest or "")
         state: dict[str, Any] = {"trainer": {"state": None, "saved": None}}
         if resume is True or step is not None:
@@ -256,7 +256,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         return AdaptersOnly(model) if self.adapters_only else model
 
 
-def _address(url: str | os.PathLike[str]) -> str:
+def _plain_url(url: str | os.PathLike[str]) -> str:
     """A url as :func:`zarrckpt.latest` returns it, so that two can be compared."""
     text = os.fspath(url).removeprefix("file://")
     return text.rstrip("/") if "://" in text else os.path.abspath(os.path.expanduser(text))
