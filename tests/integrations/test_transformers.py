@@ -1,0 +1,375 @@
+"""The Trainer of transformers: killed, resumed, on other numbers of processes; its rules; models from checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import transformers_run
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+)
+from transformers.trainer_callback import ExportableState
+
+import zarrckpt
+from zarrckpt.integrations.transformers import ZarrTrainer, export_pretrained, load_pretrained
+
+SCRIPT = Path(transformers_run.__file__)
+ROOT = SCRIPT.parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the Trainer writes beside checkpoints stays in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    transformers.logging.set_verbosity_error()
+    yield
+
+
+def in_processes(ranks: int, *trainings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), json.dumps(trainings)]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command[1:1] = [*launcher, "--nproc-per-node", str(ranks)]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+
+
+def trained(**given: Any) -> ZarrTrainer:
+    return transformers_run.train(given)
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Losses, weights, the optimizer's state and generators, bit for bit."""
+    assert one["losses"] == other["losses"]
+    for part in ("weights", "moments"):
+        assert one[part].keys() == other[part].keys()
+        different = [name for name, value in one[part].items() if not torch.equal(value, other[part][name])]
+        assert not different, (part, different)
+    assert all(map(torch.equal, one["rng"], other["rng"]))
+
+
+# -- killed and resumed
+
+
+def test_two_processes_with_s3_are_killed_and_resume_bit_for_bit(tmp_path: Path, moto_bucket: Any) -> None:
+    store = {"checkpoint_dir": moto_bucket.url("run"), "storage_options": moto_bucket.storage_options}
+    given = {"arguments": {"per_device_train_batch_size": 2}}
+    killed = {**given, "trainer": {**store, "background": True}, "killed": {"step": 10, "rank": 1}}
+    whole = {**given, "trainer": {"checkpoint_dir": "whole"}, "result": "whole.pt"}
+    done = in_processes(2, whole, killed)
+    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr
+    newest = zarrckpt.latest(store["checkpoint_dir"], storage_options=store["storage_options"])
+    assert newest is not None and newest.endswith(("step-00000008", "step-00000004"))
+
+    resumed = {**given, "trainer": store, "seed": 2, "resume": True, "result": "resumed.pt"}
+    signalled = {**given, "trainer": {"checkpoint_dir": "signalled", "signals": ["SIGTERM"]}}
+    ended = {**signalled, "killed": {"step": 5, "rank": 1, "number": signal.SIGTERM}, "result": "ended.pt"}
+    done = in_processes(2, resumed, ended, {**signalled, "resume": True, "result": "going-on.pt"})
+    assert done.returncode == 0, done.stderr
+    expected = torch.load("whole.pt")
+    assert_equal(expected, torch.load("resumed.pt"))
+    last = torch.load("ended.pt")["step"]
+    assert last < 12
+    del expected["losses"][last]  # it is saved before the Trainer logs that step
+    assert_equal(expected, torch.load("going-on.pt"))
+    ckpt = zarrckpt.open(f"{store['checkpoint_dir']}/step-00000012", storage_options=store["storage_options"])
+    assert ckpt.world_size == 2 and ckpt.ranks("trainer.rng.ranks.torch") == (0, 1)
+    assert not Path("out").is_dir() or not [*Path("out").glob("*")]
+
+
+def test_adapters_on_s3_are_killed_and_resume_bit_for_bit(moto_bucket: Any) -> None:
+    store = {"storage_options": moto_bucket.storage_options, "adapters_only": True}
+    given = {"lora": True, "arguments": {"output_dir": moto_bucket.url("run")}, "trainer": store}
+    done = in_processes(1, {**given, "killed": {"step": 10}})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    resumed = transformers_run.result(trained(**given, resume="auto"))
+    assert not Path("s3:").exists()
+
+    local = {**given, "arguments": {}, "trainer": {"checkpoint_dir": "whole"}}
+    assert_equal(transformers_run.result(trained(**local)), resumed)
+    ckpt = zarrckpt.open(moto_bucket.url("run/step-00000012"), storage_options=moto_bucket.storage_options)
+    tensors = [name for name in ckpt.tensors if name.startswith(("model.", "optimizer."))]
+    assert tensors and all("lora_" in name for name in tensors)
+    assert ckpt.nbytes < zarrckpt.open("whole/step-00000012").nbytes / 2
+
+
+def test_fsdp2_resumes_on_one_process_and_back() -> None:
+    still = {"config": {"attention_dropout": 0.0}, "arguments": {"per_device_train_batch_size": 2}}
+    alone = {"config": {"attention_dropout": 0.0}}
+    first = {**still, "fsdp": True, "trainer": {"checkpoint_dir": "first"}, "result": "first.pt"}
+    # From one process, and from two that shard.
+    trained(**alone, trainer={"checkpoint_dir": "alone"})
+    back = {**still, "fsdp": True, "trainer": {"checkpoint_dir": "back"}, "resume": "alone/step-00000008"}
+    again = {**still, "fsdp": True, "trainer": {"checkpoint_dir": "again"}, "resume": "first/step-00000008"}
+    # So do models that transformers itself shards as they are loaded.
+    LlamaForCausalLM(transformers_run.config(attention_dropout=0.0)).save_pretrained("base")
+    own = {**still, "distributed": {"fsdp_size": 2}, "trainer": {"checkpoint_dir": "own"}, "result": "own.pt"}
+    own_again = {**own, "trainer": {"checkpoint_dir": "own-again"}, "resume": "own/step-00000008"}
+    trainings = [first, {**back, "result": "back.pt"}, {**again, "result": "again.pt"}]
+    done = in_processes(2, *trainings, own, {**own_again, "result": "own-again.pt"})
+    assert done.returncode == 0, done.stderr
+    assert torch.load("own.pt")["is_sharded"]
+    assert_equal(torch.load("own.pt"), torch.load("own-again.pt"))
+    two = torch.load("first.pt")
+    assert two["is_sharded"] and zarrckpt.open("first/step-00000008").world_size == 2
+    assert_equal(two, torch.load("again.pt"))
+    one = transformers_run.result(trained(**alone, trainer={"checkpoint_dir": "one"}, resume="first/step-00000008"))
+    for other in (one, torch.load("back.pt")):
+        assert other["losses"].keys() == two["losses"].keys()
+        assert all(abs(other["losses"][step] - loss) < 1e-4 for step, loss in two["losses"].items())
+    # As they are loaded, before any step, moments are those that were saved.
+    for folder, other in (("first", one), ("alone", torch.load("back.pt"))):
+        saved = zarrckpt.open(f"{folder}/step-00000008").load("optimizer")["optimizer"]["state"]
+        moments = {f"{name}.{slot}": value for name, slots in saved.items() for slot, value in slots.items()}
+        assert moments.keys() == other["loaded"].keys()
+        assert all(torch.equal(value, other["loaded"][name]) for name, value in moments.items())
+
+
+# -- the Trainer's settings
+
+
+def steps(folder: str) -> list[int]:
+    return sorted(int(path.name[5:]) for path in Path(folder).glob("step-*"))
+
+
+class Scripted(ZarrTrainer):
+    """Whose evaluations give what the test says."""
+
+    scores: dict[int, float]
+
+    def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
+        metrics = {"eval_score": self.scores[self.state.global_step]}
+        self.log(dict(metrics))
+        return metrics
+
+
+@pytest.mark.parametrize(
+    ("limit", "background", "kept"), [(1, False, [4, 12]), (2, True, [4, 12]), (3, False, [4, 10, 12])]
+)
+def test_the_best_is_kept_and_loaded(limit: int, background: bool, kept: list[int]) -> None:
+    best = {"metric_for_best_model": "score", "greater_is_better": True, "load_best_model_at_end": True}
+    args = transformers_run.arguments(save_steps=2, eval_strategy="steps", eval_steps=2, save_total_limit=limit, **best)
+    model = LlamaForCausalLM(transformers_run.config())
+    sets = {"train_dataset": transformers_run.dataset(), "eval_dataset": transformers_run.dataset(8)}
+    trainer = Scripted(model, args, **sets, checkpoint_dir="run", background=background)
+    # Of equal ones the first is the best.
+    trainer.scores = {2: 0.1, 4: 0.9, 6: 0.3, 8: 0.9, 10: 0.2, 12: 0.2}
+    trainer.train()
+    assert steps("run") == kept
+    assert trainer.state.best_model_checkpoint == str(Path("run/step-00000004").resolve())
+    assert zarrckpt.open("run/step-00000004").metadata["eval_score"] == 0.9
+    saved = zarrckpt.open("run/step-00000004").load("model")["model"]
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+    # The best of before is known after a resume, also where the run has been moved.
+    Path("run").rename("moved")
+    args = dataclasses.replace(args, max_steps=14)
+    again = Scripted(model, args, **sets, checkpoint_dir="moved")
+    again.scores = {**trainer.scores, 14: 0.5}
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_model_checkpoint == str(Path("moved/step-00000004").resolve())
+    assert 4 in steps("moved") and 14 in steps("moved")
+
+
+def test_only_the_model_is_saved_and_resumed() -> None:
+    trainer = trained(arguments={"save_only_model": True}, trainer={"checkpoint_dir": "run"})
+    ckpt = zarrckpt.open("run/step-00000008")
+    assert not [name for name in ckpt if name.startswith(("optimizer", "trainer.scheduler", "trainer.rng"))]
+    resumed = trained(arguments={"max_steps": 16}, trainer={"checkpoint_dir": "run"}, resume=True)
+    assert resumed.state.global_step == 16 and trainer.state.global_step == 12
+
+
+class Scaled(ZarrTrainer):
+    """With a scaler of gradients, which Accelerate makes only on accelerators."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+
+
+def test_the_scaler_comes_back() -> None:
+    def scaled(steps: int) -> Scaled:
+        transformers.set_seed(1)
+        model = LlamaForCausalLM(transformers_run.config())
+        args = transformers_run.arguments(max_steps=steps, save_steps=5)
+        return Scaled(model, args, train_dataset=transformers_run.dataset(), checkpoint_dir="run")
+
+    scaled(5).train()
+    trainer = scaled(6)
+    trainer.train(resume_from_checkpoint=True)
+    state = zarrckpt.open("run/step-00000006").load("trainer.scaler")["trainer"]["scaler"]
+    # It grew after the steps 3 and 6.
+    assert (state["scale"], state["_growth_tracker"]) == (32.0, 0) == (trainer.accelerator.scaler.get_scale(), 0)
+
+
+def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
+    whole = transformers_run.result(trained(trainer={"checkpoint_dir": "run"}))
+    with pytest.raises(ValueError, match="resume_from_checkpoint=True"):
+        trained(trainer={"checkpoint_dir": "run"})
+    earlier = {"trainer": {"checkpoint_dir": "run"}, "resume": "run/step-00000004"}
+    with pytest.raises(ValueError, match="rewind=True"):
+        trained(**earlier)
+    back = trained(trainer={"checkpoint_dir": "run", "rewind": True}, resume="run/step-00000004")
+    assert_equal(whole, transformers_run.result(back))
+    assert steps("run") == [4, 8, 12]
+    with pytest.raises(ValueError, match="no checkpoint"):
+        trained(trainer={"checkpoint_dir": "none"}, resume=True)
+    assert_equal(whole, transformers_run.result(trained(trainer={"checkpoint_dir": "new"}, resume="auto")))
+
+
+def test_a_folder_of_the_trainer_itself_is_resumed() -> None:
+    whole = transformers_run.result(trained(trainer={"checkpoint_dir": "run"}))
+    transformers.set_seed(1)
+    args = transformers_run.arguments()
+    model = LlamaForCausalLM(transformers_run.config())
+    Trainer(model, args, train_dataset=transformers_run.dataset()).train()
+    resumed = trained(trainer={"checkpoint_dir": "new"}, resume="out/checkpoint-8", seed=2)
+    assert_equal(whole, transformers_run.result(resumed))
+    assert steps("new") == [12] and Path("out/checkpoint-12").is_dir()
+
+
+def test_a_signal_ends_training_with_a_save() -> None:
+    whole = transformers_run.result(trained(trainer={"checkpoint_dir": "whole"}))
+    given = {"trainer": {"checkpoint_dir": "run", "signals": ("SIGTERM",)}}
+    ended = trained(**given, killed={"step": 6, "number": signal.SIGTERM})
+    assert ended.preempted and 6 < ended.state.global_step == steps("run")[-1] < 12
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    resumed = trained(**given, resume=True)
+    assert not resumed.preempted
+    # It is saved before the Trainer logs that step.
+    whole["losses"].pop(ended.state.global_step)
+    assert_equal(whole, transformers_run.result(resumed))
+
+
+# -- no pickle by surprise
+
+
+class Counted(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """A callback with state."""
+
+    def __init__(self, count: Any = 0) -> None:
+        self.count = count
+
+    def on_step_end(self, *args: Any, **named: Any) -> None:
+        self.count = self.count + 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"count": self.count}, "attributes": {}}
+
+
+class Opaque:
+    """What only pickle keeps."""
+
+    def __add__(self, other: int) -> Opaque:
+        return self
+
+
+def test_callbacks_come_back_and_what_is_no_data_is_named() -> None:
+    def made(count: Any, steps: int, run: str = "run") -> ZarrTrainer:
+        args = transformers_run.arguments(restore_callback_states_from_checkpoint=True, max_steps=steps)
+        model = LlamaForCausalLM(transformers_run.config())
+        sets = {"train_dataset": transformers_run.dataset(), "callbacks": [Counted(count)]}
+        return ZarrTrainer(model, args, checkpoint_dir=run, **sets)
+
+    made(0, 4).train()
+    made(100, 8).train(resume_from_checkpoint=True)
+    text = json.loads(zarrckpt.open("run/step-00000008")["trainer.state"])
+    assert text["stateful_callbacks"]["Counted"]["args"] == {"count": 8}
+    with pytest.raises(zarrckpt.UnsupportedValueError, match="stateful_callbacks"):
+        made(Opaque(), 4, "opaque").train()
+
+    trainer = made(0, 4, "hooked")
+    trainer.create_optimizer()
+    trainer.optimizer.param_groups[0]["hook"] = Opaque()
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"'optimizer.param_groups.hook' is a .*Opaque"):
+        trainer.train()
+    assert steps("run") == [4, 8] and steps("opaque") == steps("hooked") == []
+    trainer._allow_pickle = True
+    with pytest.warns(UserWarning, match="pickle"):
+        trainer.train()
+    trainer.args.max_steps = 5
+    trainer.train(resume_from_checkpoint=True)
+    assert steps("hooked") == [4, 5]
+
+
+# -- models from checkpoints
+
+TINY = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, GPT2LMHeadModel, BertForMaskedLM])
+def test_models_come_from_checkpoints_and_go_to_folders(kind: Any, tied: bool) -> None:
+    configs = {
+        LlamaForCausalLM: transformers_run.config(tie_word_embeddings=tied),
+        GPT2LMHeadModel: GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=32, tie_word_embeddings=tied, **TINY),
+        BertForMaskedLM: BertConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            tie_word_embeddings=tied,
+            **TINY,
+        ),
+    }
+    config = configs[kind]
+    model = kind(config).eval()
+    numbers = torch.arange(10)[None]
+    expected = model(numbers).logits
+    zarrckpt.save({"net": {"model": model}}, "ckpt")
+    loaded = load_pretrained(kind, "ckpt", prefix="net.model", config=config)
+    assert torch.equal(loaded(numbers).logits, expected) and not loaded.training
+    assert len([*loaded.parameters()]) == len([*model.parameters()])
+
+    export_pretrained("ckpt", "folder", prefix="net.model", config=config)
+    assert torch.equal(kind.from_pretrained("folder")(numbers).logits, expected)
+    half = load_pretrained(kind, "ckpt", prefix="net.model", config=config, dtype=torch.bfloat16)
+    reference = kind.from_pretrained("folder", dtype=torch.bfloat16)
+    assert torch.equal(half(numbers).logits, reference(numbers).logits)
+
+    with pytest.raises(ValueError, match="config="):
+        load_pretrained(kind, "ckpt", prefix="net.model")
+    with pytest.raises(zarrckpt.KeyMismatchError, match="no place for"):
+        load_pretrained(kind, "ckpt", prefix="net", config=config)
+
+
+def test_a_training_becomes_a_folder_with_all_that_from_pretrained_takes(moto_bucket: Any) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    options = moto_bucket.storage_options
+    url = moto_bucket.url("run")
+    trainer = trained(arguments={"bf16": False}, trainer={"checkpoint_dir": url, "storage_options": options})
+    numbers = torch.arange(10)[None]
+    model = trainer.model.eval()
+    loaded = load_pretrained(AutoModelForCausalLM, f"{url}/step-00000012", storage_options=options)
+    assert type(loaded) is LlamaForCausalLM and torch.equal(loaded(numbers).logits, model(numbers).logits)
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    export_pretrained(f"{url}/step-00000012", "folder", tokenizer=tokenizer, storage_options=options)
+    assert json.loads(Path("folder/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert Path("folder/generation_config.json").is_file()
+    read = AutoModelForCausalLM.from_pretrained("folder")
+    assert torch.equal(read(numbers).logits, model(numbers).logits)
+    assert AutoTokenizer.from_pretrained("folder")("b").input_ids == [1]

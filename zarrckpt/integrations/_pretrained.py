@@ -1,0 +1,159 @@
+"""Models of transformers from training checkpoints, and checkpoints as folders that ``from_pretrained`` takes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import accelerate
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, GenerationConfig
+from transformers.initialization import no_init_weights
+
+import zarrckpt
+
+DESCRIPTIONS = "trainer"
+"""Where a checkpoint has the texts ``config`` and ``generation_config``."""
+
+
+def load_pretrained(
+    model_class: Any,
+    url: str | os.PathLike[str],
+    *,
+    prefix: str = "model",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    config: Any = None,
+    no_dist: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    options: zarrckpt.LoadOptions | None = None,
+) -> Any:
+    """Make a model of transformers and fill it from a training checkpoint, however that was sharded.
+
+    The parameters begin on the meta device. Then memory is allocated once, in their dtype and on their device, and
+    filled chunk by chunk: beside the model it takes what :class:`zarrckpt.LoadOptions` allows. The model is in
+    evaluation mode, as after ``from_pretrained``. All ranks call it, and each gets a whole model. Costs what
+    :func:`zarrckpt.load` costs, and one request a rank.
+
+    Args:
+        model_class: such as ``LlamaForCausalLM``, or ``AutoModelForCausalLM``.
+        url: of a checkpoint, saved by ``ZarrTrainer`` or in any other way.
+        prefix: the model's name in the state that was saved: of ``{"model": model}``, ``"model"``.
+        dtype: of floating parameters and buffers. Default: each as it was saved.
+        device: where parameters and buffers are to be. Default: the CPU.
+        config: the model's configuration. Default: the one that ``ZarrTrainer`` has saved.
+        no_dist: this process loads alone, as in :func:`zarrckpt.load`.
+        storage_options, options: as in :func:`zarrckpt.load`.
+
+    Raises ValueError where no configuration is known; KeyMismatchError for weights that the checkpoint lacks, for those
+    that the model has no place for, and for other shapes; and what :func:`zarrckpt.load` raises.
+    """
+    ckpt = zarrckpt.open(url, storage_options=storage_options)
+    config = _config_of(ckpt, config)
+    make = model_class.from_config if hasattr(model_class, "from_config") else model_class
+    # Buffers are made for real: what is not saved of them (rotary frequencies) is computed by the constructor.
+    with accelerate.init_empty_weights(include_buffers=False), no_init_weights():
+        model = make(config)
+    model.tie_weights()
+    names = {fqn.removeprefix(f"{prefix}."): fqn for fqn in ckpt.tensors if fqn.startswith(f"{prefix}.")}
+    saved = {name: getattr(torch, ckpt.summary(fqn)[1]) for name, fqn in names.items()}
+    _allocate(model, saved, dtype, torch.device("cpu" if device is None else device))
+    state = model.state_dict()
+    tied = {tensor.data_ptr() for name, tensor in state.items() if name in names}
+    missing = [name for name, tensor in state.items() if name not in names and tensor.data_ptr() not in tied]
+    unexpected = [name for name in names if name not in state]
+    if missing or unexpected:
+        raise zarrckpt.KeyMismatchError(
+            f"{ckpt.url}: what is below {prefix!r} is not a {type(model).__name__} of this configuration: it lacks "
+            f"{missing[:5]}, and the model has no place for {unexpected[:5]} ({len(missing)} and {len(unexpected)})"
+        )
+    target: Any = {name: state[name] for name in names}
+    for part in reversed(prefix.split(".")):
+        target = {part: target}
+    zarrckpt.load(target, url, allow_cast=True, no_dist=no_dist, storage_options=storage_options, options=options)
+    return model.eval()
+
+
+def export_pretrained(
+    url: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    prefix: str = "model",
+    config: Any = None,
+    generation_config: Any = None,
+    tokenizer: Any = None,
+    max_file_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Write a checkpoint's model as a local folder that ``from_pretrained`` takes.
+
+    safetensors with their index, ``config.json``, ``generation_config.json`` and the tokenizer's files. Weights are
+    copied as they were saved, in memory bounded as in :meth:`zarrckpt.Checkpoint.to_safetensors`; no model is made. One
+    process calls it.
+
+    Args:
+        url, prefix: as in :func:`load_pretrained`.
+        folder: made where it is absent.
+        config, generation_config: of the model. Default: those that ``ZarrTrainer`` has saved.
+        tokenizer: or a processor: whatever has ``save_pretrained``. Default: none is written.
+        max_file_bytes: as in :meth:`zarrckpt.Checkpoint.to_safetensors`.
+        overwrite: replace such files that are there.
+        storage_options: as in :func:`zarrckpt.load`.
+
+    Returns the :class:`ExportReport` of the weights. Raises ValueError where no configuration is known, and what
+    :meth:`zarrckpt.Checkpoint.to_safetensors` raises.
+    """
+    ckpt = zarrckpt.open(url, storage_options=storage_options)
+    config = _config_of(ckpt, config)
+    report = ckpt.to_safetensors(folder, prefix, strip=prefix, max_file_bytes=max_file_bytes, overwrite=overwrite)
+    # from_pretrained makes the model in the dtype that the configuration says.
+    floating = Counter(kind for fqn in ckpt.select(prefix).tensors if "float" in (kind := ckpt.summary(fqn)[1]))
+    described = {**config.to_dict(), "dtype": floating.most_common(1)[0][0]} if floating else config.to_dict()
+    type(config).from_dict(described).save_pretrained(folder)
+    text = f"{DESCRIPTIONS}.generation_config"
+    if generation_config is None and text in ckpt:
+        generation_config = GenerationConfig.from_dict(json.loads(ckpt[text]))
+    if generation_config is not None:
+        generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return report
+
+
+def _config_of(ckpt: zarrckpt.Checkpoint, config: Any) -> Any:
+    """The configuration of a checkpoint's model, where none is given the one that was saved."""
+    if config is not None:
+        return config
+    text = f"{DESCRIPTIONS}.config"
+    if text not in ckpt:
+        raise ValueError(f"{ckpt.url} has no configuration of a model: pass config=")
+    known = json.loads(ckpt[text])
+    return CONFIG_MAPPING[known["model_type"]].from_dict(known)
+
+
+def _allocate(
+    model: nn.Module, saved: Mapping[str, torch.dtype], dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Give parameters memory, and put buffers on the device; in a dtype, or in that of their saved values."""
+
+    def kind_of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        known = saved.get(name, tensor.dtype)
+        return dtype if dtype is not None and known.is_floating_point else known
+
+    persistent = model.state_dict().keys()
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if id(parameter) not in made:  # others are tied to it
+                memory = torch.empty_like(parameter, device=device, dtype=kind_of(prefix + name, parameter))
+                made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            kind = kind_of(prefix + name, buffer) if prefix + name in persistent else buffer.dtype
+            setattr(module, name, buffer.to(device, kind))

@@ -1,0 +1,169 @@
+"""What a Trainer's checkpoint holds beside its model and its optimizer, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.trainer_callback import ExportableState, TrainerState
+
+import zarrckpt
+
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class RestOfTrainer:
+    """Asks a Trainer for what is saved beside the model and the optimizer, when it is saved. On all ranks."""
+
+    def __init__(self, trainer: Any, allow_pickle: bool) -> None:
+        self._trainer = trainer
+        self._allow_pickle = allow_pickle
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises UnsupportedValueError, by name, for what only pickle keeps."""
+        trainer = self._trainer
+        trainer.store_flos()
+        if (step := trainer.state.best_global_step) == trainer.state.global_step:
+            trainer.state.best_model_checkpoint = f"{trainer.checkpoint_dir}/step-{step:08d}"
+        extra = {name: part.get_extra_state() for name, part in trainer.model.named_modules() if _has_extra(part)}
+        checked: dict[str, Any] = {"model": extra}
+        rest: dict[str, Any] = {"saved": ["model"]}
+        if not trainer.args.save_only_model:
+            parts = {"scheduler": trainer.lr_scheduler, "scaler": enabled_scaler(trainer)}
+            rest = {name: part.state_dict() for name, part in parts.items() if part is not None}
+            rest["saved"] = ["model", "optimizer", "rng", *rest]
+            checked |= {"trainer": {**rest}, "optimizer": plain_optimizer(trainer).state_dict()}
+            rest["rng"] = zarrckpt.PerRank(generators(trainer.args.device))
+        if not self._allow_pickle:
+            refuse_pickles(checked)
+        if trainer.is_world_process_zero():  # others have measured other times
+            rest |= {"state": _state_text(trainer), **_descriptions(trainer.model)}
+        return rest
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What is resumed goes where the Trainer asks for it."""
+        raise NotImplementedError
+
+
+def plain_optimizer(trainer: Any) -> Any:
+    """A Trainer's optimizer without Accelerate's wrapper."""
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
+def enabled_scaler(trainer: Any) -> Any:
+    """A Trainer's scaler of gradients; None where it scales none."""
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def _state_text(trainer: Any) -> str:
+    """What the Trainer itself writes to trainer_state.json, with its callbacks' states of now."""
+    state = trainer.state
+    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+    stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+    state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
+    known = dataclasses.asdict(state)
+    best = known["best_model_checkpoint"]
+    known["best_model_checkpoint"] = best and best.removeprefix(f"{trainer.checkpoint_dir}/")
+    for name, value in known.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as err:
+            raise zarrckpt.UnsupportedValueError(f"{name!r} of the TrainerState cannot be saved: {err}") from err
+    return json.dumps(known)
+
+
+class AdaptersOnly(nn.Module):
+    """Of a PEFT model the adapters and what else is trained, under their names in it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        state = self._model.state_dict(*args, **named)
+        variables = self._model.state_dict(keep_vars=True)
+        for name in [*state]:
+            if not variables[name].requires_grad and {*name.split(".")}.isdisjoint(self._model.peft_config):
+                del state[name]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        return self._model.load_state_dict(state_dict, strict=False, assign=assign)
+
+
+def generators(device: torch.device) -> dict[str, torch.Tensor]:
+    """This process's random number generators, as tensors: those of all ranks are one array each."""
+    _, words, next_gauss = random.getstate()
+    numpy: Any = np.random.get_state()
+    _, keys, place, has_gauss, gauss = numpy
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words),
+        "python_gauss": torch.tensor(math.nan if next_gauss is None else next_gauss, dtype=torch.float64),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_gauss": torch.tensor([place, has_gauss, gauss], dtype=torch.float64),
+    }
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def set_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["torch"])
+    next_gauss = states["python_gauss"].item()
+    words = tuple(states["python"].tolist())
+    random.setstate((3, words, None if math.isnan(next_gauss) else next_gauss))
+    place, has_gauss, gauss = states["numpy_gauss"].tolist()
+    np.random.set_state(("MT19937", states["numpy"].numpy().astype(np.uint32), int(place), int(has_gauss), gauss))
+    if device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type])
+
+
+def refuse_pickles(value: Any, name: str = "") -> None:
+    """Raise UnsupportedValueError for what a save would pickle, by its name."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            refuse_pickles(item, f"{name}.{key}".lstrip("."))
+    elif type(value) in (list, tuple, set, frozenset):
+        for item in value:
+            refuse_pickles(item, name)
+    elif isinstance(value, zarrckpt.PerRank):
+        refuse_pickles(value.value, name)
+    elif not isinstance(value, torch.Tensor | np.generic) and not _is_data(value):
+        raise zarrckpt.UnsupportedValueError(
+            f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which only pickle keeps: leave it "
+            "out, or pass allow_pickle=True to the trainer, for saves and for loads"
+        )
+
+
+def _is_data(value: Any) -> bool:
+    return type(value) in _PLAIN_TYPES or (type(value) is np.ndarray and not value.dtype.hasobject)
+
+
+def _has_extra(module: nn.Module) -> bool:
+    """Whether a module has state of its own making in its state dict."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value can be a metric of a checkpoint."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _descriptions(model: Any) -> dict[str, str]:
+    """The configurations of a model, as texts: what makes it anew."""
+    found = {}
+    if (config := getattr(model, "config", None)) is not None and hasattr(config, "to_dict"):
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        found["config"] = {**config.to_dict(), "architectures": [type(base).__name__.removeprefix("FSDP")]}
+    if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_dict"):
+        found["generation_config"] = generation.to_dict()
+    return {name: json.dumps(value, default=str) for name, value in found.items()}
