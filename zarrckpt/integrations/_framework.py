@@ -23,7 +23,7 @@ def require(distribution: str, first: str, before: str, extra: str) -> None:
         raise ModuleNotFoundError(
             f"zarrckpt.integrations.{extra} needs {distribution}: pip install 'zarrckpt[{extra}]'", name=distribution
         ) from err
-    if not _numbers_of(first) <= _numbers_of(found) < _numbers_of(before) and not os.environ.get(UNTESTED):
+    if not _release_of(first) <= _release_of(found) < _release_of(before) and not os.environ.get(UNTESTED):
         raise ImportError(
             f"zarrckpt.integrations.{extra} was tested with {distribution} from {first} on, before {before}; here is "
             f"{found}. It uses what is not promised to stay: pip install 'zarrckpt[{extra}]' brings a version that "
@@ -31,7 +31,7 @@ def require(distribution: str, first: str, before: str, extra: str) -> None:
         )
 
 
-def _numbers_of(version: str) -> tuple[int, ...]:
+def _release_of(version: str) -> tuple[int, ...]:
     """The numbers with which a version begins: ``"2.6.6rc1"`` is (2, 6, 6)."""
     parts = []
     for part in version.split("+")[0].split("."):
