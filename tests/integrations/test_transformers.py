@@ -238,13 +238,16 @@ def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
 
 
 def test_a_folder_of_the_trainer_itself_is_resumed() -> None:
-    whole = transformers_run.result(trained(trainer={"checkpoint_dir": "run"}))
+    best = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "greater_is_better": True}
+    whole = transformers_run.result(trained(arguments=best, trainer={"checkpoint_dir": "run"}))
     transformers.set_seed(1)
-    args = transformers_run.arguments()
-    model = LlamaForCausalLM(transformers_run.config())
-    Trainer(model, args, train_dataset=transformers_run.dataset()).train()
-    resumed = trained(trainer={"checkpoint_dir": "new"}, resume="out/checkpoint-8", seed=2)
+    sets = {"train_dataset": transformers_run.dataset(), "eval_dataset": transformers_run.dataset(8)}
+    own = Trainer(LlamaForCausalLM(transformers_run.config()), transformers_run.arguments(**best), **sets)
+    own.train()
+    resumed = trained(arguments=best, trainer={"checkpoint_dir": "new"}, resume="out/checkpoint-8", seed=2)
     assert_equal(whole, transformers_run.result(resumed))
+    # The best one is still a folder of the Trainer's.
+    assert resumed.state.best_model_checkpoint == own.state.best_model_checkpoint == "out/checkpoint-4"
     assert steps("new") == [12] and Path("out/checkpoint-12").is_dir()
 
 

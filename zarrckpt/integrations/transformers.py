@@ -191,6 +191,9 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         assert self._manager is not None
         self._manager.wait()
         url = self.state.best_model_checkpoint
+        if os.path.isfile(os.path.join(url, _STATE_FILE)):
+            super()._load_best_model()  # from before the run became one of zarrckpt
+            return
         try:
             zarrckpt.load({"model": self._module()}, url, storage_options=self._storage_options)
         except zarrckpt.CheckpointNotFoundError:
