@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import random
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from transformers.trainer_callback import ExportableState, TrainerState
 
 import zarrckpt
-
-_PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size)
+from zarrckpt.integrations import _values
 
 
 class RestOfTrainer:
@@ -40,9 +36,9 @@ class RestOfTrainer:
             rest = {name: part.state_dict() for name, part in parts.items() if part is not None}
             rest["saved"] = ["model", "optimizer", "rng", *rest]
             checked |= {"trainer": {**rest}, "optimizer": plain_optimizer(trainer).state_dict()}
-            rest["rng"] = zarrckpt.PerRank(generators(trainer.args.device))
+            rest["rng"] = zarrckpt.PerRank(_values.random_state(trainer.args.device))
         if not self._allow_pickle:
-            refuse_pickles(checked)
+            _values.refuse_opaque(part for name, value in checked.items() for part in _values.opaque_parts(name, value))
         if trainer.is_world_process_zero():  # others have measured other times
             rest |= {"state": _state_text(trainer), **_descriptions(trainer.model)}
         return rest
@@ -97,55 +93,6 @@ class AdaptersOnly(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         return self._model.load_state_dict(state_dict, strict=False, assign=assign)
-
-
-def generators(device: torch.device) -> dict[str, torch.Tensor]:
-    """This process's random number generators, as tensors: those of all ranks are one array each."""
-    _, words, next_gauss = random.getstate()
-    numpy: Any = np.random.get_state()
-    _, keys, place, has_gauss, gauss = numpy
-    states = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor(words),
-        "python_gauss": torch.tensor(math.nan if next_gauss is None else next_gauss, dtype=torch.float64),
-        "numpy": torch.from_numpy(keys.astype(np.int64)),
-        "numpy_gauss": torch.tensor([place, has_gauss, gauss], dtype=torch.float64),
-    }
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state()
-    return states
-
-
-def set_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["torch"])
-    next_gauss = states["python_gauss"].item()
-    words = tuple(states["python"].tolist())
-    random.setstate((3, words, None if math.isnan(next_gauss) else next_gauss))
-    place, has_gauss, gauss = states["numpy_gauss"].tolist()
-    np.random.set_state(("MT19937", states["numpy"].numpy().astype(np.uint32), int(place), int(has_gauss), gauss))
-    if device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type])
-
-
-def refuse_pickles(value: Any, name: str = "") -> None:
-    """Raise UnsupportedValueError for what a save would pickle, by its name."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            refuse_pickles(item, f"{name}.{key}".lstrip("."))
-    elif type(value) in (list, tuple, set, frozenset):
-        for item in value:
-            refuse_pickles(item, name)
-    elif isinstance(value, zarrckpt.PerRank):
-        refuse_pickles(value.value, name)
-    elif not isinstance(value, torch.Tensor | np.generic) and not _is_data(value):
-        raise zarrckpt.UnsupportedValueError(
-            f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which only pickle keeps: leave it "
-            "out, or pass allow_pickle=True to the trainer, for saves and for loads"
-        )
-
-
-def _is_data(value: Any) -> bool:
-    return type(value) in _PLAIN_TYPES or (type(value) is np.ndarray and not value.dtype.hasobject)
 
 
 def _has_extra(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import zarrckpt
 from zarrckpt._errors import log
-from zarrckpt.integrations import _framework
+from zarrckpt.integrations import _framework, _values
 
 _framework.require("transformers", "5.23", "6", "transformers")
 
@@ -28,7 +28,6 @@ from zarrckpt.integrations._trainer_state import (  # noqa: E402
     enabled_scaler,
     is_finite,
     plain_optimizer,
-    set_generators,
 )
 
 __all__ = ["ZarrCheckpointMixin", "ZarrTrainer", "export_pretrained", "load_pretrained"]
@@ -185,7 +184,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         if self._load is None:
             super()._load_rng_state(checkpoint)
         elif self._resumed["rng"]:
-            set_generators(self._resumed["rng"], self.args.device)
+            _values.set_random_state(self.args.device, self._resumed["rng"])
 
     def _load_best_model(self) -> None:
         assert self._manager is not None
