@@ -404,7 +404,7 @@ def _save_load_save(url: str) -> list[dict[Any, str]]:
 def test_loads_and_saves_take_turns_on_one_mesh(tmp_path: Path) -> None:
     found = run_ranks(_save_load_save, str(tmp_path))
     (name,) = {*found[0][0].values()}
-    assert all(meshes == [{((0, 1, 2, 3), False): name}] * 5 for meshes in found), found
+    assert all(meshes == [{((0, 1, 2, 3), "foreground"): name}] * 5 for meshes in found), found
 
 
 def _unshared(url: str) -> int:
