@@ -51,7 +51,10 @@ class Signals:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._fd_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in self._numbers}
+        # Known before the first of them can be called.
+        self._before: dict[int, Any] = {number: signal.getsignal(number) for number in self._numbers}
+        for number in self._numbers:
+            signal.signal(number, self._handle)
         threading.Thread(target=self._read, name="zarrckpt-signals", daemon=True).start()
         _handling.add(self)
 
