@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.measure import Options, alternate, fresh, ranks, ratio
+from benchmarks.measure import Options, alternate, fresh, ranks, ratio, warm
 from benchmarks.results import Figure, Results
 from benchmarks.s3_server import served
 
@@ -64,9 +64,11 @@ def _saves(options: Options, url: str) -> tuple[float, float]:
 
     warnings.filterwarnings("ignore")
     state: dict[str, Any] = states.make_state(options.gigabytes / 4, options.dtype)
+    nbytes = sum(tensor.nbytes for tensor in state.values())
     without = zarrckpt.SaveOptions(durable=False)
 
     def managed(keep: zarrckpt.Keep | None, number: int) -> float:
+        warm((SAVES + 2) * nbytes)
         folder = f"{url}-{keep is None}-{number}"
         manager = zarrckpt.CheckpointManager(folder, keep=keep, signals=(), background=False, options=without)
         manager.save(0, state)
@@ -77,6 +79,7 @@ def _saves(options: Options, url: str) -> tuple[float, float]:
         return took
 
     def plain(number: int) -> float:
+        warm((SAVES + 2) * nbytes)
         took = _timed(lambda step: zarrckpt.save(state, f"{url}-plain-{number}-{step}", options=without))
         for step in range(1, SAVES + 1):
             zarrckpt.remove(f"{url}-plain-{number}-{step}")
