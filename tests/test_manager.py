@@ -38,6 +38,7 @@ from zarrckpt import Keep
 from zarrckpt._format.sealed import _seal
 from zarrckpt._save import finish
 from zarrckpt._store._conditional_puts import _found_out
+from zarrckpt._store._local import LocalStore
 from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
 
 
@@ -283,6 +284,34 @@ def test_a_newer_format_is_no_damage(tmp_path: Path) -> None:
     root.write_bytes(_seal(newer))
     with manager(tmp_path) as job, pytest.raises(zarrckpt.UnsupportedFormatError, match=name(20)):
         job.restore(state(0))
+
+
+@pytest.mark.parametrize("keep", [None, Keep(newest=3)])
+def test_a_stale_listing_loses_nothing(keep: Keep | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 10, 20, 30)
+    zarrckpt.remove(tmp_path / name(30))
+    listed = LocalStore.list_dir
+
+    def stale(store: LocalStore, prefix: str = "") -> tuple[list[str], list[str]]:
+        objects, below = listed(store, prefix)
+        if not prefix and store.url == str(tmp_path):
+            below = [folder for folder in below if folder not in hidden] + [name(30)]
+        return objects, below
+
+    monkeypatch.setattr(LocalStore, "list_dir", stale)
+    hidden: set[str] = set()
+    with manager(tmp_path) as job:
+        assert restored(job) == 20, "one that is listed and gone is passed over"
+    hidden.add(name(20))
+    with manager(tmp_path, keep=keep) as job:
+        assert restored(job) == 10
+        with pytest.raises(zarrckpt.CheckpointExistsError, match=name(20)):
+            job.save(20, state(2000))
+        job.save(21, state(21))
+    hidden.clear()
+    assert zarrckpt.open(tmp_path / name(20))["step"] == 20
+    with manager(tmp_path) as job:
+        assert restored(job) == 21
 
 
 def test_an_unfinished_save_is_none(tmp_path: Path) -> None:
