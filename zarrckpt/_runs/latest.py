@@ -15,9 +15,6 @@ from zarrckpt._store import StoreSpec, Url, join_url
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_TIMEOUT = 1800.0
-"""Seconds that a rank waits for the others: as in SaveOptions."""
-
 
 def latest(
     prefix: Url,
@@ -51,10 +48,11 @@ def latest(
     if no_dist or distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         name = _newest(spec)
     else:
+        from zarrckpt._options import TIMEOUT
         from zarrckpt._ranks.group import Ranks
         from zarrckpt._ranks.rounds import joined
 
-        with joined(Ranks(process_group), f"latest({spec.url!r})", _TIMEOUT) as rounds:
+        with joined(Ranks(process_group), f"latest({spec.url!r})", TIMEOUT) as rounds:
             name = rounds.merge("the newest checkpoint", lambda: None, lambda _: _newest(spec))
     if name is None:
         return None

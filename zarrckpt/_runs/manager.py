@@ -353,7 +353,7 @@ class CheckpointManager:
 
     def _request(self, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> SaveRequest:
         name = name_of(step)
-        own = {"step": step, **checked_metadata(checked_metrics(metrics))}
+        own = {"step": step, **checked_metrics(metrics)}
         others = checked_metadata(metadata)
         if twice := sorted({"step", *(metrics or {})} & {*others}) or sorted({"step"} & {*(metrics or {})}):
             raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and as a metric or in metadata")

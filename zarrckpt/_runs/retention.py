@@ -56,9 +56,9 @@ class Retention:
         _alive.add(self)
 
     def found(self, names: Iterable[str]) -> None:
-        """The folders that are there when this job begins: they are looked into after the next commit."""
+        """The folders of steps that are there when this job begins: they are looked into after the next commit."""
         with self._changed:
-            self._unread |= {name for name in names if step_of(name) is not None and name not in self._own}
+            self._unread |= {*names} - self._own.keys()
 
     def spare(self, names: Iterable[str]) -> None:
         """Leave these damaged checkpoints alone: they count for no rule."""

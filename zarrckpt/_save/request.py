@@ -52,12 +52,11 @@ class SaveRequest:
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
-        run: Run | None = None,
     ) -> SaveRequest:
         """From the arguments of :func:`zarrckpt.save`. Raises TypeError and ValueError naming the argument."""
         options = checked_options(options, SaveOptions)
         spec = StoreSpec(url, storage_options, options.durable, options.concurrency)
-        return cls(spec, overwrite, checked_metadata(metadata), options, progress, run)
+        return cls(spec, overwrite, checked_metadata(metadata), options, progress)
 
     def refuse_committed(self) -> None:
         """Raise what a save would where a checkpoint is committed that it must not overwrite. One request.

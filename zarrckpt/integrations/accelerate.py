@@ -67,8 +67,7 @@ def save_state(
         _last_saves[accelerator] = saved
         return saved
     done = zarrckpt.SaveFuture(saved.url)
-    done.set_copied()
-    done.set_result(saved)
+    done.run(lambda: saved)
     return done
 
 
