@@ -123,13 +123,12 @@ class Ownership:
         """Raise RunTakenOverError where another job has taken the run. One request."""
         found = read_record(self._store)
         if found is None or found.job != self.record.job:
-            who = "its document is gone"
+            what = "has lost its document"
             if found is not None:
-                who = f"another job does, on {found.host}, since {found.started}"
+                what = f"was taken over by another job, on {found.host}, at {found.started}"
             raise RunTakenOverError(
-                f"this job (on {self.record.host}, since {self.record.started}) goes on with the run "
-                f"{self._store.url} no more: {who}. It saves and deletes nothing there any more: stop it, or the "
-                "other one, and begin again"
+                f"the run {self._store.url} {what}. This job (on {self.record.host}, begun {self.record.started}) "
+                "saves and deletes nothing there any more: stop it, or stop the other one and start this one again"
             )
 
     def metadata(self) -> dict[str, Any]:
