@@ -1,0 +1,241 @@
+"""Runs of torchtitan's trainer that are killed and go on; what its settings mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan_run import write_assets
+
+import zarrckpt
+from zarrckpt.integrations.torchtitan import ZarrCheckpointManager
+
+SCRIPT = Path(__file__).with_name("torchtitan_run.py")
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("assets")
+    write_assets(folder)
+    return str(folder)
+
+
+def run(ranks: int, env: dict[str, str] | None = None, **way: Any) -> list[dict[str, Any]]:
+    """What the script prints on so many processes, by rank and in order. It may kill itself where it was told to."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(ranks), str(SCRIPT), json.dumps(way)],
+        env={**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert "SIGKILL" in done.stderr if "kill_at" in way else done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(rows, key=lambda row: row["rank"])  # which keeps the order of each rank's
+
+
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(assets: str, moto_bucket: Any) -> None:
+    url = moto_bucket.url("titan")
+    way = {"folder": url, "assets": assets, "batch": 1, "checkpoint": {"keep_latest_k": 2, "async_mode": "async"}}
+    killed = run(2, moto_bucket.environment, steps=10, kill_at=9, **way)
+    # From further back there is more to compare.
+    options = moto_bucket.storage_options
+    newest = zarrckpt.latest(url, storage_options=options)
+    assert newest is not None and newest[-1] in "68"
+    if newest[-1] == "8":
+        zarrckpt.remove(newest, storage_options=options)
+    # Another seed: whatever does not come from the checkpoint is another.
+    resumed = run(2, moto_bucket.environment, steps=10, seed=1, **way)
+
+    assert [row["restored"] for row in resumed if "restored" in row] == [6, 6]
+    assert [row for row in resumed if 6 < row.get("step", 0) < 10] == [row for row in killed if row.get("step", 0) > 6]
+    manager = zarrckpt.CheckpointManager(url, signals=(), storage_options=options)
+    assert manager.steps() == [8, 10]
+    checkpoint = zarrckpt.open(f"{url}/step-00000010", storage_options=options)
+    assert checkpoint["dataloader.world_size"] == 2 and "dataloader.dp_rank_1" in checkpoint
+
+
+def test_a_run_goes_on_with_other_numbers_of_processes(assets: str, tmp_path: Path) -> None:
+    way = {"folder": str(tmp_path), "assets": assets}
+    whole = {row["step"]: row for row in run(1, steps=6, **way) if "step" in row}
+    for step in (6, 4):
+        zarrckpt.remove(str(tmp_path / f"step-{step:08}"))
+    digest = whole[2]["digest"]
+    # The batches are the same where the number of data parallel ranks is.
+    for ranks, steps, more in [(2, 4, {"tensor_parallel": 2}), (1, 6, {"seed": 1})]:
+        rows = run(ranks, steps=steps, **way, **more)
+        assert [(row["restored"], row["digest"]) for row in rows if "restored" in row] == [(steps - 2, digest)] * ranks
+        for row in rows:
+            if "step" in row:
+                assert row["loss"] == pytest.approx(whole[row["step"]]["loss"], rel=1e-4)
+                digest = row["digest"]
+
+
+# -- in this process, with other parts than torchtitan's
+
+
+class Part:
+    """A state that is there to be saved."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Adapter:
+    """The names of Hugging Face are these with a prefix."""
+
+    fqn_to_index_mapping = None
+    hf_assets_path = None
+
+    def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {f"model.{name}": value for name, value in state.items()}
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Run:
+    """A manager and what it saves, in which every number is ``value``."""
+
+    def __init__(self, folder: Path | str, value: float = 0.0, kind: type = ZarrCheckpointManager, **settings: Any):
+        self.model = torch.nn.Linear(3, 2)
+        for parameter in self.model.parameters():
+            torch.nn.init.constant_(parameter, value)
+        self.optimizers = Part(**{"state.weight.exp_avg": torch.full((2, 3), float(value))})
+        self.train_state = Part(step=int(value))
+        self.manager = kind.Config(**{"enable": True, "interval": 1, "folder": str(folder), **settings}).build(
+            dataloader=Part(dp_rank_0=b"%d" % value, world_size=1),
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=Part(last_epoch=int(value)),
+            states={"train_state": self.train_state},
+            sd_adapter=Adapter(),
+        )
+
+    def values(self) -> tuple[float, float, int]:
+        """Of the model, the optimizer, and the trainer, as they are now."""
+        moments = self.optimizers.state["state.weight.exp_avg"]
+        return self.model.weight[0, 0].item(), moments[0, 0].item(), self.train_state.state["step"]
+
+
+def saved(folder: Path | str, *steps: int, kind: type = ZarrCheckpointManager, **settings: Any) -> None:
+    """A run's checkpoints: in that of step n everything is n."""
+    for step in steps:
+        run = Run(folder, step, kind, **settings)
+        run.manager.load()
+        for parameter in run.model.parameters():
+            torch.nn.init.constant_(parameter, step)
+        run.optimizers.state["state.weight.exp_avg"].fill_(step)
+        run.train_state.state = {"step": step}
+        assert run.manager.save(step)
+        run.manager.close()
+
+
+def loaded(folder: Path | str, step: int = -1, **settings: Any) -> tuple[float, float, int]:
+    run = Run(folder, -1.0, load_step=step, **settings)
+    assert run.manager.load(step)
+    run.manager.close()
+    return run.values()
+
+
+def steps_of(folder: Path | str) -> list[int]:
+    return zarrckpt.CheckpointManager(str(folder), signals=()).steps()
+
+
+def test_a_chosen_step_is_loaded_and_later_ones_are_removed_only_where_that_is_said(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    assert loaded(tmp_path) == (3, 3, 3) and loaded(tmp_path, 2) == (2, 2, 2)
+    with pytest.raises(zarrckpt.CheckpointExistsError):
+        saved(tmp_path, 3)
+    assert loaded(tmp_path, 2, rewind=True) == (2, 2, 2) and steps_of(tmp_path) == [1, 2]
+    with pytest.raises(ValueError, match="load_step"):
+        ZarrCheckpointManager.Config(rewind=True)
+    with pytest.raises(FileNotFoundError):
+        loaded(tmp_path, 7)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_but_not_where_it_was_chosen(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-00000002" / "weight" / "c.0.0").write_bytes(b"")
+    with pytest.warns(UserWarning, match="step-00000002"):
+        assert loaded(tmp_path) == (1, 1, 1)
+    with pytest.raises(zarrckpt.CorruptCheckpointError):
+        loaded(tmp_path, 2)
+
+
+def test_a_job_that_only_loads_leaves_the_run_to_its_own_job(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1.0)
+    run.manager.save(1)
+    assert loaded(tmp_path, load_only=True) == loaded(tmp_path, 1, load_only=True) == (1, 1, 1)
+    assert run.manager.save(2) and steps_of(tmp_path) == [1, 2]
+    assert loaded(tmp_path) == (1, 1, 1)
+    with pytest.raises(zarrckpt.RunTakenOverError):
+        run.manager.save(3)
+    run.manager.close()
+
+
+def test_a_run_begins_with_weights_alone_from_a_seed_or_from_a_checkpoint_of_either_kind(tmp_path: Path) -> None:
+    seed = Run(tmp_path / "seed", 5.0, create_seed_checkpoint=True)
+    assert seed.manager.save(0, last_step=True)
+    assert {*zarrckpt.open(tmp_path / "seed" / "step-00000000").keys()} == {"weight", "bias"}
+    assert loaded(tmp_path / "seed") == (5, -1, -1)
+
+    saved(tmp_path / "zarr", 6)
+    saved(tmp_path / "dcp", 7, kind=CheckpointManager)
+    for value, source in ((6, "zarr/step-00000006"), (7, "dcp/step-7")):
+        settings = {"initial_load_path": str(tmp_path / source)}
+        assert loaded(tmp_path / "new", **settings) == (value, -1, -1)
+        assert loaded(tmp_path / "new", initial_load_model_only=False, **settings) == (value,) * 3
+        without = {"initial_load_model_only": False, "exclude_from_loading": ["optimizer"], **settings}
+        assert loaded(tmp_path / "new", **without) == (value, -1, value)
+
+
+def test_a_run_that_torchtitan_itself_began_goes_on(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, kind=CheckpointManager)
+    assert loaded(tmp_path) == (2, 2, 2) and loaded(tmp_path, 1) == (1, 1, 1)
+    saved(tmp_path, 3)
+    assert loaded(tmp_path) == (3, 3, 3)
+
+
+def test_the_last_step_is_saved_as_torchtitan_says(tmp_path: Path) -> None:
+    settings = {"async_mode": "async_with_pinned_mem", "export_dtype": "bfloat16"}
+    run = Run(tmp_path, 4.0, **settings)
+    assert run.manager.save(4) and run.manager.save(5, last_step=True)
+    run.manager.close()
+    last = zarrckpt.open(tmp_path / "step-00000005").load()
+    assert {*last} == {"weight", "bias"} and last["weight"].dtype == torch.bfloat16 and last["bias"][0] == 4
+    # The weights alone are no checkpoint to go on from.
+    with pytest.raises(zarrckpt.KeyMismatchError, match="optimizer"):
+        loaded(tmp_path)
+    assert loaded(tmp_path, 4) == (4, 4, 4)
+
+    run = Run(tmp_path / "hf", 4.0, last_save_in_hf=True)
+    assert run.manager.save(5, last_step=True)
+    run.manager.close()
+    assert [*(tmp_path / "hf" / "step-5").glob("*.safetensors")] and steps_of(tmp_path / "hf") == []
+
+
+def test_a_manager_that_is_not_enabled_does_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, enable=False)
+    assert not run.manager.load() and not run.manager.save(1)
+    run.manager.close()
