@@ -165,6 +165,7 @@ def steps_of(folder: Path | str) -> list[int]:
 def test_a_chosen_step_is_loaded_and_later_ones_are_removed_only_where_that_is_said(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
     assert loaded(tmp_path) == (3, 3, 3) and loaded(tmp_path, 2) == (2, 2, 2)
+    assert loaded(tmp_path, exclude_from_loading=["optimizer", "train_state"]) == (3, -1, -1)
     with pytest.raises(zarrckpt.CheckpointExistsError):
         saved(tmp_path, 3)
     assert loaded(tmp_path, 2, rewind=True) == (2, 2, 2) and steps_of(tmp_path) == [1, 2]
@@ -220,7 +221,7 @@ def test_a_run_that_torchtitan_itself_began_goes_on(tmp_path: Path) -> None:
 def test_the_last_step_is_saved_as_torchtitan_says(tmp_path: Path) -> None:
     settings = {"async_mode": "async_with_pinned_mem", "export_dtype": "bfloat16"}
     run = Run(tmp_path, 4.0, **settings)
-    assert run.manager.save(4) and run.manager.save(5, last_step=True)
+    assert run.manager.save(4) and run.manager.save(5, last_step=True) and steps_of(tmp_path) == [4, 5]
     run.manager.close()
     last = zarrckpt.open(tmp_path / "step-00000005").load()
     assert {*last} == {"weight", "bias"} and last["weight"].dtype == torch.bfloat16 and last["bias"][0] == 4
