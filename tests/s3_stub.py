@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import html
 import socket
 import ssl
 import threading
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape, unescape
+from xml.sax.saxutils import escape
 
 from store_servers import S3Place
 
@@ -97,6 +98,11 @@ class S3Stub:
     connections: int = 0
     """So many have been opened."""
 
+    @property
+    def handler(self) -> type[Handler]:
+        """What answers a request; another one in servers that behave otherwise."""
+        return Handler
+
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
         self.uploads: dict[str, dict[int, bytes]] = {}
@@ -104,12 +110,8 @@ class S3Stub:
         self.generation = 1000
 
     def __enter__(self) -> S3Stub:
-        stub = self
-
-        class Handler(_Handler):
-            server_stub = stub
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        handler = type("Handler", (self.handler,), {"server_stub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         if self.tls is not None:
             self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True)
@@ -138,7 +140,7 @@ class S3Stub:
         return made
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     """Speaks just enough of S3's protocol, one object per path."""
 
     server_stub: S3Stub
@@ -295,7 +297,7 @@ class _Handler(BaseHTTPRequestHandler):
         stub, text = self.server_stub, self._body.decode()
         with stub.lock:
             if "delete" in self._query:
-                keys = [unescape(part.split("</Key>")[0]) for part in text.split("<Key>")[1:]]
+                keys = [html.unescape(part.split("</Key>")[0]) for part in text.split("<Key>")[1:]]
                 for key in keys:
                     stub.objects.pop(f"{self._key.rstrip('/')}/{key}", None)
                 deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
@@ -351,7 +353,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _object_headers(item: _Object) -> dict[str, str]:
     return {
-        "ETag": item.e_tag,
+        **({"ETag": item.e_tag} if item.e_tag else {}),
         "Last-Modified": formatdate(1767225600, usegmt=True),
         "x-goog-generation": str(item.generation),
     }

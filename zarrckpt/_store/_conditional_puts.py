@@ -38,7 +38,7 @@ class ConditionalStore(Store):
     """A store whose server is asked to refuse puts; where it does not, they are check-then-put, with one warning.
 
     Lost answers are settled here, and what is not known of the server is found out by the first puts. That costs one
-    read before and one repeated put after the first create, and six small requests on a probe object before the first
+    read before and one repeated put after the first create, and seven small requests on a probe object before the first
     replace. Safe for many threads: those that share ``lock`` are exact even on a server that is not.
     """
 
