@@ -75,6 +75,8 @@ class Faults:
     """Sent after each answer, unasked, before the connection is closed."""
     other_ranges: bool = False
     """Ranges of the right length, from the object's begin."""
+    keep_folders: bool = False
+    """Folders are listed also when all their objects are deleted, as SeaweedFS does."""
     most_of_a_range: int | None = None
     """Of longer ranges only so many bytes are sent."""
 
@@ -108,6 +110,7 @@ class S3Stub:
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.upload_headers: dict[str, dict[str, str]] = {}
         self.generation = 1000
+        self.folders: set[str] = set()
 
     def __enter__(self) -> S3Stub:
         handler = type("Handler", (self.handler,), {"server_stub": self})
@@ -137,6 +140,8 @@ class S3Stub:
         self.generation += 1
         made = _Object(data, f'"{hashlib.md5(data).hexdigest()}"', self.generation, headers)
         self.objects[key] = made
+        parts = key.split("/")
+        self.folders |= {f"{'/'.join(parts[:depth])}/" for depth in range(1, len(parts))}
         return made
 
 
@@ -330,8 +335,11 @@ class Handler(BaseHTTPRequestHandler):
             found = {
                 key[len(bucket) :]: item for key, item in self.server_stub.objects.items() if key.startswith(bucket)
             }
+            if self.server_stub.faults.keep_folders and delimiter:
+                kept = {name.removeprefix(bucket) for name in self.server_stub.folders if name.startswith(bucket)}
+                found = {**found, **dict.fromkeys(kept)}
         lines: dict[str, str] = {}
-        for key in sorted(key for key in found if key.startswith(prefix)):
+        for key in sorted(key for key in found if key.startswith(prefix) and key != prefix):
             head, cut, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
             if cut:
                 name = f"{prefix}{head}{delimiter}"

@@ -93,12 +93,12 @@ class ObstoreStore(ClientStore):
             upload()
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        return self.call(f"creating {key!r}", lambda: self._put_mode(key, data, "create"))
+        return self._put_mode(key, data, "create", f"creating {key!r}")
 
     def put_if_version(self, key: str, data: bytes, version: Any) -> bool:
         what = f"replacing {key!r}"
         read: dict[str, Any] = version if isinstance(version, dict) else {}
-        if read and self.call(what, lambda: self._put_mode(key, data, read)):
+        if read and self._put_mode(key, data, read, what):
             return True
         told, e_tag = self._own_e_tag(key), str(read.get("e_tag", ""))
         # After that look: had the object changed before it, this read would tell.
@@ -108,7 +108,7 @@ class ObstoreStore(ClientStore):
         other = told if told != e_tag else told.strip('"')
         if found is None or found.version != version or other in ("", e_tag):
             return False
-        return self.call(what, lambda: self._put_mode(key, data, {**read, "e_tag": other}))
+        return self._put_mode(key, data, {**read, "e_tag": other}, what)
 
     def _own_e_tag(self, key: str) -> str:
         """The e-tag that the server itself gives an object; "" for none. One request, which is never sent on."""
@@ -120,12 +120,15 @@ class ObstoreStore(ClientStore):
     def _put(self, key: str, data: Any, **options: Any) -> None:
         obstore.put(self._bucket.persistent, self.name(key), data, **self._client.put_options, **options)
 
-    def _put_mode(self, key: str, data: bytes, mode: Any) -> bool:
-        try:
-            self._put(key, data, mode=mode, use_multipart=False)
-        except (client_errors.AlreadyExistsError, client_errors.PreconditionError):
-            return False
-        return True
+    def _put_mode(self, key: str, data: bytes, mode: Any, what: str) -> bool:
+        def put() -> bool:
+            try:
+                self._put(key, data, mode=mode, use_multipart=False)
+            except (client_errors.AlreadyExistsError, client_errors.PreconditionError):
+                return False
+            return True
+
+        return self.call(what, put)
 
     def delete(self, keys: Iterable[str]) -> None:
         if not self._client.bulk_delete:
