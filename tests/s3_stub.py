@@ -41,6 +41,8 @@ class Faults:
     """What the stub does wrong. May be changed while it runs."""
 
     ignore_conditions: bool = False
+    no_conditions: bool = False
+    """Every put with a condition gets a 501, as on Backblaze B2."""
     lose_answers: int = 0
     """That many puts are carried out, and then the connection is cut instead of an answer."""
     server_errors: int = 0
@@ -238,6 +240,8 @@ class Handler(BaseHTTPRequestHandler):
                 part, upload = int(self._query["partNumber"][0]), self._query["uploadId"][0]
                 stub.uploads[upload][part] = self._body
                 return self._answer(200, headers={"ETag": f'"part-{part}"'})
+            if stub.faults.no_conditions and ("If-None-Match" in self.headers or "If-Match" in self.headers):
+                return self._answer(501, b"<Error><Code>NotImplemented</Code></Error>")
             if not stub.faults.ignore_conditions and not self._condition_holds():
                 return self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
             made = stub.store(self._key, self._body, {k.lower(): v for k, v in self.headers.items()})

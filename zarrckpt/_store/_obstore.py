@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import obstore
 from obstore import exceptions as client_errors
 
-from zarrckpt._errors import ObjectNotFoundError
+from zarrckpt._errors import ObjectNotFoundError, StorageError
+from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views, version_of
 from zarrckpt._store._client_store import ClientStore
+from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._obstore_client import Client, awaited
 
@@ -121,14 +123,23 @@ class ObstoreStore(ClientStore):
         obstore.put(self._bucket.persistent, self.name(key), data, **self._client.put_options, **options)
 
     def _put_mode(self, key: str, data: bytes, mode: Any, what: str) -> bool:
-        def put() -> bool:
+        options = {"mode": mode, "use_multipart": False, **self._client.put_options}
+
+        def put(client: Any) -> bool:
             try:
-                self._put(key, data, mode=mode, use_multipart=False)
+                obstore.put(client, self.name(key), data, **options)
             except (client_errors.AlreadyExistsError, client_errors.PreconditionError):
                 return False
             return True
 
-        return self.call(what, put)
+        if (self._honoured.creates if mode == "create" else self._honoured.matches) is None:
+            # Where a server has no conditions, obstore would ask for more than a minute.
+            try:
+                return self.call(what, partial(put, self._bucket.impatient))
+            except StorageError as error:
+                if _failures.not_implemented(error):
+                    raise NoConditionsError(str(error)) from None
+        return self.call(what, partial(put, self._bucket.persistent))
 
     def delete(self, keys: Iterable[str]) -> None:
         if not self._client.bulk_delete:
