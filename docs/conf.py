@@ -76,6 +76,7 @@ NAVIGATION = {
         "Glossary <reference/glossary>",
         "Format <reference/format>",
         "Other readers <reference/readers>",
+        "Object stores <reference/stores>",
         "Versions <reference/versions>",
         "Changelog <reference/changelog>",
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import store_servers
+from hub_gateway import HubGateway
 from ranks import stop_ranks
 from s3_stub import Faults, S3Stub
 from store_servers import S3Place, shared_server
@@ -71,6 +72,19 @@ def s3_stub() -> Iterator[S3Stub]:
     """A small S3 server in this process whose faults the test chooses (``s3_stub.faults``)."""
     with S3Stub() as stub:
         yield stub
+
+
+@pytest.fixture
+def hub_gateway() -> Iterator[HubGateway]:
+    """A stand-in for the S3 gateway of Hugging Face's Storage Buckets."""
+    with HubGateway() as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def hub_bucket(hub_gateway: HubGateway) -> S3Place:
+    """A fresh bucket there."""
+    return hub_gateway.bucket()
 
 
 @pytest.fixture(scope="session")

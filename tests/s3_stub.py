@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import html
 import socket
 import ssl
 import threading
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape, unescape
+from xml.sax.saxutils import escape
 
 from store_servers import S3Place
 
@@ -40,6 +41,8 @@ class Faults:
     """What the stub does wrong. May be changed while it runs."""
 
     ignore_conditions: bool = False
+    no_conditions: bool = False
+    """Every put with a condition gets a 501, as on Backblaze B2."""
     lose_answers: int = 0
     """That many puts are carried out, and then the connection is cut instead of an answer."""
     server_errors: int = 0
@@ -74,6 +77,8 @@ class Faults:
     """Sent after each answer, unasked, before the connection is closed."""
     other_ranges: bool = False
     """Ranges of the right length, from the object's begin."""
+    keep_folders: bool = False
+    """Folders are listed also when all their objects are deleted, as SeaweedFS does."""
     most_of_a_range: int | None = None
     """Of longer ranges only so many bytes are sent."""
 
@@ -97,19 +102,21 @@ class S3Stub:
     connections: int = 0
     """So many have been opened."""
 
+    @property
+    def handler(self) -> type[Handler]:
+        """What answers a request; another one in servers that behave otherwise."""
+        return Handler
+
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.upload_headers: dict[str, dict[str, str]] = {}
         self.generation = 1000
+        self.folders: set[str] = set()
 
     def __enter__(self) -> S3Stub:
-        stub = self
-
-        class Handler(_Handler):
-            server_stub = stub
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        handler = type("Handler", (self.handler,), {"server_stub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         if self.tls is not None:
             self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True)
@@ -135,10 +142,12 @@ class S3Stub:
         self.generation += 1
         made = _Object(data, f'"{hashlib.md5(data).hexdigest()}"', self.generation, headers)
         self.objects[key] = made
+        parts = key.split("/")
+        self.folders |= {f"{'/'.join(parts[:depth])}/" for depth in range(1, len(parts))}
         return made
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     """Speaks just enough of S3's protocol, one object per path."""
 
     server_stub: S3Stub
@@ -231,6 +240,8 @@ class _Handler(BaseHTTPRequestHandler):
                 part, upload = int(self._query["partNumber"][0]), self._query["uploadId"][0]
                 stub.uploads[upload][part] = self._body
                 return self._answer(200, headers={"ETag": f'"part-{part}"'})
+            if stub.faults.no_conditions and ("If-None-Match" in self.headers or "If-Match" in self.headers):
+                return self._answer(501, b"<Error><Code>NotImplemented</Code></Error>")
             if not stub.faults.ignore_conditions and not self._condition_holds():
                 return self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
             made = stub.store(self._key, self._body, {k.lower(): v for k, v in self.headers.items()})
@@ -295,7 +306,7 @@ class _Handler(BaseHTTPRequestHandler):
         stub, text = self.server_stub, self._body.decode()
         with stub.lock:
             if "delete" in self._query:
-                keys = [unescape(part.split("</Key>")[0]) for part in text.split("<Key>")[1:]]
+                keys = [html.unescape(part.split("</Key>")[0]) for part in text.split("<Key>")[1:]]
                 for key in keys:
                     stub.objects.pop(f"{self._key.rstrip('/')}/{key}", None)
                 deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
@@ -328,8 +339,11 @@ class _Handler(BaseHTTPRequestHandler):
             found = {
                 key[len(bucket) :]: item for key, item in self.server_stub.objects.items() if key.startswith(bucket)
             }
+            if self.server_stub.faults.keep_folders and delimiter:
+                kept = {name.removeprefix(bucket) for name in self.server_stub.folders if name.startswith(bucket)}
+                found = {**found, **dict.fromkeys(kept)}
         lines: dict[str, str] = {}
-        for key in sorted(key for key in found if key.startswith(prefix)):
+        for key in sorted(key for key in found if key.startswith(prefix) and key != prefix):
             head, cut, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
             if cut:
                 name = f"{prefix}{head}{delimiter}"
@@ -351,7 +365,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _object_headers(item: _Object) -> dict[str, str]:
     return {
-        "ETag": item.e_tag,
+        **({"ETag": item.e_tag} if item.e_tag else {}),
         "Last-Modified": formatdate(1767225600, usegmt=True),
         "x-goog-generation": str(item.generation),
     }

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from crashes import undeletable
 from ranks import RankError, all_ranks_raise, run_ranks
+from s3_stub import S3Stub
 from store_servers import S3Place
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -430,3 +431,24 @@ def test_of_two_saves_at_once_exactly_one_commits(overwrite: bool, tmp_path: Pat
         zarrckpt.save(_state(9), url, overwrite=True)
         assert _holds(url, 9)
         assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).tree}
+
+
+# -- servers that list folders with nothing in them
+
+
+def test_a_listed_folder_that_holds_nothing_is_not_in_the_way(s3_stub: S3Stub) -> None:
+    s3_stub.faults.keep_folders = True
+    place = s3_stub.bucket()
+    url, options = place.url("run/step-1"), {"storage_options": place.storage_options}
+    for value in (1, 2, 3):
+        zarrckpt.save(_state(value), url, overwrite=True, **options)
+    assert _holds(url, 3, **options)
+    zarrckpt.remove(url, **options)
+    assert zarrckpt.latest(place.url("run"), **options) is None
+    zarrckpt.save(_state(4), url, **options)
+    assert _holds(url, 4, **options)
+    manager = zarrckpt.CheckpointManager(place.url("many"), keep=zarrckpt.Keep(newest=1), save_every=1, **options)
+    for step in (1, 2, 3):
+        manager.step(step, _state(step))
+    manager.close()
+    assert zarrckpt.latest(place.url("many"), **options) == place.url("many/step-00000003")

@@ -48,6 +48,8 @@ BACKENDS = [
     "zarr-wrapped",
     "fsspec-folder",
     "obstore-gcs",
+    "obstore-hub",
+    "s3fs-hub",
     pytest.param("obstore-ceph", marks=pytest.mark.ceph),
     pytest.param("s3fs-ceph", marks=pytest.mark.ceph),
 ]

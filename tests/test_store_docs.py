@@ -1,4 +1,4 @@
-"""Every option in the how-to page of stores is one that opens."""
+"""Every option in the pages of stores is one that opens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from store_servers import make_certificate
 
 from zarrckpt._store import open_store
 
-PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "stores.md"
+PAGES = [Path(__file__).parent.parent / "docs" / folder / "stores.md" for folder in ("how-to", "reference")]
 
 
 class _Named(ast.NodeTransformer):
@@ -24,18 +24,22 @@ class _Named(ast.NodeTransformer):
 
 
 def calls() -> list[tuple[str, dict[str, Any]]]:
-    """(url, storage_options) of every call on the page."""
+    """(url, storage_options) of every call on the pages."""
     found = []
-    for block in re.findall(r"```python no-run\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        for node in ast.walk(ast.parse(block)):
+    text = "".join(page.read_text() for page in PAGES)
+    for block in re.findall(r"```python no-run\n(.*?)```", text, re.DOTALL):
+        nodes = [*ast.walk(ast.parse(block))]
+        known = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
+        for node in nodes:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("zarrckpt.save", "zarrckpt.open"):
                 url = next(arg.value for arg in node.args if isinstance(arg, ast.Constant))
                 options = [word.value for word in node.keywords if word.arg == "storage_options"]
+                options = [known.get(ast.unparse(value), value) for value in options]
                 found.append((str(url), ast.literal_eval(_Named().visit(options[0])) if options else {}))
     return found
 
 
-def test_the_page_has_examples() -> None:
+def test_the_pages_have_examples() -> None:
     assert {url.partition(":")[0] for url, _ in calls()} >= {"s3", "gs", "az", "abfss", "sftp", "/scratch/run/step-7"}
 
 

@@ -509,7 +509,7 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
         foreign -= {below.name for below in checkpoints_below(store, foreign, unfinished=True)}
     if foreign:
         # It may have been cleaned in between, with its marker.
-        foreign &= _top_names(store)
+        foreign = _present(store, foreign)
     if foreign:
         raise _foreign_error(store, foreign, committed=seen.base is not None, begun=RESERVED_GROUP in seen.names)
     return markers
@@ -552,6 +552,13 @@ def _in_order(store: Store, seen: _Seen) -> _Seen:
 def _top_names(store: Store) -> set[str]:
     objects, folders = store.list_dir()
     return {*objects, *folders}
+
+
+def _present(store: Store, names: set[str]) -> set[str]:
+    """Those of these names that are at the url, less folders with nothing in them, which some object stores list."""
+    objects, folders = store.list_dir()
+    held = (name for name in folders if name in names and (store.is_local or any(True for _ in store.list(name))))
+    return {*names.intersection(objects), *held}
 
 
 def commit(store: Store, attempt: Attempt, root: Root) -> None:

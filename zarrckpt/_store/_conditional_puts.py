@@ -18,6 +18,10 @@ from zarrckpt._store._base import Store, Versioned
 _ATTEMPTS = 5
 
 
+class NoConditionsError(StorageError):
+    """The server refuses every put that has a condition, since it knows none (Backblaze B2)."""
+
+
 @dataclass
 class Honoured:
     """Whether a server honours either condition: True where that is known, False where it has none, None: find out."""
@@ -38,7 +42,7 @@ class ConditionalStore(Store):
     """A store whose server is asked to refuse puts; where it does not, they are check-then-put, with one warning.
 
     Lost answers are settled here, and what is not known of the server is found out by the first puts. That costs one
-    read before and one repeated put after the first create, and six small requests on a probe object before the first
+    read before and one repeated put after the first create, and seven small requests on a probe object before the first
     replace. Safe for many threads: those that share ``lock`` are exact even on a server that is not.
     """
 
@@ -49,11 +53,14 @@ class ConditionalStore(Store):
 
     @abc.abstractmethod
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """One put that the server is asked to refuse where an object exists. False: it was refused."""
+        """One put that the server is asked to refuse where an object exists. False: it was refused.
+
+        Raises NoConditionsError, while it is not known whether they are honoured, where the server has no conditions.
+        """
 
     @abc.abstractmethod
     def put_if_version(self, key: str, data: bytes, version: Any) -> bool:
-        """One put that the server is asked to refuse where the object is not ``version``, or absent."""
+        """One put that the server is asked to refuse where the object is absent or not ``version``; errors as above."""
 
     def read_if_any(self, key: str) -> Versioned | None:
         """The object, or None where there is none."""
@@ -64,13 +71,18 @@ class ConditionalStore(Store):
 
     def create(self, key: str, data: bytes) -> None:
         with nullcontext() if self._honoured.creates else self._lock:
-            if not self._honoured.creates:
-                if self._is_own(key, data):
-                    return
+            if not self._honoured.creates and self._is_own(key, data):
+                return
+            for attempt in range(_ATTEMPTS):
                 if self._honoured.creates is False:
                     self._warn()
-            for attempt in range(_ATTEMPTS):
-                if self.put_if_absent(key, data):
+                    return self.put(key, [data])
+                try:
+                    done = self.put_if_absent(key, data)
+                except NoConditionsError:
+                    self._honoured.creates = False
+                    continue
+                if done:
                     if self._honoured.creates is None:
                         # Does a second one, of the same bytes, fail as it must?
                         self._honoured.creates = not self.put_if_absent(key, data)
@@ -122,6 +134,8 @@ class ConditionalStore(Store):
         try:
             first = self.get_versioned(probe).version
             return self.put_if_version(probe, b"2", first) and not self.put_if_version(probe, b"3", first)
+        except NoConditionsError:
+            return False
         finally:
             # Who may delete nothing may put all the same.
             with suppress(StorageError):

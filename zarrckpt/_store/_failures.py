@@ -77,6 +77,11 @@ def no_answer(error: BaseException) -> bool:
     return _NO_ANSWER.search(str(error)) is not None
 
 
+def not_implemented(error: BaseException) -> bool:
+    """Whether the server has not got what the request asks for (501)."""
+    return getattr(error, "errno", None) == errno.ENOSYS or "501 Not Implemented" in str(error)
+
+
 def never_sent(error: BaseException) -> bool:
     """Whether the server closed the connection before any of the request was on its way."""
     return "connection was not ready" in str(error)

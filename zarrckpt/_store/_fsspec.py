@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import StorageError
+from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views
 from zarrckpt._store._client_store import ClientStore
-from zarrckpt._store._conditional_puts import Honoured
+from zarrckpt._store._conditional_puts import Honoured, NoConditionsError
 from zarrckpt._store._fsspec_filesystem import Filesystems, is_part, remove_file, write_file
 from zarrckpt._store._secrets import redact_url, secret_values
 
@@ -103,6 +104,9 @@ class FsspecStore(ClientStore):
             except Exception as error:
                 if _is_refusal(error, condition):
                     return False
+                known = self._honoured.matches if "IfMatch" in condition else self._honoured.creates
+                if condition and known is None and _failures.not_implemented(error):
+                    raise NoConditionsError(f"{self.url}: the server has no conditional puts") from None
                 raise
             return True
 

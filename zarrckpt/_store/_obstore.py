@@ -7,6 +7,7 @@ ten seconds for an answer: its address may be wrong.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,8 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import obstore
 from obstore import exceptions as client_errors
 
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views
+from zarrckpt._errors import ObjectNotFoundError, StorageError
+from zarrckpt._store import _failures
+from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views, version_of
 from zarrckpt._store._client_store import ClientStore
+from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._obstore_client import Client, awaited
 
@@ -55,7 +59,8 @@ class ObstoreStore(ClientStore):
             answer = obstore.get(self._bucket.store, self.name(key))
             # None is not taken back as a part of the version.
             version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta.get(name) is not None}
-            return Versioned(answer.bytes().to_bytes(), version)
+            data = answer.bytes().to_bytes()
+            return Versioned(data, version or version_of(data))
 
         return self.call(f"reading {key!r}", fetch, key)
 
@@ -90,28 +95,51 @@ class ObstoreStore(ClientStore):
             upload()
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        return self.call(f"creating {key!r}", lambda: self._put_mode(key, data, "create"))
+        return self._put_mode(key, data, "create", f"creating {key!r}")
 
     def put_if_version(self, key: str, data: bytes, version: Any) -> bool:
         what = f"replacing {key!r}"
-        if self.call(what, lambda: self._put_mode(key, data, version)):
+        read: dict[str, Any] = version if isinstance(version, dict) else {}
+        if read and self._put_mode(key, data, read, what):
             return True
-        e_tag = str(version.get("e_tag", ""))
+        told, e_tag = self._own_e_tag(key), str(read.get("e_tag", ""))
+        # After that look: had the object changed before it, this read would tell.
         found = self.read_if_any(key)
-        if found is None or found.version != version or not e_tag.startswith('"'):
+        # Nothing changed, and still refused: readers were sent on to a server that has e-tags of its own, or none; or
+        # (Ceph) the bare e-tag is compared. The server still decides.
+        other = told if told != e_tag else told.strip('"')
+        if found is None or found.version != version or other in ("", e_tag):
             return False
-        # Nothing changed, and still refused: Ceph compares the bare e-tag. The server still decides.
-        return self.call(what, lambda: self._put_mode(key, data, {**version, "e_tag": e_tag.strip('"')}))
+        return self._put_mode(key, data, {**read, "e_tag": other}, what)
+
+    def _own_e_tag(self, key: str) -> str:
+        """The e-tag that the server itself gives an object; "" for none. One request, which is never sent on."""
+        with contextlib.suppress(ObjectNotFoundError):
+            meta = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.store, self.name(key)), key)
+            return str(meta.get("e_tag") or "")
+        return ""
 
     def _put(self, key: str, data: Any, **options: Any) -> None:
         obstore.put(self._bucket.persistent, self.name(key), data, **self._client.put_options, **options)
 
-    def _put_mode(self, key: str, data: bytes, mode: Any) -> bool:
-        try:
-            self._put(key, data, mode=mode, use_multipart=False)
-        except (client_errors.AlreadyExistsError, client_errors.PreconditionError):
-            return False
-        return True
+    def _put_mode(self, key: str, data: bytes, mode: Any, what: str) -> bool:
+        options = {"mode": mode, "use_multipart": False, **self._client.put_options}
+
+        def put(client: Any) -> bool:
+            try:
+                obstore.put(client, self.name(key), data, **options)
+            except (client_errors.AlreadyExistsError, client_errors.PreconditionError):
+                return False
+            return True
+
+        if (self._honoured.creates if mode == "create" else self._honoured.matches) is None:
+            # Where a server has no conditions, obstore would ask for more than a minute.
+            try:
+                return self.call(what, partial(put, self._bucket.impatient))
+            except StorageError as error:
+                if _failures.not_implemented(error):
+                    raise NoConditionsError(str(error)) from None
+        return self.call(what, partial(put, self._bucket.persistent))
 
     def delete(self, keys: Iterable[str]) -> None:
         if not self._client.bulk_delete:

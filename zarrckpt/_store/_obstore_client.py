@@ -91,10 +91,11 @@ class Bucket:
     @property
     def store(self) -> Any:
         """The client for all but puts, which a server answers when it has received all, however long that takes."""
-        return self.persistent if self.answered else self._first
+        return self.persistent if self.answered else self.impatient
 
     @cached_property
-    def _first(self) -> Any:
+    def impatient(self) -> Any:
+        """Gives a failed request up after a second or so."""
         client = dict(self._out.client)
         # Unless the caller says how long a request may take.
         if client["timeout"] == REQUEST_TIMEOUT:
