@@ -128,12 +128,15 @@ def accelerator_with(*custom: Any) -> tuple[Accelerator, torch.nn.Module]:
 
 
 def test_what_is_no_data_is_named_at_the_save_and_comes_back_where_pickles_are_allowed(tmp_path: Path) -> None:
-    state = {"plain": [1, (2.5, "x")], "seen": Counter("aab"), "when": {"path": Path("x")}}
+    state = {"plain": [1, (2.5, "x")], "seen": Counter("aab"), "when": {"path": Path("x")}, "end": (1, signal.SIGTERM)}
     holder = Holder(state)
     accelerator, _ = accelerator_with(holder)
-    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"custom\.0\.seen is or has a collections.Counter") as err:
+    with pytest.raises(
+        zarrckpt.UnsupportedValueError, match=r"custom\.0\.seen' is or has a collections.Counter"
+    ) as err:
         save_state(accelerator, str(tmp_path / "a"))
-    assert "custom.0.when.path" in str(err.value) and "plain" not in str(err.value)
+    assert "custom.0.when.path" in str(err.value) and "custom.0.end" in str(err.value)
+    assert "signal.Signals" in str(err.value) and "plain" not in str(err.value)
     assert zarrckpt.latest(str(tmp_path)) is None
 
     with pytest.warns(UserWarning, match="custom"):
@@ -158,7 +161,7 @@ def test_what_a_model_or_an_optimizer_keeps_beside_tensors_is_named_at_the_save(
     accelerator.prepare(torch.optim.SGD([{"params": model.parameters(), "hook": print}], lr=0.1))
     with pytest.raises(zarrckpt.UnsupportedValueError, match=r"model.*made") as err:
         save_state(accelerator, str(tmp_path / "a"))
-    assert "optimizer.param_groups.hook" in str(err.value)
+    assert "optimizer.param_groups.0.hook" in str(err.value)
 
 
 def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_they_gave(tmp_path: Path) -> None:

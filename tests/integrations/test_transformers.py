@@ -304,7 +304,7 @@ def test_callbacks_come_back_and_what_is_no_data_is_named() -> None:
     trainer = made(0, 4, "hooked")
     trainer.create_optimizer()
     trainer.optimizer.param_groups[0]["hook"] = Opaque()
-    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"optimizer.param_groups.hook is or has a .*Opaque"):
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"optimizer.param_groups.0.hook. is or has a .*Opaque"):
         trainer.train()
     assert steps("run") == [4, 8] and steps("opaque") == steps("hooked") == []
     trainer._allow_pickle = True

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState, TrainerState
 
 import zarrckpt
-from zarrckpt.integrations import _values
+from zarrckpt.integrations import _data, _values
 
 
 class RestOfTrainer:
@@ -28,17 +28,15 @@ class RestOfTrainer:
         trainer.store_flos()
         if (step := trainer.state.best_global_step) == trainer.state.global_step:
             trainer.state.best_model_checkpoint = f"{trainer.checkpoint_dir}/step-{step:08d}"
-        extra = {name: part.get_extra_state() for name, part in trainer.model.named_modules() if _has_extra(part)}
-        checked: dict[str, Any] = {"model": extra}
+        checked = {"model": _data.loose_parts(trainer.model)}
         rest: dict[str, Any] = {"saved": ["model"]}
         if not trainer.args.save_only_model:
             parts = {"scheduler": trainer.lr_scheduler, "scaler": enabled_scaler(trainer)}
             rest = {name: part.state_dict() for name, part in parts.items() if part is not None}
             rest["saved"] = ["model", "optimizer", "rng", *rest]
-            checked |= {"trainer": {**rest}, "optimizer": plain_optimizer(trainer).state_dict()}
+            checked |= {"trainer": {**rest}, "optimizer": _data.loose_parts(plain_optimizer(trainer))}
             rest["rng"] = zarrckpt.PerRank(_values.random_state(trainer.args.device))
-        if not self._allow_pickle:
-            _values.refuse_opaque(part for name, value in checked.items() for part in _values.opaque_parts(name, value))
+        _data.refuse_objects(_data.objects_in(checked, allow_pickle=self._allow_pickle))
         if trainer.is_world_process_zero():  # others have measured other times
             rest |= {"state": _state_text(trainer), **_descriptions(trainer.model)}
         return rest
@@ -93,11 +91,6 @@ class AdaptersOnly(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         return self._model.load_state_dict(state_dict, strict=False, assign=assign)
-
-
-def _has_extra(module: nn.Module) -> bool:
-    """Whether a module has state of its own making in its state dict."""
-    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def is_finite(value: Any) -> bool:

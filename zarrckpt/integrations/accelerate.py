@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import zarrckpt
 from zarrckpt.integrations import _values
+from zarrckpt.integrations._data import loose_parts, objects_in, refuse_objects
 from zarrckpt.integrations._framework import require
 
 require("accelerate", "1.15", "2", "accelerate")
@@ -210,8 +211,9 @@ def _filled_parts(accelerator: Accelerator) -> dict[str, Any]:
 
 def _own_state(accelerator: Accelerator, allow_pickle: bool) -> dict[str, Any]:
     """The accelerator's own values. What models and optimizers keep that is no data is refused, too."""
-    if not allow_pickle:
-        _values.refuse_opaque(_values.opaque_beside(accelerator._models, accelerator._optimizers))
+    parts = _filled_parts(accelerator).items()
+    loose = {name: loose_parts(part) for name, part in parts if isinstance(part, nn.Module | Optimizer)}
+    refuse_objects(objects_in(loose, allow_pickle=allow_pickle))
     return {
         "step": accelerator.step,
         "iteration": accelerator.save_iteration,
@@ -227,7 +229,7 @@ def _own_state(accelerator: Accelerator, allow_pickle: bool) -> dict[str, Any]:
 
 def _state_dict(name: str, part: Any, allow_pickle: bool) -> dict[str, Any]:
     state: dict[str, Any] = part.state_dict()
-    _values.refuse_opaque(() if allow_pickle else _values.opaque_parts(name, state))
+    refuse_objects(objects_in(state, name, allow_pickle=allow_pickle))
     return state
 
 
@@ -238,9 +240,8 @@ def _custom(name: str, part: Any, allow_pickle: bool) -> Any:
     def read() -> dict[str, Any]:
         state = part.state_dict()
         filled = _values.is_filled(part, state)
-        opaque = [*_values.opaque_parts(name, state, exact=not filled)]
-        if not allow_pickle:
-            _values.refuse_opaque(opaque)
+        opaque = [*objects_in(state, name, exact=not filled)]
+        refuse_objects([] if allow_pickle else opaque)
         # A tuple is kept as one value.
         return {"whole": (state,)} if opaque and not filled else {"state": state}
 
