@@ -191,6 +191,16 @@ def test_the_best_is_kept_and_loaded(limit: int, background: bool, kept: list[in
     assert 4 in steps("moved") and 14 in steps("moved")
 
 
+def test_where_the_best_is_the_newest_as_many_are_kept() -> None:
+    best = {"metric_for_best_model": "score", "load_best_model_at_end": True, "save_total_limit": 2}
+    args = transformers_run.arguments(save_steps=2, max_steps=8, eval_strategy="steps", eval_steps=2, **best)
+    sets = {"train_dataset": transformers_run.dataset(), "eval_dataset": transformers_run.dataset(8)}
+    trainer = Scripted(LlamaForCausalLM(transformers_run.config()), args, **sets, checkpoint_dir="run")
+    trainer.scores = {2: 0.1, 4: 0.2, 6: 0.3, 8: 0.4}
+    trainer.train()
+    assert steps("run") == [6, 8]
+
+
 def test_only_the_model_is_saved_and_resumed() -> None:
     trainer = trained(arguments={"save_only_model": True}, trainer={"checkpoint_dir": "run"})
     ckpt = zarrckpt.open("run/step-00000008")

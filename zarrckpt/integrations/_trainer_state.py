@@ -46,6 +46,28 @@ class RestOfTrainer:
         raise NotImplementedError
 
 
+class TotalLimit(zarrckpt.Keep):
+    """``save_total_limit``, as the Trainer counts: the newest so many, and the best one instead of the oldest of them.
+
+    At least the newest is kept beside the best.
+    """
+
+    @classmethod
+    def of(cls, args: Any) -> TotalLimit | None:
+        """The limit in a Trainer's arguments; None where there is none."""
+        if args.save_total_limit is None or args.save_total_limit <= 0:
+            return None
+        # By the step at which the Trainer found its best: of equal metrics it takes the first.
+        best = int(args.metric_for_best_model is not None)
+        return cls(newest=args.save_total_limit, best=best, metric="best_step", mode="max")
+
+    def reasons(self, metrics: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
+        kept = super().reasons(metrics)
+        if len(kept) > self.newest > 1:
+            del kept[min(step for step, why in kept.items() if "newest" in why)]
+        return kept
+
+
 def plain_optimizer(trainer: Any) -> Any:
     """A Trainer's optimizer without Accelerate's wrapper."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)

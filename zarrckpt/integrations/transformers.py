@@ -25,6 +25,7 @@ from zarrckpt.integrations._pretrained import export_pretrained, load_pretrained
 from zarrckpt.integrations._trainer_state import (  # noqa: E402
     AdaptersOnly,
     RestOfTrainer,
+    TotalLimit,
     enabled_scaler,
     is_finite,
     plain_optimizer,
@@ -135,7 +136,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         """
         if trial is not None:
             raise ValueError("hyperparameter search is not supported: use another checkpoint_dir for each trial")
-        manager = self._make_manager(keep=self._keep())
+        manager = self._make_manager(keep=TotalLimit.of(self.args))
         self._manager, self._load, self._resumed, self.preempted = manager, None, {}, False
         with manager, tempfile.TemporaryDirectory() as folder:
             resume = self._begin(resume_from_checkpoint, manager, folder)
@@ -199,14 +200,6 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
             log.warning("the best checkpoint, %s, is not there any more: the model stays as it is", url)
 
     # -- what is saved and resumed
-
-    def _keep(self) -> zarrckpt.Keep | None:
-        limit = self.args.save_total_limit
-        if limit is None or limit <= 0:
-            return None
-        # By the step at which the Trainer found its best: of equal metrics it takes the first.
-        best = int(self.args.metric_for_best_model is not None)
-        return zarrckpt.Keep(newest=max(limit - best, 1), best=best, metric="best_step", mode="max")
 
     def _begin(self, resume: Any, manager: zarrckpt.CheckpointManager, folder: str) -> str | None:
         """Find what is resumed from, and lay out in a folder what the Trainer itself reads of it."""
