@@ -234,7 +234,7 @@ def test_the_scaler_comes_back() -> None:
 
 def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
     whole = transformers_run.result(trained(trainer={"checkpoint_dir": "run"}))
-    with pytest.raises(ValueError, match="resume_from_checkpoint=True"):
+    with pytest.raises(ValueError, match="resume_from_checkpoint"):
         trained(trainer={"checkpoint_dir": "run"})
     earlier = {"trainer": {"checkpoint_dir": "run"}, "resume": "run/step-00000004"}
     with pytest.raises(ValueError, match="rewind=True"):
@@ -242,9 +242,24 @@ def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
     back = trained(trainer={"checkpoint_dir": "run", "rewind": True}, resume="run/step-00000004")
     assert_equal(whole, transformers_run.result(back))
     assert steps("run") == [4, 8, 12]
-    with pytest.raises(ValueError, match="no checkpoint"):
+    with pytest.raises(ValueError, match="none"):
         trained(trainer={"checkpoint_dir": "none"}, resume=True)
     assert_equal(whole, transformers_run.result(trained(trainer={"checkpoint_dir": "new"}, resume="auto")))
+
+
+def test_where_the_newest_is_damaged_the_one_before_is_resumed() -> None:
+    """Its state of the Trainer, too, on all ranks. Damaged checkpoints are replaced when their step is done anew."""
+    run = {"fsdp": True, "arguments": {"per_device_train_batch_size": 2}, "trainer": {"checkpoint_dir": "run"}}
+    assert in_processes(2, {**run, "result": "whole.pt"}).returncode == 0
+    for folder, entry in (("step-00000012", "optimizer"), ("step-00000008", "trainer")):
+        for chunk in Path("run", folder, entry).rglob("c.*"):
+            chunk.write_bytes(bytes(chunk.stat().st_size))
+    with pytest.raises(zarrckpt.CorruptCheckpointError, match="step-00000012"):
+        trained(trainer={"checkpoint_dir": "run"}, resume="run/step-00000012")
+    done = in_processes(2, {**run, "seed": 2, "resume": True, "result": "resumed.pt"})
+    assert done.returncode == 0 and "step-00000012 is not restored" in done.stderr, done.stderr
+    assert_equal(torch.load("whole.pt"), torch.load("resumed.pt"))
+    assert [bool(zarrckpt.open(f"run/step-{step:08d}").verify()) for step in (4, 8, 12)] == [True] * 3
 
 
 def test_a_folder_of_the_trainer_itself_is_resumed() -> None:
