@@ -18,6 +18,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, GradientState
+from accelerate.utils import ProjectConfiguration
 
 import zarrckpt
 from zarrckpt.integrations import _values
@@ -188,6 +189,33 @@ def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_the
     assert growing.state["losses"] == {"1": 0.5} and growing.state["none"] == {}
     assert type(unused.milestones) is Counter and own.state["own"].value == {"n": 1}
     assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
+
+
+def test_names_and_limit_are_those_of_the_project(moto_bucket: Any) -> None:
+    options = moto_bucket.storage_options
+    accelerator, model = accelerator_with()
+    with pytest.raises(ValueError, match="automatic_checkpoint_naming"):
+        save_state(accelerator)
+    url = moto_bucket.url("project")
+    project = {"project_dir": url, "automatic_checkpoint_naming": True, "total_limit": 2}
+    accelerator.project_configuration = ProjectConfiguration(**project)
+    with pytest.raises(zarrckpt.CheckpointNotFoundError):
+        load_state(accelerator, storage_options=options)
+
+    for _ in range(3):
+        save_state(accelerator, storage_options=options)
+    expected = model.weight.detach().clone()
+    # Those before stay until this one is committed.
+    save_state(accelerator, storage_options=options, background=True).result()
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.project_configuration.iteration = 0
+    report = load_state(accelerator, storage_options=options)
+    assert model.weight.equal(expected) and accelerator.save_iteration == 4
+    assert report.url == f"{url}/checkpoints/checkpoint_3"
+    zarrckpt.open(f"{url}/checkpoints/checkpoint_1", storage_options=options)
+    with pytest.raises(zarrckpt.CheckpointNotFoundError):
+        zarrckpt.open(f"{url}/checkpoints/checkpoint_0", storage_options=options)
 
 
 def test_an_optimizer_may_train_two_models(tmp_path: Path) -> None:

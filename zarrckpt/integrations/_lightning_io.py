@@ -12,8 +12,8 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 
 import zarrckpt
-from zarrckpt._errors import log
 from zarrckpt.integrations._data import loose_parts, objects_in, refuse_objects, with_plain_parameters
+from zarrckpt.integrations._values import remove_or_log
 
 ROOT = "/zarr.json"
 """What follows a checkpoint's url in that of its root document."""
@@ -96,12 +96,12 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """
         url, future = _url_of(path), self._future
         if future is None:
-            _remove_or_log(url, self.storage_options)
+            remove_or_log(url, self.storage_options)
             return
 
         def remove_when_committed() -> None:
             if future.exception() is None:
-                _remove_or_log(url, self.storage_options)
+                remove_or_log(url, self.storage_options)
 
         self._removals.append(threading.Thread(target=remove_when_committed, name="zarrckpt-remove"))
         self._removals[-1].start()
@@ -248,15 +248,6 @@ def place_in_run(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """What of a Trainer's checkpoint is to be seen without loading it."""
     names = {"global_step": "step", "epoch": "epoch"}
     return {name: checkpoint[key] for key, name in names.items() if type(checkpoint.get(key)) is int}
-
-
-def _remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> None:
-    try:
-        zarrckpt.remove(url, storage_options=storage_options)
-    except zarrckpt.CheckpointNotFoundError:
-        pass  # OnExceptionCheckpoint removes one that it has not saved
-    except zarrckpt.CheckpointError as err:
-        log.warning("%s was to be removed, and is not: %s: %s", url, type(err).__name__, err)
 
 
 def _contents_of(checkpoint: zarrckpt.Checkpoint) -> _Contents:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import zarrckpt
+from zarrckpt._errors import log
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -74,3 +75,13 @@ def _holds_parts(state: Any) -> bool:
     if isinstance(state, Mapping | list):
         return any(map(_holds_parts, state.values() if isinstance(state, Mapping) else state))
     return isinstance(state, DTensor | zarrckpt.PerRank)
+
+
+def remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> None:
+    """Delete a checkpoint that is superfluous. One that cannot be deleted, or is pinned, stays, and is logged."""
+    try:
+        zarrckpt.remove(url, storage_options=storage_options)
+    except zarrckpt.CheckpointNotFoundError:
+        pass  # it was never saved, or is gone already
+    except zarrckpt.CheckpointError as err:
+        log.warning("%s was to be removed, and is not: %s: %s", url, type(err).__name__, err)

@@ -236,7 +236,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
                 raise ValueError(f"{newest} is later than {url}: rewind=True would remove all checkpoints after that")
             chosen = None if resume is True else step
             manager.restore(state, step=chosen, rewind=step != last)
-            # The newest is chosen anew: by now the run has none after it, and all of it must be sound.
+            # The newest is chosen once more when all of it is read: any of it may be damaged.
             self._load = partial(manager.restore, step=chosen, allow_pickle=self._allow_pickle)
         else:
             self._load = lambda target: zarrckpt.load(
