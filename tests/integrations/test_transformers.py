@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 import transformers_run
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -369,7 +370,9 @@ def test_models_come_from_checkpoints_and_go_to_folders(kind: Any, tied: bool) -
     assert torch.equal(loaded(numbers).logits, expected) and not loaded.training
     assert len([*loaded.parameters()]) == len([*model.parameters()])
 
+    config.architectures = [kind.__name__]
     export_pretrained("ckpt", "folder", prefix="net.model", config=config)
+    assert load_file("folder/model.safetensors").keys() == dict(model.named_parameters()).keys()
     assert torch.equal(kind.from_pretrained("folder")(numbers).logits, expected)
     half = load_pretrained(kind, "ckpt", prefix="net.model", config=config, dtype=torch.bfloat16)
     reference = kind.from_pretrained("folder", dtype=torch.bfloat16)
@@ -379,6 +382,26 @@ def test_models_come_from_checkpoints_and_go_to_folders(kind: Any, tied: bool) -
         load_pretrained(kind, "ckpt", prefix="net.model")
     with pytest.raises(zarrckpt.KeyMismatchError, match="no place for"):
         load_pretrained(kind, "ckpt", prefix="net", config=config)
+
+
+@pytest.mark.parametrize("adapters_only", [True, False])
+def test_adapters_become_a_folder_that_peft_takes(adapters_only: bool) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = LlamaForCausalLM(transformers_run.config())
+    base.save_pretrained("base")
+    lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"], use_dora=True)
+    args = transformers_run.arguments(max_steps=2, save_steps=2)
+    model = get_peft_model(base, lora)
+    sets = {"train_dataset": transformers_run.dataset(), "adapters_only": adapters_only}
+    ZarrTrainer(model, args, checkpoint_dir="run", **sets).train()
+    export_pretrained("run/step-00000002", "folder")
+    numbers = torch.arange(10)[None]
+    read = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained("base"), "folder")
+    assert torch.equal(read.eval()(numbers).logits, model.eval()(numbers).logits)
+    model.save_pretrained("expected")
+    own, exported = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("expected", "folder"))
+    assert own.keys() == exported.keys()
 
 
 def test_a_training_becomes_a_folder_with_all_that_from_pretrained_takes(moto_bucket: Any) -> None:

@@ -128,4 +128,10 @@ def _descriptions(model: Any) -> dict[str, str]:
         found["config"] = {**config.to_dict(), "architectures": [type(base).__name__.removeprefix("FSDP")]}
     if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_dict"):
         found["generation_config"] = generation.to_dict()
-    return {name: json.dumps(value, default=str) for name, value in found.items()}
+    if hasattr(model, "peft_config"):
+        found["peft_config"] = {name: adapter.to_dict() for name, adapter in model.peft_config.items()}
+    return {name: json.dumps(value, default=_as_json) for name, value in found.items()}
+
+
+def _as_json(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
