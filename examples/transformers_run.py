@@ -5,7 +5,7 @@
     python examples/transformers_run.py run --lora                             # adapters only; needs peft
 
 It saves every 20 steps, and keeps the newest checkpoint and the best one. On SIGTERM it saves, and ends. At its end the
-model is written to ``folder``, for ``from_pretrained``.
+model or the adapters are written to ``folder``, for ``from_pretrained``.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ def train(url: str, steps: int, lora: bool) -> None:
     elif trainer.is_world_process_zero():
         best = trainer.state.best_model_checkpoint
         print(f"The best checkpoint is {best}: {zarrckpt.open(best).metadata}")
-        if not lora:
-            export_pretrained(best, "folder", overwrite=True)
+        export_pretrained(best, "folder", overwrite=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, GradientState
+from accelerate.utils import ProjectConfiguration
 
 import zarrckpt
 from zarrckpt.integrations import _values
@@ -128,12 +129,15 @@ def accelerator_with(*custom: Any) -> tuple[Accelerator, torch.nn.Module]:
 
 
 def test_what_is_no_data_is_named_at_the_save_and_comes_back_where_pickles_are_allowed(tmp_path: Path) -> None:
-    state = {"plain": [1, (2.5, "x")], "seen": Counter("aab"), "when": {"path": Path("x")}}
+    state = {"plain": [1, (2.5, "x")], "seen": Counter("aab"), "when": {"path": Path("x")}, "end": (1, signal.SIGTERM)}
     holder = Holder(state)
     accelerator, _ = accelerator_with(holder)
-    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"custom\.0\.seen is or has a collections.Counter") as err:
+    with pytest.raises(
+        zarrckpt.UnsupportedValueError, match=r"custom\.0\.seen' is or has a collections.Counter"
+    ) as err:
         save_state(accelerator, str(tmp_path / "a"))
-    assert "custom.0.when.path" in str(err.value) and "plain" not in str(err.value)
+    assert "custom.0.when.path" in str(err.value) and "custom.0.end" in str(err.value)
+    assert "signal.Signals" in str(err.value) and "plain" not in str(err.value)
     assert zarrckpt.latest(str(tmp_path)) is None
 
     with pytest.warns(UserWarning, match="custom"):
@@ -158,7 +162,7 @@ def test_what_a_model_or_an_optimizer_keeps_beside_tensors_is_named_at_the_save(
     accelerator.prepare(torch.optim.SGD([{"params": model.parameters(), "hook": print}], lr=0.1))
     with pytest.raises(zarrckpt.UnsupportedValueError, match=r"model.*made") as err:
         save_state(accelerator, str(tmp_path / "a"))
-    assert "optimizer.param_groups.hook" in str(err.value)
+    assert "optimizer.param_groups.0.hook" in str(err.value)
 
 
 def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_they_gave(tmp_path: Path) -> None:
@@ -185,6 +189,33 @@ def test_registered_objects_of_torch_are_filled_in_place_and_others_get_what_the
     assert growing.state["losses"] == {"1": 0.5} and growing.state["none"] == {}
     assert type(unused.milestones) is Counter and own.state["own"].value == {"n": 1}
     assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
+
+
+def test_names_and_limit_are_those_of_the_project(moto_bucket: Any) -> None:
+    options = moto_bucket.storage_options
+    accelerator, model = accelerator_with()
+    with pytest.raises(ValueError, match="automatic_checkpoint_naming"):
+        save_state(accelerator)
+    url = moto_bucket.url("project")
+    project = {"project_dir": url, "automatic_checkpoint_naming": True, "total_limit": 2}
+    accelerator.project_configuration = ProjectConfiguration(**project)
+    with pytest.raises(zarrckpt.CheckpointNotFoundError):
+        load_state(accelerator, storage_options=options)
+
+    for _ in range(3):
+        save_state(accelerator, storage_options=options)
+    expected = model.weight.detach().clone()
+    # Those before stay until this one is committed.
+    save_state(accelerator, storage_options=options, background=True).result()
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.project_configuration.iteration = 0
+    report = load_state(accelerator, storage_options=options)
+    assert model.weight.equal(expected) and accelerator.save_iteration == 4
+    assert report.url == f"{url}/checkpoints/checkpoint_3"
+    zarrckpt.open(f"{url}/checkpoints/checkpoint_1", storage_options=options)
+    with pytest.raises(zarrckpt.CheckpointNotFoundError):
+        zarrckpt.open(f"{url}/checkpoints/checkpoint_0", storage_options=options)
 
 
 def test_an_optimizer_may_train_two_models(tmp_path: Path) -> None:

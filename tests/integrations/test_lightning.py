@@ -143,9 +143,11 @@ def test_fsdp1_refuses_optimizers_of_ddp_and_takes_none_of_its_parts(tmp_path: P
 def test_hyperparameters_that_are_no_data_are_named_when_saved(tmp_path: Path) -> None:
     """On all ranks, at the first save, and nothing is written. Pickles are only written where they are asked for."""
     hyperparameters = {"width": 16, "path": Path("data"), "nested": {"loss": torch.nn.MSELoss()}}
-    with pytest.raises(RankError, match=r"'hyper_parameters.hyperparameters.path' is a pathlib.PosixPath") as failed:
+    with pytest.raises(
+        RankError, match=r"'hyper_parameters.hyperparameters.path' is or has a pathlib.PosixPath"
+    ) as failed:
         fit(1, folder=str(tmp_path / "one"), hyperparameters=hyperparameters)
-    assert "nested.loss' is a torch.nn.modules.loss.MSELoss" in str(failed.value)
+    assert "nested.loss' is or has a torch.nn.modules.loss.MSELoss" in str(failed.value)
     fields = {"folder": str(tmp_path / "two"), "strategy": "fsdp2", "hyperparameters": hyperparameters}
     message = all_ranks_raise(zarrckpt.UnsupportedValueError, train_on_ranks, fields, world_size=2)
     assert "path" in message and "allow_pickle" in message

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 import transformers_run
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -191,6 +192,16 @@ def test_the_best_is_kept_and_loaded(limit: int, background: bool, kept: list[in
     assert 4 in steps("moved") and 14 in steps("moved")
 
 
+def test_where_the_best_is_the_newest_as_many_are_kept() -> None:
+    best = {"metric_for_best_model": "score", "load_best_model_at_end": True, "save_total_limit": 2}
+    args = transformers_run.arguments(save_steps=2, max_steps=8, eval_strategy="steps", eval_steps=2, **best)
+    sets = {"train_dataset": transformers_run.dataset(), "eval_dataset": transformers_run.dataset(8)}
+    trainer = Scripted(LlamaForCausalLM(transformers_run.config()), args, **sets, checkpoint_dir="run")
+    trainer.scores = {2: 0.1, 4: 0.2, 6: 0.3, 8: 0.4}
+    trainer.train()
+    assert steps("run") == [6, 8]
+
+
 def test_only_the_model_is_saved_and_resumed() -> None:
     trainer = trained(arguments={"save_only_model": True}, trainer={"checkpoint_dir": "run"})
     ckpt = zarrckpt.open("run/step-00000008")
@@ -224,7 +235,7 @@ def test_the_scaler_comes_back() -> None:
 
 def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
     whole = transformers_run.result(trained(trainer={"checkpoint_dir": "run"}))
-    with pytest.raises(ValueError, match="resume_from_checkpoint=True"):
+    with pytest.raises(ValueError, match="resume_from_checkpoint"):
         trained(trainer={"checkpoint_dir": "run"})
     earlier = {"trainer": {"checkpoint_dir": "run"}, "resume": "run/step-00000004"}
     with pytest.raises(ValueError, match="rewind=True"):
@@ -232,9 +243,24 @@ def test_a_run_goes_back_only_where_that_is_asked_for() -> None:
     back = trained(trainer={"checkpoint_dir": "run", "rewind": True}, resume="run/step-00000004")
     assert_equal(whole, transformers_run.result(back))
     assert steps("run") == [4, 8, 12]
-    with pytest.raises(ValueError, match="no checkpoint"):
+    with pytest.raises(ValueError, match="none"):
         trained(trainer={"checkpoint_dir": "none"}, resume=True)
     assert_equal(whole, transformers_run.result(trained(trainer={"checkpoint_dir": "new"}, resume="auto")))
+
+
+def test_where_the_newest_is_damaged_the_one_before_is_resumed() -> None:
+    """Its state of the Trainer, too, on all ranks. Damaged checkpoints are replaced when their step is done anew."""
+    run = {"fsdp": True, "arguments": {"per_device_train_batch_size": 2}, "trainer": {"checkpoint_dir": "run"}}
+    assert in_processes(2, {**run, "result": "whole.pt"}).returncode == 0
+    for folder, entry in (("step-00000012", "optimizer"), ("step-00000008", "trainer")):
+        for chunk in Path("run", folder, entry).rglob("c.*"):
+            chunk.write_bytes(bytes(chunk.stat().st_size))
+    with pytest.raises(zarrckpt.CorruptCheckpointError, match="step-00000012"):
+        trained(trainer={"checkpoint_dir": "run"}, resume="run/step-00000012")
+    done = in_processes(2, {**run, "seed": 2, "resume": True, "result": "resumed.pt"})
+    assert done.returncode == 0 and "step-00000012 is not restored" in done.stderr, done.stderr
+    assert_equal(torch.load("whole.pt"), torch.load("resumed.pt"))
+    assert [bool(zarrckpt.open(f"run/step-{step:08d}").verify()) for step in (4, 8, 12)] == [True] * 3
 
 
 def test_a_folder_of_the_trainer_itself_is_resumed() -> None:
@@ -304,7 +330,7 @@ def test_callbacks_come_back_and_what_is_no_data_is_named() -> None:
     trainer = made(0, 4, "hooked")
     trainer.create_optimizer()
     trainer.optimizer.param_groups[0]["hook"] = Opaque()
-    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"optimizer.param_groups.hook is or has a .*Opaque"):
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"optimizer.param_groups.0.hook. is or has a .*Opaque"):
         trainer.train()
     assert steps("run") == [4, 8] and steps("opaque") == steps("hooked") == []
     trainer._allow_pickle = True
@@ -344,7 +370,9 @@ def test_models_come_from_checkpoints_and_go_to_folders(kind: Any, tied: bool) -
     assert torch.equal(loaded(numbers).logits, expected) and not loaded.training
     assert len([*loaded.parameters()]) == len([*model.parameters()])
 
+    config.architectures = [kind.__name__]
     export_pretrained("ckpt", "folder", prefix="net.model", config=config)
+    assert load_file("folder/model.safetensors").keys() == dict(model.named_parameters()).keys()
     assert torch.equal(kind.from_pretrained("folder")(numbers).logits, expected)
     half = load_pretrained(kind, "ckpt", prefix="net.model", config=config, dtype=torch.bfloat16)
     reference = kind.from_pretrained("folder", dtype=torch.bfloat16)
@@ -354,6 +382,26 @@ def test_models_come_from_checkpoints_and_go_to_folders(kind: Any, tied: bool) -
         load_pretrained(kind, "ckpt", prefix="net.model")
     with pytest.raises(zarrckpt.KeyMismatchError, match="no place for"):
         load_pretrained(kind, "ckpt", prefix="net", config=config)
+
+
+@pytest.mark.parametrize("adapters_only", [True, False])
+def test_adapters_become_a_folder_that_peft_takes(adapters_only: bool) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = LlamaForCausalLM(transformers_run.config())
+    base.save_pretrained("base")
+    lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"], use_dora=True)
+    args = transformers_run.arguments(max_steps=2, save_steps=2)
+    model = get_peft_model(base, lora)
+    sets = {"train_dataset": transformers_run.dataset(), "adapters_only": adapters_only}
+    ZarrTrainer(model, args, checkpoint_dir="run", **sets).train()
+    export_pretrained("run/step-00000002", "folder")
+    numbers = torch.arange(10)[None]
+    read = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained("base"), "folder")
+    assert torch.equal(read.eval()(numbers).logits, model.eval()(numbers).logits)
+    model.save_pretrained("expected")
+    own, exported = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("expected", "folder"))
+    assert own.keys() == exported.keys()
 
 
 def test_a_training_becomes_a_folder_with_all_that_from_pretrained_takes(moto_bucket: Any) -> None:

@@ -17,29 +17,39 @@ import zarrckpt
 _KEPT = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, io.BytesIO})
 
 
-def refuse_objects(faults: Iterable[str], advice: str) -> None:
-    """Raise UnsupportedValueError for what is no data, all at once, if there is any."""
-    if faults := sorted(faults):
+def refuse_objects(found: Iterable[str], allow: str = "allow_pickle=True, at the save and at the load") -> None:
+    """Raise UnsupportedValueError for what :func:`objects_in` found, all at once, if that is anything.
+
+    ``allow`` says what the user may write to save it all the same.
+    """
+    if faults := sorted({*found}):
         raise zarrckpt.UnsupportedValueError(
-            f"a checkpoint holds data, and this is none: {'; '.join(faults)}. {advice}"
+            f"a checkpoint holds data, and this is none: {'; '.join(faults)}. Keep its numbers, text, tensors or "
+            f"arrays instead, leave it out, or use {allow}"
         )
 
 
-def objects_in(value: Any, name: str) -> Iterator[tuple[str, bool]]:
-    """What is no data below a name: in words, and whether a save would take it apart, since it has a state dict."""
+def objects_in(value: Any, name: str = "", *, allow_pickle: bool = False, exact: bool = False) -> Iterator[str]:
+    """What is no data below a name, in words.
+
+    With ``allow_pickle`` only what a save would take apart, since it has a state dict; ``exact``: dicts of other
+    classes than Python's own two are no data, since they come back as these.
+    """
     if isinstance(value, torch.Tensor) or _is_kept(value):
         return
     if isinstance(value, zarrckpt.PerRank):
         if not has_state(value.value):
-            yield from objects_in(value.value, name)
-    elif isinstance(value, Mapping):
+            yield from objects_in(value.value, name, allow_pickle=allow_pickle, exact=exact)
+    elif type(value) in (dict, OrderedDict) or (isinstance(value, Mapping) and not exact):
         for key, item in value.items():
-            yield from objects_in(item, f"{name}.{key}" if name else str(key))
+            yield from objects_in(item, f"{name}.{key}" if name else str(key), allow_pickle=allow_pickle, exact=exact)
     elif isinstance(value, list) and any(isinstance(item, torch.Tensor | Mapping | list) for item in value):
         for place, item in enumerate(value):
-            yield from objects_in(item, f"{name}.{place}")
-    elif (parts := has_state(value)) or not _torch_loads(value):
-        yield f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}", parts
+            yield from objects_in(item, f"{name}.{place}", allow_pickle=allow_pickle, exact=exact)
+    elif has_state(value) or not (allow_pickle or (_torch_loads(value) and not isinstance(value, Mapping))):
+        inside = value if type(value) in (list, tuple, set, frozenset) else ()
+        found = [text for item in inside for text in objects_in(item, name)]
+        yield from found or [f"{name!r} is or has a {type(value).__module__}.{type(value).__qualname__}"]
 
 
 def _is_kept(value: Any) -> bool:
@@ -47,7 +57,7 @@ def _is_kept(value: Any) -> bool:
     if type(value) in _KEPT:
         return True
     if type(value) in (list, tuple, set, frozenset):
-        return all(map(_is_kept, value))
+        return {*map(type, value)} <= _KEPT or all(map(_is_kept, value))
     if type(value) in (dict, OrderedDict):
         return all(map(_is_kept, value)) and all(map(_is_kept, value.values()))
     return (type(value) is np.ndarray or isinstance(value, np.generic)) and not value.dtype.hasobject

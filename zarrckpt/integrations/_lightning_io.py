@@ -12,17 +12,14 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 
 import zarrckpt
-from zarrckpt._errors import log
 from zarrckpt.integrations._data import loose_parts, objects_in, refuse_objects, with_plain_parameters
+from zarrckpt.integrations._values import remove_or_log
 
 ROOT = "/zarr.json"
 """What follows a checkpoint's url in that of its root document."""
 _OBJECTS = "lightning.objects"
 """The member of a checkpoint's metadata that says which of its top level were modules and optimizers."""
-_ADVICE = (
-    "Keep its numbers, strings or tensors instead, leave it out (save_hyperparameters(ignore=[...])), or use "
-    "ZarrCheckpointIO(allow_pickle=True)"
-)
+_ALLOW = "save_hyperparameters(ignore=[...]) or ZarrCheckpointIO(allow_pickle=True)"
 OPTIMIZER = re.compile(r"optimizer_\d+")
 """The key of an optimizer in a checkpoint of the Trainer, saved on all ranks."""
 
@@ -68,7 +65,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Save a checkpoint. Called on rank 0 alone. Raises what :func:`zarrckpt.save` does."""
         checkpoint = with_plain_parameters(checkpoint)
-        refuse_objects(self.faults(checkpoint), _ADVICE)
+        refuse_objects(self.faults(checkpoint), _ALLOW)
         self.save(checkpoint, _url_of(path), place_in_run(checkpoint), no_dist=True, storage_options=storage_options)
 
     def load_checkpoint(
@@ -99,12 +96,12 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """
         url, future = _url_of(path), self._future
         if future is None:
-            _remove_or_log(url, self.storage_options)
+            remove_or_log(url, self.storage_options)
             return
 
         def remove_when_committed() -> None:
             if future.exception() is None:
-                _remove_or_log(url, self.storage_options)
+                remove_or_log(url, self.storage_options)
 
         self._removals.append(threading.Thread(target=remove_when_committed, name="zarrckpt-remove"))
         self._removals[-1].start()
@@ -145,7 +142,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     def faults(self, state: Mapping[str, Any]) -> list[str]:
         """What in a state is no data, by name, as far as these settings refuse it."""
-        return [text for text, parts in objects_in(state, "") if parts or not self.allow_pickle]
+        return [*objects_in(state, allow_pickle=self.allow_pickle)]
 
 
 class _Contents(NamedTuple):
@@ -192,7 +189,7 @@ class Sharded:
         parts = {key: loose_parts(value) for key, value in objects.items()} if self.is_global_zero else {}
         faults = self.checkpoint_io.faults({**rest, **parts}) if self.is_global_zero else []
         url, faults = self.broadcast((_url_of(path), faults))
-        refuse_objects(faults, _ADVICE)
+        refuse_objects(faults, _ALLOW)
         rest = rest if self.is_global_zero else _parts_in(rest)
         metadata = {**metadata, _OBJECTS: sorted(objects)}
         self.checkpoint_io.save({**objects, **rest}, url, metadata, no_dist=False, storage_options=storage_options)
@@ -251,15 +248,6 @@ def place_in_run(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """What of a Trainer's checkpoint is to be seen without loading it."""
     names = {"global_step": "step", "epoch": "epoch"}
     return {name: checkpoint[key] for key, name in names.items() if type(checkpoint.get(key)) is int}
-
-
-def _remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> None:
-    try:
-        zarrckpt.remove(url, storage_options=storage_options)
-    except zarrckpt.CheckpointNotFoundError:
-        pass  # OnExceptionCheckpoint removes one that it has not saved
-    except zarrckpt.CheckpointError as err:
-        log.warning("%s was to be removed, and is not: %s: %s", url, type(err).__name__, err)
 
 
 def _contents_of(checkpoint: zarrckpt.Checkpoint) -> _Contents:

@@ -6,10 +6,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
+import transformers
+from safetensors.torch import save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.initialization import no_init_weights
@@ -93,8 +96,12 @@ def export_pretrained(
     """Write a checkpoint's model as a local folder that ``from_pretrained`` takes.
 
     safetensors with their index, ``config.json``, ``generation_config.json`` and the tokenizer's files. Weights are
-    copied as they were saved, in memory bounded as in :meth:`zarrckpt.Checkpoint.to_safetensors`; no model is made. One
-    process calls it.
+    copied as they were saved, in memory bounded as in :meth:`zarrckpt.Checkpoint.to_safetensors`; no model is made.
+    Tied weights are written once, where the configuration names a class of transformers. One process calls it.
+
+    Of a PEFT model that ``ZarrTrainer`` has saved, the adapters are written, as ``PeftModel.from_pretrained`` takes
+    them (``adapter_model.safetensors``, ``adapter_config.json``; others than ``default`` in folders of their names),
+    with the tokenizer's files. For adapters that have their name in those of their weights, as LoRA's do.
 
     Args:
         url, prefix: as in :func:`load_pretrained`.
@@ -105,12 +112,17 @@ def export_pretrained(
         overwrite: replace such files that are there.
         storage_options: as in :func:`zarrckpt.load`.
 
-    Returns the :class:`ExportReport` of the weights. Raises ValueError where no configuration is known, and what
-    :meth:`zarrckpt.Checkpoint.to_safetensors` raises.
+    Returns the :class:`ExportReport` of the weights; None for adapters. Raises ValueError where no configuration is
+    known, UnsupportedValueError for other adapters, and what :meth:`zarrckpt.Checkpoint.to_safetensors` raises.
     """
     ckpt = zarrckpt.open(url, storage_options=storage_options)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if f"{DESCRIPTIONS}.peft_config" in ckpt:
+        return _export_adapters(ckpt, prefix, Path(folder), overwrite)
     config = _config_of(ckpt, config)
-    report = ckpt.to_safetensors(folder, prefix, strip=prefix, max_file_bytes=max_file_bytes, overwrite=overwrite)
+    weights = ckpt.select(prefix, exclude=_tied(ckpt, prefix, config))
+    report = weights.to_safetensors(folder, strip=prefix, max_file_bytes=max_file_bytes, overwrite=overwrite)
     # from_pretrained makes the model in the dtype that the configuration says.
     floating = Counter(kind for fqn in ckpt.select(prefix).tensors if "float" in (kind := ckpt.summary(fqn)[1]))
     described = {**config.to_dict(), "dtype": floating.most_common(1)[0][0]} if floating else config.to_dict()
@@ -120,9 +132,47 @@ def export_pretrained(
         generation_config = GenerationConfig.from_dict(json.loads(ckpt[text]))
     if generation_config is not None:
         generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
     return report
+
+
+def _tied(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any) -> list[str]:
+    """The weights that a model of this configuration has from others of the checkpoint."""
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    tied = getattr(kind, "_tied_weights_keys", None) if config.tie_word_embeddings else None
+    pairs = tied.items() if isinstance(tied, dict) else ()
+    names = {f"{prefix}.{name}": f"{prefix}.{source}" for name, source in pairs}
+    return [fqn for fqn, source in names.items() if fqn in ckpt and source in ckpt]
+
+
+def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, overwrite: bool) -> None:
+    for adapter, config in json.loads(ckpt[f"{DESCRIPTIONS}.peft_config"]).items():
+        place = folder if adapter == "default" else folder / adapter
+        weights = place / "adapter_model.safetensors"
+        if weights.exists() and not overwrite:
+            raise zarrckpt.StorageError(f"{weights} exists: pass overwrite=True, or another folder")
+        names = {name: fqn for fqn in ckpt.tensors if (name := _name_in_adapter(fqn, prefix, adapter))}
+        if not names:
+            raise zarrckpt.UnsupportedValueError(
+                f"{ckpt.url}: the adapter {adapter!r} ({config['peft_type']}) has no weights below {prefix!r} with its "
+                "name in theirs: resume, and call model.save_pretrained"
+            )
+        found = ckpt.load(names.values())
+        for part in prefix.split("."):
+            found = found[part]
+        tensors = {name: found[fqn.removeprefix(f"{prefix}.")] for name, fqn in names.items()}
+        place.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, weights, metadata={"format": "pt"})
+        (place / "adapter_config.json").write_text(json.dumps({**config, "inference_mode": True}, indent=2))
+
+
+def _name_in_adapter(fqn: str, prefix: str, adapter: str) -> str | None:
+    """A weight's name in PEFT's files, which do not name the adapter; None for one of the base."""
+    before, own, after = fqn.removeprefix(f"{prefix}.").rpartition(f".{adapter}")
+    if not own or not fqn.startswith(f"{prefix}.") or (after and not after.startswith(".")):
+        return None
+    if before.endswith(".lora_magnitude_vector"):
+        return before
+    return before.removesuffix(".modules_to_save") + after
 
 
 def _config_of(ckpt: zarrckpt.Checkpoint, config: Any) -> Any:

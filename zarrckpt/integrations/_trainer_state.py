@@ -12,7 +12,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState, TrainerState
 
 import zarrckpt
-from zarrckpt.integrations import _values
+from zarrckpt.integrations import _data, _values
 
 
 class RestOfTrainer:
@@ -28,17 +28,15 @@ class RestOfTrainer:
         trainer.store_flos()
         if (step := trainer.state.best_global_step) == trainer.state.global_step:
             trainer.state.best_model_checkpoint = f"{trainer.checkpoint_dir}/step-{step:08d}"
-        extra = {name: part.get_extra_state() for name, part in trainer.model.named_modules() if _has_extra(part)}
-        checked: dict[str, Any] = {"model": extra}
+        checked = {"model": _data.loose_parts(trainer.model)}
         rest: dict[str, Any] = {"saved": ["model"]}
         if not trainer.args.save_only_model:
             parts = {"scheduler": trainer.lr_scheduler, "scaler": enabled_scaler(trainer)}
             rest = {name: part.state_dict() for name, part in parts.items() if part is not None}
             rest["saved"] = ["model", "optimizer", "rng", *rest]
-            checked |= {"trainer": {**rest}, "optimizer": plain_optimizer(trainer).state_dict()}
+            checked |= {"trainer": {**rest}, "optimizer": _data.loose_parts(plain_optimizer(trainer))}
             rest["rng"] = zarrckpt.PerRank(_values.random_state(trainer.args.device))
-        if not self._allow_pickle:
-            _values.refuse_opaque(part for name, value in checked.items() for part in _values.opaque_parts(name, value))
+        _data.refuse_objects(_data.objects_in(checked, allow_pickle=self._allow_pickle))
         if trainer.is_world_process_zero():  # others have measured other times
             rest |= {"state": _state_text(trainer), **_descriptions(trainer.model)}
         return rest
@@ -46,6 +44,28 @@ class RestOfTrainer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What is resumed goes where the Trainer asks for it."""
         raise NotImplementedError
+
+
+class TotalLimit(zarrckpt.Keep):
+    """``save_total_limit``, as the Trainer counts: the newest so many, and the best one instead of the oldest of them.
+
+    At least the newest is kept beside the best.
+    """
+
+    @classmethod
+    def of(cls, args: Any) -> TotalLimit | None:
+        """The limit in a Trainer's arguments; None where there is none."""
+        if args.save_total_limit is None or args.save_total_limit <= 0:
+            return None
+        # By the step at which the Trainer found its best: of equal metrics it takes the first.
+        best = int(args.metric_for_best_model is not None)
+        return cls(newest=args.save_total_limit, best=best, metric="best_step", mode="max")
+
+    def reasons(self, metrics: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
+        kept = super().reasons(metrics)
+        if len(kept) > self.newest > 1:
+            del kept[min(step for step, why in kept.items() if "newest" in why)]
+        return kept
 
 
 def plain_optimizer(trainer: Any) -> Any:
@@ -95,11 +115,6 @@ class AdaptersOnly(nn.Module):
         return self._model.load_state_dict(state_dict, strict=False, assign=assign)
 
 
-def _has_extra(module: nn.Module) -> bool:
-    """Whether a module has state of its own making in its state dict."""
-    return type(module).get_extra_state is not nn.Module.get_extra_state
-
-
 def is_finite(value: Any) -> bool:
     """Whether a value can be a metric of a checkpoint."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -113,4 +128,10 @@ def _descriptions(model: Any) -> dict[str, str]:
         found["config"] = {**config.to_dict(), "architectures": [type(base).__name__.removeprefix("FSDP")]}
     if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_dict"):
         found["generation_config"] = generation.to_dict()
-    return {name: json.dumps(value, default=str) for name, value in found.items()}
+    if hasattr(model, "peft_config"):
+        found["peft_config"] = {name: adapter.to_dict() for name, adapter in model.peft_config.items()}
+    return {name: json.dumps(value, default=_as_json) for name, value in found.items()}
+
+
+def _as_json(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)

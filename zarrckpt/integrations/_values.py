@@ -1,11 +1,9 @@
-"""What frameworks keep beside tensors: whether it is data; random number generators, and files, as data."""
+"""What frameworks keep beside tensors, as data: random number generators, and files; what is loaded in place."""
 
 from __future__ import annotations
 
-import io
 import random
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import zarrckpt
-
-_DATA = (
-    *(type(None), bool, int, float, complex, str, bytes, bytearray, io.BytesIO, np.generic),
-    *(torch.Tensor, torch.Size, torch.dtype, torch.device, zarrckpt.PerRank),
-)
-_NUMBERS = {bool, int, float, str}
-
-
-def opaque_parts(name: str, value: Any, exact: bool = False) -> Iterator[str]:
-    """What is no data in a state, with its name. ``exact``: so are dicts of other classes than Python's own two."""
-    if type(value) in (dict, OrderedDict) or (isinstance(value, Mapping) and not exact):
-        for key, item in value.items():
-            yield from opaque_parts(f"{name}.{key}", item, exact)
-    elif type(value) in (list, tuple, set, frozenset):
-        for item in value if not {*map(type, value)} <= _NUMBERS else ():
-            yield from opaque_parts(name, item, exact)
-    elif not isinstance(value, _DATA) and not (type(value) is np.ndarray and not value.dtype.hasobject):
-        yield f"{name} is or has a {type(value).__module__}.{type(value).__qualname__}"
-
-
-def opaque_beside(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[str]:
-    """What modules have as extra state, and optimizers in their groups, that is no data."""
-    for path, module in nn.ModuleList(models).named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield from opaque_parts(f"model.{path}", module.get_extra_state())
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from opaque_parts("optimizer.param_groups", {**group, "params": None})
-
-
-def refuse_opaque(parts: Iterable[str]) -> None:
-    """Raise UnsupportedValueError that names what is no data."""
-    if found := list(dict.fromkeys(parts)):
-        raise zarrckpt.UnsupportedValueError(
-            f"what is no data is not saved: {'; '.join(found)}. Keep numbers, text, tensors, arrays, and lists and "
-            "dicts of these; or pass allow_pickle=True, at the save and at the load"
-        )
+from zarrckpt._errors import log
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -113,3 +75,13 @@ def _holds_parts(state: Any) -> bool:
     if isinstance(state, Mapping | list):
         return any(map(_holds_parts, state.values() if isinstance(state, Mapping) else state))
     return isinstance(state, DTensor | zarrckpt.PerRank)
+
+
+def remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> None:
+    """Delete a checkpoint that is superfluous. One that cannot be deleted, or is pinned, stays, and is logged."""
+    try:
+        zarrckpt.remove(url, storage_options=storage_options)
+    except zarrckpt.CheckpointNotFoundError:
+        pass  # it was never saved, or is gone already
+    except zarrckpt.CheckpointError as err:
+        log.warning("%s was to be removed, and is not: %s: %s", url, type(err).__name__, err)

@@ -6,21 +6,27 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import zarrckpt
 from zarrckpt.integrations import _values
+from zarrckpt.integrations._data import loose_parts, objects_in, refuse_objects
 from zarrckpt.integrations._framework import require
 
 require("accelerate", "1.15", "2", "accelerate")
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
-from accelerate.data_loader import SeedableRandomSampler  # noqa: E402
+
+from zarrckpt.integrations._accelerate_parts import (  # noqa: E402
+    files_of_hooks,
+    give_to_hooks,
+    loader_state,
+    restore_loader,
+    state_dict,
+)
 
 _HAVE_THEIR_OWN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _last_saves: weakref.WeakKeyDictionary[Any, zarrckpt.SaveFuture] = weakref.WeakKeyDictionary()
@@ -28,7 +34,7 @@ _last_saves: weakref.WeakKeyDictionary[Any, zarrckpt.SaveFuture] = weakref.WeakK
 
 def save_state(
     accelerator: Accelerator,
-    url: str,
+    url: str | None = None,
     *,
     background: bool = False,
     overwrite: bool = False,
@@ -45,8 +51,9 @@ def save_state(
 
     Args:
         accelerator: after ``prepare`` and ``register_for_checkpointing``.
-        url: where to, as in :func:`zarrckpt.save`. ``automatic_checkpoint_naming`` and ``total_limit`` of the project's
-            configuration are not looked at: a ``CheckpointManager`` names and deletes, see :func:`state_of`.
+        url: where to, as in :func:`zarrckpt.save`. Default: ``<project_dir>/checkpoints/checkpoint_<iteration>``, with
+            the project's ``automatic_checkpoint_naming``. Then the one that ``total_limit`` leaves no place for is
+            deleted when this one is committed: in the background, by the next call.
         background: return when the state is copied, and write while training goes on.
         overwrite, metadata, storage_options, options: as in :func:`zarrckpt.save`.
         allow_pickle: pickle what is no data. Default: UnsupportedValueError, which names it.
@@ -54,15 +61,22 @@ def save_state(
     Returns the future of the save, which has ended unless ``background`` is true. What went wrong in the background is
     raised by the future's ``result()``, to be called at the end of training, or by the next call.
 
-    Raises what :func:`zarrckpt.save` raises; UnsupportedValueError for values that are no data, and for DeepSpeed,
-    Megatron-LM and XLA.
+    Raises what :func:`zarrckpt.save` raises; ValueError without a url and without automatic naming;
+    UnsupportedValueError for values that are no data, and for DeepSpeed, Megatron-LM and XLA.
     """
     if (last := _last_saves.pop(accelerator, None)) is not None:
         last.result()
+    project, iteration = accelerator.project_configuration, accelerator.save_iteration
+    named = "" if url else f"{_checkpoints_of(accelerator)}/checkpoint_"
     state = state_of(accelerator, allow_pickle=allow_pickle)
-    accelerator.project_configuration.iteration += 1
+    project.iteration += 1
     save = zarrckpt.async_save if background else zarrckpt.save
+    url = url or f"{named}{iteration}"
     saved = save(state, url, overwrite=overwrite, metadata=metadata, storage_options=storage_options, options=options)
+    # What is saved in the background is no replacement yet.
+    superfluous = iteration - (project.total_limit or iteration + 1) - background
+    if named and superfluous >= 0 and accelerator.is_main_process:
+        _values.remove_or_log(f"{named}{superfluous}", storage_options)
     if isinstance(saved, zarrckpt.SaveFuture):
         _last_saves[accelerator] = saved
         return saved
@@ -73,7 +87,7 @@ def save_state(
 
 def load_state(
     accelerator: Accelerator,
-    url: str,
+    url: str | None = None,
     *,
     strict: bool = True,
     dataloaders: bool = True,
@@ -89,7 +103,8 @@ def load_state(
 
     Args:
         accelerator: prepared as at the save; the models may be sharded in another way.
-        url: where from, as in :func:`zarrckpt.load`. The newest in a folder: ``zarrckpt.latest(folder)``.
+        url: where from, as in :func:`zarrckpt.load`. The newest in a folder: ``zarrckpt.latest(folder)``. Default: the
+            newest that ``automatic_checkpoint_naming`` has named.
         strict: what the checkpoint lacks, and what the accelerator has nothing for, is an error (default).
         dataloaders: False leaves the data loaders as they are. Needed for stateful ones on another number of processes.
         allow_pickle, allow_cast, storage_options, options: as in :func:`zarrckpt.load`.
@@ -99,6 +114,10 @@ def load_state(
     Raises what :func:`zarrckpt.load` raises. When all is read, KeyMismatchError where other objects were prepared or
     registered at the save, or for stateful data loaders on another number of processes.
     """
+    if url is None:
+        url = zarrckpt.latest(folder := _checkpoints_of(accelerator), storage_options=storage_options)
+        if url is None:
+            raise zarrckpt.CheckpointNotFoundError(f"{folder} has no checkpoint: the first save_state makes one")
     with restoring(accelerator, strict=strict, dataloaders=dataloaders) as state:
         return zarrckpt.load(
             state,
@@ -120,14 +139,14 @@ def state_of(accelerator: Accelerator, *, allow_pickle: bool = False) -> dict[st
     state = _filled_parts(accelerator)
     for name, part in state.items():
         if not isinstance(part, nn.Module | Optimizer):
-            state[name] = _Read(partial(_state_dict, name, part, allow_pickle))
+            state[name] = _Read(partial(state_dict, name, part, allow_pickle))
     custom = accelerator._custom_objects
     return state | {
         "accelerate": _Read(lambda: _own_state(accelerator, allow_pickle)),
         "custom": {str(i): _custom(f"custom.{i}", part, allow_pickle) for i, part in enumerate(custom)},
-        "hooks": _Read(partial(_files_of_hooks, accelerator)),
+        "hooks": _Read(partial(files_of_hooks, accelerator)),
         "loader": {
-            str(i): _Read(partial(_loader_state, f"loader.{i}", loader, allow_pickle))
+            str(i): _Read(partial(loader_state, f"loader.{i}", loader, allow_pickle))
             for i, loader in enumerate(accelerator._dataloaders)
         },
         "rng": zarrckpt.PerRank(_Read(lambda: _values.random_state(accelerator.device))),
@@ -171,15 +190,22 @@ def restoring(accelerator: Accelerator, *, strict: bool = True, dataloaders: boo
         accelerator.step = saved["step"]
         accelerator.project_configuration.iteration = saved["iteration"]
         for i, loader in enumerate(loaders):
-            _restore_loader(loader, state["loader"][str(i)], saved["processes"], own["processes"])
+            restore_loader(loader, state["loader"][str(i)], saved["processes"], own["processes"])
     for i, part in enumerate(custom):
         found = state["custom"][str(i)]
         if found is not None and found.get("state") is not part:
             part.load_state_dict(found["state"] if "state" in found else found["whole"][0])
     if state["hooks"] is not None:
-        _give_to_hooks(accelerator, state["hooks"])
+        give_to_hooks(accelerator, state["hooks"])
     if state["rng"].value is not None:
         _values.set_random_state(accelerator.device, state["rng"].value)
+
+
+def _checkpoints_of(accelerator: Accelerator) -> str:
+    """The folder in which Accelerate would name checkpoints itself."""
+    if not accelerator.project_configuration.automatic_checkpoint_naming or accelerator.project_dir is None:
+        raise ValueError("pass a url, or ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)")
+    return f"{str(accelerator.project_dir).rstrip('/')}/checkpoints"
 
 
 class _Read:
@@ -210,8 +236,9 @@ def _filled_parts(accelerator: Accelerator) -> dict[str, Any]:
 
 def _own_state(accelerator: Accelerator, allow_pickle: bool) -> dict[str, Any]:
     """The accelerator's own values. What models and optimizers keep that is no data is refused, too."""
-    if not allow_pickle:
-        _values.refuse_opaque(_values.opaque_beside(accelerator._models, accelerator._optimizers))
+    parts = _filled_parts(accelerator).items()
+    loose = {name: loose_parts(part) for name, part in parts if isinstance(part, nn.Module | Optimizer)}
+    refuse_objects(objects_in(loose, allow_pickle=allow_pickle))
     return {
         "step": accelerator.step,
         "iteration": accelerator.save_iteration,
@@ -225,12 +252,6 @@ def _own_state(accelerator: Accelerator, allow_pickle: bool) -> dict[str, Any]:
     }
 
 
-def _state_dict(name: str, part: Any, allow_pickle: bool) -> dict[str, Any]:
-    state: dict[str, Any] = part.state_dict()
-    _values.refuse_opaque(() if allow_pickle else _values.opaque_parts(name, state))
-    return state
-
-
 def _custom(name: str, part: Any, allow_pickle: bool) -> Any:
     if isinstance(part, nn.Module | Optimizer):
         return {"state": part}
@@ -238,62 +259,9 @@ def _custom(name: str, part: Any, allow_pickle: bool) -> Any:
     def read() -> dict[str, Any]:
         state = part.state_dict()
         filled = _values.is_filled(part, state)
-        opaque = [*_values.opaque_parts(name, state, exact=not filled)]
-        if not allow_pickle:
-            _values.refuse_opaque(opaque)
+        opaque = [*objects_in(state, name, exact=not filled)]
+        refuse_objects([] if allow_pickle else opaque)
         # A tuple is kept as one value.
         return {"whole": (state,)} if opaque and not filled else {"state": state}
 
     return _Read(read)
-
-
-def _is_stateful(loader: Any) -> bool:
-    return bool(getattr(loader, "use_stateful_dataloader", False))
-
-
-def _loader_state(name: str, loader: Any, allow_pickle: bool) -> dict[str, Any]:
-    sampler = loader.get_sampler()
-    seeded = isinstance(sampler, SeedableRandomSampler)
-    # At the last batch the next one is of the next epoch, though the loader says so only when it is asked for it.
-    at_end = loader.end_of_dataloader and any(x is loader for x in loader.gradient_state.dataloader_references)
-    state: dict[str, Any] = {
-        "iteration": loader.iteration + at_end,
-        "sampler": {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed} if seeded else None,
-    }
-    if _is_stateful(loader):
-        state["stateful"] = zarrckpt.PerRank(_state_dict(name, loader, allow_pickle))
-    return state
-
-
-def _restore_loader(loader: Any, saved: dict[str, Any], processes: int, processes_now: int) -> None:
-    if _is_stateful(loader) and processes != processes_now:
-        raise zarrckpt.KeyMismatchError(
-            f"a stateful data loader's state is of {processes} processes, and these are {processes_now}: load with "
-            "dataloaders=False, and begin the epoch anew or skip batches of a loader that is not stateful"
-        )
-    loader.iteration = saved["iteration"]
-    if saved["sampler"] and isinstance(sampler := loader.get_sampler(), SeedableRandomSampler):
-        sampler.epoch, sampler.initial_seed = saved["sampler"]["epoch"], saved["sampler"]["initial_seed"]
-    if _is_stateful(loader) and saved["stateful"].value is not None:
-        loader.load_state_dict(saved["stateful"].value)
-
-
-def _files_of_hooks(accelerator: Accelerator) -> dict[str, Any]:
-    """Have the hooks write into a folder. Returns the bytes of each file there, by its path."""
-    hooks = [*accelerator._save_model_state_pre_hook.values()]
-    # As Accelerate does: with FSDP they get no weights.
-    models = accelerator._models if hooks and accelerator.distributed_type != DistributedType.FSDP else []
-    weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
-    with TemporaryDirectory() as folder:
-        for hook in hooks:
-            hook(accelerator._models, weights, folder)
-        return _values.files_below(folder)
-
-
-def _give_to_hooks(accelerator: Accelerator, files: Mapping[str, torch.Tensor]) -> None:
-    hooks = [*accelerator._load_model_state_pre_hook.values()]
-    models = [] if accelerator.distributed_type == DistributedType.FSDP else [*accelerator._models]
-    with TemporaryDirectory() as folder:
-        _values.write_files(folder, files)
-        for hook in hooks:
-            hook(models, folder)

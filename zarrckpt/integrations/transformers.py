@@ -25,6 +25,7 @@ from zarrckpt.integrations._pretrained import export_pretrained, load_pretrained
 from zarrckpt.integrations._trainer_state import (  # noqa: E402
     AdaptersOnly,
     RestOfTrainer,
+    TotalLimit,
     enabled_scaler,
     is_finite,
     plain_optimizer,
@@ -126,7 +127,8 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         Args:
             resume_from_checkpoint: True, the newest complete checkpoint of the run, an error where there is none;
                 ``"auto"``, the newest one where there is any; the url of a checkpoint, of this run or another; or a
-                local folder that the Trainer itself has saved.
+                local folder that the Trainer itself has saved. Where the newest is damaged, a warning names it, and the
+                one before is resumed from; one that was named is a CorruptCheckpointError.
             trial: None: hyperparameter search is not supported.
             ignore_keys_for_eval: the Trainer's own.
 
@@ -135,7 +137,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         """
         if trial is not None:
             raise ValueError("hyperparameter search is not supported: use another checkpoint_dir for each trial")
-        manager = self._make_manager(keep=self._keep())
+        manager = self._make_manager(keep=TotalLimit.of(self.args))
         self._manager, self._load, self._resumed, self.preempted = manager, None, {}, False
         with manager, tempfile.TemporaryDirectory() as folder:
             resume = self._begin(resume_from_checkpoint, manager, folder)
@@ -164,17 +166,30 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         saved = self._resumed["saved"]
-        rest: dict[str, Any] = {name: None for name in ("scheduler", "scaler") if name in saved}
+        rest: dict[str, Any] = {"state": None, "saved": None}
+        rest |= {name: None for name in ("scheduler", "scaler") if name in saved}
         # A rank that was not there goes on with the seed that the Trainer gave it, as the Trainer's own does.
         rest |= {"rng": zarrckpt.PerRank(new_ranks="keep")} if "rng" in saved else {}
         state: dict[str, Any] = {"model": self._module(), "optimizer": plain_optimizer(self), "trainer": rest}
         self._load({name: value for name, value in state.items() if value and name in (*saved, "trainer")})
+        if rest["state"] != self._resumed["state"]:
+            assert checkpoint is not None
+            self._lay_out(rest, self._resumed["run"], checkpoint)
+            raise _PassedOver
         if "scheduler" in saved:
             self.lr_scheduler.load_state_dict(rest["scheduler"])
         if "scaler" in saved and (scaler := enabled_scaler(self)) is not None:
             scaler.load_state_dict(rest["scaler"])
         self._resumed["rng"] = rest["rng"].value if "rng" in saved else None
         self.state.best_model_checkpoint = self._resumed["best"]
+
+    def _inner_training_loop(self, *args: Any, **named: Any) -> Any:
+        """Train. Where a damaged checkpoint was passed over, begin anew: the older one says where training goes on."""
+        while True:
+            try:
+                return super()._inner_training_loop(*args, **named)
+            except _PassedOver:
+                continue
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._load is None:
@@ -200,14 +215,6 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
 
     # -- what is saved and resumed
 
-    def _keep(self) -> zarrckpt.Keep | None:
-        limit = self.args.save_total_limit
-        if limit is None or limit <= 0:
-            return None
-        # By the step at which the Trainer found its best: of equal metrics it takes the first.
-        best = int(self.args.metric_for_best_model is not None)
-        return zarrckpt.Keep(newest=max(limit - best, 1), best=best, metric="best_step", mode="max")
-
     def _begin(self, resume: Any, manager: zarrckpt.CheckpointManager, folder: str) -> str | None:
         """Find what is resumed from, and lay out in a folder what the Trainer itself reads of it."""
         if isinstance(resume, str | os.PathLike) and os.path.isfile(os.path.join(resume, _STATE_FILE)):
@@ -217,31 +224,37 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
             resume = newest is not None
         if not resume:
             if newest is not None and self.args.save_strategy != "no":
-                raise ValueError(f"{newest} is there: pass resume_from_checkpoint=True, or another checkpoint_dir")
+                raise ValueError(f'{newest} is there: pass resume_from_checkpoint="auto", or another checkpoint_dir')
             return None
         if resume is True and newest is None:
-            raise ValueError(f"there is no checkpoint to resume from in {self.checkpoint_dir}")
+            raise ValueError(f"No valid checkpoint found in output directory ({self.checkpoint_dir})")
         url = str(newest) if resume is True else _plain_url(resume)
         step, last = self._step_in_run(url), self._step_in_run(newest or "")
         state: dict[str, Any] = {"trainer": {"state": None, "saved": None}}
         if resume is True or step is not None:
             if step != last and not self._rewind:
                 raise ValueError(f"{newest} is later than {url}: rewind=True would remove all checkpoints after that")
-            step = manager.restore(state, step=None if resume is True else step, rewind=step != last)
-            self._load = partial(manager.restore, step=step, allow_pickle=self._allow_pickle)
+            chosen = None if resume is True else step
+            manager.restore(state, step=chosen, rewind=step != last)
+            # The newest is chosen once more when all of it is read: any of it may be damaged.
+            self._load = partial(manager.restore, step=chosen, allow_pickle=self._allow_pickle)
         else:
             self._load = lambda target: zarrckpt.load(
                 target, url, allow_pickle=self._allow_pickle, storage_options=self._storage_options
             )
             self._load(state)
-        trainer_state = json.loads(state["trainer"]["state"])
+        self._lay_out(state["trainer"], url.rpartition("/")[0], folder)
+        return folder
+
+    def _lay_out(self, found: Mapping[str, Any], run: str, folder: str) -> None:
+        """Write what the Trainer itself reads of a checkpoint of a run into a folder."""
+        trainer_state = json.loads(found["state"])
         best = trainer_state["best_model_checkpoint"]
         if best is not None and "/" not in best:
-            best = f"{url.rpartition('/')[0]}/{best}"  # the run may have been moved
-        self._resumed = {"saved": state["trainer"]["saved"], "best": best}
+            best = f"{run}/{best}"  # the run may have been moved
+        self._resumed = {"saved": found["saved"], "state": found["state"], "best": best, "run": run}
         trainer_state["best_model_checkpoint"] = None  # the Trainer would look for it on the disk
         Path(folder, _STATE_FILE).write_text(json.dumps(trainer_state))
-        return folder
 
     def _step_in_run(self, url: str) -> int | None:
         """The step of a checkpoint of this run; None for others."""
@@ -266,6 +279,10 @@ def _plain_url(url: str | os.PathLike[str]) -> str:
 
 class ZarrTrainer(ZarrCheckpointMixin, Trainer):  # type: ignore[misc]
     """``transformers.Trainer`` with the checkpoints of :class:`ZarrCheckpointMixin`, which has the arguments."""
+
+
+class _PassedOver(Exception):
+    """Another checkpoint was loaded than the one whose state the Trainer goes by."""
 
 
 class _StepEnd(TrainerCallback):  # type: ignore[misc]
