@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import threading
@@ -195,7 +196,8 @@ def make_way(path: str) -> None:
         os.unlink(path)
     elif is_lightnings(path):
         stem, suffix = os.path.splitext(path)  # "last" still finds it
-        os.replace(path, f"{stem}-lightning{suffix}")
+        names = (f"{stem}-lightning{number or ''}{suffix}" for number in itertools.count())
+        os.replace(path, next(name for name in names if not os.path.lexists(name)))
 
 
 def warn_of_last(checkpoint: Mapping[str, Any]) -> None:
