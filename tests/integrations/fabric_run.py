@@ -75,3 +75,9 @@ def load_with_fabric(strategy: str, url: str) -> dict[str, Any]:
     state = {"model": module, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
     remainder = fabric.load(url, state)
     return {**taken(module, optimizer, scheduler), "remainder": remainder, "step": state["step"]}
+
+
+def load_raw_with_fabric(strategy: str, url: str) -> dict[str, torch.Tensor]:
+    fabric, module, _, _ = set_up(strategy, 2)
+    fabric.load_raw(url, module)
+    return get_model_state_dict(module._forward_module, options=StateDictOptions(full_state_dict=True))

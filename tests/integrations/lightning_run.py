@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -52,7 +53,10 @@ class Run:
     """Steps after which the process kills itself."""
     background: bool = False
     allow_pickle: bool = False
+    plain: bool = False
+    """With Lightning's own plugin, strategy and ModelCheckpoint."""
     top_k: int = 1
+    save_last: Any = True
     leave_out: str | None = None
     """What begins with this is not saved of the model."""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
@@ -153,8 +157,8 @@ def restored_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def saved_state(url: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The same, as the checkpoint has it."""
-    found = zarrckpt.open(url, storage_options=options).load()
+    """The same, as the checkpoint has it, or the file that Lightning has saved by itself."""
+    found = torch.load(url) if os.path.isfile(url) else zarrckpt.open(url, storage_options=options).load()
     if "optimizer_0" in found:
         state = found["optimizer_0"]["state"]
     else:
@@ -165,7 +169,8 @@ def saved_state(url: str, options: dict[str, Any] | None = None) -> dict[str, An
 
 def strategy_of(run: Run) -> Any:
     if run.strategy == "fsdp2":
-        return plugin.ZarrModelParallelStrategy(data_parallel_size=run.world, tensor_parallel_size=1)
+        kind = ModelParallelStrategy if run.plain else plugin.ZarrModelParallelStrategy
+        return kind(data_parallel_size=run.world, tensor_parallel_size=1)
     if run.strategy == "tp":
         return plugin.ZarrModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=run.world)
     return OnCpu() if run.strategy == "fsdp1" else run.strategy
@@ -174,13 +179,15 @@ def strategy_of(run: Run) -> Any:
 def train(run: Run) -> dict[str, Any]:
     """One fit. Returns what the tests look at."""
     torch.manual_seed(0)
-    checkpoints = plugin.ZarrModelCheckpoint(run.folder, save_top_k=run.top_k, monitor="val_loss", save_last=True)
+    kind = ModelCheckpoint if run.plain else plugin.ZarrModelCheckpoint
+    checkpoints = kind(run.folder, save_top_k=run.top_k, monitor="val_loss", save_last=run.save_last)
+    io = plugin.ZarrCheckpointIO(background=run.background, allow_pickle=run.allow_pickle)
     watch, stopping = Watch(run), EarlyStopping("val_loss", patience=50)
     trainer = Trainer(
         accelerator="cpu",
         devices=run.world,
         strategy=strategy_of(run),
-        plugins=[plugin.ZarrCheckpointIO(background=run.background, allow_pickle=run.allow_pickle)],
+        plugins=[] if run.plain else [io],
         callbacks=[checkpoints, watch, stopping],
         max_epochs=run.epochs,
         logger=False,

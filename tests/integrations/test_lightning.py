@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fabric_run import load_with_fabric, save_with_fabric
+from fabric_run import load_raw_with_fabric, load_with_fabric, save_with_fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_run import Tiny, saved_state, train_on_ranks
@@ -19,7 +21,7 @@ from ranks import RankError, all_ranks_raise, run_ranks
 from store_servers import S3Place
 
 import zarrckpt
-from zarrckpt.integrations.lightning import ZarrCheckpointIO, ZarrModelCheckpoint
+from zarrckpt.integrations.lightning import ZarrCheckpointIO, ZarrModelCheckpoint, load_from_checkpoint
 
 HERE = Path(__file__).parent
 
@@ -225,6 +227,89 @@ def test_last_is_found_in_object_stores_and_broken_off_saves_are_passed_over(
     assert {*map(os.path.exists, ModelCheckpoint(moto_bucket.url("run"))._find_last_checkpoints(trainer))} == {False}
 
 
+@pytest.mark.parametrize(
+    ("one", "worlds", "other"), [("auto", (1, 1), "auto"), ("auto", (1, 2), "fsdp2"), ("fsdp2", (2, 2), "fsdp2")]
+)
+def test_a_run_of_lightning_alone_goes_on_here(one: str, worlds: tuple[int, int], other: str, tmp_path: Path) -> None:
+    """From its file, or its folder of a sharded model; which retention then takes for what they are."""
+    run = tmp_path / "run"
+    (whole, *_) = fit(worlds[0], folder=str(tmp_path / "whole"), strategy=one)
+    (first, *_) = fit(worlds[0], folder=str(run), strategy=one, epochs=2, plain=True, top_k=2)
+    for epochs, steps in [(3, range(9, 13)), (4, range(13, 17))]:
+        saved = saved_state(f"{run}/last.ckpt") if one == "auto" else None
+        for result in fit(worlds[1], folder=str(run), strategy=other, epochs=epochs, top_k=2, resume="last"):
+            assert [*result["losses"]] == [*steps] and result["seen"] == steps[-1]
+            assert result["resumed_from"] == f"{run}/last.ckpt"
+            if saved:
+                assert_same(result["restored"], saved)
+            if worlds[0] == worlds[1]:
+                assert result["losses"] == {step: whole["losses"][step] for step in steps}
+    assert len(result["scores"]) == 2 and not set(first["scores"]) & set(result["scores"])
+    kept = {Path(path).name for path in result["scores"]} | {"last.ckpt", "last-lightning.ckpt"}
+    assert {path.name for path in run.iterdir()} == kept
+    assert zarrckpt.open(f"{run}/last.ckpt").metadata["step"] == 16
+
+
+def test_a_link_to_the_last_checkpoint_leads_to_a_whole_one_and_goes_alone(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for epochs, background in [(2, False), (4, True)]:
+        fit(1, folder=str(run), epochs=epochs, background=background, save_last="link", resume="last")
+        names = {path.name: path.is_symlink() for path in run.iterdir()}
+        assert names == {"last.ckpt": True, f"epoch={epochs - 1}-step={4 * epochs}.ckpt": False}
+        assert zarrckpt.open(str(run / "last.ckpt")).metadata["step"] == 4 * epochs
+    io, link, led_to = ZarrCheckpointIO(), str(run / "last.ckpt"), str(run / "epoch=3-step=16.ckpt")
+    io.save_checkpoint({"epoch": 9}, link)
+    assert io.load_checkpoint(link) == {"epoch": 9} and io.load_checkpoint(led_to)["epoch"] == 3
+    io.link_checkpoint(led_to, link)
+    assert io.load_checkpoint(link)["epoch"] == 3
+    io.remove_checkpoint(link)
+    assert not os.path.lexists(link) and io.load_checkpoint(led_to)["epoch"] == 3
+
+
+def test_in_object_stores_the_run_that_another_has_begun_from_stays_whole(
+    moto_bucket: S3Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who uses Lightning's own ModelCheckpoint there is told of it at the first save, which changes over."""
+    for name, value in moto_bucket.environment.items():
+        monkeypatch.setenv(name, value)
+
+    def fit_here(kind: type[ModelCheckpoint], name: str, epochs: int, start: str | None = None) -> ModelCheckpoint:
+        callback = kind(moto_bucket.url(name), save_last=True)
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+        trainer = Trainer(plugins=[ZarrCheckpointIO()], callbacks=[callback], max_epochs=epochs, **quiet)
+        trainer.fit(Tiny("auto", {}), torch.utils.data.DataLoader(torch.ones(8, 8), batch_size=8), ckpt_path=start)
+        return callback
+
+    old = fit_here(ModelCheckpoint, "one", 1)
+    assert moto_bucket.url("one") in caplog.text and "ZarrModelCheckpoint" in caplog.text
+    caplog.clear()
+    new = fit_here(ZarrModelCheckpoint, "one", 2, "last")
+    assert new.last_model_path == old.last_model_path
+    assert zarrckpt.open(new.last_model_path).metadata == {"step": 2, "epoch": 1}
+    with pytest.raises(zarrckpt.CheckpointNotFoundError):
+        zarrckpt.open(old.best_model_path)
+    other = fit_here(ZarrModelCheckpoint, "other", 3, new.best_model_path)
+    for path in (new.best_model_path, other.best_model_path):
+        zarrckpt.open(path)
+    assert not caplog.text
+
+
+def test_a_model_is_built_of_a_checkpoint_alone(tmp_path: Path) -> None:
+    fit(2, folder=str(tmp_path), strategy="fsdp2", epochs=1, hyperparameters={"sizes": {1, 2}})
+    url = f"{tmp_path}/last.ckpt"
+    model = load_from_checkpoint(Tiny, url, strategy="auto")
+    assert model.hparams.strategy == "auto" and model.hparams.hyperparameters == {"sizes": {1, 2}}
+    saved = saved_state(url)["weights"]
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+def test_a_save_before_slurm_starts_the_job_again_is_waited_for(tmp_path: Path) -> None:
+    io = ZarrCheckpointIO(background=True)
+    io.save_checkpoint({"w": torch.ones(1_000_000)}, f"{tmp_path}/hpc_ckpt_1.ckpt")
+    assert len(zarrckpt.open(f"{tmp_path}/hpc_ckpt_1.ckpt")) == 1
+    io.wait()
+
+
 def test_a_model_that_is_saved_in_part_by_a_hook_loads_in_part(tmp_path: Path) -> None:
     fit(2, folder=str(tmp_path), strategy="fsdp2", epochs=2, leave_out="net.0.")
     saved = zarrckpt.open(f"{tmp_path}/last.ckpt")
@@ -248,6 +333,36 @@ def test_fabric_saves_and_loads_on_other_processes(
         assert loaded["remainder"] == {"notes": {"by": "a test"}}
         assert loaded["step"] == 3 and loaded["scheduler"] == saved[0]["scheduler"]
         assert_same(loaded, saved[0])
+
+
+def test_the_page_and_the_example_run_and_go_on_where_they_were(
+    tmp_path: Path, moto_bucket: S3Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in moto_bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    root = Path(zarrckpt.__file__).resolve().parents[1]
+    monkeypatch.chdir(tmp_path)
+    page = (root / "docs" / "how-to" / "lightning.md").read_text().replace("s3://bucket", moto_bucket.url("page"))
+    trainer_code, fabric_code, alone_code = re.findall(r"```python no-run\n(.*?)```", page, re.DOTALL)
+    for last in (None, moto_bucket.url("page/run/last.ckpt/zarr.json")):
+        names: dict[str, Any] = {"__name__": "page"}
+        exec(trainer_code + alone_code + fabric_code, names)
+        assert names["trainer"].ckpt_path == last and names["trainer"].global_step == 80
+        assert zarrckpt.latest(moto_bucket.url("page/fabric")) == moto_bucket.url("page/fabric/step-100")
+    example = runpy.run_path(str(root / "examples" / "lightning_run.py"), run_name="example")
+    for _ in range(2):
+        example["train"](str(tmp_path))
+        assert "after epoch 10" in capsys.readouterr().out
+
+
+def test_fabric_loads_weights_alone_from_a_url_and_from_a_file_of_torch(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 3))
+    weights = model.state_dict()
+    zarrckpt.save(weights, str(tmp_path / "zarr"))
+    torch.save(weights, tmp_path / "file.pt")
+    for strategy, name in [("fsdp2", "zarr"), ("fsdp2", "file.pt"), ("ddp", "zarr"), ("ddp", "file.pt")]:
+        for loaded in run_ranks(load_raw_with_fabric, strategy, str(tmp_path / name), world_size=2):
+            assert all(torch.equal(value, loaded[key]) for key, value in weights.items())
 
 
 def test_a_run_of_another_shape_is_refused_with_its_names(tmp_path: Path) -> None:

@@ -1,25 +1,30 @@
-"""What Lightning's Trainer and Fabric have in common here: the plugin for checkpoints, and saves on all ranks."""
+"""Lightning's plugin for checkpoints, of Trainer and Fabric."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 
 import zarrckpt
-from zarrckpt.integrations._data import loose_parts, objects_in, refuse_objects, with_plain_parameters
-from zarrckpt.integrations._values import remove_or_log
+from zarrckpt._errors import log
+from zarrckpt.integrations._data import objects_in, refuse_objects, with_plain_parameters
 
 ROOT = "/zarr.json"
 """What follows a checkpoint's url in that of its root document."""
-_OBJECTS = "lightning.objects"
-"""The member of a checkpoint's metadata that says which of its top level were modules and optimizers."""
-_ALLOW = "save_hyperparameters(ignore=[...]) or ZarrCheckpointIO(allow_pickle=True)"
+ALLOW = "save_hyperparameters(ignore=[...]) or ZarrCheckpointIO(allow_pickle=True)"
+"""What a user may write to save what is no data, or to leave it out."""
+FINDS_LAST = "finds_last"
+"""In the state of a ModelCheckpoint: it is a ZarrModelCheckpoint."""
 OPTIMIZER = re.compile(r"optimizer_\d+")
 """The key of an optimizer in a checkpoint of the Trainer, saved on all ranks."""
 
@@ -58,28 +63,35 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self.storage_options = storage_options
         self.options = options
         self._future: zarrckpt.SaveFuture | None = None
-        self._removals: list[threading.Thread] = []
+        self._followers: list[threading.Thread] = []
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | PurePath, storage_options: Mapping[str, Any] | None = None
     ) -> None:
         """Save a checkpoint. Called on rank 0 alone. Raises what :func:`zarrckpt.save` does."""
-        checkpoint = with_plain_parameters(checkpoint)
-        refuse_objects(self.faults(checkpoint), _ALLOW)
-        self.save(checkpoint, _url_of(path), place_in_run(checkpoint), no_dist=True, storage_options=storage_options)
+        checkpoint, url = with_plain_parameters(checkpoint), url_of(path)
+        refuse_objects(self.faults(checkpoint), ALLOW)
+        warn_of_last(checkpoint)
+        make_way(url)
+        self.save(checkpoint, url, place_in_run(checkpoint), no_dist=True, storage_options=storage_options)
 
     def load_checkpoint(
         self, path: str | PurePath, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a whole checkpoint, one of a sharded strategy, too; each rank that calls reads all of it.
+        """Read a whole checkpoint, also of a sharded strategy, or a file of Lightning's own; each rank reads all of it.
 
         Args:
             map_location: a device, or its name, where the tensors are to be; anything else: the CPU.
             weights_only: True refuses pickles whatever ``allow_pickle`` says.
         """
         self.wait()
-        allow_pickle = self.allow_pickle and not weights_only
-        found = zarrckpt.open(_url_of(path), storage_options=self.storage_options, allow_pickle=allow_pickle)
+        allow_pickle, url = self.allow_pickle and not weights_only, url_of(path)
+        try:
+            found = zarrckpt.open(url, storage_options=self.storage_options, allow_pickle=allow_pickle)
+        except zarrckpt.CheckpointNotFoundError:
+            if not get_filesystem(url).isfile(url):
+                raise
+            return dict(TorchCheckpointIO().load_checkpoint(path, map_location or "cpu", weights_only))
         checkpoint = found.load(device=map_location if isinstance(map_location, str | torch.device) else "cpu")
         for key, value in checkpoint.items():
             if isinstance(value, dict) and value.keys() >= {"state", "param_groups"}:
@@ -94,21 +106,38 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
         Beside a save in the background it returns at once: a thread waits for that save.
         """
-        url, future = _url_of(path), self._future
+        self.when_committed(lambda: _remove_or_log(url_of(path), self.storage_options))
+
+    def when_committed(self, action: Callable[[], None]) -> None:
+        """Do something once the save in the background has committed, and not at all if it fails; else now."""
+        future, before = self._future, self._followers[-1:]
         if future is None:
-            remove_or_log(url, self.storage_options)
+            action()
             return
 
-        def remove_when_committed() -> None:
+        def follow() -> None:
             if future.exception() is None:
-                remove_or_log(url, self.storage_options)
+                for one in before:  # in their order
+                    one.join()
+                action()
 
-        self._removals.append(threading.Thread(target=remove_when_committed, name="zarrckpt-remove"))
-        self._removals[-1].start()
+        self._followers.append(threading.Thread(target=follow, name="zarrckpt-follow"))
+        self._followers[-1].start()
 
     def teardown(self) -> None:
         """Lightning calls it at the end of ``fit``, also where that failed: as :meth:`wait`."""
         self.wait()
+
+    def link_checkpoint(self, path: str, link: str) -> None:
+        """Make a symbolic link to a checkpoint, once that is there; what was at its place is removed."""
+
+        def replace() -> None:
+            if not os.path.islink(link):
+                _remove_or_log(link, self.storage_options)
+            os.symlink(os.path.relpath(path, os.path.dirname(link)), f"{link}.new")
+            os.replace(f"{link}.new", link)
+
+        self.when_committed(replace)
 
     def wait(self) -> None:
         """Wait for the save in the background, and raise its errors; without one return at once.
@@ -116,11 +145,11 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         With ``Fabric``, call it before the process ends, on every rank that saves: Fabric has no end of its own.
         """
         future, self._future = self._future, None
-        removals, self._removals = self._removals, []
+        followers, self._followers = self._followers, []
         if future is not None:
             future.result()
-        for removal in removals:
-            removal.join()
+        for follower in followers:
+            follower.join()
 
     def save(
         self,
@@ -139,109 +168,51 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
             state, url, overwrite=True, metadata=metadata, no_dist=no_dist, storage_options=own, options=self.options
         )
         self._future = made if isinstance(made, zarrckpt.SaveFuture) else None
+        if PurePath(url).name.startswith("hpc_ckpt_"):  # Lightning ends the job next, for SLURM to start it again
+            self.wait()
 
     def faults(self, state: Mapping[str, Any]) -> list[str]:
         """What in a state is no data, by name, as far as these settings refuse it."""
         return [*objects_in(state, allow_pickle=self.allow_pickle)]
 
 
-class _Contents(NamedTuple):
-    """What is at the top level of a checkpoint."""
-
-    keys: list[str]
-    objects: list[str]
-    """Those that were modules and optimizers, where the checkpoint says so."""
-    numbered: list[str]
-    """Those that hold optimizers whose parameters have numbers: saved on one device, or by DDP."""
-
-
-class Sharded:
-    """What the strategies have in common: saves and loads on all ranks."""
-
-    broadcast: Callable[[Any], Any]
-    is_global_zero: bool
-    takes_numbers = True
-    """Whether optimizers load by the numbers of their parameters. Those of FSDP1 are flat: each rank has other ones."""
-    _checkpoint_io: ZarrCheckpointIO | None
-
-    @property
-    def checkpoint_io(self) -> ZarrCheckpointIO:
-        """The plugin whose settings the strategy uses."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ZarrCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        if not isinstance(io, ZarrCheckpointIO):
-            raise TypeError(f"{type(self).__name__} saves with a ZarrCheckpointIO, got a {type(io).__name__}")
-        self._checkpoint_io = io
-
-    def _save(
-        self,
-        objects: Mapping[str, Any],
-        rest: Mapping[str, Any],
-        path: str | PurePath,
-        metadata: dict[str, Any],
-        storage_options: Mapping[str, Any] | None,
-    ) -> None:
-        """Save objects of which each rank has a part, and the rest as rank 0 has it."""
-        parts = {key: loose_parts(value) for key, value in objects.items()} if self.is_global_zero else {}
-        faults = self.checkpoint_io.faults({**rest, **parts}) if self.is_global_zero else []
-        url, faults = self.broadcast((_url_of(path), faults))
-        refuse_objects(faults, _ALLOW)
-        rest = rest if self.is_global_zero else _parts_in(rest)
-        metadata = {**metadata, _OBJECTS: sorted(objects)}
-        self.checkpoint_io.save({**objects, **rest}, url, metadata, no_dist=False, storage_options=storage_options)
-
-    def _contents(self, path: str | PurePath) -> tuple[str, _Contents]:
-        """The url to load from, and what is there: rank 0 looks."""
-        url = _url_of(path)
-        found: _Contents | Exception | None = None
-        self.checkpoint_io.wait()
-        if self.is_global_zero:
-            try:
-                found = _contents_of(zarrckpt.open(url, storage_options=self.checkpoint_io.storage_options))
-            except zarrckpt.CheckpointError as err:
-                found = err
-        url, found = self.broadcast((url, found))
-        if isinstance(found, Exception):
-            raise found
-        return url, found
-
-    def _load(
-        self,
-        state: dict[str, Any],
-        url: str,
-        weights_only: bool | None,
-        strict: bool = True,
-        keys: list[str] | None = None,
-    ) -> None:
-        own = self.checkpoint_io
-        zarrckpt.load(
-            state,
-            url,
-            strict=strict,
-            keys=keys,
-            allow_pickle=own.allow_pickle and not weights_only,
-            storage_options=own.storage_options,
-        )
-
-    def _load_numbered(self, state: dict[str, Any], url: str, weights_only: bool | None) -> None:
-        """Load optimizers that were saved on one device or by DDP: without the module, parameters have numbers."""
-        if not self.takes_numbers:
-            raise zarrckpt.UnsupportedLayoutError(
-                f"{url} was saved on one device or by DDP: the optimizer's parameters have numbers there, and FSDP1 "
-                "needs their names. FSDP2 (ModelParallelStrategy) loads it"
-            )
-        self._load(state, url, weights_only)
-
-
-def _url_of(path: str | PurePath) -> str:
+def url_of(path: str | PurePath) -> str:
     url = str(path)
     if isinstance(path, PurePath):
         url = re.sub("^([a-z][a-z0-9+.-]+):/(?!/)", r"\1://", url)  # a Path has one slash of two
     return url.removesuffix(ROOT)
+
+
+def is_lightnings(path: str) -> bool:
+    """Whether Lightning itself has saved what is there: a file, or the folder of a sharded strategy."""
+    return os.path.isfile(path) or os.path.isfile(f"{path}/meta.pt")
+
+
+def make_way(path: str) -> None:
+    """Before a save to a local path: remove a link, so that what it leads to stays, and rename what is Lightning's."""
+    if os.path.islink(path):
+        os.unlink(path)
+    elif is_lightnings(path):
+        stem, suffix = os.path.splitext(path)  # "last" still finds it
+        names = (f"{stem}-lightning{number or ''}{suffix}" for number in itertools.count())
+        os.replace(path, next(name for name in names if not os.path.lexists(name)))
+
+
+def warn_of_last(checkpoint: Mapping[str, Any]) -> None:
+    """Say, once for a folder, that a run will not find its last checkpoint: while there is time to mend it."""
+    for name, state in checkpoint.get("callbacks", {}).items():
+        last = str(state.get("last_model_path", "")) if name.startswith("ModelCheckpoint{") else ""
+        if "://" in last and FINDS_LAST not in state:
+            _warn_once(last.rpartition("/")[0])
+
+
+@functools.cache
+def _warn_once(folder: str) -> None:
+    log.warning(
+        'fit(ckpt_path="last") will find nothing in %s, and begin anew: Lightning\'s ModelCheckpoint looks in local '
+        "folders only. Use zarrckpt.integrations.lightning.ZarrModelCheckpoint, with the same arguments",
+        folder,
+    )
 
 
 def place_in_run(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,11 +221,24 @@ def place_in_run(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return {name: checkpoint[key] for key, name in names.items() if type(checkpoint.get(key)) is int}
 
 
-def _contents_of(checkpoint: zarrckpt.Checkpoint) -> _Contents:
-    paths = [checkpoint.path(fqn) for fqn in checkpoint]
-    numbered = [str(path[0]) for path in paths if len(path) > 2 and path[1] == "state" and isinstance(path[2], int)]
-    objects = checkpoint.metadata.get(_OBJECTS, [])
-    return _Contents([*dict.fromkeys(str(path[0]) for path in paths)], objects, [*dict.fromkeys(numbered)])
+def _remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> None:
+    if os.path.islink(url):
+        os.unlink(url)
+    elif is_lightnings(url):
+        TorchCheckpointIO().remove_checkpoint(url)
+    else:
+        _remove_ours_or_log(url, storage_options)
+
+
+def _remove_ours_or_log(url: str, storage_options: Mapping[str, Any] | None) -> None:
+    try:
+        zarrckpt.remove(url, storage_options=storage_options)
+    except zarrckpt.CheckpointNotFoundError:  # OnExceptionCheckpoint removes one that it has not saved
+        store = get_filesystem(url)
+        if store.isfile(url):
+            store.rm_file(url)
+    except zarrckpt.CheckpointError as err:
+        log.warning("%s was to be removed, and is not: %s: %s", url, type(err).__name__, err)
 
 
 def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -267,18 +251,4 @@ def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
         "param_groups": [
             {**group, "params": [numbers[name] for name in group["params"]]} for group in optimizer["param_groups"]
         ],
-    }
-
-
-def _parts_in(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a state each rank has to save: sharded tensors, and what a PerRank holds."""
-
-    def shared(value: Any) -> bool:
-        if isinstance(value, Mapping | list):
-            return any(map(shared, value.values() if isinstance(value, Mapping) else value))
-        sharded = isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
-        return sharded or isinstance(value, zarrckpt.PerRank)
-
-    return {
-        key: _parts_in(value) if isinstance(value, Mapping) else value for key, value in rest.items() if shared(value)
     }

@@ -6,13 +6,15 @@ keeps beside them (loops, callbacks, schedulers, hyperparameters) has Lightning'
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
 
+import zarrckpt
 from zarrckpt.integrations import _framework
 
 _framework.require("lightning", "2.6", "2.7", "lightning")
@@ -25,12 +27,13 @@ from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 from zarrckpt.integrations._data import has_state, with_plain_parameters  # noqa: E402
 from zarrckpt.integrations._lightning_io import (  # noqa: E402
+    FINDS_LAST,
     OPTIMIZER,
     ROOT,
-    Sharded,
     ZarrCheckpointIO,
     place_in_run,
 )
+from zarrckpt.integrations._lightning_sharded import Sharded  # noqa: E402
 
 __all__ = [
     "ZarrCheckpointIO",
@@ -39,15 +42,28 @@ __all__ = [
     "ZarrFabricModelParallelStrategy",
     "ZarrModelCheckpoint",
     "ZarrModelParallelStrategy",
+    "load_from_checkpoint",
 ]
+
+_Module = TypeVar("_Module")
 
 
 class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     """Lightning's ModelCheckpoint, for folders in object stores: ``fit(ckpt_path="last")`` finds checkpoints there.
 
-    Lightning's own forgets that they were at ``s3://``, and begins anew. This one also passes over checkpoints whose
-    save was broken off, in any folder. The arguments are the same.
+    Lightning's own forgets that they were at ``s3://``, and begins anew; and there it deletes what belongs to another
+    run: the checkpoint from which this one has begun. This one also passes over checkpoints whose save was broken off,
+    in any folder. The arguments are the same, and what ModelCheckpoint has kept in a checkpoint is taken over.
     """
+
+    @property
+    def state_key(self) -> str:
+        """That of Lightning's own: a run can change from one to the other."""
+        return str(super().state_key).removeprefix("Zarr")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As Lightning's, and a sign that it is not Lightning's own."""
+        return {**super().state_dict(), FINDS_LAST: True}
 
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
         """Whether a name is taken, as rank 0 sees it: by a checkpoint, not by a save that was broken off."""
@@ -62,12 +78,71 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if getattr(self._fs, "local_file", False):
             return found
         # Lightning asks when each was modified, which stores know of objects only.
-        return {f"{self._fs.unstrip_protocol(path)}{ROOT}" for path in found}
+        roots = {path: f"{path}{ROOT}" for path in found}
+        return {self._fs.unstrip_protocol(root if self._fs.exists(root) else path) for path, root in roots.items()}
 
     def _is_checkpoint(self, path: str) -> bool:
-        """Whether one is committed there; or a file of torch, of which a load says that it is no checkpoint."""
+        """Whether there is a committed one, or one that Lightning's own plugin or strategies have saved."""
         self._fs.invalidate_cache()  # fsspec does not know what zarrckpt has written since
-        return bool(self._fs.exists(f"{path}{ROOT}") or self._fs.isfile(path))
+        return any(map(self._fs.exists, (f"{path}{ROOT}", f"{path}/meta.pt"))) or bool(self._fs.isfile(path))
+
+    def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
+        """In object stores, too, not what is outside this run's folder, nor what the Trainer has resumed from."""
+        if not super()._should_remove_checkpoint(trainer, previous, current):
+            return False
+        own = f"{self.dirpath}".rstrip("/") + "/"
+        resumed_from = str(trainer.ckpt_path or "").removesuffix(ROOT)
+        return "://" not in previous or (previous.startswith(own) and previous != resumed_from)
+
+    def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+        """The link is changed before what it leads to is removed."""
+        if self.save_last == "link" and self._last_checkpoint_saved and self.last_model_path:
+            self._link_checkpoint(trainer, self._last_checkpoint_saved, self.last_model_path)
+        super()._remove_checkpoint(trainer, filepath)
+
+    @staticmethod
+    def _link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
+        """For ``save_last="link"``: beside a save in the background, once it has committed."""
+        plugin = trainer.strategy._checkpoint_io
+        if not isinstance(plugin, ZarrCheckpointIO):
+            ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
+        elif trainer.is_global_zero and filepath != linkpath:
+            plugin.link_checkpoint(filepath, linkpath)
+
+
+def load_from_checkpoint(
+    model: type[_Module],
+    url: str | PurePath,
+    *,
+    device: str | torch.device = "cpu",
+    strict: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    allow_pickle: bool = False,
+    **hyperparameters: Any,
+) -> _Module:
+    """``Model.load_from_checkpoint`` for a url: build a LightningModule of its hyperparameters, with its weights.
+
+    One process calls it, or each by itself; optimizers are not read. It holds the weights twice while it builds.
+
+    Args:
+        model: the class of the LightningModule (or LightningDataModule).
+        url: of a checkpoint that the Trainer has saved with any strategy of this module.
+        device: where the weights are to be.
+        strict: as Lightning has it; default: the model's ``strict_loading``.
+        storage_options, allow_pickle: as for :class:`ZarrCheckpointIO`.
+        hyperparameters: arguments of the model's that replace those in the checkpoint.
+
+    Raises what :func:`zarrckpt.open` does, and RuntimeError for a model with other weights.
+    """
+    found = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
+    keys = {str(found.path(fqn)[0]) for fqn in found} - {"optimizer_states"}
+    stream = io.BytesIO()
+    torch.save(found.load(keys=[key for key in keys if not OPTIMIZER.fullmatch(key)]), stream)
+    stream.seek(0)
+    options = {} if strict is None else {"strict": strict}
+    # Its bytes are made here: what the checkpoint may hold has been decided above.
+    made = model.load_from_checkpoint(stream, map_location=device, weights_only=False, **options, **hyperparameters)  # type: ignore[attr-defined]
+    return cast(_Module, made)
 
 
 class _TrainerSharded(Sharded):
@@ -107,6 +182,8 @@ class _TrainerSharded(Sharded):
     def load_checkpoint(self, checkpoint_path: str | PurePath, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the model, when fitting the optimizers, and return the rest; every rank calls."""
         url, found = self._contents(checkpoint_path)
+        if found is None:
+            return dict(super().load_checkpoint(url, weights_only))  # type: ignore[misc]
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers: dict[str, Any] = {f"optimizer_{i}": one for i, one in enumerate(self.optimizers if fitting else [])}
         rest = {key: None for key in found.keys if not OPTIMIZER.fullmatch(key)}
@@ -177,11 +254,19 @@ class _FabricSharded(Sharded):
     ) -> dict[str, Any]:
         """Load into a state, in place, and return the rest, as ``Fabric.load`` calls it on every rank.
 
-        The rest has no models and optimizers. Raises NotImplementedError for ``Fabric.load_raw``.
+        The rest has no models and optimizers. ``Fabric.load_raw`` calls it with a model, whose weights are the
+        whole checkpoint. Raises NotImplementedError for an optimizer alone.
         """
-        if not isinstance(state, dict) or not state:
-            raise NotImplementedError(f"{type(self).__name__} loads into a dict such as {{'model': model}}")
         url, found = self._contents(path)
+        if found is None:
+            return dict(super().load_checkpoint(url, state, strict, weights_only))  # type: ignore[misc]
+        if isinstance(state, torch.nn.Module):
+            from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+            self._load(get_model_state_dict(state), url, weights_only, strict)
+            return {}
+        if not isinstance(state, dict) or not state:
+            raise NotImplementedError(f"{type(self).__name__} loads a model, or a dict such as {{'model': model}}")
         numbered = {key: state[key] for key in found.numbered if isinstance(state.get(key), Optimizer)}
         rest = {key: None for key in found.keys if key not in state and key not in found.objects}
         target = {key: value for key, value in state.items() if key not in numbered} | rest
