@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import obstore
 import pytest
+import s3fs
 import torch
 from obstore import exceptions as client_errors
 from s3_stub import LONG, Faults, S3Stub
@@ -803,6 +804,21 @@ def test_options_reach_s3fs_as_they_are(moto_bucket: S3Place) -> None:
     open_store(moto_bucket.url("run"), storage_options=options).put("k", [b"x"])
     found = moto_bucket.client().head_object(Bucket=moto_bucket.bucket, Key="run/k")
     assert found["Metadata"] == {"origin": "here"}
+
+
+def test_an_s3fs_that_splits_no_reads(moto_bucket: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2026.3 it cannot be told not to."""
+    read = s3fs.S3FileSystem._cat_file
+
+    async def cat_file(self: Any, path: str, version_id: Any = None, start: Any = None, end: Any = None) -> Any:
+        return await read(self, path, version_id=version_id, start=start, end=end)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", cat_file)
+    s3fs.S3FileSystem.clear_instance_cache()
+    store = open_store(moto_bucket.url("run"), storage_options=moto_bucket.fsspec_options)
+    store.put("k", [b"x"])
+    assert store.get("k") == b"x"
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_large_objects_go_up_in_parts(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:

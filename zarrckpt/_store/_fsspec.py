@@ -51,8 +51,7 @@ class FsspecStore(ClientStore):
             self._honoured = Honoured(None if self._traits.creates else False, None if self._traits.s3 else False)
 
     def get_named(self, name: str) -> bytes:
-        # s3fs would ask for the size first, to split a large read.
-        whole = {"max_concurrency": 1} if self._traits.s3 else {}
+        whole = {"max_concurrency": 1} if self._traits.splits else {}
         return self._read(name, lambda fs: bytes(fs.cat_file(name, **whole)))
 
     def get_versioned(self, key: str) -> Versioned:

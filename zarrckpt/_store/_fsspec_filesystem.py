@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import os
 import queue
 import re
@@ -40,6 +41,8 @@ class Traits:
     """What matters about a kind of filesystem."""
 
     s3: bool
+    splits: bool
+    """Large reads are split, after a request for the size, unless they are told not to: s3fs from 2026.3 on."""
     flat: bool
     """Without folders: a put is atomic."""
     creates: bool
@@ -54,8 +57,10 @@ class Traits:
     def of(cls, fs: Any) -> Traits:
         """By the filesystem's protocols."""
         names = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+        s3 = bool(names & _S3)
         return cls(
-            s3=bool(names & _S3),
+            s3=s3,
+            splits=s3 and "max_concurrency" in inspect.signature(fs._cat_file).parameters,
             flat=bool(names & _FLAT),
             creates=bool(names & _CREATES),
             memory="memory" in names,
