@@ -244,10 +244,13 @@ def _forget_meshes() -> None:
 
         channel.forget_channels()
     if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import DTensor, debug
         from torch.distributed.tensor._redistribute import _gen_transform_infos
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()
+        if hasattr(debug, "_clear_sharding_prop_cache"):
+            debug._clear_sharding_prop_cache()
+        else:  # torch 2.9
+            DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
         _gen_transform_infos.cache_clear()
 
 

@@ -101,6 +101,7 @@ def train(way: dict[str, Any]) -> None:
         batches = loader
         if step % 4 and not way.get("stateful"):  # four batches are an epoch
             batches = accelerator.skip_first_batches(loader, step % 4)
+            batches.set_epoch(step // 4)  # Accelerate before 1.15 begins with the order of epoch 0
         for batch in batches:
             step += 1
             loss = model(batch).square().mean()

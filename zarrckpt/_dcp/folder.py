@@ -139,8 +139,10 @@ class DcpFolder:
                 raise ValueError(
                     f"{fake.dtype} of {tuple(fake.shape)}, expected {entry.properties.dtype} of {tuple(box.sizes)}"
                 )
-            storage = fake.untyped_storage()
-            begin, nbytes = info.offset + checkpoint_offset(storage), storage.nbytes()
+            begin = info.offset + checkpoint_offset(fake.untyped_storage())
+            # By the view's own extent: torch before 2.11 says more of a storage than there is.
+            last = fake.storage_offset() + sum((n - 1) * step for n, step in zip(fake.shape, fake.stride(), strict=True))
+            nbytes = (last + 1) * fake.itemsize if fake.numel() else 0
             if begin + nbytes > info.offset + info.length:
                 raise ValueError(f"{nbytes} bytes from {begin} on are more than there are")
             # The bytes may be unaligned: numpy looks at the address, and torch does not mind.
