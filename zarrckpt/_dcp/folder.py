@@ -141,7 +141,8 @@ class DcpFolder:
                 )
             begin = info.offset + checkpoint_offset(fake.untyped_storage())
             # By the view's own extent: torch before 2.11 says more of a storage than there is.
-            last = fake.storage_offset() + sum((n - 1) * step for n, step in zip(fake.shape, fake.stride(), strict=True))
+            steps = zip(fake.shape, fake.stride(), strict=True)
+            last = fake.storage_offset() + sum((size - 1) * stride for size, stride in steps)
             nbytes = (last + 1) * fake.itemsize if fake.numel() else 0
             if begin + nbytes > info.offset + info.length:
                 raise ValueError(f"{nbytes} bytes from {begin} on are more than there are")
