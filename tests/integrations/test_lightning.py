@@ -153,6 +153,8 @@ def test_hyperparameters_that_are_no_data_are_named_when_saved(tmp_path: Path) -
     fields = {"folder": str(tmp_path / "two"), "strategy": "fsdp2", "hyperparameters": hyperparameters}
     message = all_ranks_raise(zarrckpt.UnsupportedValueError, train_on_ranks, fields, world_size=2)
     assert "path" in message and "allow_pickle" in message
+    with pytest.raises(zarrckpt.UnsupportedValueError):  # a callback whose state_key is a class
+        ZarrCheckpointIO().save_checkpoint({"callbacks": {Tiny: {"seen": 1}}}, tmp_path / "one")
     assert not (tmp_path / "one").exists() and not (tmp_path / "two").exists()
 
     del hyperparameters["nested"]

@@ -201,7 +201,7 @@ def make_way(path: str) -> None:
 def warn_of_last(checkpoint: Mapping[str, Any]) -> None:
     """Say, once for a folder, that a run will not find its last checkpoint: while there is time to mend it."""
     for name, state in checkpoint.get("callbacks", {}).items():
-        last = str(state.get("last_model_path", "")) if name.startswith("ModelCheckpoint{") else ""
+        last = str(state.get("last_model_path", "")) if str(name).startswith("ModelCheckpoint{") else ""
         if "://" in last and FINDS_LAST not in state:
             _warn_once(last.rpartition("/")[0])
 
