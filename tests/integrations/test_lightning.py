@@ -167,13 +167,14 @@ def test_hyperparameters_that_are_no_data_are_named_when_saved(tmp_path: Path) -
     assert loaded["hyper_parameters"]["hyperparameters"] == hyperparameters
 
 
-def test_hyperparameters_of_omegaconf_are_kept_as_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["", "datamodule_"])
+def test_hyperparameters_of_omegaconf_are_kept_as_data(of: str, tmp_path: Path) -> None:
     omegaconf = pytest.importorskip("omegaconf")
     config = omegaconf.OmegaConf.create({"layers": [{"width": 8}, {"width": "${layers.0.width}"}]})
-    checkpoint = {"hyper_parameters": config, "hparams_type": type(config), "epoch": 1}
+    checkpoint = {f"{of}hyper_parameters": config, f"{of}hparams_type": type(config), "epoch": 1}
     ZarrCheckpointIO().save_checkpoint(checkpoint, tmp_path / "a.ckpt")
     loaded = ZarrCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
-    assert omegaconf.OmegaConf.create(loaded["hyper_parameters"]) == config
+    assert omegaconf.OmegaConf.create(loaded[f"{of}hyper_parameters"]) == config
 
 
 def test_a_background_save_that_fails_is_raised_and_what_it_would_replace_stays(tmp_path: Path) -> None:

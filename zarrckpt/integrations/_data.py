@@ -90,11 +90,18 @@ def has_state(value: Any) -> bool:
 
 
 def with_plain_parameters(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint of Lightning in which hyperparameters of OmegaConf are dicts, and their type its name."""
-    kind = checkpoint.get("hparams_type")
-    if not isinstance(kind, type) or not kind.__module__.startswith("omegaconf."):
+    """A checkpoint of Lightning in which hyperparameters of OmegaConf are dicts, and their type its name.
+
+    Those of the module, and those of the data module.
+    """
+    types = {key: checkpoint.get(key) for key in ("hparams_type", "datamodule_hparams_type")}
+    named = {
+        key: f"{kind.__module__}.{kind.__qualname__}"
+        for key, kind in types.items()
+        if isinstance(kind, type) and kind.__module__.startswith("omegaconf.")
+    }
+    if not named:
         return checkpoint
     of_omegaconf = sys.modules["omegaconf"].OmegaConf
     configs = {key: value for key, value in checkpoint.items() if of_omegaconf.is_config(value)}
-    plain = {key: of_omegaconf.to_container(value) for key, value in configs.items()}
-    return {**checkpoint, **plain, "hparams_type": f"{kind.__module__}.{kind.__qualname__}"}
+    return {**checkpoint, **{key: of_omegaconf.to_container(value) for key, value in configs.items()}, **named}
