@@ -249,7 +249,7 @@ def _forget_meshes() -> None:
 
         if hasattr(debug, "_clear_sharding_prop_cache"):
             debug._clear_sharding_prop_cache()
-        else:  # torch 2.9
+        else:  # torch 2.10
             DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
         _gen_transform_infos.cache_clear()
 

@@ -140,7 +140,7 @@ class DcpFolder:
                     f"{fake.dtype} of {tuple(fake.shape)}, expected {entry.properties.dtype} of {tuple(box.sizes)}"
                 )
             begin = info.offset + checkpoint_offset(fake.untyped_storage())
-            # By the view's own extent: torch before 2.11 says more of a storage than there is.
+            # By the view's own extent: torch 2.10 says more of a storage than there is.
             steps = zip(fake.shape, fake.stride(), strict=True)
             last = fake.storage_offset() + sum((size - 1) * stride for size, stride in steps)
             nbytes = (last + 1) * fake.itemsize if fake.numel() else 0
