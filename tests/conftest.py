@@ -7,13 +7,16 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import store_servers
-from hub_gateway import HubGateway
 from ranks import stop_ranks
 from s3_stub import Faults, S3Stub
 from store_servers import S3Place, shared_server
+
+if TYPE_CHECKING:
+    from hub_gateway import HubGateway
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,6 +80,8 @@ def s3_stub() -> Iterator[S3Stub]:
 @pytest.fixture
 def hub_gateway() -> Iterator[HubGateway]:
     """A stand-in for the S3 gateway of Hugging Face's Storage Buckets."""
+    from hub_gateway import HubGateway  # botocore, which readers do not have
+
     with HubGateway() as gateway:
         yield gateway
 
