@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -19,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, GradientState
 from accelerate.utils import ProjectConfiguration
+from launched import launch, rows_in
 
 import zarrckpt
 from zarrckpt.integrations import _values
@@ -29,23 +27,10 @@ SCRIPT = Path(__file__).with_name("accelerate_run.py")
 
 def run(ranks: int, env: dict[str, str] | None = None, **way: Any) -> list[dict[str, Any]]:
     """What the script prints on so many processes, by rank and in order. It may kill itself where it was told to."""
-    command = [sys.executable, str(SCRIPT), json.dumps(way)]
-    if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command[1:1] = [*launcher, "--nproc-per-node", str(ranks)]
-    root = str(SCRIPT.parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        command,
-        env={**os.environ, **(env or {}), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = launch(SCRIPT, json.dumps(way), ranks=ranks, timeout=120, env=env)
     killed = done.returncode == -signal.SIGKILL if ranks == 1 else "SIGKILL" in done.stderr
     assert killed if "kill_at" in way else done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return sorted(rows, key=lambda row: row["rank"])  # which keeps the order of each rank's
+    return rows_in(done.stdout)
 
 
 WAYS = {

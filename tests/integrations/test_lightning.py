@@ -6,14 +6,13 @@ import json
 import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fabric_run import load_raw_with_fabric, load_with_fabric, save_with_fabric
+from launched import launch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_run import Tiny, saved_state, train_on_ranks
@@ -38,15 +37,12 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert any(name.endswith("exp_avg_sq") for name in one["moments"])
 
 
-def launch(world: int, fields: dict[str, Any], result: Path, env: dict[str, str]) -> int:
+def status_of(world: int, fields: dict[str, Any], result: Path, env: dict[str, str]) -> int:
     """Run the script in processes of its own; returns the exit status."""
-    program = [sys.executable]
-    if fields["strategy"] != "auto":
-        program += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        program += ["--nproc-per-node", str(world)]
-    command = [*program, str(HERE / "lightning_run.py"), json.dumps(fields), str(result)]
-    environment = {**os.environ, **env, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(command, env=environment, timeout=100, capture_output=True, check=False).returncode
+    torchrun, arguments = fields["strategy"] != "auto", (json.dumps(fields), str(result))
+    return launch(
+        HERE / "lightning_run.py", *arguments, ranks=world, timeout=100, env=env, torchrun=torchrun
+    ).returncode
 
 
 @pytest.mark.parametrize(
@@ -60,10 +56,10 @@ def test_a_run_on_s3_that_is_killed_goes_on_from_last_as_if_nothing_had_been(
     (whole, *_) = fit(killed_on, folder=str(tmp_path / "whole"), strategy=strategy, epochs=3)
     fields = {"folder": moto_bucket.url("run"), "strategy": strategy, "background": background, "log": str(log)}
     fields |= {"epochs": 3, "resume": "last"}
-    assert launch(killed_on, {**fields, "die_after": 9}, result, env) != 0
+    assert status_of(killed_on, {**fields, "die_after": 9}, result, env) != 0
     assert not result.exists()
     killed = len(log.read_text().splitlines())
-    assert launch(loaded_on, fields, result, env) == 0
+    assert status_of(loaded_on, fields, result, env) == 0
 
     lines = [line.split() for line in log.read_text().splitlines()]
     losses = [(int(step), float(loss)) for step, loss in lines]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launched import launch, rows_in
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan_run import write_assets
 
@@ -31,17 +29,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run(ranks: int, env: dict[str, str] | None = None, **way: Any) -> list[dict[str, Any]]:
     """What the script prints on so many processes, by rank and in order. It may kill itself where it was told to."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ranks), str(SCRIPT), json.dumps(way)],
-        env={**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = launch(SCRIPT, json.dumps(way), ranks=ranks, timeout=180, env=env, torchrun=True)
     assert "SIGKILL" in done.stderr if "kill_at" in way else done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return sorted(rows, key=lambda row: row["rank"])  # which keeps the order of each rank's
+    return rows_in(done.stdout)
 
 
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(assets: str, moto_bucket: Any) -> None:

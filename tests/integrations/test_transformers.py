@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 import torch
 import transformers
 import transformers_run
+from launched import launch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -46,13 +45,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def in_processes(ranks: int, *trainings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), json.dumps(trainings)]
-    if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command[1:1] = [*launcher, "--nproc-per-node", str(ranks)]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    return launch(SCRIPT, json.dumps(trainings), ranks=ranks, timeout=240)
 
 
 def trained(**given: Any) -> ZarrTrainer:
