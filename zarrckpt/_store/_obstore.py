@@ -119,15 +119,14 @@ class ObstoreStore(ClientStore):
             return str(meta.get("e_tag") or "")
         return ""
 
-    def _put(self, key: str, data: Any, **options: Any) -> None:
-        obstore.put(self._bucket.persistent, self.name(key), data, **self._client.put_options, **options)
+    def _put(self, key: str, data: Any, *, client: Any = None, **options: Any) -> None:
+        client = client or self._bucket.persistent
+        obstore.put(client, self.name(key), data, **self._client.put_options, **options)
 
     def _put_mode(self, key: str, data: bytes, mode: Any, what: str) -> bool:
-        options = {"mode": mode, "use_multipart": False, **self._client.put_options}
-
-        def put(client: Any) -> bool:
+        def put(client: Any = None) -> bool:
             try:
-                obstore.put(client, self.name(key), data, **options)
+                self._put(key, data, client=client, mode=mode, use_multipart=False)
             except (client_errors.AlreadyExistsError, client_errors.PreconditionError):
                 return False
             return True
@@ -139,7 +138,7 @@ class ObstoreStore(ClientStore):
             except StorageError as error:
                 if _failures.not_implemented(error):
                     raise NoConditionsError(str(error)) from None
-        return self.call(what, partial(put, self._bucket.persistent))
+        return self.call(what, put)
 
     def delete(self, keys: Iterable[str]) -> None:
         if not self._client.bulk_delete:

@@ -18,6 +18,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 import zarrckpt
 from zarrckpt._errors import log
 from zarrckpt.integrations._data import objects_in, refuse_objects, with_plain_parameters
+from zarrckpt.integrations._values import remove_or_log
 
 ROOT = "/zarr.json"
 """What follows a checkpoint's url in that of its root document."""
@@ -226,19 +227,8 @@ def _remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> None:
         os.unlink(url)
     elif is_lightnings(url):
         TorchCheckpointIO().remove_checkpoint(url)
-    else:
-        _remove_ours_or_log(url, storage_options)
-
-
-def _remove_ours_or_log(url: str, storage_options: Mapping[str, Any] | None) -> None:
-    try:
-        zarrckpt.remove(url, storage_options=storage_options)
-    except zarrckpt.CheckpointNotFoundError:  # OnExceptionCheckpoint removes one that it has not saved
-        store = get_filesystem(url)
-        if store.isfile(url):
-            store.rm_file(url)
-    except zarrckpt.CheckpointError as err:
-        log.warning("%s was to be removed, and is not: %s: %s", url, type(err).__name__, err)
+    elif not remove_or_log(url, storage_options) and (store := get_filesystem(url)).isfile(url):
+        store.rm_file(url)  # Lightning's, in a store
 
 
 def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:

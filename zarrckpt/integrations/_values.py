@@ -77,11 +77,15 @@ def _holds_parts(state: Any) -> bool:
     return isinstance(state, DTensor | zarrckpt.PerRank)
 
 
-def remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Delete a checkpoint that is superfluous. One that cannot be deleted, or is pinned, stays, and is logged."""
+def remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> bool:
+    """Delete a checkpoint that is superfluous. One that cannot be deleted, or is pinned, stays, and is logged.
+
+    Returns whether one was there: False where it was never saved, or is gone already.
+    """
     try:
         zarrckpt.remove(url, storage_options=storage_options)
     except zarrckpt.CheckpointNotFoundError:
-        pass  # it was never saved, or is gone already
+        return False
     except zarrckpt.CheckpointError as err:
         log.warning("%s was to be removed, and is not: %s: %s", url, type(err).__name__, err)
+    return True
