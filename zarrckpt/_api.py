@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
@@ -132,17 +134,24 @@ def load(
         options: how bytes are moved, see :class:`LoadOptions`.
         progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are read.
 
-    Returns a :class:`LoadReport` of this rank: url, id, the names that were loaded, missing and unexpected, bytes,
-    seconds.
+    After the last ``load_state_dict`` the state is flattened again and compared with what was read (``check_after`` of
+    :class:`LoadOptions`). Pass objects: a dict such as ``optimizer.state_dict()`` that only this call holds is lost
+    with it, which a warning names.
 
-    Raises CheckpointNotFoundError where nothing is committed (saying whether a save was begun); KeyMismatchError for
-    names, shapes or dtypes that do not fit (all differences at once; nothing was loaded); UnsafeValueError for a
-    pickled value without ``allow_pickle``; CorruptCheckpointError for damage, CheckpointReplacedError where another
-    save replaced the checkpoint meanwhile, StorageError where the store failed after its retries (after these three,
-    the targets are undefined): children of :class:`CheckpointError` all of them. An error on one rank is raised on all.
+    Returns a :class:`LoadReport` of this rank: url, id, the names that were loaded, missing, unexpected and changed,
+    bytes, seconds.
+
+    Raises CheckpointNotFoundError if nothing is committed (the message names a save that was begun); KeyMismatchError
+    for names, shapes or dtypes that do not fit (all differences at once; nothing was loaded); LoadMismatchError for
+    objects that do not hold what they were given; UnsafeValueError for a pickled value without ``allow_pickle``;
+    CorruptCheckpointError for damage; CheckpointReplacedError if another save replaced the checkpoint meanwhile;
+    StorageError if the store failed after its retries (after these three, the targets are undefined): children of
+    :class:`CheckpointError` all of them. An error on one rank is raised on all.
     Raises TypeError and ValueError for arguments that make no sense.
     """
     objects.refuse_swapped(state, url, "load")
+    references = sys.getrefcount(state)
+    droppable = objects.droppable_keys(state, references)
     if not isinstance(state, MutableMapping):
         found = type(state).__name__
         raise UnsupportedValueError(f"the state is a {found}, expected a dict such as {{'model': model}} to load into")
@@ -159,4 +168,4 @@ def load(
         allow_cast=allow_cast,
         progress=progress,
     )
-    return run_load(state, request, ranks)
+    return run_load(state, dataclasses.replace(request, droppable=droppable), ranks)

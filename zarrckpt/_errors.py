@@ -64,6 +64,13 @@ class KeyMismatchError(CheckpointError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class LoadMismatchError(CheckpointError):
+    """After a load, objects of the state do not hold what was read; all of the differing entries are listed.
+
+    ``load_state_dict`` of an object did not take, or changed, what it was given. The state is not that of the save.
+    """
+
+
 class UnsupportedValueError(CheckpointError, TypeError):
     """The state holds something that has no place in a checkpoint (a sparse tensor, an unknown dtype)."""
 

@@ -41,7 +41,8 @@ class LoadReport:
     """One finished load, on this rank.
 
     ``loaded``, ``missing`` (in the target only) and ``unexpected`` (in the checkpoint only) are sorted fqns;
-    ``nbytes`` is what this rank fetched for its tensors.
+    ``changed`` has those of ``loaded`` that objects do not hold as they were read; ``nbytes`` is what this rank fetched
+    for its tensors.
     """
 
     url: str
@@ -51,6 +52,7 @@ class LoadReport:
     unexpected: tuple[str, ...]
     nbytes: int = 0
     seconds: float = 0.0
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

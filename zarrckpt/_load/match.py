@@ -17,6 +17,7 @@ from zarrckpt._format.grid import Box
 from zarrckpt._format.matching import matches
 from zarrckpt._format.state_path import DICT, StatePath
 from zarrckpt._load.fill import TensorTarget
+from zarrckpt._load.recheck import ReadEntries
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._state import objects
@@ -91,7 +92,7 @@ class Match:
         self.paths = {fqn: paths[fqn] for fqn in self.loaded}
         """Where each of these sits in the state."""
         # In the checkpoint's order, which rebuilt dicts then have.
-        self._replaced = [f for f in entries if f in selected and not isinstance(selected[f], torch.Tensor)]
+        self.replaced = [f for f in entries if f in selected and not isinstance(selected[f], torch.Tensor)]
         self.leaves: dict[str, Any] = {}
         """What takes each entry, by flat name, after :meth:`check`: for a sharded tensor what this rank holds of it."""
 
@@ -184,7 +185,7 @@ class Match:
         """Put values and rebuilt subtrees into the state, after everything was read."""
         found = {**self.leaves, **values}
         below: dict[str, list[tuple[StatePath, Any]]] = {stem: [] for stem in self._subtrees}
-        for fqn in self._replaced:
+        for fqn in self.replaced:
             path = self.paths[fqn]
             stem = self._stem_of.get(fqn)
             if stem is None:
@@ -311,6 +312,24 @@ class ObjectMatch:
     def values(self) -> list[str]:
         """The entries to read that are no tensors."""
         return self._match.values()
+
+    def record(self, read: ReadEntries, values: Mapping[str, object]) -> None:
+        """Record all entries that were read, before objects take them."""
+        for fqn, leaf in {**self._match.leaves, **values}.items():
+            read.record(fqn, leaf)
+
+    def replaced(self) -> list[tuple[str, StatePath]]:
+        """The entries that were put into plain containers, beside tensors that were filled in place; and their paths.
+
+        Those of objects are not among them.
+        """
+        own = [objects.prefix_of(keys) for keys, _ in self.plain.restore]
+        rows = ((fqn, self._match.paths[fqn]) for fqn in self._match.replaced)
+        return [(fqn, path) for fqn, path in rows if not any(f"{fqn}.".startswith(prefix) for prefix in own)]
+
+    def current_state(self, state: Mapping[str, Any]) -> objects.PlainState:
+        """The state after :meth:`restore`, under the names of the targets."""
+        return objects.for_check(state, self.plain, self._ranks.source)
 
     def finish(self, values: Mapping[str, object]) -> None:
         """Put values and rebuilt subtrees into the plain state, after everything was read."""

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from zarrckpt._errors import LoadMismatchError, warn
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import Root
 from zarrckpt._jobs import Progress, run_jobs
 from zarrckpt._load.fill import TensorReads
 from zarrckpt._load.match import Findings, ObjectMatch, Saved
+from zarrckpt._load.recheck import ReadEntries
 from zarrckpt._load.shared_reads import Shares, plan_shares
 from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._plan.holders import AllDescriptions, Asked, wanted
@@ -20,6 +22,7 @@ from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import Rounds, joined
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import LoadReport
+from zarrckpt._state.local_state import listed
 from zarrckpt._state.optimizers import SavedTensor
 from zarrckpt._state.tensors import torch_dtype
 from zarrckpt._store import StoreSpec, Url
@@ -36,6 +39,8 @@ class LoadRequest:
     allow_cast: bool
     options: LoadOptions
     progress: Progress | None
+    droppable: frozenset[str] = frozenset()
+    """Keys of the state whose dicts nobody but the call holds."""
 
     @classmethod
     def from_arguments(
@@ -71,6 +76,7 @@ def run_load(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> LoadR
         unexpected=tuple(match.unexpected),
         nbytes=load.bytes_read,
         seconds=time.monotonic() - began,
+        changed=load.changed,
     )
 
 
@@ -82,6 +88,10 @@ def _load_together(state: dict[str, Any], request: LoadRequest, rounds: Rounds) 
     rounds.merge("what they read", partial(load.read, shares), lambda _: None, load.stop)
     # Only after all have read, so that an error on one rank leaves the objects of all ranks unchanged.
     rounds.merge("their objects' load_state_dict", lambda: load.match.restore(state), lambda _: None)
+    if request.options.check_after != "off":
+        # In a round of its own: state dicts may be collective, and begin once every rank has restored its objects.
+        rounds.merge("the comparison with what they read", load.check, lambda _: None)
+    load.warn_of_dropped()
     return load
 
 
@@ -108,7 +118,10 @@ class _Load:
         self.catalog = Catalog(request.spec, root)
         self._reads: TensorReads | None = None
         self._stopped = False
+        self._read = ReadEntries(full=request.options.check_after == "full", allow_cast=request.allow_cast)
         self.bytes_read = 0
+        self.changed: tuple[str, ...] = ()
+        """The entries that objects do not hold as they were read."""
 
     def matched(self) -> tuple[Findings, bytes]:
         """Match this rank's targets with the entries; what the coordinator must know of them."""
@@ -155,7 +168,49 @@ class _Load:
                 reads.read()
             finally:
                 self.bytes_read = reads.bytes_read
-        match.finish(dict(zip(names, values, strict=True)))
+        found = dict(zip(names, values, strict=True))
+        if self.request.options.check_after != "off":
+            match.record(self._read, found)
+        match.finish(found)
+
+    def check(self) -> None:
+        """Compare the state with what was read.
+
+        Raises LoadMismatchError, if strict, for what a tensor, container, module or optimizer does not hold, and for
+        what no object holds any more. Warns of the rest.
+        """
+        now = self.match.current_state(self._state)
+        for optimizer in self.match.plain.optimizers:
+            self._read.record_groups(optimizer)
+        changed, gone = self._read.differences(now)
+        self.changed = tuple(sorted([*changed, *gone]))
+        own = [fqn for fqn in changed if not now.is_of_stateful(fqn)]
+        faults = [f"{fqn!r} {changed[fqn]}" for fqn in own] + [f"{fqn!r} was read, and is gone" for fqn in gone]
+        if faults and self.request.strict:
+            raise LoadMismatchError(
+                f"{len(faults)} entries of {self.request.spec.url} were read, but the state does not hold them after "
+                f"the load:{listed(faults)}\nCorrect load_state_dict() of these objects, or leave the entries out "
+                "(keys=); strict=False makes this a warning, and LoadOptions(check_after='off') leaves the check out"
+            )
+        others = [f"{fqn!r} {changed[fqn]}" for fqn in changed.keys() - {*own}]
+        if faults or others:
+            warn(
+                f"{len(faults) + len(others)} entries of {self.request.spec.url} were read, and objects of the state "
+                f"hold something else after their load_state_dict():{listed([*faults, *sorted(others)])}"
+            )
+        for prefix, err in now.unreadable.items():
+            warn(f"{prefix[:-1]!r} was loaded, but is not checked: its state_dict() raises {type(err).__name__}: {err}")
+
+    def warn_of_dropped(self) -> None:
+        """Warn of values and new tensors that were put into a dict which the caller does not hold."""
+        for key in self.request.droppable:
+            lost = [fqn for fqn, path in self.match.replaced() if path.keys[0] == key and len(path) > 1]
+            if lost:
+                warn(
+                    f"{key!r} is a dict that only this call holds: {len(lost)} values and new tensors were put into it "
+                    f"and are lost with it, for example {lost[:3]}. Pass the object itself (an optimizer, not its "
+                    f"state_dict()), or keep the dict and hand it to load_state_dict() afterwards"
+                )
 
     def stop(self) -> None:
         """End :meth:`read` soon. Called in another thread."""

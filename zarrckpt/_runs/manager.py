@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,7 +31,7 @@ from zarrckpt._load.run import LoadRequest, run_load
 from zarrckpt._options import LoadOptions, SaveOptions, checked_options
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import joined
-from zarrckpt._reports import SaveReport
+from zarrckpt._reports import LoadReport, SaveReport
 from zarrckpt._runs.coordinator import Chosen, Coordinator, RunSave, pin_id_of
 from zarrckpt._runs.keep import Keep, checked_metrics
 from zarrckpt._runs.preemption import Preemption
@@ -127,6 +128,7 @@ class CheckpointManager:
         self._save_every = save_every
         self._background = background
         self._last_step = -1
+        self._last_report: LoadReport | None = None
         self._damaged: frozenset[str] = frozenset()
         self._saving: SaveFuture | None = None
         self._saved: tuple[int, SaveFuture] | None = None
@@ -166,6 +168,11 @@ class CheckpointManager:
         return self._preempted
 
     # -- to resume
+
+    @property
+    def last_report(self) -> LoadReport | None:
+        """The :class:`LoadReport` of this rank's last :meth:`restore`; None if nothing was loaded."""
+        return self._last_report
 
     def restore(
         self,
@@ -209,13 +216,17 @@ class CheckpointManager:
         the run since an earlier call; and what :func:`load` raises. An error on one rank is raised on all.
         """
         objects.refuse_swapped(state, self._spec.url, "restore")
+        references = sys.getrefcount(state)
+        droppable = objects.droppable_keys(state, references)
         if rewind and step is None:
             raise ValueError("rewind=True needs the step to go back to: restore(state, step=..., rewind=True)")
         step = None if step is None else operator.index(step)
         self.wait()
+        self._last_report = None
         request = LoadRequest.from_arguments(
             None, options, strict=strict, keys=keys, allow_pickle=allow_pickle, allow_cast=allow_cast
         )
+        request = dataclasses.replace(request, droppable=droppable)
         unreadable: frozenset[str] = frozenset()
         while True:
             chosen = self._chosen(step, rewind, unreadable, request.options.timeout)
@@ -223,7 +234,7 @@ class CheckpointManager:
                 return self._restore_source(state, request, chosen)
             spec = self._spec.child(chosen.name)
             try:
-                run_load(state, dataclasses.replace(request, spec=spec), self._ranks)
+                self._last_report = run_load(state, dataclasses.replace(request, spec=spec), self._ranks)
             except (CorruptCheckpointError, CheckpointRemovedError, CheckpointNotFoundError) as err:
                 if step is not None or chosen.step is None:
                     raise
@@ -249,7 +260,8 @@ class CheckpointManager:
             return None
         keys = [self._source_keys] if isinstance(self._source_keys, str) else self._source_keys
         patterns = request.keys if keys is None else [*keys]
-        run_load(state, dataclasses.replace(request, spec=self._source, keys=patterns), self._ranks)
+        request = dataclasses.replace(request, spec=self._source, keys=patterns)
+        self._last_report = run_load(state, request, self._ranks)
         if keys is not None or chosen.step is None:
             return None
         self._last_step = chosen.step

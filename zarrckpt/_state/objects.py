@@ -7,7 +7,9 @@ keys. So modules and optimizers are taken apart here, under names that hold for 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +23,7 @@ from zarrckpt._state.flatten import OwnRank
 from zarrckpt._state.modules import ModuleState
 from zarrckpt._state.optimizers import OptimizerTarget, SavedEntries, saved_state
 from zarrckpt._state.per_rank import PerRank, refuse_sharded
+from zarrckpt._state.random_state import kept_random_state
 from zarrckpt._state.torch_kinds import fsdp1_modules
 
 
@@ -51,6 +54,17 @@ class PlainState:
     closed: set[str] = field(default_factory=set)
     """Flat names of dicts that take nothing where they are empty: a module's, and that of an optimizer's state."""
     optimizers: list[OptimizerTarget] = field(default_factory=list)
+    statefuls: list[str] = field(default_factory=list)
+    """Flat-name prefixes of other Stateful objects: they may change what they take."""
+    unreadable: dict[str, Exception] = field(default_factory=dict)
+    """The errors of ``state_dict`` calls after a load, by the flat-name prefix of the object."""
+
+    unasked: list[str] = field(default_factory=list)
+    """Flat-name prefixes of objects whose ``state_dict`` is not called after a load."""
+
+    def is_of_stateful(self, fqn: str) -> bool:
+        """Whether an entry is of an object that may change what it takes: neither a module nor an optimizer."""
+        return any(f"{fqn}.".startswith(prefix) for prefix in self.statefuls)
 
     def give_back(self) -> None:
         """Objects take their loaded state dicts back, in one order on all ranks."""
@@ -77,6 +91,14 @@ def for_load(state: Mapping[Any, Any], saved: SavedEntries, source: RankOf) -> P
     return _convert(state, saved, source)
 
 
+def for_check(state: Mapping[Any, Any], loaded: PlainState, source: RankOf) -> PlainState:
+    """The state after a load, under the names of its targets. Only what was loaded into is converted.
+
+    Optimizers name their parameters as in the load. Collective where the state dicts of the objects are.
+    """
+    return _convert(state, None, source, loaded)
+
+
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
 _NO_OBJECTS = _LEAVES | {list, dict, tuple}
 
@@ -84,27 +106,30 @@ RankOf = Callable[[str, PerRank], int | None]
 """The rank under whose number a PerRank at a flat-name prefix stands; None where it is left out."""
 
 
-def _convert(state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: RankOf) -> PlainState:
-    """The plain state to save, or, where ``saved`` is given, to load into."""
+def _convert(
+    state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: RankOf, loaded: PlainState | None = None
+) -> PlainState:
+    """The plain state to save; if ``saved`` is given, to load into; if ``loaded`` is given, after that load."""
     if not isinstance(state, Mapping):
         raise UnsupportedValueError(
             f"the state is a {type(state).__name__}, expected a dict such as {{'model': model, 'step': step}}"
         )
     modules = [value for value in _objects(state) if isinstance(value, nn.Module)]
     plain = PlainState({})
+    targets = None if loaded is None else {keys for keys, _ in loaded.restore}
     within: int | None = None
 
     def per_rank(entry: PerRank, keys: Keys) -> dict[str, Any]:
         nonlocal within
         around = within
         # Inside another PerRank it is of the same rank.
-        rank = rank_of(_prefix_of(keys), entry) if around is None else around
+        rank = rank_of(prefix_of(keys), entry) if around is None else around
         if rank is None:
             return {}
         within = rank
         own = convert(entry.value, (*keys, str(rank)))
         within = around
-        refuse_sharded(f"{_prefix_of(keys)}{rank}", own)
+        refuse_sharded(f"{prefix_of(keys)}{rank}", own)
         return OwnRank({str(rank): own})
 
     def convert(value: Any, keys: Keys) -> Any:
@@ -112,10 +137,14 @@ def _convert(state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: Rank
             return value
         if isinstance(value, PerRank):
             return per_rank(value, keys)
-        if is_object(value) and saved is not None and not saved.wants(_prefix_of(keys)):
+        if is_object(value) and saved is not None and not saved.wants(prefix_of(keys)):
+            return value
+        if targets is not None and is_object(value) and keys not in targets:
             return value
         if isinstance(value, nn.Module):
             return _module(plain, keys, value)
+        if loaded is not None and isinstance(value, Optimizer):
+            return next(target for target in loaded.optimizers if target.keys == keys).current_state()
         if isinstance(value, Optimizer):
             return _optimizer(plain, keys, value, _module_of(value, modules), saved)
         if isinstance(value, Mapping) and not isinstance(value, Stateful):
@@ -126,17 +155,26 @@ def _convert(state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: Rank
             return [convert(item, (*keys, i)) for i, item in enumerate(value)]
         if isinstance(value, tuple) and any(map(is_object, value)):
             raise UnsupportedValueError(
-                f"{_prefix_of(keys)[:-1]!r} is a tuple of objects that are saved in parts: make it a list or a dict"
+                f"{prefix_of(keys)[:-1]!r} is a tuple of objects that are saved in parts: make it a list or a dict"
             )
+        if loaded is not None and isinstance(value, Stateful) and holds_loader(value):
+            plain.unasked.append(prefix_of(keys))
+            return value
         if isinstance(value, Stateful):
-            return _stateful(plain, keys, value, lambda item: convert(item, keys))
+            try:
+                with nullcontext() if loaded is None else kept_random_state():
+                    return _stateful(plain, keys, value, lambda item: convert(item, keys))
+            except Exception as err:
+                if loaded is None:
+                    raise
+                plain.unreadable[prefix_of(keys)] = err
         return value
 
     plain.state = in_order(state, lambda key: convert(state[key], (key,)))
     return plain
 
 
-def _prefix_of(keys: Keys) -> str:
+def prefix_of(keys: Keys) -> str:
     """What the flat names of entries below some keys begin with."""
     return "".join(f"{key}." for key in keys)
 
@@ -182,6 +220,18 @@ def holds_objects(value: Any) -> bool:
     return any(map(is_object, value)) if isinstance(value, tuple) else is_object(value)
 
 
+def holds_loader(value: Any, depth: int = 2) -> bool:
+    """Whether an object is a data loader, or has one in its attributes.
+
+    Calling ``state_dict`` of one that has not begun its epoch begins it: samplers draw, and workers start.
+    """
+    loader: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
+    if loader is None or isinstance(value, loader):
+        return loader is not None
+    own = getattr(value, "__dict__", None)
+    return depth > 0 and isinstance(own, dict) and any(holds_loader(item, depth - 1) for item in own.values())
+
+
 def given_back(target: Any, loaded: Any) -> Any:
     """What stands in the user's state after a load: the target's own objects and containers, holding loaded values.
 
@@ -204,7 +254,7 @@ def given_back(target: Any, loaded: Any) -> Any:
 
 def _module(plain: PlainState, keys: Keys, module: nn.Module) -> dict[str, Any]:
     state = ModuleState(module)
-    prefix = _prefix_of(keys)
+    prefix = prefix_of(keys)
     plain.exact.append(prefix)
     plain.closed.add(prefix[:-1])
     plain.restore.append((keys, state.restore))
@@ -225,6 +275,7 @@ def _optimizer(
 
 
 def _stateful(plain: PlainState, keys: Keys, value: Stateful, convert: Callable[[Any], Any]) -> Any:
+    plain.statefuls.append(prefix_of(keys))
     state_dict = value.state_dict()
     if not any(isinstance(item, PerRank) for item in _objects(state_dict)):
         plain.restore.append((keys, value.load_state_dict))
@@ -246,6 +297,25 @@ def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | No
         f"no module in the state holds all {len(wanted)} parameters of the {type(optimizer).__name__}, so they have no "
         "names: put the module that it trains into the state, or pass optimizer.state_dict() instead"
     )
+
+
+def _references(value: object) -> int:
+    return sys.getrefcount(value)
+
+
+_UNHELD = _references({})
+"""What a function counts for an argument that its caller keeps no reference to."""
+
+
+def droppable_keys(state: Any, references: int) -> frozenset[str]:
+    """The keys of plain dicts that nothing holds but the state, if nothing but a call's argument holds the state.
+
+    ``references`` is ``sys.getrefcount(state)`` in the function that the user called.
+    """
+    held: dict[str, Any] = {}
+    if not isinstance(state, dict) or references > _UNHELD or _references(held) <= _UNHELD:
+        return frozenset()
+    return frozenset(key for key in state if isinstance(state[key], dict) and sys.getrefcount(state[key]) <= 2)
 
 
 def refuse_swapped(state: Any, url: Any, call: str) -> None:

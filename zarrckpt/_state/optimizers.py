@@ -159,7 +159,10 @@ class OptimizerTarget:
     """By names. An entry that is None takes whatever the checkpoint has under its name."""
 
     def __init__(self, keys: tuple[Any, ...], optimizer: Optimizer, module: nn.Module | None, saved: SavedEntries):
+        self.keys = keys
         self.prefix = "".join(f"{key}." for key in keys)
+        self.given_groups: list[dict[str, Any]] = []
+        """The parameter groups that the optimizer was given by :meth:`restore`."""
         self._optimizer = optimizer
         self._allow_cast = saved.allow_cast
         self._fsdp1 = None if module is None else fsdp1_of(module)
@@ -195,6 +198,8 @@ class OptimizerTarget:
         """Have the optimizer take its loaded state dict. Raises KeyMismatchError for entries that it did not keep."""
         groups = _own_groups(self.prefix, self.groups, loaded["param_groups"])
         taken = {**loaded, "param_groups": groups}
+        # The optimizer gets copies of its own.
+        self.given_groups = [dict(group) for group in groups]
         if self._fsdp1 is None:
             self._optimizer.load_state_dict(self._parameters.numbered(taken))
             self._undo_casts((parameter, taken["state"].get(name, {})) for name, parameter in self._parameters)
@@ -214,6 +219,12 @@ class OptimizerTarget:
             hook.remove()
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._undo_casts((parameter, given["state"].get(number, {})) for number, parameter in enumerate(parameters))
+
+    def current_state(self) -> dict[str, Any]:
+        """The optimizer's state dict now, under the names of :attr:`state_dict`. Collective for FSDP1."""
+        if self._fsdp1 is not None:
+            return _fsdp1_state(self._optimizer, self._fsdp1)
+        return self._parameters.named(self._optimizer.state_dict())
 
     def _undo_casts(self, given: Iterable[tuple[torch.Tensor, Mapping[Any, Any]]]) -> None:
         """Put back what was given as a parameter's state where ``Optimizer.load_state_dict`` has converted it."""

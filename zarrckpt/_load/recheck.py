@@ -1,0 +1,179 @@
+"""The check after a load: flatten the state again, as a save does, and compare it with the entries that were read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._format import json_values
+from zarrckpt._format.grid import Box, Ints
+from zarrckpt._state.digests import content_digest, tensor_checksum
+from zarrckpt._state.flatten import flatten
+from zarrckpt._state.local_boxes import HeldTensor, global_shape, held_of
+from zarrckpt._state.objects import PlainState
+from zarrckpt._state.optimizers import OptimizerTarget
+
+
+@dataclass(frozen=True)
+class _ReadTensor:
+    """The form of a target, and a checksum of each of its boxes, right after the read."""
+
+    shape: Ints
+    dtype: torch.dtype
+    boxes: Mapping[Ints, tuple[Box, int | None]]
+    number: complex | None
+    """The value of a tensor of one element."""
+
+
+@dataclass(frozen=True)
+class _ReadValue:
+    """A copy of a value that was read: load_state_dict may change the value itself."""
+
+    form: object
+    digest: bytes | None
+
+
+class ReadEntries:
+    """The entries of a load by flat name, as they were read.
+
+    Args:
+        full: compare all elements of tensors, instead of a sample of the larger ones.
+        allow_cast: objects may convert what they take to another dtype.
+    """
+
+    def __init__(self, *, full: bool, allow_cast: bool) -> None:
+        self._full = full
+        self._allow_cast = allow_cast
+        self._leaves: dict[str, Any] = {}
+        self._read: dict[str, _ReadTensor | _ReadValue] = {}
+
+    def record(self, fqn: str, leaf: Any) -> None:
+        """Remember an entry: a value, or a target after it was filled. Copies at most 64 KiB of a tensor."""
+        if not isinstance(leaf, HeldTensor | torch.Tensor):
+            self._read[fqn] = _ReadValue(json_values.encode_json(leaf), content_digest(fqn, leaf))
+            return
+        self._leaves[fqn] = leaf
+        pieces = {box.offset: (box, self._checksum(fqn, piece)) for box, piece in _pieces(leaf)}
+        self._read[fqn] = _ReadTensor(global_shape(leaf), leaf.dtype, pieces, _one_element(leaf))
+
+    def record_groups(self, optimizer: OptimizerTarget) -> None:
+        """Record an optimizer's parameter groups as it was given them, in place of the checkpoint's.
+
+        A checkpoint may have the same parameters in groups of another order.
+        """
+        prefix = f"{optimizer.prefix}param_groups."
+        for fqn in [fqn for fqn in self._read if fqn.startswith(prefix)]:
+            del self._read[fqn]
+        for fqn, leaf in flatten({"param_groups": optimizer.given_groups})[0].items():
+            self.record(f"{optimizer.prefix}{fqn}", leaf)
+
+    def differences(self, now: PlainState) -> tuple[dict[str, str], list[str]]:
+        """Compare with the state now.
+
+        Returns the names of the entries that changed, with a description of the change, and the names of those that are
+        gone. Entries of objects that were not asked, or raised an error, are left out.
+        """
+        changed: dict[str, str] = {}
+        gone = []
+        found, _ = flatten(now.state)
+        inner = {fqn[:place] for fqn in found for place, letter in enumerate(fqn) if letter == "."}
+        for fqn, read in self._read.items():
+            if any(f"{fqn}.".startswith(prefix) for prefix in (*now.unreadable, *now.unasked)):
+                continue
+            if fqn in found:
+                difference = self._difference(fqn, read, found[fqn])
+                if difference:
+                    changed[fqn] = difference
+            elif fqn in inner:
+                changed[fqn] = "is a container of entries now"
+            else:
+                gone.append(fqn)
+        return changed, gone
+
+    def _difference(self, fqn: str, read: _ReadTensor | _ReadValue, now: Any) -> str | None:
+        if isinstance(read, _ReadValue):
+            return (
+                None
+                if _is_value(fqn, read, now)
+                else f"was read as {_described_value(read)}, and is {_described_value(now)}"
+            )
+        if not isinstance(now, HeldTensor | torch.Tensor):
+            now = held_of(fqn, now)
+        if not isinstance(now, HeldTensor | torch.Tensor):
+            return (
+                None if read.number is not None and now == read.number else f"is no tensor, but {_described_value(now)}"
+            )
+        held = held_of(fqn, now)
+        if global_shape(held) != read.shape:
+            return f"was read with the shape {read.shape}, and has the shape {global_shape(held)}"
+        if held.dtype != read.dtype and not self._allow_cast:
+            return f"was read as {read.dtype}, and is {held.dtype}"
+        pieces = {box.offset: (box, piece) for box, piece in _pieces(held)}
+        if {box for box, _ in pieces.values()} != {box for box, _ in read.boxes.values()}:
+            return None  # sharded in another way: this rank has not read what it holds now
+        for offset, (_, piece) in pieces.items():
+            expected = read.boxes[offset][1]
+            if held.dtype != read.dtype:
+                expected = self._checksum(fqn, _pieces_of(self._leaves[fqn])[offset].to(held.dtype))
+            checksum = self._checksum(fqn, piece)
+            if None not in (expected, checksum) and checksum != expected:
+                return "has other elements than were read"
+        return None
+
+    def _checksum(self, fqn: str, piece: torch.Tensor) -> int | None:
+        try:
+            return tensor_checksum(fqn, piece, full=self._full)
+        except UnsupportedValueError:  # a wrapper around other tensors has no elements to compare
+            return None
+
+
+def _pieces(leaf: Any) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The boxes of a tensor that this rank holds, with their memory."""
+    if isinstance(leaf, HeldTensor):
+        yield from ((box, leaf.piece(box.offset)) for box in leaf.boxes)
+    else:
+        yield Box((0,) * leaf.ndim, tuple(leaf.shape)), leaf.detach()
+
+
+def _pieces_of(leaf: Any) -> dict[Ints, torch.Tensor]:
+    return {box.offset: piece for box, piece in _pieces(leaf)}
+
+
+def _one_element(leaf: Any) -> complex | None:
+    """The value of a tensor of one element; None for others."""
+    if isinstance(leaf, HeldTensor) or leaf.numel() != 1 or leaf.is_meta:
+        return None
+    number: complex = leaf.detach().item()
+    return number
+
+
+def _is_value(fqn: str, read: _ReadValue, now: Any) -> bool:
+    """Whether an object holds a value that was read: containers of other types with equal items are equal."""
+    if isinstance(now, torch.Tensor) and now.numel() == 1 and isinstance(read.form, int | float):
+        return bool(now.detach().item() == read.form)
+    if read.form is json_values.NOT_JSON:
+        return read.digest is None or content_digest(fqn, now) in (None, read.digest)
+    form = json_values.encode_json(now)
+    return form == read.form or _loose(now) == _loose(json_values.decode_json(read.form))
+
+
+def _loose(value: Any) -> Any:
+    """A form of a value that is equal for equal values in containers and numbers of other types."""
+    if isinstance(value, Mapping):
+        return {key: _loose(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_loose(item) for item in value]
+    if isinstance(value, float) and value != value:
+        return "nan"
+    return value
+
+
+def _described_value(value: Any) -> str:
+    if isinstance(value, _ReadValue):
+        value = value.form
+    text = repr(value) if isinstance(value, bool | int | float | str | list | dict | tuple | None) else ""
+    return text if 0 < len(text) <= 80 else f"a {type(value).__name__}"
