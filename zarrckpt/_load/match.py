@@ -49,6 +49,8 @@ class Saved:
 
     entries: Mapping[str, SavedTensor | None]
     paths: Mapping[str, StatePath]
+    value: Callable[[str], object] = lambda fqn: None
+    """Reads an entry that is no tensor."""
 
 
 class Match:
@@ -253,7 +255,12 @@ class ObjectMatch:
             groups = (_GROUP.match(name) for name in known.entries if self._is_asked_for(name))
             self._group_names = {f"{group[0]}params" for group in groups if group}
         asked = SavedEntries(
-            known.entries, known.paths, self._is_asked_for, everything=keys is None, allow_cast=allow_cast
+            known.entries,
+            known.paths,
+            self._is_asked_for,
+            everything=keys is None,
+            allow_cast=allow_cast,
+            value=saved.value,
         )
         self.plain = objects.for_load(state, asked, self._ranks.source)
         for name in [name for name in self._ranks.parts if not self._ranks.is_own(name)]:
@@ -442,7 +449,7 @@ def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
         assert stack is not None
         entries[name] = SavedTensor(stack.shape[1:], stack.dtype)
         paths[name] = part.path
-    return Saved(entries, paths)
+    return dataclasses.replace(saved, entries=entries, paths=paths)
 
 
 def _in_stack(target: TensorTarget, part: OwnPart) -> TensorTarget:

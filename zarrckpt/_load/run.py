@@ -127,7 +127,7 @@ class _Load:
         """Match this rank's targets with the entries; what the coordinator must know of them."""
         request = self.request
         self.match = ObjectMatch(
-            saved_entries(self.catalog.root),
+            saved_entries(self.catalog),
             self._state,
             request.keys,
             strict=request.strict,
@@ -219,10 +219,11 @@ class _Load:
             self._reads.stop()
 
 
-def saved_entries(root: Root) -> Saved:
+def saved_entries(catalog: Catalog) -> Saved:
     """The entries of a checkpoint in the form in which targets are matched with them."""
+    root = catalog.root
     entries = {
         fqn: SavedTensor(entry.grid.shape, torch_dtype(entry)) if isinstance(entry, ArrayNode) else None
         for fqn, entry in root.entries.items()
     }
-    return Saved(entries, {fqn: root.state_path(fqn) for fqn in entries})
+    return Saved(entries, {fqn: root.state_path(fqn) for fqn in entries}, catalog.read_object)

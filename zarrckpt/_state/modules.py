@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
 from zarrckpt._ranks.torch_private import submodule
+from zarrckpt._state.resizing import is_resizable, new_extra_state, taken_shapes, takes
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_fsdp1
+
+if TYPE_CHECKING:
+    from zarrckpt._state.optimizers import SavedEntries
+
+_EXTRA_STATE = "_extra_state"
+"""The last segment of the key under which a state dict has what a module's ``get_extra_state`` returns."""
 
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """The names under which torch.compile and activation checkpointing keep the module that they wrap."""
@@ -56,6 +63,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._options = {"strict": False} if takes(module.load_state_dict, {}, strict=False) else {}
         self._keys: dict[str, str] = {}
         self._fsdp1 = fsdp1_of(module)
         if self._fsdp1 is not None:
@@ -75,6 +83,24 @@ class ModuleState:
             self._keys[name] = key
             self.entries[name] = value
 
+    def resize(self, prefix: str, saved: SavedEntries) -> None:
+        """Replace entries by others of the checkpoint's form, as far as the module takes these from a state dict.
+
+        That is extra state, and tensors whose shape the module changes when it loads: observers of quantization do.
+        """
+        for name, value in self.entries.items():
+            fqn = f"{prefix}{name}"
+            if name.rpartition(".")[2] == _EXTRA_STATE and saved.holds(fqn):
+                self.entries[name] = new_extra_state(fqn, value, saved)
+        forms = {name: saved.tensor(f"{prefix}{name}") for name in self._keys if saved.holds(f"{prefix}{name}")}
+        others = {
+            self._keys[name]: value.new_empty(form.shape)
+            for name, form in forms.items()
+            if form is not None and is_resizable(value := self.entries[name]) and value.shape != form.shape
+        }
+        taken = taken_shapes(self._module, others) if others else set()
+        self.entries.update({name: others[key] for name, key in self._keys.items() if key in taken})
+
     def restore(self, loaded: Mapping[str, Any]) -> None:
         """Give loaded entries back to the module. Raises KeyMismatchError for some that it does not take."""
         # strict=False: what is missing or unexpected was found and reported before the load.
@@ -85,7 +111,7 @@ class ModuleState:
         else:
             # The module's own object: its metadata holds the versions of the modules inside.
             self._state_dict.update({key: loaded[name] for name, key in self._keys.items()})
-            result = self._module.load_state_dict(self._state_dict, strict=False)
+            result = self._module.load_state_dict(self._state_dict, **self._options)
         untaken = [key for key in getattr(result, "unexpected_keys", ()) if not self._is_in_place(key)]
         if untaken:
             raise KeyMismatchError(
@@ -116,10 +142,8 @@ def parameter_names(module: nn.Module, parameters: Iterable[torch.Tensor]) -> di
     another parameter's name.
     """
     names: dict[int, list[str]] = {id(parameter): [] for parameter in parameters}
-    try:
-        variables = module.state_dict(keep_vars=True)
-    except TypeError:  # a state_dict() of the module's own, without arguments
-        variables = {}
+    # A state_dict() of the module's own may have no arguments.
+    variables = module.state_dict(keep_vars=True) if takes(module.state_dict, keep_vars=True) else {}
     for key, value in variables.items():
         if id(value) in names:
             names[id(value)].append(canonical_name(module, key))

@@ -21,6 +21,7 @@ from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._state.flatten import OwnRank
 from zarrckpt._state.modules import ModuleState
+from zarrckpt._state.optimizer_forms import has_torch_form
 from zarrckpt._state.optimizers import OptimizerTarget, SavedEntries, saved_state
 from zarrckpt._state.per_rank import PerRank, refuse_sharded
 from zarrckpt._state.random_state import kept_random_state
@@ -142,10 +143,10 @@ def _convert(
         if targets is not None and is_object(value) and keys not in targets:
             return value
         if isinstance(value, nn.Module):
-            return _module(plain, keys, value)
-        if loaded is not None and isinstance(value, Optimizer):
-            return next(target for target in loaded.optimizers if target.keys == keys).current_state()
-        if isinstance(value, Optimizer):
+            return _module(plain, keys, value, saved)
+        if isinstance(value, Optimizer) and has_torch_form(value):
+            if loaded is not None:
+                return next(target for target in loaded.optimizers if target.keys == keys).current_state()
             return _optimizer(plain, keys, value, _module_of(value, modules), saved)
         if isinstance(value, Mapping) and not isinstance(value, Stateful):
             if not holds_objects(value):
@@ -252,9 +253,11 @@ def given_back(target: Any, loaded: Any) -> Any:
     return target
 
 
-def _module(plain: PlainState, keys: Keys, module: nn.Module) -> dict[str, Any]:
+def _module(plain: PlainState, keys: Keys, module: nn.Module, saved: SavedEntries | None) -> dict[str, Any]:
     state = ModuleState(module)
     prefix = prefix_of(keys)
+    if saved is not None:
+        state.resize(prefix, saved)
     plain.exact.append(prefix)
     plain.closed.add(prefix[:-1])
     plain.restore.append((keys, state.restore))

@@ -22,6 +22,7 @@ from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._ranks.torch_private import is_over_tensor_parallelism
 from zarrckpt._state.modules import fsdp1_of, parameter_names
+from zarrckpt._state.optimizer_forms import held_here, refuse_other_parameters, saved_numbers, state_dict_of
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_sharded_tensor
 
 Name = str | int
@@ -46,6 +47,7 @@ class SavedEntries:
         *,
         everything: bool,
         allow_cast: bool,
+        value: Callable[[str], object] = lambda fqn: None,
     ) -> None:
         self._entries = entries
         self._paths = paths
@@ -55,6 +57,8 @@ class SavedEntries:
         self.allow_cast = allow_cast
         self.is_asked_for = is_asked_for
         """Whether a load asks for entries of a name, if the checkpoint had it or not."""
+        self.value = value
+        """Read an entry that is no tensor, asked for or not."""
 
     def wants(self, prefix: str) -> bool:
         """Whether an object whose entries begin with a prefix is to be loaded."""
@@ -82,6 +86,10 @@ class SavedEntries:
             found[keys[depth] if nested else fqn.removeprefix(prefix).partition(".")[0]] = None
         return [*found]
 
+    def is_value(self, fqn: str) -> bool:
+        """Whether the checkpoint has an entry of that name that is no tensor, asked for or not."""
+        return fqn in self._entries and self._entries[fqn] is None
+
     def tensor(self, fqn: str) -> SavedTensor | None:
         """The form of a tensor of that name; None where there is none."""
         return self._entries.get(fqn)
@@ -103,7 +111,7 @@ class _Parameters:
         module: nn.Module | None,
         choose: Callable[[list[str]], str] = lambda names: names[0],
     ) -> None:
-        packed = optimizer.state_dict()["param_groups"]
+        packed = state_dict_of(optimizer)["param_groups"]
         numbers = [number for group in packed for number in group["params"]]
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.by_number: dict[int, torch.Tensor] = dict(zip(numbers, own, strict=True))
@@ -114,6 +122,15 @@ class _Parameters:
 
     def __iter__(self) -> Iterator[tuple[Name, torch.Tensor]]:
         return ((self.names[number], parameter) for number, parameter in self.by_number.items())
+
+    def take_numbers(self, numbers: list[int], prefix: str, optimizer: Optimizer, saved: SavedEntries) -> None:
+        """Name the parameters by their numbers in the checkpoint. Raises KeyMismatchError if these are of others."""
+        named = {
+            number: (name, parameter, optimizer.state.get(parameter, {}))
+            for number, (name, parameter) in zip(numbers, self, strict=True)
+        }
+        refuse_other_parameters(prefix, named, saved)
+        self.names = dict(zip(self.by_number, numbers, strict=True))
 
     def named(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of the optimizer with names in place of numbers."""
@@ -144,7 +161,7 @@ def saved_state(optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any
     fsdp1 = None if module is None else fsdp1_of(module)
     if fsdp1 is not None:
         return _fsdp1_state(optimizer, fsdp1)
-    return _Parameters(optimizer, module).named(optimizer.state_dict())
+    return _Parameters(optimizer, module).named(state_dict_of(optimizer))
 
 
 class OptimizerTarget:
@@ -166,7 +183,13 @@ class OptimizerTarget:
         self._optimizer = optimizer
         self._allow_cast = saved.allow_cast
         self._fsdp1 = None if module is None else fsdp1_of(module)
+        numbers = None if module is None else saved_numbers(self.prefix, len(keys), optimizer, saved)
         if self._fsdp1 is not None:
+            if numbers is not None:
+                raise KeyMismatchError(
+                    f"{self.prefix[:-1]!r} has its parameters by number in the checkpoint, and FSDP1 has others; nothing "
+                    "was loaded: load it once into the module and the optimizer without FSDP1, save these, and load that"
+                )
             self.state_dict = _fsdp1_state(optimizer, self._fsdp1)
             from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -174,8 +197,10 @@ class OptimizerTarget:
             parameters = {name: like[name] for group in self.state_dict["param_groups"] for name in group["params"]}
         else:
             self._parameters = _Parameters(optimizer, module, self._saved_name(saved))
-            self.state_dict = self._parameters.named(optimizer.state_dict())
-            parameters = dict(self._parameters)
+            if numbers is not None:
+                self._parameters.take_numbers(numbers, self.prefix, optimizer, saved)
+            self.state_dict = self._parameters.named(state_dict_of(optimizer))
+            parameters = held_here(optimizer, dict(self._parameters))
         state = self.state_dict["state"]
         for name, parameter in parameters.items():
             slots = _slots(f"{self.prefix}state.{name}", len(keys) + 2, parameter, state.pop(name, {}), saved)
@@ -203,7 +228,7 @@ class OptimizerTarget:
         if self._fsdp1 is None:
             self._optimizer.load_state_dict(self._parameters.numbered(taken))
             self._undo_casts((parameter, taken["state"].get(name, {})) for name, parameter in self._parameters)
-            self._refuse_lost(taken, self._parameters.named(self._optimizer.state_dict()))
+            self._refuse_lost(taken, self._parameters.named(state_dict_of(self._optimizer)))
             return
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
@@ -224,7 +249,7 @@ class OptimizerTarget:
         """The optimizer's state dict now, under the names of :attr:`state_dict`. Collective for FSDP1."""
         if self._fsdp1 is not None:
             return _fsdp1_state(self._optimizer, self._fsdp1)
-        return self._parameters.named(self._optimizer.state_dict())
+        return self._parameters.named(state_dict_of(self._optimizer))
 
     def _undo_casts(self, given: Iterable[tuple[torch.Tensor, Mapping[Any, Any]]]) -> None:
         """Put back what was given as a parameter's state where ``Optimizer.load_state_dict`` has converted it."""

@@ -32,6 +32,11 @@ def is_fsdp1(module: object) -> bool:
     return _is(module, "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
 
+def is_zero_optimizer(value: object) -> bool:
+    """Whether a value is a ZeroRedundancyOptimizer, of whose state each rank has a part."""
+    return _is(value, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+
+
 def _is(value: object, module: str, name: str) -> bool:
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)

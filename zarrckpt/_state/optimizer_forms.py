@@ -1,0 +1,116 @@
+"""The state dicts of optimizers before their parameters have names: torch's form, its parts on ranks, its numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
+from zarrckpt._state.torch_kinds import is_zero_optimizer
+
+if TYPE_CHECKING:
+    from zarrckpt._state.optimizers import SavedEntries
+
+
+def has_torch_form(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's state dict has a state by parameter, and groups of exactly its parameters.
+
+    One that ``flatten_optimizer_state_dict`` has made has neither, nor one of several optimizers together.
+    """
+    packed = state_dict_of(optimizer)
+    if not isinstance(packed.get("state"), Mapping) or not isinstance(packed.get("param_groups"), list):
+        return False
+    sizes = [len(group["params"]) for group in packed["param_groups"]]
+    return sizes == [len(group) for group in _parameters_of(optimizer)]
+
+
+def state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state dict: with this rank's part of the state if it keeps the rest on other ranks."""
+    if not is_zero_optimizer(optimizer):
+        return optimizer.state_dict()
+    part = _local_optimizer(optimizer)
+    # ZeroRedundancyOptimizer's own method has all ranks' state, which one rank must have gathered before.
+    packed = Optimizer.state_dict(optimizer)
+    numbers = _numbers_of(optimizer, packed)
+    return {**packed, "state": {numbers[id(parameter)]: slots for parameter, slots in part.state.items()}}
+
+
+def held_here(optimizer: Optimizer, parameters: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """Return those of an optimizer's parameters, by any key, whose state this rank keeps."""
+    if not is_zero_optimizer(optimizer):
+        return dict(parameters)
+    own = {id(parameter) for group in _local_optimizer(optimizer).param_groups for parameter in group["params"]}
+    return {key: parameter for key, parameter in parameters.items() if id(parameter) in own}
+
+
+def _local_optimizer(optimizer: Any) -> Any:
+    local = getattr(optimizer, "optim", None)
+    if local is None:
+        raise UnsupportedValueError(
+            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state before its first steps: "
+            "make training steps until it has built its partition, then call this"
+        )
+    return local
+
+
+def _numbers_of(optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[int, int]:
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    own = itertools.chain(*_parameters_of(optimizer))
+    return {id(parameter): number for number, parameter in zip(numbers, own, strict=True)}
+
+
+def saved_numbers(prefix: str, depth: int, optimizer: Optimizer, saved: SavedEntries) -> list[int] | None:
+    """Return the numbers of an optimizer's parameters in the checkpoint, in order; None if that has names of them.
+
+    Numbers are what ``optimizer.state_dict()`` has, as in an imported file of ``torch.save``. Like torch, take the
+    parameters in the order of the groups. ``depth``: the number of keys that lead to the optimizer. Raises
+    KeyMismatchError for groups of other sizes.
+    """
+    keys = saved.keys_below(f"{prefix}state.", depth + 1)
+    if keys and not any(isinstance(key, int) for key in keys):
+        return None
+    names = (f"{prefix}param_groups.{place}.params" for place in itertools.count())
+    groups: list[Any] = [saved.value(name) for name in itertools.takewhile(saved.is_value, names)]
+    numbers = [number for group in groups if isinstance(group, list) for number in group]
+    if not numbers or not all(isinstance(number, int) for number in numbers):
+        return None
+    sizes, own = ([len(group) for group in found] for found in (groups, _parameters_of(optimizer)))
+    if sizes != own:
+        raise KeyMismatchError(
+            f"{prefix[:-1]!r} has its parameters by number in the checkpoint, in groups of {sizes} parameters, and the "
+            f"{type(optimizer).__name__} has groups of {own}; nothing was loaded: make it with the groups of parameters "
+            "with which it was saved, in the same order, or leave it out (keys= names the rest)"
+        )
+    return numbers
+
+
+def refuse_other_parameters(
+    prefix: str, named: Mapping[int, tuple[Any, torch.Tensor, Mapping[Any, Any]]], saved: SavedEntries
+) -> None:
+    """Raise KeyMismatchError for state by number that does not fit the parameter that has the number here.
+
+    ``named``: by number in the checkpoint, the name of the parameter here, itself, and its state.
+    """
+    for number, (name, parameter, state) in named.items():
+        stem = f"{prefix}state.{number}."
+        for fqn in saved.below(stem):
+            form = saved.tensor(fqn)
+            own = state.get(fqn.removeprefix(stem), parameter)
+            shapes = {tuple(parameter.shape), tuple(own.shape) if isinstance(own, torch.Tensor) else ()}
+            # One element is a step or a factor of any parameter.
+            if form is not None and math.prod(form.shape) != 1 and form.shape not in shapes:
+                raise KeyMismatchError(
+                    f"{fqn!r} has shape {form.shape}, and parameter number {number} of the optimizer here, {name!r}, "
+                    f"has shape {tuple(parameter.shape)}; nothing was loaded: give the optimizer its parameters in the "
+                    "order in which it was saved. If it keeps state of another shape than the parameter's, make one "
+                    "step before the load"
+                )
+
+
+def _parameters_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
+    return [group["params"] for group in optimizer.param_groups]

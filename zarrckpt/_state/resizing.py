@@ -1,0 +1,104 @@
+"""Targets for entries of a module whose shape changes when it loads: extra state, and what its own method resizes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from zarrckpt._ranks.torch_private import submodule
+from zarrckpt._state.flatten import flatten
+from zarrckpt._state.local_boxes import HeldTensor, held_of
+
+if TYPE_CHECKING:
+    from zarrckpt._state.optimizers import SavedEntries
+
+
+def takes(call: Callable[..., Any], *args: Any, **options: Any) -> bool:
+    """Return whether a function can be called with these arguments. One without a signature takes all."""
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*args, **options)
+    except TypeError:
+        return False
+    return True
+
+
+def is_resizable(value: object) -> bool:
+    """Return whether a value is a tensor that another one can replace: not sharded, no wrapper, and not lazy."""
+    return type(value) in (torch.Tensor, nn.Parameter) and not is_lazy(value) and held_of("", value) is value
+
+
+def new_extra_state(fqn: str, value: Any, saved: SavedEntries) -> Any:
+    """Return a target for a module's extra state: a tensor of the saved form, or None, which takes anything.
+
+    Extra state that has the saved form already, or is sharded, stays the target.
+    """
+    leaves, _ = flatten({fqn: value})
+    if any(isinstance(held_of(fqn, leaf), HeldTensor) for leaf in leaves.values()):
+        return value
+    form = saved.tensor(fqn)
+    if isinstance(value, torch.Tensor):
+        fits = form is not None and (form.shape, form.dtype) == (tuple(value.shape), value.dtype)
+        if fits or not is_resizable(value):
+            return value
+        return None if form is None else torch.empty(form.shape, dtype=form.dtype, device=value.device)
+    names = {*saved.below(f"{fqn}.")} or {fqn}
+    forms = {
+        name: (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else None
+        for name, leaf in leaves.items()
+    }
+    return value if forms == {name: saved.tensor(name) for name in names} else None
+
+
+def taken_shapes(module: nn.Module, others: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the keys of a module's state dict for which it takes tensors of other shapes, given by key.
+
+    Each submodule with a ``_load_from_state_dict`` of its own is tried: a copy without data loads these shapes.
+    """
+    owners: dict[int, tuple[nn.Module, dict[str, str]]] = {}
+    for key in others:
+        owner, name = _owner(module, key)
+        if type(owner)._load_from_state_dict is not nn.Module._load_from_state_dict:
+            owners.setdefault(id(owner), (owner, {}))[1][name] = key
+    return {
+        key
+        for owner, keys in owners.values()
+        if _loads(owner, {name: others[key].shape for name, key in keys.items()})
+        for key in keys.values()
+    }
+
+
+def _owner(module: nn.Module, key: str) -> tuple[nn.Module, str]:
+    """Return the innermost submodule on the way of a key, and the rest of the key."""
+    head, _, rest = key.partition(".")
+    inner = submodule(module, head)
+    return (module, key) if inner is None or not rest else _owner(inner, rest)
+
+
+def _loads(module: nn.Module, shapes: Mapping[str, torch.Size]) -> bool:
+    tensors = [*module.parameters(), *module.buffers()]
+    # deepcopy takes what the memo has in place of a tensor: the copy has no data.
+    memo: dict[int, Any] = {id(tensor): _without_data(tensor) for tensor in tensors}
+    try:
+        trial = copy.deepcopy(module, memo)
+        state = trial.state_dict()
+        state.update({name: torch.empty_like(state[name], device="meta").new_empty(shapes[name]) for name in shapes})
+        trial.load_state_dict(state, strict=False)
+        loaded = trial.state_dict()
+    except Exception:  # the module's own code: it does not take these shapes
+        return False
+    return all(loaded[name].shape == shape for name, shape in shapes.items())
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    other = torch.empty_like(tensor.detach(), device="meta")
+    return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
