@@ -17,6 +17,12 @@ from models import same, snapshot
 from ranks import all_ranks_raise, run_ranks
 from store_servers import S3Place
 from torch import nn
+from torch.ao.quantization import (
+    FakeQuantize,
+    HistogramObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelMinMaxObserver,
+)
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed.checkpoint.api import CheckpointException
@@ -266,6 +272,64 @@ def test_targets_on_the_meta_device_are_named(given: str, disk: Place) -> None:
     with pytest.raises(zarrckpt.KeyMismatchError, match=r"'model\.0\.bias' is on the meta device") as caught:
         zarrckpt.load(state, disk.url)
     assert "'model.2.weight' is on the meta device" in str(caught.value) and not other.any()
+
+
+# -- modules whose entries change their shape, or that load in their own way
+
+
+class Scales(nn.Linear):
+    """Keeps its scales as extra state, and loads without ``strict``."""
+
+    scales: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.scales
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scales = state
+
+    def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
+        return super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize(
+    ("saved", "fresh"),
+    [
+        (torch.arange(9.0), torch.zeros(0, dtype=torch.float64)),
+        (torch.zeros(0), torch.ones(3)),
+        (torch.arange(9.0), None),
+        (None, torch.ones(3)),
+        ({"amax": torch.ones(2), "more": {"step": 1}}, {"amax": torch.zeros(1)}),
+        ([{"amax": torch.ones(2)}, {"amax": torch.ones(3)}], [{"amax": torch.zeros(2)}]),
+        ({}, {"amax": torch.zeros(1)}),
+    ],
+)
+def test_extra_state_of_any_form_is_taken_whole(saved: Any, fresh: Any, disk: Place) -> None:
+    source, target = Scales(3, 2), Scales(3, 2)
+    source.scales, target.scales = saved, fresh
+    zarrckpt.save({"model": source}, disk.url)
+    zarrckpt.load({"model": target}, disk.url)
+    assert same(snapshot({"x": saved}), snapshot({"x": target.scales})) == []
+    assert torch.equal(source.weight, target.weight)
+
+
+def test_a_module_that_resizes_its_buffers_takes_them(disk: Place) -> None:
+    def observers() -> nn.ModuleDict:
+        fake = FakeQuantize(MovingAveragePerChannelMinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8)
+        return nn.ModuleDict({"a": PerChannelMinMaxObserver(), "b": HistogramObserver(), "c": fake})
+
+    source, target = observers(), observers()
+    for observer in source.values():
+        observer(torch.randn(5, 7))
+    zarrckpt.save({"model": source, "norm": nn.BatchNorm1d(3)}, disk.url)
+    zarrckpt.load({"model": target}, disk.url, keys="model")
+    assert same(snapshot(source.state_dict()), snapshot(target.state_dict())) == []
+    fresh = observers()
+    with pytest.raises(
+        zarrckpt.KeyMismatchError, match=r"'norm.running_var' has shape \(4,\), the checkpoint has \(3,\)"
+    ):
+        zarrckpt.load({"model": fresh, "norm": nn.BatchNorm1d(4)}, disk.url)
+    assert same(snapshot(observers().state_dict()), snapshot(fresh.state_dict())) == []
 
 
 # -- objects: their order, their errors

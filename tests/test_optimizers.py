@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    _patch_model_state_dict,
+    _patch_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -243,6 +249,86 @@ def _optimizers_of_shards(folder: str) -> None:
 
 def test_torchs_own_optimizers_over_shards(tmp_path: Path) -> None:
     run_ranks(_optimizers_of_shards, str(tmp_path), world_size=2)
+
+
+class Factored(torch.optim.Optimizer):
+    """Has one number for each row of a parameter, the same on all ranks."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            rows = self.state[parameter].setdefault("rows", torch.zeros(parameter.shape[0]))
+            rows += 1
+        return loss
+
+
+def _zero(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = make("ddp", seed)
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1 / (seed + 1))
+
+
+def _patched(seed: int, *, flat: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optim = make("fsdp2", seed)
+    _patch_model_state_dict(model)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    _patch_optimizer_state_dict(model, optimizers=(optim,), options=options)
+    return model, optim
+
+
+def _factored(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = make("fsdp2", seed)
+    return model, Factored(parameter for parameter in model.parameters() if parameter.ndim == 2)
+
+
+OTHER_FORMS: dict[str, Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]] = {
+    "zero": _zero,
+    "patched": lambda seed: _patched(seed, flat=False),
+    "patched and flat": lambda seed: _patched(seed, flat=True),
+    "factored": _factored,
+}
+
+
+def _other_forms(folder: str) -> None:
+    for kind, build in OTHER_FORMS.items():
+        model, optim = build(0)
+        train(model, optim, range(2))
+        zarrckpt.save({"model": model, "optim": optim}, f"{folder}/{kind}")
+        expected = train(model, optim, range(2, 4))
+        model, optim = build(1)
+        zarrckpt.load({"model": model, "optim": optim}, f"{folder}/{kind}")
+        assert train(model, optim, range(2, 4)) == expected, kind
+        assert kind != "factored" or {slots["rows"][0].item() for slots in optim.state.values()} == {4}
+
+
+def _zero_and_files(folder: str, expected: list[float]) -> None:
+    """On another number of ranks than it was saved with; and from an imported file of torch.save."""
+    for kind, name in (("plain", "zero"), ("plain", "file"), ("fsdp2", "file"), ("zero", "file"), ("fsdp1", "file")):
+        model, optim = _zero(1) if kind == "zero" else make(kind, 1)
+        state = {"model": model, "optim": optim}
+        if kind == "fsdp1":
+            with pytest.raises(zarrckpt.KeyMismatchError, match="without FSDP1"):
+                zarrckpt.load(state, f"{folder}/{name}")
+            continue
+        zarrckpt.load(state, f"{folder}/{name}")
+        losses = train(model, optim, range(2, 4))
+        assert losses == pytest.approx(expected, rel=1e-9) or name == "zero", (kind, name)
+        if name == "zero":
+            model, optim = _zero(1)
+            zarrckpt.load({"model": model, "optim": optim}, f"{folder}/{name}")
+            assert train(model, optim, range(2, 4)) == pytest.approx(losses, rel=1e-9)
+
+
+def test_optimizers_of_other_forms_over_ranks(tmp_path: Path) -> None:
+    run_ranks(_other_forms, str(tmp_path), world_size=2)
+    model, optim = make("plain", 0)
+    train(model, optim, range(2))
+    torch.save({"model": model.state_dict(), "optim": optim.state_dict()}, tmp_path / "file.pt")
+    zarrckpt.import_checkpoint(tmp_path / "file.pt", tmp_path / "file")
+    run_ranks(_zero_and_files, str(tmp_path), train(model, optim, range(2, 4)), world_size=3)
 
 
 ALONE = ("plain", "hidden", "forwarding", "checkpointed")  # wrappers that need no other rank
@@ -562,10 +648,11 @@ def test_an_optimizer_keeps_what_it_took_where_a_later_object_fails(tmp_path: Pa
     assert moments(fresh) == moments(optim)
 
 
-def _groups(net: Net, *parts: tuple[int, ...], lrs: tuple[float, ...]) -> torch.optim.Optimizer:
+def _groups(net: Net, *parts: tuple[int, ...], lrs: tuple[float, ...], momentum: float = 0.0) -> torch.optim.Optimizer:
     parameters = [*net.parameters()]
     pairs = zip(parts, lrs, strict=True)
-    return torch.optim.SGD([{"params": [parameters[i] for i in part], "lr": lr} for part, lr in pairs])
+    groups = [{"params": [parameters[i] for i in part], "lr": lr} for part, lr in pairs]
+    return torch.optim.SGD(groups, momentum=momentum)
 
 
 def test_groups_find_their_options_by_the_names_of_their_parameters(tmp_path: Path) -> None:
@@ -591,6 +678,29 @@ def test_parameters_of_lazy_modules_are_named(tmp_path: Path) -> None:
         zarrckpt.load(state, tmp_path / "c")
     with pytest.raises(zarrckpt.UnsupportedValueError, match=r"'m\.weight' is a parameter of a lazy module"):
         zarrckpt.save(state, tmp_path / "d")
+
+
+def test_numbers_of_a_file_fit_only_the_same_parameters(tmp_path: Path) -> None:
+    net, halves = Net(), ((0, 1), (2, 3, 4, 5))
+    optim = _groups(net, *halves, lrs=(0.1, 0.2), momentum=0.9)
+    _step(net, optim)
+    torch.save({"model": net.state_dict(), "optim": optim.state_dict()}, tmp_path / "x.pt")
+    zarrckpt.import_checkpoint(tmp_path / "x.pt", tmp_path / "c")
+    state: dict[str, Any] = {"model": Net()}
+    before = {name: value.clone() for name, value in state["model"].state_dict().items()}
+    for parts, text in (
+        (((0, 1, 2), (3, 4, 5)), r"groups of \[2, 4\] .* groups of \[3, 3\]"),
+        (((1, 0), (2, 3, 4, 5)), r"'optim.state.0.momentum_buffer' has shape \(6, 4\).*'first.bias'"),
+    ):
+        state["optim"] = _groups(state["model"], *parts, lrs=(7.0, 8.0), momentum=0.9)
+        for strict in (True, False):
+            with pytest.raises(zarrckpt.KeyMismatchError, match=text):
+                zarrckpt.load(state, tmp_path / "c", strict=strict)
+        assert not state["optim"].state
+        assert all(torch.equal(before[name], value) for name, value in state["model"].state_dict().items())
+    state["optim"] = _groups(state["model"], *halves, lrs=(7.0, 8.0), momentum=0.9)
+    zarrckpt.load(state, tmp_path / "c")
+    assert moments(state["optim"]) == moments(optim)
 
 
 def test_options_that_change_what_state_there_is_come_from_the_checkpoint(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ def has_torch_form(optimizer: Optimizer) -> bool:
 
     One that ``flatten_optimizer_state_dict`` has made has neither, nor one of several optimizers together.
     """
+    if type(optimizer).state_dict is Optimizer.state_dict and "state_dict" not in vars(optimizer):
+        return True
     packed = state_dict_of(optimizer)
     if not isinstance(packed.get("state"), Mapping) or not isinstance(packed.get("param_groups"), list):
         return False
@@ -72,7 +74,8 @@ def saved_numbers(prefix: str, depth: int, optimizer: Optimizer, saved: SavedEnt
     KeyMismatchError for groups of other sizes.
     """
     keys = saved.keys_below(f"{prefix}state.", depth + 1)
-    if keys and not any(isinstance(key, int) for key in keys):
+    # Before the groups are read: names of parameters are long.
+    if keys and not any(str(key).isdecimal() for key in keys):
         return None
     names = (f"{prefix}param_groups.{place}.params" for place in itertools.count())
     groups: list[Any] = [saved.value(name) for name in itertools.takewhile(saved.is_value, names)]
@@ -83,8 +86,8 @@ def saved_numbers(prefix: str, depth: int, optimizer: Optimizer, saved: SavedEnt
     if sizes != own:
         raise KeyMismatchError(
             f"{prefix[:-1]!r} has its parameters by number in the checkpoint, in groups of {sizes} parameters, and the "
-            f"{type(optimizer).__name__} has groups of {own}; nothing was loaded: make it with the groups of parameters "
-            "with which it was saved, in the same order, or leave it out (keys= names the rest)"
+            f"{type(optimizer).__name__} has groups of {own}; nothing was loaded: make it with the same groups of "
+            "parameters as when it was saved, in the same order, or load the rest alone (keys=)"
         )
     return numbers
 

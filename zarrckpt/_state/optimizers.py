@@ -187,8 +187,9 @@ class OptimizerTarget:
         if self._fsdp1 is not None:
             if numbers is not None:
                 raise KeyMismatchError(
-                    f"{self.prefix[:-1]!r} has its parameters by number in the checkpoint, and FSDP1 has others; nothing "
-                    "was loaded: load it once into the module and the optimizer without FSDP1, save these, and load that"
+                    f"{self.prefix[:-1]!r} has its parameters by number in the checkpoint, and FSDP1 numbers others; "
+                    "nothing was loaded: load it once into the module and the optimizer without FSDP1, save these, and "
+                    "load what you saved"
                 )
             self.state_dict = _fsdp1_state(optimizer, self._fsdp1)
             from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -312,12 +313,13 @@ def _slots(
 def _slot_memory(fqn: str, parameter: torch.Tensor, saved: SavedEntries) -> torch.Tensor | None:
     """Memory for an entry that the checkpoint has of a parameter without state: it lies as the parameter does.
 
-    So does what has another shape than a sharded parameter, and is refused for that: nothing tells how it is sharded.
+    None for another shape: it is loaded as a plain tensor, on all ranks, since nothing tells how it would be sharded.
+    FSDP1 has no such state, and refuses the shape.
     """
     entry = saved.tensor(fqn)
     if entry is None or not entry.shape or is_lazy(parameter):
         return None
-    if entry.shape != parameter.shape and not is_dtensor(parameter) and not is_sharded_tensor(parameter):
+    if entry.shape != parameter.shape and not is_sharded_tensor(parameter):
         return None
     return torch.empty_like(parameter.detach(), dtype=entry.dtype)
 

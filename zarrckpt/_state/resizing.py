@@ -32,7 +32,7 @@ def takes(call: Callable[..., Any], *args: Any, **options: Any) -> bool:
     return True
 
 
-def is_resizable(value: object) -> bool:
+def is_resizable(value: Any) -> bool:
     """Return whether a value is a tensor that another one can replace: not sharded, no wrapper, and not lazy."""
     return type(value) in (torch.Tensor, nn.Parameter) and not is_lazy(value) and held_of("", value) is value
 
