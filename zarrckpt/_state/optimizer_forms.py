@@ -38,7 +38,7 @@ def state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
     part = _local_optimizer(optimizer)
     # ZeroRedundancyOptimizer's own method has all ranks' state, which one rank must have gathered before.
     packed = Optimizer.state_dict(optimizer)
-    numbers = _numbers_of(optimizer, packed)
+    numbers = _parameter_numbers(optimizer, packed)
     return {**packed, "state": {numbers[id(parameter)]: slots for parameter, slots in part.state.items()}}
 
 
@@ -60,7 +60,7 @@ def _local_optimizer(optimizer: Any) -> Any:
     return local
 
 
-def _numbers_of(optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[int, int]:
+def _parameter_numbers(optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[int, int]:
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     own = itertools.chain(*_parameters_of(optimizer))
     return {id(parameter): number for number, parameter in zip(numbers, own, strict=True)}
