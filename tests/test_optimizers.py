@@ -301,6 +301,9 @@ def _other_forms(folder: str) -> None:
         model, optim = build(1)
         zarrckpt.load({"model": model, "optim": optim}, f"{folder}/{kind}")
         assert train(model, optim, range(2, 4)) == expected, kind
+        if kind == "zero":
+            with pytest.raises(zarrckpt.UnsupportedValueError, match="'optim' has a ZeroRedundancyOptimizer"):
+                zarrckpt.save({"optim": optim}, f"{folder}/alone", no_dist=True)
         assert kind != "factored" or {slots["rows"][0].item() for slots in optim.state.values()} == {4}
 
 

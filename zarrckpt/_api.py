@@ -88,7 +88,7 @@ def save(
         progress=progress,
     )
     if no_dist:
-        objects.refuse_fsdp1(state)
+        objects.refuse_objects_of_ranks(state)
     return run_save(partial(LocalState.from_user_state, state), request, ranks)
 
 
@@ -157,7 +157,7 @@ def load(
         raise UnsupportedValueError(f"the state is a {found}, expected a dict such as {{'model': model}} to load into")
     ranks = Ranks(process_group, no_dist)
     if no_dist:
-        objects.refuse_fsdp1(state)
+        objects.refuse_objects_of_ranks(state)
     request = LoadRequest.from_arguments(
         url,
         options,

@@ -212,7 +212,7 @@ def async_save(
     objects.refuse_swapped(state, url, "async_save")
     ranks = Ranks(process_group, no_dist)
     if no_dist:
-        objects.refuse_fsdp1(state)
+        objects.refuse_objects_of_ranks(state)
     request = SaveRequest.from_arguments(
         url,
         options,

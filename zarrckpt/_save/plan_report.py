@@ -21,7 +21,7 @@ from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import PlanReport
 from zarrckpt._save.agree import plan_together
 from zarrckpt._state.local_state import LocalState
-from zarrckpt._state.objects import refuse_fsdp1
+from zarrckpt._state.objects import refuse_objects_of_ranks
 
 _BESIDE = 5
 """Documents beside those of nodes: claim, marker, root, and one for each of the two tables."""
@@ -54,7 +54,7 @@ def plan_report(
     options = checked_options(options, SaveOptions)
     ranks = Ranks(process_group, no_dist)
     if no_dist:
-        refuse_fsdp1(state)
+        refuse_objects_of_ranks(state)
     with joined(ranks, "plan_report", options.timeout) as rounds:
         plan = plan_together(rounds, partial(LocalState.from_user_state, state), options.plan)
     return report_of(plan, rounds.members, ranks_per_host)

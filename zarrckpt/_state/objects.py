@@ -25,7 +25,7 @@ from zarrckpt._state.optimizer_forms import has_torch_form
 from zarrckpt._state.optimizers import OptimizerTarget, SavedEntries, saved_state
 from zarrckpt._state.per_rank import PerRank, refuse_sharded
 from zarrckpt._state.random_state import kept_random_state
-from zarrckpt._state.torch_kinds import fsdp1_modules
+from zarrckpt._state.torch_kinds import fsdp1_modules, is_zero_optimizer
 
 
 @runtime_checkable
@@ -327,16 +327,22 @@ def refuse_swapped(state: Any, url: Any, call: str) -> None:
         raise UnsupportedValueError(f"the arguments are in the wrong order: {call}(state, url)")
 
 
-def refuse_fsdp1(state: Any) -> None:
-    """Raise UnsupportedValueError for a module of FSDP1 where one rank saves or loads alone.
+def refuse_objects_of_ranks(state: Any) -> None:
+    """Raise UnsupportedValueError for a module of FSDP1 or a ZeroRedundancyOptimizer if one rank saves or loads alone.
 
-    All its ranks together make its state dict, so this one would wait for the others.
+    All ranks together make the state dict of such a module, so this one would wait for the others. The optimizer has a
+    part of its state on each rank.
     """
     for key in state if isinstance(state, Mapping) else ():
         for value in _objects(state[key]):
-            within = fsdp1_modules(value) if isinstance(value, nn.Module) else []
-            if any(dist.get_world_size(fsdp.process_group) > 1 for fsdp in within):
+            kind, groups = "", []
+            if isinstance(value, nn.Module):
+                kind = "a module of FSDP1 (FullyShardedDataParallel)"
+                groups = [fsdp.process_group for fsdp in fsdp1_modules(value)]
+            elif is_zero_optimizer(value):
+                kind, groups = "a ZeroRedundancyOptimizer", [value.process_group]
+            if any(dist.get_world_size(group) > 1 for group in groups):
                 raise UnsupportedValueError(
-                    f"{key!r} has a module of FSDP1 (FullyShardedDataParallel), whose state dict needs all its ranks: "
-                    "leave no_dist out and call it on all of them"
+                    f"{key!r} has {kind}, whose state dict needs all its ranks: leave no_dist out and call it on all "
+                    "of them"
                 )

@@ -25,9 +25,10 @@ def has_torch_form(optimizer: Optimizer) -> bool:
     if type(optimizer).state_dict is Optimizer.state_dict and "state_dict" not in vars(optimizer):
         return True
     packed = state_dict_of(optimizer)
-    if not isinstance(packed.get("state"), Mapping) or not isinstance(packed.get("param_groups"), list):
+    groups = packed.get("param_groups")
+    if not isinstance(packed.get("state"), Mapping) or not isinstance(groups, list):
         return False
-    sizes = [len(group["params"]) for group in packed["param_groups"]]
+    sizes = [len(group["params"]) if isinstance(group, Mapping) and "params" in group else None for group in groups]
     return sizes == [len(group) for group in _parameters_of(optimizer)]
 
 
