@@ -35,8 +35,9 @@ from zarrckpt._format.grid import Ints
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES
 from zarrckpt._load.shared_reads import _shared_runs, plan_shares
+from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
-from zarrckpt._plan.holders import AllDescriptions, GlobalState, gather_state, wanted
+from zarrckpt._plan.holders import GlobalState, gather_state, wanted
 from zarrckpt._plan.owners import Numbers
 from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.shards import Cut, CutMesh, Sharding, mesh_boxes
