@@ -624,45 +624,40 @@ def _pipeline(folder: str) -> dict[str, dict[str, Any]]:
     """Save stages in every way; load them into stages and into groups of another order. Return the options saved."""
     rank = dist.get_rank()
     state = _stage(STAGES[rank], 0)
-    with zarrckpt.CheckpointManager(f"{folder}/run") as manager:
-        for number, save in enumerate(
-            (
-                lambda: zarrckpt.save(state, f"{folder}/0"),
-                lambda: zarrckpt.save(state, f"{folder}/1"),
-                lambda: zarrckpt.async_save(state, f"{folder}/2").result(),
-                lambda: manager.save(3, state, wait=True),
-            )
-        ):
+    with warnings.catch_warnings(), zarrckpt.CheckpointManager(f"{folder}/run") as manager:
+        warnings.simplefilter("error")
+        saves: list[tuple[str, Callable[[], Any]]] = [
+            ("0", lambda: zarrckpt.save(state, f"{folder}/0")),
+            ("1", lambda: zarrckpt.save(state, f"{folder}/1")),
+            ("2", lambda: zarrckpt.async_save(state, f"{folder}/2").result()),
+            ("run", lambda: manager.save(3, state).result()),
+        ]
+        for name, save in saves:
             for group in state["optim"].param_groups:
                 group["lr"] += rank  # from the second save on, ranks repeat a plan
             _step(state["model"], state["optim"])
             save()
             for groups in (STAGES[rank], [*STAGES[rank][::-1], ((), {})]):
                 other = _stage(groups, 1)
-                if number < 3:
-                    zarrckpt.load(other, f"{folder}/{number}")
-                else:
-                    assert manager.restore(other) == 3
-                assert _options_by_name(other) == _options_by_name(state), (number, groups)
-                assert moments(other["optim"])[0] == moments(state["optim"])[0] or groups is not STAGES[rank]
+                url = f"{folder}/{name}"
+                zarrckpt.load(other, zarrckpt.latest(url) if name == "run" else url)
+                assert _options_by_name(other) == _options_by_name(state), (name, groups)
+            dist.barrier()
     return _options_by_name(state)
 
 
 def test_each_stage_of_a_pipeline_keeps_its_options(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = run_ranks(_pipeline, str(tmp_path), world_size=3)
-        saved = {name: options for rank in found for name, options in rank.items()}
-        assert len({options["lr"] for options in saved.values()}) == 7
-        groups = [((name,), {}) for name in saved]
-        state = _stage([*groups[::-1]], 1)
-        zarrckpt.load(state, zarrckpt.latest(tmp_path / "run"))
+    found = run_ranks(_pipeline, str(tmp_path), world_size=3)
+    saved = {name: options for rank in found for name, options in rank.items()}
+    assert len({options["lr"] for options in saved.values()}) == 6
+    state = _stage([((name,), {}) for name in reversed(saved)], 1)
+    zarrckpt.load(state, zarrckpt.latest(tmp_path / "run"))
     assert _options_by_name(state) == saved
 
 
 def _refused_stages(folder: str, kind: str) -> None:
     rank = dist.get_rank()
-    state = _stage(STAGES[rank] if kind == "names" else STAGES[rank // 2][:1] if rank else STAGES[0][:1], 0)
+    state = _stage(STAGES[rank if kind == "names" else 0], 0)
     optim = state["optim"]
     if kind == "contents":
         optim.param_groups[0]["lr"] = rank
@@ -691,15 +686,15 @@ def _experts(folder: str, sharded: bool) -> None:
     if rank == 0:
         model["expert"].grad = torch.ones_like(weight)
         optim.step()
-    zarrckpt.save({"model": model, "optim": optim}, f"{folder}/c")
     fresh = torch.optim.Adam(model.parameters())
+    nn.init.ones_(model["expert"])
+    zarrckpt.save({"model": model, "optim": optim}, f"{folder}/c")
     zarrckpt.load({"model": model, "optim": fresh}, f"{folder}/c")
     assert fresh.state[model["expert"]]["exp_avg"].eq(0.1).all()
 
 
 def test_an_expert_without_tokens_has_no_state_on_one_rank(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"model\.expert"):  # which rank 0 has changed
-        run_ranks(_experts, str(tmp_path), False, world_size=2)
+    run_ranks(_experts, str(tmp_path), False, world_size=2)
     args = (str(tmp_path / "sharded"), True)
     message = all_ranks_raise(zarrckpt.UnsupportedLayoutError, _experts, *args, world_size=2)
     assert "'optim.state.expert.exp_avg'" in message and "ranks [1] have no entry" in message
@@ -716,10 +711,9 @@ def test_options_arrive_in_the_form_that_an_optimizer_has(tmp_path: Path) -> Non
     first["old"] = [torch.ones(2), {"a": 1}]
     second["lr"] = torch.tensor(0.25)
     zarrckpt.save({"m": module, "o": optim}, tmp_path / "c")
-    fresh = torch.optim.AdamW(
-        [{"params": [module.weight], "lr": torch.tensor(3.0, dtype=torch.float64), "maximize": True, "new": 5}]
-        + [{"params": [module.bias], "lr": 3.0}],
-    )
+    tensor = torch.tensor(3.0, dtype=torch.float64)
+    weight = {"params": [module.weight], "lr": tensor, "maximize": True, "new": 5}
+    fresh = torch.optim.AdamW([weight, {"params": [module.bias], "lr": 3.0}])
     zarrckpt.load({"m": module, "o": fresh}, tmp_path / "c")
     one, two = fresh.param_groups
     assert isinstance(one["lr"], torch.Tensor) and one["lr"].dtype == torch.float64 and one["lr"] == 0.05

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zarrckpt._errors import KeyMismatchError
+from zarrckpt._state.torch_kinds import is_dtensor
 
 Name = str | int
 """Of a parameter: that in its module; its number in the optimizer where the state holds no module."""
@@ -81,6 +82,11 @@ def _as_own(own: Any, loaded: Any) -> Any:
     """Return a loaded option in the form that it has in the optimizer: tensors and numbers take each other's value."""
     is_number = type(own) in (bool, int, float)
     if isinstance(loaded, torch.Tensor):
+        if is_dtensor(own):
+            from torch.distributed.tensor import distribute_tensor
+
+            # Every rank has read all of it.
+            return distribute_tensor(loaded.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
         if isinstance(own, torch.Tensor):
             return loaded.to(own.device)
         return loaded.item() if is_number and loaded.ndim == 0 else loaded
