@@ -254,9 +254,9 @@ class _Agreement(Generic[A]):
                 return _Compare(only=only, differing=differing, ended=True)
             if unlike := _unlike_groups([checked.folds for checked in found]):
                 return _Compare(wanted=unlike)
-        differing: dict[str, Sequence[int]] = {**self._plan.state.differing, **compare.differing}
-        _refuse_numbered(gathered, differing)
-        warn_of(differing)
+        unlike: dict[str, Sequence[int]] = {**self._plan.state.differing, **compare.differing}
+        _refuse_numbered(gathered, unlike)
+        warn_of(unlike)
         return _Begun(self._begin(self._plan.layout))
 
 

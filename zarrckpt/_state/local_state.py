@@ -21,8 +21,8 @@ from zarrckpt._plan.holders import ReplicaPart
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._state.digests import content_digest, is_compared, is_parameter_list
 from zarrckpt._state.flatten import flatten
-from zarrckpt._state.local_boxes import HeldTensor, held_of
 from zarrckpt._state.group_options import ParameterNames
+from zarrckpt._state.local_boxes import HeldTensor, held_of
 from zarrckpt._state.objects import for_save
 from zarrckpt._state.per_rank import PerRank
 from zarrckpt._state.tensors import META
