@@ -254,9 +254,9 @@ class _Agreement(Generic[A]):
                 return _Compare(only=only, differing=differing, ended=True)
             if unlike := _unlike_groups([checked.folds for checked in found]):
                 return _Compare(wanted=unlike)
-        unlike: dict[str, Sequence[int]] = {**self._plan.state.differing, **compare.differing}
-        _refuse_numbered(gathered, unlike)
-        warn_of(unlike)
+        contents: dict[str, Sequence[int]] = {**self._plan.state.differing, **compare.differing}
+        _refuse_numbered(gathered, contents)
+        warn_of(contents)
         return _Begun(self._begin(self._plan.layout))
 
 
