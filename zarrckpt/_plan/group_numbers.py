@@ -37,7 +37,7 @@ def renumber_groups(found: Mapping[int, Sequence[ParameterGroup]]) -> dict[int, 
         # A load finds the options of an Optimizer's group by the names of its parameters, others by their position.
         if not all(group.of_object and not group.by_number for groups in by_rank.values() for group in groups):
             _refuse(name, rows)
-        numbers = _numbers([*rows.values()])
+        numbers = _numbers_of_groups([*rows.values()])
         for rank, groups in by_rank.items():
             for place, group in enumerate(groups):
                 number = numbers.get(group.members or place)
@@ -46,7 +46,7 @@ def renumber_groups(found: Mapping[int, Sequence[ParameterGroup]]) -> dict[int, 
     return {**changed}
 
 
-def _numbers(rows: Sequence[Sequence[bytes]]) -> dict[bytes | int, int]:
+def _numbers_of_groups(rows: Sequence[Sequence[bytes]]) -> dict[bytes | int, int]:
     """The number of each group by its members; of one that is empty on all ranks, by its position."""
     order: dict[bytes | int, None] = {}
     for place in range(max(map(len, rows))):

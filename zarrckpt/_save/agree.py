@@ -336,7 +336,7 @@ def _refuse_numbered(gathered: AllDescriptions, differing: Mapping[str, Sequence
         own = {fqn: ranks for fqn, ranks in differing.items() if not name or fqn.startswith(f"{name}.")}
         if own:
             raise UnsupportedLayoutError(
-                f"{name!r}: {len(own)} entries of this optimizer differ between ranks: {_shown(own)}. Its parameters "
+                f"{name!r}: {len(own)} entries of this optimizer differ between ranks: {_differing_shown(own)}. Its parameters "
                 "have only numbers, so those of different ranks cannot be told apart, and nothing was written: put the "
                 "module that it trains into the state, too, or keep every rank's optimizer: "
                 "zarrckpt.PerRank(optimizer)"
@@ -349,10 +349,10 @@ def warn_of(differing: Mapping[str, Sequence[int]]) -> None:
         return
     warn(
         f"{len(differing)} entries differ between ranks, and each is saved once, as the lowest of these ranks has it: "
-        f"{_shown(differing)}; to keep every rank's, wrap it: zarrckpt.PerRank(value)"
+        f"{_differing_shown(differing)}; to keep every rank's, wrap it: zarrckpt.PerRank(value)"
     )
 
 
-def _shown(differing: Mapping[str, Sequence[int]]) -> str:
+def _differing_shown(differing: Mapping[str, Sequence[int]]) -> str:
     shown = ", ".join(f"{fqn!r} (ranks {', '.join(map(str, ranks))})" for fqn, ranks in list(differing.items())[:10])
     return f"{shown} and {len(differing) - 10} more" if len(differing) > 10 else shown
