@@ -322,7 +322,7 @@ def first_save(told: AllDescriptions, plan: SavePlan, folds: Sequence[bytes]) ->
     said = [(own[rank].version, own[rank].packed) if rank in asked.senders else None for rank in range(size)]
     coordinator.decide(said, agreement._answer_to_descriptions)
     checks = [agree._Checked(plan.digest, fold, {}) for fold in folds]
-    began = coordinator.decide(checks, partial(agreement._answer_to_plans, agree._Compare()))
+    began = coordinator.decide(checks, partial(agreement._answer_to_plans, told, agree._Compare()))
     assert isinstance(began, agree._Begun)
     return coordinator
 
