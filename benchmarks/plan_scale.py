@@ -332,7 +332,7 @@ def next_save(told: AllDescriptions, plan: SavePlan) -> tuple[Coordinator, int]:
     size = len(told.given)
     agreement, coordinator = _agreement(size), Coordinator(size)
     digests = [description.digest for description in told.descriptions]
-    agreement._last = agree._Kept(b"the plan", digests[0], PlanOptions(), plan, plan.part(0), {})
+    agreement._last = agree._Kept(b"the plan", digests[0], PlanOptions(), plan, plan.part(0), {}, {})
     # Random but for the last, as digests are; their sum is 0.
     balances = [int.from_bytes(blake2b(b"%d" % rank, digest_size=8).digest(), "little") for rank in range(size - 1)]
     balances = [balance % agree._PRIME for balance in balances]

@@ -337,8 +337,8 @@ def _refuse_numbered(gathered: AllDescriptions, differing: Mapping[str, Sequence
         if own:
             raise UnsupportedLayoutError(
                 f"{name!r}: {len(own)} entries of this optimizer differ between ranks: {_differing_shown(own)}. Its "
-                "parameters have only numbers, so those of different ranks cannot be told apart, and nothing was written: put the "
-                "module that it trains into the state, too, or keep every rank's optimizer: "
+                "parameters have only numbers, so those of different ranks cannot be told apart, and nothing was "
+                "written: put the module that it trains into the state, too, or keep every rank's optimizer: "
                 "zarrckpt.PerRank(optimizer)"
             )
 
