@@ -35,8 +35,9 @@ from zarrckpt._format.grid import Ints
 from zarrckpt._format.state_path import RANKS, StatePath
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES
 from zarrckpt._load.shared_reads import _shared_runs, plan_shares
+from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
-from zarrckpt._plan.holders import AllDescriptions, GlobalState, gather_state, wanted
+from zarrckpt._plan.holders import GlobalState, gather_state, wanted
 from zarrckpt._plan.owners import Numbers
 from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.shards import Cut, CutMesh, Sharding, mesh_boxes
@@ -321,7 +322,7 @@ def first_save(told: AllDescriptions, plan: SavePlan, folds: Sequence[bytes]) ->
     said = [(own[rank].version, own[rank].packed) if rank in asked.senders else None for rank in range(size)]
     coordinator.decide(said, agreement._answer_to_descriptions)
     checks = [agree._Checked(plan.digest, fold, {}) for fold in folds]
-    began = coordinator.decide(checks, partial(agreement._answer_to_plans, agree._Compare()))
+    began = coordinator.decide(checks, partial(agreement._answer_to_plans, told, agree._Compare()))
     assert isinstance(began, agree._Begun)
     return coordinator
 
@@ -331,7 +332,7 @@ def next_save(told: AllDescriptions, plan: SavePlan) -> tuple[Coordinator, int]:
     size = len(told.given)
     agreement, coordinator = _agreement(size), Coordinator(size)
     digests = [description.digest for description in told.descriptions]
-    agreement._last = agree._Kept(b"the plan", digests[0], PlanOptions(), plan, plan.part(0), {})
+    agreement._last = agree._Kept(b"the plan", digests[0], PlanOptions(), plan, plan.part(0), {}, {})
     # Random but for the last, as digests are; their sum is 0.
     balances = [int.from_bytes(blake2b(b"%d" % rank, digest_size=8).digest(), "little") for rank in range(size - 1)]
     balances = [balance % agree._PRIME for balance in balances]

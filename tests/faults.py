@@ -863,10 +863,10 @@ STATE = [
         ("test_optimizers.py -k does_not_take",),
     ),
     Fault(
-        "_state/optimizers.py",
+        "_state/group_options.py",
         "groups of parameters are taken by position, not by names",
-        'sources = [group for group in loaded if not {*own}.isdisjoint(group["params"])]',
-        "sources = loaded[place : place + 1]",
+        'sources = [other for other in loaded.values() if not {*names}.isdisjoint(other.get("params", ()))]',
+        "sources = [loaded[place]] if place in loaded else []",
         ("test_optimizers.py -k groups_find",),
     ),
     Fault(

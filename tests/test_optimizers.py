@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
+from ranks import all_ranks_raise, run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
@@ -20,9 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
     _patch_model_state_dict,
     _patch_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zarrckpt
@@ -671,6 +673,146 @@ def test_groups_find_their_options_by_the_names_of_their_parameters(tmp_path: Pa
     target = _groups(other, (0,), (1, 2), (3, 4, 5), lrs=(7.0, 8.0, 9.0))
     with pytest.raises(zarrckpt.KeyMismatchError, match=r"'o.param_groups.1'.*2 groups.*'lr'"):
         zarrckpt.load({"m": other, "o": target}, tmp_path / "c")
+
+
+STAGES: list[list[tuple[tuple[str, ...], dict[str, Any]]]] = [
+    [(("embed.weight",), {"lr": 0.1}), (("embed.bias", "a.weight"), {"lr": 0.2, "weight_decay": 0.5})],
+    [((), {"lr": 0.1}), (("b.weight",), {"lr": 0.2, "weight_decay": 0.5}), ((), {"lr": 0.3})],
+    [(("d.bias",), {"lr": 0.3}), (("c.weight", "d.weight"), {"lr": 0.4, "nesterov": True}), (("c.bias",), {"lr": 0.1})],
+]
+"""Three stages of a pipeline: groups with other parameters and options, in another order, of other numbers, empty."""
+
+
+def _stage(groups: list[tuple[tuple[str, ...], dict[str, Any]]], seed: int) -> dict[str, Any]:
+    """A model of a stage's parameters, and an optimizer with its groups; options are zero for another seed than 0."""
+    torch.manual_seed(seed)
+    names = sorted(name for members, _ in groups for name in members)
+    model = nn.ModuleDict({name.split(".")[0]: nn.Module() for name in names})
+    for name in names:
+        model[name.split(".")[0]].register_parameter(name.split(".")[1], nn.Parameter(torch.randn(3)))
+    parameters = dict(model.named_parameters())
+    kept = {"momentum": 0.9} if seed == 0 else {"momentum": 0.0}
+    optim = torch.optim.SGD(
+        [
+            {"params": [parameters[name] for name in members], **kept, **(options if seed == 0 else {"lr": 0.0})}
+            for members, options in groups
+        ]
+    )
+    return {"model": model, "optim": optim}
+
+
+def _options_by_name(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    names = {id(parameter): name for name, parameter in state["model"].named_parameters()}
+    return {
+        names[id(parameter)]: {key: value for key, value in group.items() if key != "params"}
+        for group in state["optim"].param_groups
+        for parameter in group["params"]
+    }
+
+
+def _pipeline(folder: str) -> dict[str, dict[str, Any]]:
+    """Save stages in every way; load them into stages and into groups of another order. Return the options saved."""
+    rank = dist.get_rank()
+    state = _stage(STAGES[rank], 0)
+    with warnings.catch_warnings(), zarrckpt.CheckpointManager(f"{folder}/run") as manager:
+        warnings.simplefilter("error")
+        saves: list[tuple[str, Callable[[], Any]]] = [
+            ("0", lambda: zarrckpt.save(state, f"{folder}/0")),
+            ("1", lambda: zarrckpt.save(state, f"{folder}/1")),
+            ("2", lambda: zarrckpt.async_save(state, f"{folder}/2").result()),
+            ("run", lambda: manager.save(3, state).result()),
+        ]
+        for name, save in saves:
+            for group in state["optim"].param_groups:
+                group["lr"] += rank  # from the second save on, ranks repeat a plan
+            _step(state["model"], state["optim"])
+            save()
+            for groups in (STAGES[rank], [*STAGES[rank][::-1], ((), {})]):
+                other = _stage(groups, 1)
+                url = f"{folder}/{name}"
+                zarrckpt.load(other, zarrckpt.latest(url) if name == "run" else url)
+                assert _options_by_name(other) == _options_by_name(state), (name, groups)
+            dist.barrier()
+    return _options_by_name(state)
+
+
+def test_each_stage_of_a_pipeline_keeps_its_options(tmp_path: Path) -> None:
+    found = run_ranks(_pipeline, str(tmp_path), world_size=3)
+    saved = {name: options for rank in found for name, options in rank.items()}
+    assert len({options["lr"] for options in saved.values()}) == 6
+    state = _stage([((name,), {}) for name in reversed(saved)], 1)
+    zarrckpt.load(state, zarrckpt.latest(tmp_path / "run"))
+    assert _options_by_name(state) == saved
+
+
+def _refused_stages(folder: str, kind: str) -> None:
+    rank = dist.get_rank()
+    state = _stage(STAGES[rank if kind == "names" else 0], 0)
+    optim = state["optim"]
+    if kind == "contents":
+        optim.param_groups[0]["lr"] = rank
+    if kind == "names":
+        state["optim"] = optim.state_dict()
+        for group, (members, _) in zip(state["optim"]["param_groups"], STAGES[rank], strict=True):
+            group["params"] = [*members]
+    zarrckpt.save({"optim": state["optim"]}, f"{folder}/{kind}")
+
+
+@pytest.mark.parametrize("kind", ["names", "contents"])
+def test_stages_that_no_load_could_tell_apart_are_refused(tmp_path: Path, kind: str) -> None:
+    message = all_ranks_raise(zarrckpt.UnsupportedLayoutError, _refused_stages, str(tmp_path), kind, world_size=2)
+    assert "'optim'" in message and "PerRank" in message
+    assert ("param_groups.0.lr" in message) == (kind == "contents")
+
+
+def _experts(folder: str, sharded: bool) -> None:
+    """The expert of rank 1 gets no token."""
+    rank = dist.get_rank()
+    weight = torch.ones(4, 2)
+    if sharded:
+        weight = distribute_tensor(weight, init_device_mesh("cpu", (2,)), [Shard(0)])
+    model = nn.ParameterDict({"expert": nn.Parameter(weight)})
+    optim = torch.optim.Adam(model.parameters())
+    if rank == 0:
+        model["expert"].grad = torch.ones_like(weight)
+        optim.step()
+    fresh = torch.optim.Adam(model.parameters())
+    nn.init.ones_(model["expert"])
+    zarrckpt.save({"model": model, "optim": optim}, f"{folder}/c")
+    zarrckpt.load({"model": model, "optim": fresh}, f"{folder}/c")
+    assert fresh.state[model["expert"]]["exp_avg"].eq(0.1).all()
+
+
+def test_an_expert_without_tokens_has_no_state_on_one_rank(tmp_path: Path) -> None:
+    run_ranks(_experts, str(tmp_path), False, world_size=2)
+    args = (str(tmp_path / "sharded"), True)
+    message = all_ranks_raise(zarrckpt.UnsupportedLayoutError, _experts, *args, world_size=2)
+    assert "'optim.state.expert.exp_avg'" in message and "ranks [1] have no entry" in message
+
+
+def test_options_arrive_in_the_form_that_an_optimizer_has(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2)
+    optim = torch.optim.AdamW([{"params": [module.weight]}, {"params": [module.bias]}], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
+    _step(module, optim)
+    scheduler.step()
+    first, second = optim.param_groups
+    del first["maximize"]  # as of an older torch
+    first["old"] = [torch.ones(2), {"a": 1}]
+    second["lr"] = torch.tensor(0.25)
+    zarrckpt.save({"m": module, "o": optim}, tmp_path / "c")
+    tensor = torch.tensor(3.0, dtype=torch.float64)
+    weight = {"params": [module.weight], "lr": tensor, "maximize": True, "new": 5}
+    fresh = torch.optim.AdamW([weight, {"params": [module.bias], "lr": 3.0}])
+    zarrckpt.load({"m": module, "o": fresh}, tmp_path / "c")
+    one, two = fresh.param_groups
+    assert isinstance(one["lr"], torch.Tensor) and one["lr"].dtype == torch.float64 and one["lr"] == 0.05
+    assert type(two["lr"]) is float and two["lr"] == 0.25
+    assert one["maximize"] is True and one["new"] == 5 and two["maximize"] is False
+    assert one["old"][0].tolist() == [1, 1] and one["old"][1] == {"a": 1}
+    assert [group["initial_lr"] for group in fresh.param_groups] == [0.1, 0.1]
+    torch.optim.lr_scheduler.StepLR(fresh, 1, 0.5, last_epoch=0)
+    _step(module, fresh)
 
 
 def test_parameters_of_lazy_modules_are_named(tmp_path: Path) -> None:

@@ -32,8 +32,9 @@ import zarrckpt
 from zarrckpt._format.grid import Box, intersect
 from zarrckpt._format.root import Root, Table
 from zarrckpt._format.state_path import DICT, StatePath
+from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import DescribedEntry, Description
-from zarrckpt._plan.holders import AllDescriptions, gather_state
+from zarrckpt._plan.holders import gather_state
 from zarrckpt._plan.plan import PlanOptions, SavePlan, Sizes, plan_save
 from zarrckpt._save import agree
 

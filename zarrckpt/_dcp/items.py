@@ -17,8 +17,9 @@ from zarrckpt._errors import CheckpointError, UnsupportedValueError
 from zarrckpt._format import dtypes
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
+from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
-from zarrckpt._plan.holders import AllDescriptions, ReplicaPart
+from zarrckpt._plan.holders import ReplicaPart
 from zarrckpt._ranks.torch_private import merged_plans
 from zarrckpt._state.digests import content_digest
 

@@ -17,7 +17,8 @@ from zarrckpt._load.match import Findings, ObjectMatch, Saved
 from zarrckpt._load.recheck import ReadEntries
 from zarrckpt._load.shared_reads import Shares, plan_shares
 from zarrckpt._options import LoadOptions, checked_options
-from zarrckpt._plan.holders import AllDescriptions, Asked, wanted
+from zarrckpt._plan.all_descriptions import AllDescriptions, Asked
+from zarrckpt._plan.holders import wanted
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import Rounds, joined
 from zarrckpt._read.catalog import Catalog

@@ -42,6 +42,24 @@ class DescribedEntry(NamedTuple):
     """This rank's parts of the tensor, where no sharding tells them."""
 
 
+class ParameterGroup(NamedTuple):
+    """The parameters of one group of an optimizer, as one rank has it."""
+
+    path: StatePath
+    """That of the entry ``params``."""
+    members: bytes
+    """A digest of the parameters' names or numbers; empty if the group has none."""
+    of_object: bool
+    """Whether it is a group of an Optimizer, and not of a state dict that the user made."""
+    by_number: bool
+    """Whether the parameters have only numbers."""
+
+    @property
+    def optimizer(self) -> str:
+        """The flat name of the optimizer's state; empty if it is the whole state."""
+        return self.path.fqn.rpartition("param_groups.")[0].removesuffix(".")
+
+
 @dataclass(frozen=True, eq=False)
 class Description:
     """All entries of a rank's state, in its order."""
@@ -53,6 +71,8 @@ class Description:
     lowest_rank_saves: bool = False
     """Whether replicas are all saved by the lowest rank that holds them, instead of being dealt."""
     version: str = __version__
+    groups: Sequence[ParameterGroup] = ()
+    """The parameter groups of optimizers, in order."""
 
     @cached_property
     def digest(self) -> bytes:
@@ -61,13 +81,14 @@ class Description:
             (path.keys, path.containers, path.rank_at, kind, shape, dtype, sharding, boxes)
             for path, kind, shape, dtype, sharding, boxes in self.entries
         ]
-        told = (rows, [*self.shardings], self.compared, self.lowest_rank_saves, self.version)
+        groups = [(group.path.keys, *group[1:]) for group in self.groups]
+        told = (rows, [*self.shardings], self.compared, self.lowest_rank_saves, self.version, groups)
         return hashlib.blake2b(repr(told).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
     @property
     def packed(self) -> bytes:
         """As it is sent."""
-        fields = (self.entries, self.shardings, self.compared, self.lowest_rank_saves, self.version)
+        fields = (self.entries, self.shardings, self.compared, self.lowest_rank_saves, self.version, self.groups)
         return zlib.compress(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL), 1)
 
     @classmethod

@@ -15,6 +15,7 @@ from zarrckpt._format import dtypes
 from zarrckpt._format.documents import MAX_DIMENSIONS
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import RANKS, StatePath
+from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.chunking import overlapping
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
 from zarrckpt._plan.owners import BoxOnRanks, Holders, Numbers
@@ -22,53 +23,6 @@ from zarrckpt._plan.shards import CutMesh, mesh_boxes
 
 ReplicaPart = tuple[str, Ints | None]
 """What ranks may hold alike: a name, and the offset of a box; None for what is no tensor."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Which ranks are to send their descriptions: the lowest of those that have one digest."""
-
-    senders: frozenset[int]
-    given: Numbers
-    """The number of each rank's description, by its position in the group."""
-
-    @classmethod
-    def by(cls, digests: Sequence[bytes]) -> Asked:
-        """From the digest of each rank's description."""
-        first: dict[bytes, int] = {}
-        for rank, digest in enumerate(digests):
-            first.setdefault(digest, rank)
-        numbers = {digest: number for number, digest in enumerate(first)}
-        # A small type: this goes to every rank.
-        given = np.array([numbers[digest] for digest in digests], np.min_scalar_type(len(first)))
-        return cls(frozenset(first.values()), given)
-
-
-@dataclass(frozen=True)
-class AllDescriptions:
-    """The descriptions of all ranks: the different ones, and which of them each rank gave."""
-
-    descriptions: Sequence[Description]
-    given: Numbers
-    """The number of each rank's description, by its position in the group."""
-    members: Sequence[int]
-    """The ranks' numbers in the default process group, by position."""
-
-    @classmethod
-    def sent(cls, packed: Iterable[bytes], given: Numbers, members: Sequence[int]) -> AllDescriptions:
-        """From the packed descriptions of those that were asked, in the order of their ranks."""
-        return cls([Description.unpacked(data) for data in packed], given, members)
-
-    def ranks_of(self, description: int) -> Numbers:
-        """The positions of the ranks that gave a description."""
-        found: Numbers = np.flatnonzero(self.given == description)
-        return found
-
-    @property
-    def in_order(self) -> list[int]:
-        """The numbers of the descriptions, as the lowest ranks gave them."""
-        numbers, first = np.unique(self.given, return_index=True)
-        return [int(numbers[place]) for place in np.argsort(first)]
 
 
 @dataclass(frozen=True)
@@ -205,7 +159,7 @@ class _Gathering:
         """Gather claims by name. The paths come in the order of the lowest rank's state; then what only others have."""
         for number, ranks in self.ranks.items():
             lowest = int(ranks[0])
-            for entry in self._gathered.descriptions[number].entries:
+            for entry in self._gathered.entries(number):
                 if entry.path.rank_at is None:
                     self._paths.setdefault(entry.path.fqn, entry.path)
                     self._claims.setdefault(entry.path.fqn, []).append(_Claim(number, entry))
@@ -286,8 +240,26 @@ class _Gathering:
             ranks_of[box] = [only[box.offset]]
         most = 1 if self._lowest else None
         held = Holders([BoxOnRanks(box, tuple(sorted({*ranks})[:most])) for box, ranks in ranks_of.items() if box.size])
+        if sum(box.size for box in held.boxes) < Box((0,) * len(shape), shape).size:
+            self._refuse_absent(fqn, claims)
         _check_cover(fqn, shape, held.boxes, tiled)
         return held, whole and not held.alone
+
+    def _refuse_absent(self, fqn: str, claims: Sequence[_Claim]) -> None:
+        """Refuse a tensor that ranks of its mesh have not: of an optimizer's state where there was no gradient."""
+        there = {int(rank) for claim in claims for rank in self.ranks[claim.description]}
+        for number, entry in claims:
+            if entry.sharding == REPLICATED:
+                continue
+            mesh = self._gathered.descriptions[number].shardings[entry.sharding].ranks
+            absent = sorted(rank for rank in mesh if rank in self._position and self._position[rank] not in there)
+            if absent:
+                raise UnsupportedLayoutError(
+                    f"{fqn!r} is sharded over ranks {sorted(mesh)[:10]}, and ranks {absent[:10]} have no entry of this "
+                    "name, so its elements there are unknown; nothing was written. If it is an optimizer's state, its "
+                    "parameter had no gradient there, as an expert without tokens: set parameter.grad to zeros before "
+                    "the optimizer's step on these ranks"
+                )
 
     def _ranks_by_box(self, claims: Iterable[_Claim]) -> dict[Box, list[int]]:
         found: dict[Box, list[int]] = {}

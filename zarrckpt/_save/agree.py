@@ -19,8 +19,10 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from zarrckpt._errors import CheckpointError, warn
-from zarrckpt._plan.holders import AllDescriptions, Asked, ReplicaPart, gather_state
+from zarrckpt._errors import CheckpointError, UnsupportedLayoutError, warn
+from zarrckpt._plan.all_descriptions import AllDescriptions, Asked
+from zarrckpt._plan.group_numbers import GroupNumbers
+from zarrckpt._plan.holders import ReplicaPart, gather_state
 from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds
@@ -59,6 +61,7 @@ class _Kept:
     plan: SavePlan
     part: RankPlan
     replicas: Replicas
+    group_numbers: GroupNumbers
 
 
 _kept_plans: dict[tuple[int, ...], tuple[Callable[[], object], _Kept]] = {}
@@ -161,6 +164,7 @@ class _Agreement(Generic[A]):
         self._plan: SavePlan
         self._part: RankPlan
         self._replicas: Replicas
+        self._group_numbers: GroupNumbers
 
     def reached(self) -> Agreed[A]:
         first = self._rounds.merge("the digests of their states", self._hello, self._answer_to_hellos)
@@ -174,14 +178,17 @@ class _Agreement(Generic[A]):
         compare = _Compare()
         while True:
             answer = self._rounds.merge(
-                "their plans", partial(self._check, gathered, options, compare), partial(self._answer_to_plans, compare)
+                "their plans",
+                partial(self._check, gathered, options, compare),
+                partial(self._answer_to_plans, gathered, compare),
             )
             if isinstance(answer, _Begun):
                 break
             compare = answer
         if not compare.only and not self._plan.state.differing:
             name = _name_of(gathered, options, self._plan)
-            kept = _Kept(name, self._description.digest, options, self._plan, self._part, self._replicas)
+            digest = self._description.digest
+            kept = _Kept(name, digest, options, self._plan, self._part, self._replicas, self._group_numbers)
             _kept_plans[self._rounds.members] = (_default_group(), kept)
         return Agreed(self._state, self._plan, self._part, answer.attempt)
 
@@ -193,6 +200,7 @@ class _Agreement(Generic[A]):
         digest = self._description.digest
         if self._last is None or self._last.digest != digest:
             return _Hello(digest, _NO_PLAN, 0).packed()
+        self._state.renumber_groups(self._last.group_numbers)
         balance = _balance(self._state, self._last.replicas, self._rounds.rank)
         return _Hello(digest, self._last.name, balance).packed()
 
@@ -205,6 +213,8 @@ class _Agreement(Generic[A]):
         if compare.wanted:
             return _Checked(self._plan.digest, b"", _details(self._state, self._replicas, compare.wanted))
         state = gather_state(gathered, compare.only)
+        self._group_numbers = gathered.group_numbers(int(gathered.given[self._rounds.rank]))
+        self._state.renumber_groups(self._group_numbers)
         self._plan = plan_save(state, options)
         self._part = self._plan.part(self._rounds.rank)
         self._replicas = state.replicas(self._rounds.rank)
@@ -228,7 +238,9 @@ class _Agreement(Generic[A]):
             raise CheckpointError(f"the ranks have different versions of zarrckpt, {versions}: install one")
         return [packed for _, packed in found], self._options
 
-    def _answer_to_plans(self, compare: _Compare, found: Sequence[_Checked]) -> _Begun[A] | _Compare:
+    def _answer_to_plans(
+        self, gathered: AllDescriptions, compare: _Compare, found: Sequence[_Checked]
+    ) -> _Begun[A] | _Compare:
         others = [rank for rank, checked in enumerate(found) if checked.plan != found[0].plan]
         if others:
             raise CheckpointError(
@@ -242,7 +254,9 @@ class _Agreement(Generic[A]):
                 return _Compare(only=only, differing=differing, ended=True)
             if unlike := _unlike_groups([checked.folds for checked in found]):
                 return _Compare(wanted=unlike)
-        warn_of({**self._plan.state.differing, **compare.differing})
+        contents: dict[str, Sequence[int]] = {**self._plan.state.differing, **compare.differing}
+        _refuse_numbered(gathered, contents)
+        warn_of(contents)
         return _Begun(self._begin(self._plan.layout))
 
 
@@ -307,13 +321,38 @@ def _name_of(gathered: AllDescriptions, options: PlanOptions, plan: SavePlan) ->
     return hashlib.blake2b(said + plan.digest, digest_size=len(_NO_PLAN)).digest()
 
 
+def _refuse_numbered(gathered: AllDescriptions, differing: Mapping[str, Sequence[int]]) -> None:
+    """Refuse optimizers that differ between ranks and whose parameters have only numbers.
+
+    State dicts of ranks that describe the same state may be replicas that have drifted: a warning is enough.
+    """
+    by_number = {
+        group.optimizer
+        for description in gathered.descriptions
+        for group in description.groups
+        if group.by_number and (group.of_object or len(gathered.descriptions) > 1)
+    }
+    for name in sorted(by_number):
+        own = {fqn: ranks for fqn, ranks in differing.items() if not name or fqn.startswith(f"{name}.")}
+        if own:
+            raise UnsupportedLayoutError(
+                f"{name!r}: {len(own)} entries of this optimizer differ between ranks: {_differing_shown(own)}. Its "
+                "parameters have only numbers, so those of different ranks cannot be told apart, and nothing was "
+                "written: put the module that it trains into the state, too, or keep every rank's optimizer: "
+                "zarrckpt.PerRank(optimizer)"
+            )
+
+
 def warn_of(differing: Mapping[str, Sequence[int]]) -> None:
     """Warn of names under which ranks hold different contents, if there are any."""
     if not differing:
         return
-    shown = ", ".join(f"{fqn!r} (ranks {', '.join(map(str, ranks))})" for fqn, ranks in list(differing.items())[:10])
-    more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
     warn(
         f"{len(differing)} entries differ between ranks, and each is saved once, as the lowest of these ranks has it: "
-        f"{shown}{more}; to keep every rank's, wrap it: zarrckpt.PerRank(value)"
+        f"{_differing_shown(differing)}; to keep every rank's, wrap it: zarrckpt.PerRank(value)"
     )
+
+
+def _differing_shown(differing: Mapping[str, Sequence[int]]) -> str:
+    shown = ", ".join(f"{fqn!r} (ranks {', '.join(map(str, ranks))})" for fqn, ranks in list(differing.items())[:10])
+    return f"{shown} and {len(differing) - 10} more" if len(differing) > 10 else shown

@@ -23,12 +23,17 @@ _WHOLE_BYTES = 64 << 10
 _SAMPLE = 512
 
 _PARAMETER_NAMES = re.compile(r"(^|\.)param_groups\.\d+\.params$")
-"""What an optimizer's group calls its parameters: the ranks of a pipeline differ, and a load does not mind."""
+"""The names of the parameters in an optimizer's group. Groups with other parameters are others, see group_numbers."""
+
+
+def is_parameter_list(fqn: str) -> bool:
+    """Whether an entry names the parameters of an optimizer's group."""
+    return _PARAMETER_NAMES.search(fqn) is not None
 
 
 def is_compared(fqn: str, value: Any) -> bool:
     """Whether a value has a digest: ranks can tell that they hold the same."""
-    return not _PARAMETER_NAMES.search(fqn) and _value_bytes(value)[0] is not None
+    return not is_parameter_list(fqn) and _value_bytes(value)[0] is not None
 
 
 def content_digest(fqn: str, value: Any) -> bytes | None:
@@ -36,7 +41,7 @@ def content_digest(fqn: str, value: Any) -> bytes | None:
 
     Copies at most 64 KiB of a tensor to the host.
     """
-    if _PARAMETER_NAMES.search(fqn):
+    if is_parameter_list(fqn):
         return None
     if isinstance(value, torch.Tensor):
         form: object = (str(value.dtype), tuple(value.shape))

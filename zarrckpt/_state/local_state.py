@@ -15,11 +15,13 @@ from zarrckpt._format import dtypes
 from zarrckpt._format.documents import MAX_DIMENSIONS
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import RANKS, StatePath
-from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description, EntryKind
+from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description, EntryKind, ParameterGroup
+from zarrckpt._plan.group_numbers import GroupNumbers, renumbered
 from zarrckpt._plan.holders import ReplicaPart
 from zarrckpt._plan.shards import Sharding
-from zarrckpt._state.digests import content_digest, is_compared
+from zarrckpt._state.digests import content_digest, is_compared, is_parameter_list
 from zarrckpt._state.flatten import flatten
+from zarrckpt._state.group_options import ParameterNames
 from zarrckpt._state.local_boxes import HeldTensor, held_of
 from zarrckpt._state.objects import for_save
 from zarrckpt._state.per_rank import PerRank
@@ -44,6 +46,13 @@ class LocalState:
         refuse_unsaveable(leaves)
         self._leaves = {fqn: held_of(fqn, leaf) for fqn, leaf in leaves.items()}
         self._paths = paths
+        self._groups = [
+            _parameter_group(paths[fqn], leaf)
+            for fqn, leaf in leaves.items()
+            if isinstance(leaf, list) and is_parameter_list(fqn) and paths[fqn].rank_at is None
+        ]
+        self._renumbered: dict[str, str] = {}
+        """The own names of entries that have other names in the checkpoint, by these."""
         self._in_stacks = {path.with_rank(RANKS).fqn: fqn for fqn, path in paths.items() if path.rank_at is not None}
 
     @classmethod
@@ -69,7 +78,15 @@ class LocalState:
                 entries.append(tensor_entry(path, leaf, _checked_dtype(fqn, leaf.dtype), shardings))
             else:
                 entries.append(DescribedEntry(path, _kind_of(fqn, leaf)))
-        return Description(tuple(entries), tuple(shardings))
+        return Description(tuple(entries), tuple(shardings), groups=tuple(self._groups))
+
+    def renumber_groups(self, numbers: GroupNumbers) -> None:
+        """Set the numbers of parameter groups in the checkpoint. The methods below take names with these numbers."""
+        self._renumbered = {}
+        for fqn, path in self._paths.items() if numbers else ():
+            other = renumbered(path, numbers)
+            if other is not None and other is not path:
+                self._renumbered[other.fqn] = fqn
 
     def digest(self, part: ReplicaPart) -> bytes:
         """8 bytes of the contents of a part that other ranks hold, too."""
@@ -106,10 +123,11 @@ class LocalState:
 
     def value(self, fqn: str) -> Any:
         """A non-tensor entry."""
-        return self._leaves[fqn]
+        leaf = self._leaves[self._renumbered.get(fqn, fqn)]
+        return [*leaf] if isinstance(leaf, ParameterNames) else leaf
 
     def _tensor(self, fqn: str, offset: Ints) -> torch.Tensor:
-        leaf = self._leaves[self._in_stacks.get(fqn, fqn)]
+        leaf = self._leaves[self._in_stacks.get(fqn) or self._renumbered.get(fqn, fqn)]
         tensor: torch.Tensor = leaf.piece(offset) if isinstance(leaf, HeldTensor) else leaf.detach()
         return tensor
 
@@ -161,6 +179,13 @@ def _fault_of(leaf: Any) -> str | None:
         kind = "is a nested tensor" if leaf.is_nested else f"has layout {leaf.layout}"
         return f"{kind}: only strided tensors can be saved; use .to_dense(), or save its parts"
     return None
+
+
+def _parameter_group(path: StatePath, members: list[Any]) -> ParameterGroup:
+    shown = repr(sorted(members, key=str)).encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(shown, digest_size=8).digest() if members else b""
+    by_number = any(isinstance(member, int) for member in members)
+    return ParameterGroup(path, digest, isinstance(members, ParameterNames), by_number)
 
 
 def _kind_of(fqn: str, value: Any) -> EntryKind:

@@ -21,12 +21,10 @@ from torch.optim import Optimizer
 from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._ranks.torch_private import is_over_tensor_parallelism
+from zarrckpt._state.group_options import Name, ParameterNames, groups_with_options
 from zarrckpt._state.modules import fsdp1_of, parameter_names
 from zarrckpt._state.optimizer_forms import held_here, refuse_other_parameters, saved_numbers, state_dict_of
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_sharded_tensor
-
-Name = str | int
-"""Of a parameter: that in its module; its number in the optimizer where the state holds no module."""
 
 
 class SavedTensor(NamedTuple):
@@ -160,8 +158,11 @@ def saved_state(optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any
     """The state dict to save. No step is made: an optimizer without state is saved as such."""
     fsdp1 = None if module is None else fsdp1_of(module)
     if fsdp1 is not None:
-        return _fsdp1_state(optimizer, fsdp1)
-    return _Parameters(optimizer, module).named(state_dict_of(optimizer))
+        state = _fsdp1_state(optimizer, fsdp1)
+    else:
+        state = _Parameters(optimizer, module).named(state_dict_of(optimizer))
+    groups = [{**group, "params": ParameterNames(group["params"])} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
 
 
 class OptimizerTarget:
@@ -207,12 +208,15 @@ class OptimizerTarget:
             slots = _slots(f"{self.prefix}state.{name}", len(keys) + 2, parameter, state.pop(name, {}), saved)
             if slots:
                 state[name] = slots
-        for place, group in enumerate(self.state_dict["param_groups"]):
-            # Like the numbers of its parameters, their names in an optimizer are its own.
-            group.pop("param_names", None)
-            if saved.holds(f"{self.prefix}param_groups.{place}.param_names"):
-                group["param_names"] = None
-        self.groups = [group["params"] for group in self.state_dict["param_groups"]]
+        self._own_groups: list[dict[str, Any]] = self.state_dict["param_groups"]
+        self.groups = [group["params"] for group in self._own_groups]
+        # All groups of the checkpoint are read, by their numbers: the names in them tell whose their options are.
+        prefix, depth = f"{self.prefix}param_groups.", len(keys) + 1
+        numbers = [number for number in saved.keys_below(prefix, depth) if str(number).isdecimal()]
+        self.state_dict["param_groups"] = {
+            int(number): dict.fromkeys(saved.keys_below(f"{prefix}{number}.", depth + 1)) for number in numbers
+        }
+        self._all_groups_are_read = not saved.left_out(prefix)
 
     def _saved_name(self, saved: SavedEntries) -> Callable[[list[str]], str]:
         def choose(names: list[str]) -> str:
@@ -222,7 +226,9 @@ class OptimizerTarget:
 
     def restore(self, loaded: Mapping[str, Any]) -> None:
         """Have the optimizer take its loaded state dict. Raises KeyMismatchError for entries that it did not keep."""
-        groups = _own_groups(self.prefix, self.groups, loaded["param_groups"])
+        groups = groups_with_options(
+            self.prefix, self._own_groups, loaded["param_groups"], complete=self._all_groups_are_read
+        )
         taken = {**loaded, "param_groups": groups}
         # The optimizer gets copies of its own.
         self.given_groups = [dict(group) for group in groups]
@@ -348,46 +354,6 @@ def _is_cast_of(arrived: torch.Tensor, loaded: torch.Tensor) -> bool:
     cast = loaded.to(device=arrived.device, dtype=arrived.dtype)
     one, other = (part.to_local() if is_dtensor(part) else part for part in (arrived, cast))  # type: ignore[attr-defined]
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _own_groups(prefix: str, names: list[list[Name]], loaded: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Loaded parameter groups for this rank's parameters: each as those that name one of them, else by position.
-
-    A checkpoint names a group's parameters as one rank had them. A stage of a pipeline may find none of its own there.
-    Raises KeyMismatchError for a group too many, and for one whose parameters were in groups with other options.
-    """
-    groups: list[dict[str, Any]] = []
-    empty = [group for group in loaded if not group["params"]]
-    for place, own in enumerate(names):
-        sources = [group for group in loaded if not {*own}.isdisjoint(group["params"])]
-        if not own and empty:
-            sources = [empty.pop(0)]
-        if not sources and place >= len(loaded):
-            raise KeyMismatchError(
-                f"'{prefix}param_groups' has {len(names)} groups in the target and {len(loaded)} in the checkpoint, "
-                f"and group {place} shares no parameter with any of these"
-            )
-        options = [_options(group) for group in sources or [loaded[place]]]
-        differing = {key for other in options[1:] for key in options[0] if not _equal(other.get(key), options[0][key])}
-        if differing:
-            raise KeyMismatchError(
-                f"'{prefix}param_groups.{place}' has parameters that were in {len(options)} groups, which differ in "
-                f"{sorted(differing)}: make the groups as they were saved, or leave them out (keys=)"
-            )
-        groups.append({**options[0], "params": own})
-    return groups
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says beside its parameters, as tensors of its own."""
-    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
 
 
 def _fsdp1_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:

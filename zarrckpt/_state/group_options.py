@@ -1,0 +1,99 @@
+"""Options of an optimizer's parameter groups: a load finds them by the names of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zarrckpt._errors import KeyMismatchError
+from zarrckpt._state.torch_kinds import is_dtensor
+
+Name = str | int
+"""Of a parameter: that in its module; its number in the optimizer where the state holds no module."""
+
+
+class ParameterNames(list[Name]):
+    """The parameters of one group of an Optimizer, in the state to save."""
+
+
+def groups_with_options(
+    prefix: str, own: Sequence[Mapping[str, Any]], loaded: Mapping[int, Mapping[str, Any]], *, complete: bool
+) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with the options of the loaded groups that have one of their parameters.
+
+    If none has, those of the group at its position are taken, unless another group here has parameters of that one.
+    Options that were not loaded keep their values.
+
+    Args:
+        prefix: the beginning of the names of the optimizer's entries. own: its groups, with names of parameters.
+        loaded: groups of the checkpoint by their numbers. complete: whether these are all.
+
+    Raises KeyMismatchError for a group that gets no options, and for one whose parameters were in groups with other
+    options.
+    """
+    own_names = {name for group in own for name in group["params"]}
+    empty = {place: group for place, group in loaded.items() if not group.get("params", True)}
+    groups: list[dict[str, Any]] = []
+    for place, group in enumerate(own):
+        names = group["params"]
+        sources = [other for other in loaded.values() if not {*names}.isdisjoint(other.get("params", ()))]
+        if not names and empty:
+            sources = [empty.pop(place if place in empty else min(empty))]
+        if not sources and place in loaded:
+            is_free = not names or own_names.isdisjoint(loaded[place].get("params", ()))
+            sources = [loaded[place]] if is_free else []
+        if not sources and names and loaded and complete:
+            raise KeyMismatchError(
+                f"'{prefix}param_groups' has {len(own)} groups in the target and {len(loaded)} in the checkpoint, and "
+                f"group {place} shares no parameter with any of these"
+            )
+        options = [_options(source) for source in sources]
+        if differing := _differing(options):
+            raise KeyMismatchError(
+                f"'{prefix}param_groups.{place}' has parameters that were in {len(options)} groups, which differ in "
+                f"{differing}: make the groups as they were saved, or leave them out (keys=)"
+            )
+        found = {key: _as_own(group.get(key), value) for key, value in (options or [{}])[0].items()}
+        groups.append({**_options(group), **found, "params": names})
+    return groups
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says beside its parameters, as tensors of its own."""
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
+
+
+def _differing(options: list[dict[str, Any]]) -> list[str]:
+    """Return the names of options that groups do not have in common."""
+    first, names = options[0] if options else {}, {key for group in options for key in group}
+    return sorted(key for key in names for group in options[1:] if not _equal(group.get(key), first.get(key)))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _as_own(own: Any, loaded: Any) -> Any:
+    """Return a loaded option in the form that it has in the optimizer: tensors and numbers take each other's value."""
+    is_number = type(own) in (bool, int, float)
+    if isinstance(loaded, torch.Tensor):
+        if is_dtensor(own):
+            from torch.distributed.tensor import distribute_tensor
+
+            # Every rank has read all of it.
+            return distribute_tensor(loaded.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+        if isinstance(own, torch.Tensor):
+            return loaded.to(own.device)
+        return loaded.item() if is_number and loaded.ndim == 0 else loaded
+    if isinstance(own, torch.Tensor) and type(loaded) in (int, float):
+        return torch.full_like(own, loaded)
+    if isinstance(loaded, dict) and isinstance(own, dict):
+        return {key: _as_own(own.get(key), value) for key, value in loaded.items()}
+    if type(loaded) in (list, tuple) and type(own) is type(loaded) and len(own) == len(loaded):
+        return type(loaded)(_as_own(mine, value) for mine, value in zip(own, loaded, strict=True))
+    return loaded
