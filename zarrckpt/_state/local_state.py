@@ -15,6 +15,7 @@ from zarrckpt._format import dtypes
 from zarrckpt._format.documents import MAX_DIMENSIONS
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import RANKS, StatePath
+from zarrckpt._format.values import EncodedValue
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description, EntryKind
 from zarrckpt._plan.holders import ReplicaPart
 from zarrckpt._plan.shards import Sharding
@@ -164,7 +165,7 @@ def _fault_of(leaf: Any) -> str | None:
 
 
 def _kind_of(fqn: str, value: Any) -> EntryKind:
-    if isinstance(value, Mapping) and not value:
+    if value.is_empty if isinstance(value, EncodedValue) else isinstance(value, Mapping) and not value:
         return "empty"
     return "value" if is_compared(fqn, value) else "opaque"
 
