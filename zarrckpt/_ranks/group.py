@@ -32,8 +32,8 @@ def default_group() -> Callable[[], object]:
 class Ranks:
     """The ranks that save or load together: those of a process group (default: all), or this process alone.
 
-    Raises ValueError if both a group and ``no_dist`` are given, and if this process is no member of the group; TypeError
-    for a group of another type.
+    Raises ValueError if both a group and ``no_dist`` are given, and if this process is not a member of the group;
+    TypeError for a group of another type.
     """
 
     group: dist.ProcessGroup | None = None

@@ -40,7 +40,7 @@ class AttemptName(NamedTuple):
 
 
 def run_save(read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks) -> SaveReport:
-    """Save what ``read_state`` gives on each rank; return when it is committed. An error on one rank is raised on all."""
+    """Save what ``read_state`` returns on each rank, and commit. An error on one rank is raised on all."""
     with joined(ranks, f"the save to {request.spec.url}", request.options.timeout) as rounds:
         return save_in_rounds(rounds, read_state, RankSave(request))
 
