@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from click.testing import CliRunner
 from crashes import Place, all_files, held, state
 from one_at_a_time import AskedStore, Op, Shelf
 from ranks import all_ranks_raise, run_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zarrckpt
+from zarrckpt import ZarrSavePlanner, ZarrStorageWriter
+from zarrckpt._commit import shared_storage
 from zarrckpt._store import _local_commit
 from zarrckpt.cli import main
 from zarrckpt.testing import FAIL, FAIL_AFTER, Call, Fault, FaultyStore
@@ -328,3 +332,59 @@ def test_a_rank_that_fails_under_dcp_removes_its_own(tmp_path: Path) -> None:
     assert {path.name for path in url.rglob("w*/c.*")} == {"c.0.0"}
     run_ranks(_save, str(url), 3.0, world_size=2)
     assert zarrckpt.open(url).verify()
+
+
+class _LateStore(FaultyStore):
+    """A network filesystem that shows a new file late."""
+
+    looks = 0
+
+    def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
+        self.looks += 1
+        if self.looks < 4:
+            raise zarrckpt.ObjectNotFoundError(key)
+        super().read_into(key, byte_offset, buffer)
+
+
+def _save_to_own_disks(folder: str) -> list[str]:
+    """Each rank has a disk of its own behind a relative path, or a server of its own behind a url."""
+    rank = dist.get_rank()
+    disk, state = Path(folder) / f"disk{rank}", {"w": torch.ones(1 << 20), "step": 1}
+    disk.mkdir()
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(disk)
+        patch.setattr(shared_storage, "PATIENCE_SECONDS", 0.3)
+        patch.setattr("socket.gethostname", lambda: f"host-{rank}")
+
+        def by_dcp(url: str) -> None:
+            dcp.save(state, storage_writer=ZarrStorageWriter(url), planner=ZarrSavePlanner())
+
+        background = zarrckpt.CheckpointManager("run", signals=(), save_every=1)
+        calls: dict[str, Callable[[str], object]] = {
+            "disk": lambda url: zarrckpt.save(state, url),
+            "memory://each": lambda url: zarrckpt.save(state, url),
+            "run": lambda url: (background.step(1, state), background.wait()),
+            "dcp": by_dcp,
+        }
+        for url, call in calls.items():
+            with pytest.raises((zarrckpt.StorageError, CheckpointException)) as caught:
+                call(url)
+            text = str(caught.value)
+            assert "host host-1" in text and "host host-0" in text and url in text, text
+            told.append(type(caught.value).__name__)
+        background.close()
+        assert background.steps() == [] and (rank == 0 or not [path for path in disk.rglob("*") if path.is_file()])
+        patch.setattr(shared_storage, "PATIENCE_SECONDS", 60)
+        late = _LateStore(Path(folder) / "late")
+        assert zarrckpt.save(state, late).objects > 0 and late.looks == (0 if rank == 0 else 4)
+    return told
+
+
+def test_a_save_to_a_disk_of_each_host_fails_by_name(tmp_path: Path) -> None:
+    for told in run_ranks(_save_to_own_disks, str(tmp_path), world_size=2):
+        assert told == ["StorageError"] * 3 + ["CheckpointException"]
+    for url in tmp_path.glob("disk*/*"):
+        with pytest.raises(zarrckpt.CheckpointNotFoundError):
+            zarrckpt.open(url)
+    assert zarrckpt.open(tmp_path / "late").verify().damages == ()
