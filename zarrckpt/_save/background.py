@@ -205,7 +205,8 @@ def async_save(
 
     Args:
         state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
-            Python values. It may change as soon as the call returns, but for ``copy_in_background``.
+            Python values, which are encoded in the call. It may change, and the process group may be destroyed, as soon
+            as the call returns, but for ``copy_in_background``.
         url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url; or a ready zarr or
             obstore store, with ``zarr.storage.StorePath(store, "run/step-7")`` for a path in one.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
@@ -230,10 +231,11 @@ def async_save(
 
     Returns a :class:`SaveFuture` of :class:`SaveReport`; its ``result()`` raises what else :func:`zarrckpt.save` would,
     the same on all ranks, what cannot be saved included. An error for which no one has asked the future is logged
-    (logger ``zarrckpt``) by the next call, or at the end of the process. The save cannot be cancelled.
+    (logger ``zarrckpt``) by the next call. At the end of the process it is logged and written to stderr, as one line;
+    the exit status stays as it is. The save cannot be cancelled.
 
-    The call itself raises TypeError and ValueError for arguments that make no sense, StorageError for an unknown option
-    of the store, and CheckpointError where a rank does not come.
+    The call itself raises TypeError and ValueError for arguments that make no sense, such as a ``process_group`` without
+    this rank, StorageError for an unknown option of the store, and CheckpointError where a rank does not come.
     """
     objects.refuse_swapped(state, url, "async_save")
     ranks = Ranks(process_group, no_dist)
