@@ -33,6 +33,7 @@ from uneven_states import clear, differing, mesh_of, sharded, uneven_state
 
 import zarrckpt
 from zarrckpt._save.background import _savers
+from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import _local
 from zarrckpt.testing import Call, Fault, FaultyStore
 
@@ -608,29 +609,33 @@ def test_the_call_returns_before_the_save_is_done(tmp_path: Path) -> None:
 
 def _destroy_after_the_call(folder: str) -> None:
     """The background plans, connects ranks for their pieces and commits after the process group is gone."""
-    rank, managers = dist.get_rank(), []
+    rank, managers, gate, plan = dist.get_rank(), [], threading.Event(), LocalState.from_plain_state
+
+    def when_destroyed(plain: Any) -> LocalState:
+        assert gate.wait(60)
+        return plan(plain)
+
     for number in range(3):
         # In another process group the ranks have other numbers.
-        rank = dist.get_world_size() - 1 - rank
-        Slow.may.clear()
+        rank = 2 - rank
+        gate.clear()
         weight = sharded(torch.arange(70.0).reshape(10, 7) + number, mesh_of([0, 1, 2]))
-        state = {"w": weight, "slow": Slow()}
-        future = zarrckpt.async_save(state, f"{folder}/{number}", copy_in_background=True)
-        managers.append(zarrckpt.CheckpointManager(f"{folder}/run{number}", signals=(), background=True))
-        dist.destroy_process_group()
-        with pytest.raises(ValueError, match="destroyed"):
-            managers[-1].save(1, state)
-        Slow.may.set()
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store{number}", rank=rank, world_size=3)
-        future.copied(timeout=60)
-        weight.to_local().zero_()
-        assert len(future.result(timeout=60).rank_bytes) == 3
-    managers[0].save(1, {"w": weight, "number": 3})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LocalState, "from_plain_state", when_destroyed)
+            future = zarrckpt.async_save({"w": weight}, f"{folder}/{number}")
+            managers.append(zarrckpt.CheckpointManager(f"{folder}/run{number}", signals=()))
+            dist.destroy_process_group()
+            weight.to_local().zero_()
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store{number}", rank=rank, world_size=3)
+            gate.set()
+            assert len(future.result(timeout=60).rank_bytes) == 3
+    managers[0].save(1, {"w": torch.ones(2), "number": 3})
     dist.destroy_process_group()
+    with pytest.raises(ValueError, match="destroyed"):
+        managers[0].save(2, {"w": torch.ones(2)})
     managers[0].close()
 
 
-@pytest.mark.filterwarnings("ignore:.*pickle")
 def test_a_save_outlives_its_process_group(tmp_path: Path) -> None:
     run_ranks(_destroy_after_the_call, str(tmp_path), world_size=3)
     for number in range(3):

@@ -206,7 +206,7 @@ def async_save(
     Args:
         state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
             Python values, which are encoded in the call. It may change, and the process group may be destroyed, as soon
-            as the call returns, but for ``copy_in_background``.
+            as the call returns; with ``copy_in_background``, as soon as ``future.copied()`` does.
         url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url; or a ready zarr or
             obstore store, with ``zarr.storage.StorePath(store, "run/step-7")`` for a path in one.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
