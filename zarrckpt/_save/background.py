@@ -234,8 +234,8 @@ def async_save(
     (logger ``zarrckpt``) by the next call. At the end of the process it is logged and written to stderr, as one line;
     the exit status stays as it is. The save cannot be cancelled.
 
-    The call itself raises TypeError and ValueError for arguments that make no sense, such as a ``process_group`` without
-    this rank, StorageError for an unknown option of the store, and CheckpointError where a rank does not come.
+    The call itself raises TypeError and ValueError for arguments that make no sense, such as a ``process_group``
+    without this rank, StorageError for an unknown option of the store, and CheckpointError where a rank does not come.
     """
     objects.refuse_swapped(state, url, "async_save")
     ranks = Ranks(process_group, no_dist)
