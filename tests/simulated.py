@@ -307,6 +307,7 @@ class Rounds:
     """One rank's rounds: takes the place of ``_ranks.rounds.Rounds``."""
 
     in_step = True
+    world = None
 
     def __init__(self, call: str) -> None:
         self.rank, self.size, self.members = _here.rank, _world().size, _world().numbers

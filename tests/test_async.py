@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import io
 import itertools
+import json
 import logging
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +33,7 @@ from uneven_states import clear, differing, mesh_of, sharded, uneven_state
 
 import zarrckpt
 from zarrckpt._save.background import _savers
+from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import _local
 from zarrckpt.testing import Call, Fault, FaultyStore
 
@@ -65,20 +71,82 @@ def test_async_save_to_s3(moto_bucket: S3Place) -> None:
     run_ranks(_train_while_saving, "fsdp2", "", moto_bucket.url("run"), world_size=2, env=moto_bucket.environment)
 
 
+@pytest.mark.filterwarnings("ignore:.*pickle")
 def test_values_are_copied_too(tmp_path: Path) -> None:
-    state: dict[str, Any] = {"list": [1, 2], "deep": {"names": ["a"]}, "w": torch.ones(3).to(torch.bfloat16)}
+    inner = torch.ones(2)
+    state: dict[str, Any] = {"tuple": (inner, [1]), "shared": _Shared([1])}
+    state |= {"list": [1, 2], "deep": {"names": ["a"]}, "w": torch.ones(3).to(torch.bfloat16)}
     state["conjugate"] = torch.tensor([1 + 2j, 3 - 4j]).conj()
     future = zarrckpt.async_save(state, tmp_path / "one")
     state["list"].append(3)
     state["deep"]["names"][0] = "b"
+    inner.zero_()
+    state["tuple"][1].append(2)
+    state["shared"].content.append(2)
     state["w"].zero_()
     state["conjugate"].zero_()
     future.result(timeout=60)
-    checkpoint = zarrckpt.open(tmp_path / "one")
+    checkpoint = zarrckpt.open(tmp_path / "one", allow_pickle=True)
     assert checkpoint["list"] == [1, 2] and checkpoint["deep.names"] == ["a"]
+    assert checkpoint["tuple"][0].tolist() == [1, 1] and checkpoint["tuple"][1] == checkpoint["shared"].content == [1]
     target = {"w": torch.zeros(3, dtype=torch.bfloat16), "conjugate": torch.zeros(2, dtype=torch.complex64)}
     zarrckpt.load(target, tmp_path / "one")
     assert target["w"].tolist() == [1, 1, 1] and target["conjugate"].tolist() == [1 - 2j, 3 + 4j]
+
+
+class _Shared:
+    """A value whose copy is itself."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def __deepcopy__(self, memo: object) -> _Shared:
+        return self
+
+
+def _stored(call: Callable[[], object], url: Path) -> object:
+    """What a save stores below its own url, the attempt's documents excepted; or the class and text of its error."""
+    try:
+        call()
+    except zarrckpt.CheckpointError as err:
+        return type(err), str(err)
+    files = {str(path.relative_to(url)): path.read_bytes() for path in url.rglob("*") if path.is_file()}
+    root = json.loads(files.pop("zarr.json"))["attributes"]["zarrckpt"]
+    return {key: data for key, data in files.items() if not key.startswith("@")}, root["entries"]
+
+
+_lazy = torch.nn.UninitializedParameter()
+
+
+@pytest.mark.filterwarnings("ignore:.*pickle")
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize(
+    "value",
+    [
+        ((torch.ones(2, requires_grad=True) * 3).sum(), 1),
+        [{}, Counter(), (1, {2})],
+        [torch.ones(1), threading.Lock()],
+        threading.Lock(),
+        (number for number in (1, 2)),
+        _Shared([1]),
+        _Shared(threading.Lock()),
+        io.BytesIO(b"bytes"),
+        bytearray(b"bytes"),
+        np.str_("nulls\0"),
+        list(range(20_000)),
+        Counter("aab"),
+        lambda: None,
+        _lazy,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_it_stores_or_refuses_what_save_does(value: Any, in_background: bool, tmp_path: Path) -> None:
+    state, one, two = {"w": torch.ones(2), "value": value}, tmp_path / "one", tmp_path / "two"
+    expected = _stored(lambda: zarrckpt.save(state, one), one)
+    # The call itself succeeds: the future has the error.
+    future = zarrckpt.async_save(state, two, copy_in_background=in_background)
+    assert _stored(lambda: future.result(timeout=60), two) == expected
+    assert isinstance(expected[0], dict) or "'value" in expected[1]  # type: ignore[index]
 
 
 def test_there_are_never_two_saves_at_once(tmp_path: Path) -> None:
@@ -303,16 +371,16 @@ def test_what_save_refuses_is_refused(tmp_path: Path) -> None:
 
 
 class Slow:
-    """A value that is copied when it may be, or cannot be."""
+    """A value that is encoded when it may be, or cannot be."""
 
     may = threading.Event()
     fails = False
 
-    def __deepcopy__(self, memo: object) -> Slow:
+    def __reduce__(self) -> tuple[type, tuple[()]]:
         assert self.may.wait(60)
         if self.fails:
             raise RuntimeError("cannot be copied")
-        return self
+        return Slow, ()
 
 
 @pytest.mark.filterwarnings("ignore:.*pickle")
@@ -338,7 +406,7 @@ def test_a_copy_that_fails_in_the_background_is_told_by_the_result(
     Slow.may.set()
     future = zarrckpt.async_save({"slow": Slow()}, tmp_path / "one", copy_in_background=True)
     future.copied(timeout=60)
-    with pytest.raises(zarrckpt.CheckpointError, match="cannot be copied"):
+    with pytest.raises(zarrckpt.UnsupportedValueError, match=r"'slow'.*cannot be copied"):
         future.result(timeout=60)
     refused = zarrckpt.async_save({"w": torch.eye(2).to_sparse()}, tmp_path / "one", copy_in_background=True)
     refused.copied(timeout=60)
@@ -522,7 +590,9 @@ def test_the_end_of_the_process_waits_for_the_save(how: str, tmp_path: Path) -> 
         # Failed before the end, and still nobody has asked.
         url = str(tmp_path / "two")
         again = subprocess.run([sys.executable, "-c", SCRIPT, url, "odd"], capture_output=True, text=True, timeout=120)
-        assert again.returncode == 0 and again.stderr.count("UnsupportedValueError: 'odd'") == 1, again.stderr
+        *others, last = again.stderr.splitlines()
+        assert again.returncode == 0 and last.startswith(f"zarrckpt: the background save to {url} failed"), again.stderr
+        assert "UnsupportedValueError: 'odd'" in last and url not in "".join(others), again.stderr
 
 
 def test_the_call_returns_before_the_save_is_done(tmp_path: Path) -> None:
@@ -535,6 +605,43 @@ def test_the_call_returns_before_the_save_is_done(tmp_path: Path) -> None:
     gate.set()
     future.result(timeout=60)
     assert zarrckpt.open(tmp_path / "one")["w"][0] == 1
+
+
+def _destroy_after_the_call(folder: str) -> None:
+    """The background plans, connects ranks for their pieces and commits after the process group is gone."""
+    rank, managers, gate, plan = dist.get_rank(), [], threading.Event(), LocalState.from_plain_state
+
+    def when_destroyed(plain: Any) -> LocalState:
+        assert gate.wait(60)
+        return plan(plain)
+
+    for number in range(3):
+        # In another process group the ranks have other numbers.
+        rank = 2 - rank
+        gate.clear()
+        weight = sharded(torch.arange(70.0).reshape(10, 7) + number, mesh_of([0, 1, 2]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LocalState, "from_plain_state", when_destroyed)
+            future = zarrckpt.async_save({"w": weight}, f"{folder}/{number}")
+            managers.append(zarrckpt.CheckpointManager(f"{folder}/run{number}", signals=()))
+            dist.destroy_process_group()
+            weight.to_local().zero_()
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store{number}", rank=rank, world_size=3)
+            gate.set()
+            assert len(future.result(timeout=60).rank_bytes) == 3
+    managers[0].save(1, {"w": torch.ones(2), "number": 3})
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="destroyed"):
+        managers[0].save(2, {"w": torch.ones(2)})
+    managers[0].close()
+
+
+def test_a_save_outlives_its_process_group(tmp_path: Path) -> None:
+    run_ranks(_destroy_after_the_call, str(tmp_path), world_size=3)
+    for number in range(3):
+        checkpoint = zarrckpt.open(tmp_path / str(number))
+        assert checkpoint["w"][:].ravel().tolist() == [float(number + i) for i in range(70)]
+    assert zarrckpt.open(zarrckpt.latest(tmp_path / "run0"))["number"] == 3
 
 
 def _groups_after_a_save(folder: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from click.testing import CliRunner
 from crashes import Place, all_files, held, state
 from one_at_a_time import AskedStore, Op, Shelf
 from ranks import all_ranks_raise, run_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zarrckpt
+from zarrckpt import ZarrSavePlanner, ZarrStorageWriter
+from zarrckpt._commit import shared_storage
 from zarrckpt._store import _local_commit
 from zarrckpt.cli import main
 from zarrckpt.testing import FAIL, FAIL_AFTER, Call, Fault, FaultyStore
@@ -328,3 +332,67 @@ def test_a_rank_that_fails_under_dcp_removes_its_own(tmp_path: Path) -> None:
     assert {path.name for path in url.rglob("w*/c.*")} == {"c.0.0"}
     run_ranks(_save, str(url), 3.0, world_size=2)
     assert zarrckpt.open(url).verify()
+
+
+class _LateStore(FaultyStore):
+    """A network filesystem that shows a new file late."""
+
+    looks = 0
+
+    def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
+        self.looks += 1
+        if self.looks < 4:
+            raise zarrckpt.ObjectNotFoundError(key)
+        super().read_into(key, byte_offset, buffer)
+
+
+class _OwnDisk(FaultyStore):
+    """The disk of one host, at a path that all hosts have."""
+
+    def __init__(self, disk: Path) -> None:
+        super().__init__(disk)
+        self.url = "/mnt/disk"
+
+
+def _save_to_own_disks(folder: str) -> list[str]:
+    """Each rank has a disk of its own at one path, and a server of its own at one url."""
+    rank = dist.get_rank()
+    disk, state = Path(folder) / f"disk{rank}", {"w": torch.ones(1 << 20), "step": 1}
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_storage, "PATIENCE_SECONDS", 0.3)
+        patch.setattr("socket.gethostname", lambda: f"host-{rank}")
+        manager = zarrckpt.CheckpointManager("memory://run", signals=(), save_every=1)
+
+        def by_dcp() -> None:
+            dcp.save(state, storage_writer=ZarrStorageWriter("memory://dcp"), planner=ZarrSavePlanner())
+
+        def by_manager() -> None:
+            manager.step(1, state)
+            manager.wait()
+
+        calls: dict[str, Callable[[], object]] = {
+            "/mnt/disk": lambda: zarrckpt.save(state, _OwnDisk(disk)),
+            "memory://run": by_manager,
+            "memory://dcp": by_dcp,
+        }
+        for url, call in calls.items():
+            with pytest.raises((zarrckpt.StorageError, CheckpointException)) as caught:
+                call()
+            text = str(caught.value)
+            assert "host host-1" in text and "host host-0" in text and url in text, text
+            told.append(type(caught.value).__name__)
+        manager.close()
+        assert manager.steps() == [] and (rank == 0 or not disk.exists())
+        patch.setattr(shared_storage, "PATIENCE_SECONDS", 60)
+        late = _LateStore(Path(folder) / "late")
+        assert zarrckpt.save(state, late).objects > 0 and late.looks == (0 if rank == 0 else 4)
+    return told
+
+
+def test_a_save_to_a_disk_of_each_host_fails_by_name(tmp_path: Path) -> None:
+    for told in run_ranks(_save_to_own_disks, str(tmp_path), world_size=2):
+        assert told == ["StorageError"] * 2 + ["CheckpointException"]
+    with pytest.raises(zarrckpt.CheckpointNotFoundError):
+        zarrckpt.open(tmp_path / "disk0")
+    assert zarrckpt.open(tmp_path / "late").verify().damages == ()

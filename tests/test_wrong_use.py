@@ -204,3 +204,31 @@ def test_long_lists_of_numbers_are_not_searched_for_objects_one_by_one(
     monkeypatch.setattr(objects, "Stateful", Asking("Stateful", (), {}))
     zarrckpt.save({"seen": list(range(5000)), "names": ["a"] * 5000}, tmp_path / "one")
     assert len(asked) < 100
+
+
+def _without_membership(url: str) -> None:
+    state: dict[str, Any] = {"w": torch.ones(2)}
+    others, own = dist.new_group([0]), dist.new_group([0, 1])
+    calls: list[Callable[[Any], object]] = [
+        lambda group: zarrckpt.save(state, url, process_group=group),
+        lambda group: zarrckpt.async_save(state, url, process_group=group),
+        lambda group: zarrckpt.load(state, url, process_group=group),
+        lambda group: zarrckpt.plan_report(state, process_group=group),
+        lambda group: zarrckpt.latest(url, process_group=group),
+        lambda group: zarrckpt.CheckpointManager(url, process_group=group),
+    ]
+    if dist.get_rank() == 1:
+        for call in calls:
+            with pytest.raises(ValueError, match="rank 1, is not a member"):
+                call(others)
+    dist.destroy_process_group(own)
+    for call in calls:
+        with pytest.raises(ValueError, match="process_group was destroyed"):
+            call(own)
+        with pytest.raises(TypeError, match="ProcessGroup, got a list"):
+            call([0, 1])
+
+
+def test_a_process_group_without_this_rank_is_refused(tmp_path: Path) -> None:
+    run_ranks(_without_membership, str(tmp_path / "one"), world_size=2)
+    assert not (tmp_path / "one").exists()

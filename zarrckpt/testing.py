@@ -201,6 +201,9 @@ class FaultyStore(Store):
     def list_dir(self, prefix: str = "") -> Listing:
         return self._call("list", prefix, lambda: self._inner.list_dir(prefix))
 
+    def refresh(self, folder: str) -> None:
+        self._inner.refresh(folder)
+
     def sync(self, keys: Iterable[str]) -> None:
         names = [*keys]
         self._call("sync", ", ".join(names), lambda: self._inner.sync(names))

@@ -30,6 +30,7 @@ import math
 import pickle
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -41,7 +42,17 @@ from zarrckpt._errors import (
     UnsupportedValueError,
 )
 from zarrckpt._format.dtypes import DTYPES
-from zarrckpt._format.json_values import Decoder, Encoder, NotJson, dumps, loads, malformed
+from zarrckpt._format.json_values import (
+    NOT_JSON,
+    Decoder,
+    Encoder,
+    NotJson,
+    dumps,
+    encode_json,
+    json_size,
+    loads,
+    malformed,
+)
 
 BytesLike = bytes | bytearray | memoryview
 
@@ -58,6 +69,47 @@ class Blob:
     kind: str | None = None
 
 
+@dataclass(frozen=True)
+class EncodedValue:
+    """A value in the form in which it is saved, taken at one moment: the value may change afterwards.
+
+    It stands in a copied state for a value. A value that cannot be saved keeps its error until it is to be written, on
+    the rank that writes it.
+    """
+
+    json: object = NOT_JSON
+    blob: Blob | None = None
+    """None for a value that has a JSON form, and for one that cannot be saved."""
+    failure: Exception | None = None
+    is_empty: bool = False
+    """Whether the value is an empty mapping."""
+
+    @classmethod
+    def of(cls, fqn: str, value: object) -> EncodedValue:
+        """Encode a value. Raises nothing: :meth:`stored` does."""
+        is_empty = isinstance(value, Mapping) and not value
+        encoded = encode_json(value)
+        if encoded is not NOT_JSON:
+            return cls(json=encoded, is_empty=is_empty)
+        try:
+            return cls(blob=_encoded_blob(fqn, value), is_empty=is_empty)
+        except Exception as err:
+            return cls(failure=err, is_empty=is_empty)
+
+    def stored(self, fqn: str) -> Blob | None:
+        """Return the blob to store; None for a value whose JSON lives in the root document.
+
+        Warns of a pickle. Raises what :func:`encode_blob` raises.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self.blob is None:
+            return None if json_size(self.json) <= MAX_JSON_VALUE else _tree(self.json, [])
+        if self.blob.encoding == "pickle":
+            _warn_of_pickle(fqn, self.blob)
+        return self.blob
+
+
 def encode_blob(fqn: str, value: object) -> Blob:
     """Encode any value as bytes, in the first of the encodings above that takes it.
 
@@ -67,6 +119,13 @@ def encode_blob(fqn: str, value: object) -> Blob:
     UnsupportedValueError for what pickle refuses too, for sharded tensors inside a value, and for NumPy's strings
     that end in nulls. The payload shares no memory with a value that can change.
     """
+    blob = _encoded_blob(fqn, value)
+    if blob.encoding == "pickle":
+        _warn_of_pickle(fqn, blob)
+    return blob
+
+
+def _encoded_blob(fqn: str, value: object) -> Blob:
     try:
         blob = _encode_item(value) or _encode_tree(value)
     except _EndsInNulls as err:
@@ -268,9 +327,13 @@ def _encode_tree(value: object) -> Blob | None:
         return {"$blob": {"encoding": blob.encoding, "kind": blob.kind, **where}}
 
     try:
-        skeleton = dumps(Encoder(attach).encode(value, 0))
+        return _tree(Encoder(attach).encode(value, 0), payloads)
     except NotJson:
         return None
+
+
+def _tree(encoded: object, payloads: Sequence[bytes]) -> Blob:
+    skeleton = dumps(encoded)
     return Blob("tree", b"".join([len(skeleton).to_bytes(8, "little"), skeleton, *payloads]))
 
 
@@ -380,13 +443,16 @@ def _encode_pickle(fqn: str, value: object) -> Blob:
             f"{fqn!r} of type {_type_name(value)} can't be saved: {type(err).__name__}: {err}; "
             "keep what is needed of it in plain values"
         ) from err
+    return Blob("pickle", payload, _type_name(value))
+
+
+def _warn_of_pickle(fqn: str, blob: Blob) -> None:
     warnings.warn(
-        f"{fqn!r} of type {_type_name(value)} is saved as a pickle, which loads only with allow_pickle=True; "
+        f"{fqn!r} of type {blob.kind} is saved as a pickle, which loads only with allow_pickle=True; "
         "numbers, strings, bytes, arrays, and lists, tuples, sets and dicts of them always load",
         UserWarning,
         stacklevel=3,
     )
-    return Blob("pickle", payload, _type_name(value))
 
 
 def _decode_pickle(fqn: str, kind: str | None, payload: memoryview, allow_pickle: bool) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -21,30 +22,59 @@ def global_rank() -> int:
     return dist.get_rank() if in_use() else 0
 
 
+def default_group() -> Callable[[], object]:
+    """Return a weak reference to the default group: after destroy_process_group, its threads and sockets must go."""
+    world = dist.group.WORLD if in_use() else None
+    return (lambda: None) if world is None else weakref.ref(world)
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The ranks that save or load together: those of a process group (default: all), or this process alone.
 
-    Raises ValueError where both a group and ``no_dist`` are given.
+    Raises ValueError if both a group and ``no_dist`` are given, and if this process is not a member of the group;
+    TypeError for a group of another type.
     """
 
     group: dist.ProcessGroup | None = None
     no_dist: bool = False
     """Whether this process is alone although there is a group: no collective then, and no group is made or used."""
+    size: int = field(init=False)
+    """The number of ranks when this object was made."""
 
     def __post_init__(self) -> None:
         if self.no_dist and self.group is not None:
             raise ValueError("no_dist=True is for this process alone: leave process_group out, or no_dist")
+        group: object = self.group
+        if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"process_group: this process, rank {global_rank()}, is not a member of the group. Only the group's "
+                "ranks make this call"
+            )
+        if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got a {type(group).__name__}")
+        object.__setattr__(self, "size", len(self.members))
 
     @property
-    def alone(self) -> bool:
-        """Whether there is no other rank to wait for."""
-        return self.no_dist or not in_use()
+    def members(self) -> tuple[int, ...]:
+        """The ranks by their numbers in the default group, in the order of their group.
 
-    @property
-    def number(self) -> int:
-        """This process's rank among them."""
-        return 0 if self.alone else dist.get_rank(self.group)
+        Raises ValueError if the process group was destroyed since it was made, or since this object was.
+        """
+        if self.no_dist:
+            return (global_rank(),)
+        if in_use() and self.group is None:
+            return tuple(range(dist.get_world_size()))
+        if not in_use() and self.group is None and getattr(self, "size", 1) == 1:
+            return (0,)
+        try:
+            return tuple(dist.get_process_group_ranks(self.group))
+        except (KeyError, ValueError) as err:
+            what = "the default process group" if self.group is None else "process_group"
+            raise ValueError(
+                f"{what} was destroyed (destroy_process_group), so this rank cannot save or load with the others: make "
+                "the call before that, or initialize torch.distributed again and use its groups"
+            ) from err
 
 
 @contextmanager

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError
+from zarrckpt._ranks.group import default_group
 from zarrckpt._ranks.joining import Party, connected
 from zarrckpt._ranks.links import CONNECT_TIMEOUT, Addresses, default_store, hang_up
 
@@ -85,7 +86,7 @@ class Mesh:
         """Calls that were begun on it: the same number on all ranks."""
         self._group: Any = group
         self._addresses = addresses
-        self._world = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else None
+        self._world = default_group()
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
@@ -112,7 +113,7 @@ class Mesh:
 
     def fit(self) -> bool:
         """Whether it was made in this process, within the default group of now."""
-        world = None if self._world is None else self._world()
+        world = self._world()
         return not self._closed and self._pid == os.getpid() and world is not None and world is dist.group.WORLD
 
     def usable(self, call: str | None) -> bool:

@@ -14,12 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-import torch.distributed as dist
-
 from zarrckpt._errors import log
 from zarrckpt._ranks import joining
 from zarrckpt._ranks.errors import Failure, StoppedByOthers, causes, common, failure_of, raise_together
-from zarrckpt._ranks.group import Ranks, errors_as_ours, global_rank
+from zarrckpt._ranks.group import Ranks, default_group, errors_as_ours, global_rank
 from zarrckpt._ranks.joining import Party, ranks_text
 from zarrckpt._ranks.mesh import Mesh, MeshPlace, Message, made, place_of, started
 from zarrckpt._ranks.pieces import Pieces
@@ -44,12 +42,12 @@ def joined(ranks: Ranks, call: str, timeout: float, *, lane: str = "foreground")
     ``timeout`` is the longest time, in seconds, without an arrival or progress. Calls in different lanes may go on side
     by side. Raises CheckpointError.
     """
-    members = (global_rank(),) if ranks.alone else tuple(dist.get_process_group_ranks(ranks.group))
+    members = ranks.members
     if len(members) == 1:
         with errors_as_ours():
             yield Alone(Party(members, 0, lane, call, timeout))
         return
-    party = Party(members, ranks.number, lane, call, timeout)
+    party = Party(members, members.index(global_rank()), lane, call, timeout)
     with place_of(party) as place:
         rounds = Rounds(party)
         try:
@@ -71,6 +69,8 @@ class Rounds:
         self.size = len(party.members)
         self.members = party.members
         """The ranks by global number."""
+        self.world = default_group()
+        """The default group in which the call began: it may be destroyed before the call ends."""
         self._party = party
         self._changed = threading.Condition()
         self._mesh: Mesh | None = None

@@ -10,14 +10,12 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError, UnsupportedLayoutError, warn
 from zarrckpt._plan.all_descriptions import AllDescriptions, Asked
@@ -68,16 +66,10 @@ _kept_plans: dict[tuple[int, ...], tuple[Callable[[], object], _Kept]] = {}
 """The last plan of each group, by its members, with the default group that they were in then."""
 
 
-def _default_group() -> Callable[[], object]:
-    """A weak reference to the default group: after destroy_process_group, its threads and sockets must go."""
-    world = dist.group.WORLD
-    return (lambda: None) if world is None else weakref.ref(world)
-
-
-def _kept_of(members: tuple[int, ...]) -> _Kept | None:
-    known = _kept_plans.get(members)
+def _kept_of(rounds: Rounds) -> _Kept | None:
+    known = _kept_plans.get(rounds.members)
     # After ranks have joined anew, their plans may differ.
-    return known[1] if known is not None and known[0]() is dist.group.WORLD else None
+    return known[1] if known is not None and known[0] is rounds.world else None
 
 
 class _Hello(NamedTuple):
@@ -160,7 +152,7 @@ class _Agreement(Generic[A]):
         self._read_state = read_state
         self._options = options
         self._begin = begin
-        self._last = _kept_of(rounds.members)
+        self._last = _kept_of(rounds)
         self._plan: SavePlan
         self._part: RankPlan
         self._replicas: Replicas
@@ -189,7 +181,7 @@ class _Agreement(Generic[A]):
             name = _name_of(gathered, options, self._plan)
             digest = self._description.digest
             kept = _Kept(name, digest, options, self._plan, self._part, self._replicas, self._group_numbers)
-            _kept_plans[self._rounds.members] = (_default_group(), kept)
+            _kept_plans[self._rounds.members] = (self._rounds.world, kept)
         return Agreed(self._state, self._plan, self._part, answer.attempt)
 
     # -- all ranks

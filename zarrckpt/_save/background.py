@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +21,7 @@ from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import SaveReport
 from zarrckpt._save.request import SaveRequest
-from zarrckpt._save.run import run_save
+from zarrckpt._save.run import RankSave, save_in_rounds
 from zarrckpt._save.staging import Stager, streams_in_use
 from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
@@ -70,15 +73,11 @@ class SaveFuture(Future[SaveReport]):
             self.set_copied()
             self.set_result(report)
 
-    def end(self) -> None:
-        """Wait, and log an error that nobody has asked for."""
-        if not self._asked and (error := self.exception()) is not None:
-            log.error(
-                "the background save to %s failed, and nothing asked its future: %s: %s",
-                self._url,
-                type(error).__name__,
-                error,
-            )
+    def unasked_failure(self) -> str | None:
+        """Wait for the end; return the error in one text, once, if no caller has asked the future for it."""
+        if self._asked or (error := self.exception()) is None:
+            return None
+        return f"the background save to {self._url} failed: {type(error).__name__}: {error}"
 
 
 class _Saver:
@@ -97,11 +96,15 @@ class _Saver:
             self.finish()
             url = request.spec.url
             future = SaveFuture(url)
-            with joined(ranks, f"the background save to {url}", request.options.timeout) as rounds:
+            call = joined(ranks, f"the background save to {url}", request.options.timeout, lane="background")
+            with contextlib.ExitStack() as stack:
+                rounds = stack.enter_context(call)
                 look = request.refuse_committed if rounds.rank == 0 else lambda: None
                 with in_thread(look) as looked:
                     copies = [self._copy_of(state, keep_buffers, copy_in_background)]
                 rounds.merge("their copies of the state", lambda: None, lambda _: looked())
+                # The background goes on with the same connections: the process group may be destroyed before it ends.
+                connected = stack.pop_all()
 
             def read_state() -> LocalState:
                 try:
@@ -111,10 +114,18 @@ class _Saver:
                     future.set_copied()
                 return LocalState.from_plain_state(copied)
 
+            def save() -> SaveReport:
+                with connected:
+                    return save_in_rounds(rounds, read_state, RankSave(request, background=True))
+
             if not copy_in_background:
                 future.set_copied()
             self._last = future
-            self._thread.submit(future.run, lambda: run_save(read_state, request, ranks, background=True))
+            try:
+                self._thread.submit(future.run, save)
+            except RuntimeError:  # the interpreter is ending
+                with connected:
+                    raise
             return future
 
     def _copy_of(self, state: Mapping[str, Any], keep: bool, in_background: bool) -> Callable[[], dict[Any, Any]]:
@@ -135,23 +146,38 @@ class _Saver:
         return fail
 
     def finish(self) -> None:
+        """Wait for the save under way, if any. Log its error if no caller has asked for it."""
+        if self._last is not None and (failure := self._last.unasked_failure()) is not None:
+            log.error("%s", failure)
+
+    def wait(self) -> None:
         """Wait for the save under way, if any."""
         if self._last is not None:
-            self._last.end()
+            Future.exception(self._last)
+
+    def report_end(self) -> None:
+        """Write the error of the last save to the log and to stderr if no caller has asked for it."""
+        if self._last is not None and (failure := self._last.unasked_failure()) is not None:
+            # Without handlers, logging itself would write a second line to stderr.
+            if log.hasHandlers():
+                log.error("%s", failure)
+            print(f"zarrckpt: {failure}", file=sys.stderr, flush=True)
 
 
 _savers: dict[int, _Saver] = {}
 
 
-def _finish_all() -> None:
+def _at_end(method: Callable[[_Saver], None]) -> None:
     saver = _savers.get(os.getpid())
     if saver is not None:
-        saver.finish()
+        method(saver)
 
 
 # Not atexit: that comes after concurrent.futures has stopped taking jobs, and a save under way has some to give.
 # Registered after the hook of concurrent.futures, this one runs before it.
-threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
+threading._register_atexit(partial(_at_end, _Saver.wait))  # type: ignore[attr-defined]
+# Hooks that were registered later run before this one: its line is among the last.
+atexit.register(_at_end, _Saver.report_end)
 
 
 def async_save(
@@ -179,7 +205,8 @@ def async_save(
 
     Args:
         state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
-            Python values. It may change as soon as the call returns, but for ``copy_in_background``.
+            Python values, which are encoded in the call. It may change, and the process group may be destroyed, as soon
+            as the call returns; with ``copy_in_background``, as soon as ``future.copied()`` does.
         url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url; or a ready zarr or
             obstore store, with ``zarr.storage.StorePath(store, "run/step-7")`` for a path in one.
         overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
@@ -204,10 +231,11 @@ def async_save(
 
     Returns a :class:`SaveFuture` of :class:`SaveReport`; its ``result()`` raises what else :func:`zarrckpt.save` would,
     the same on all ranks, what cannot be saved included. An error for which no one has asked the future is logged
-    (logger ``zarrckpt``) by the next call, or at the end of the process. The save cannot be cancelled.
+    (logger ``zarrckpt``) by the next call. At the end of the process it is logged and written to stderr, as one line;
+    the exit status stays as it is. The save cannot be cancelled.
 
-    The call itself raises TypeError and ValueError for arguments that make no sense, StorageError for an unknown option
-    of the store, and CheckpointError where a rank does not come.
+    The call itself raises TypeError and ValueError for arguments that make no sense, such as a ``process_group``
+    without this rank, StorageError for an unknown option of the store, and CheckpointError where a rank does not come.
     """
     objects.refuse_swapped(state, url, "async_save")
     ranks = Ranks(process_group, no_dist)

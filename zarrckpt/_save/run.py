@@ -10,7 +10,8 @@ from functools import partial
 from typing import NamedTuple
 
 from zarrckpt._commit import protocol
-from zarrckpt._errors import CheckpointError, CheckpointExistsError, warn
+from zarrckpt._commit.shared_storage import host_name, refuse_separate_storage
+from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError, warn
 from zarrckpt._format.root import Root
 from zarrckpt._format.sealed import now
 from zarrckpt._jobs import in_thread
@@ -34,34 +35,34 @@ class AttemptName(NamedTuple):
     save_id: str
     tree: str
     base_id: str
+    host: str
+    """The name of the coordinator's host."""
 
 
-def run_save(
-    read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks, *, background: bool = False
-) -> SaveReport:
-    """Save what ``read_state`` gives on each rank; return when it is committed. An error on one rank is raised on all.
+def run_save(read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks) -> SaveReport:
+    """Save what ``read_state`` returns on each rank, and commit. An error on one rank is raised on all."""
+    with joined(ranks, f"the save to {request.spec.url}", request.options.timeout) as rounds:
+        return save_in_rounds(rounds, read_state, RankSave(request))
 
-    ``background``: beside training, to which it leaves a processor.
-    """
-    lane = "background" if background else "foreground"
-    with joined(ranks, f"the save to {request.spec.url}", request.options.timeout, lane=lane) as rounds:
-        save = RankSave(request, background=background)
-        if rounds.size == 1:
-            return _save_alone(read_state(), save, rounds)
-        agreed = agree(rounds, read_state, request.options.plan, save.begin)
-        name, layout = agreed.attempt, agreed.plan.layout
-        try:
-            channel = rounds.pieces() if agreed.plan.moves else None
-            report = rounds.merge(
-                "what they have written",
-                lambda: save.write(lambda: name, agreed.part, agreed.state, channel, rounds.progressed),
-                partial(save.finish, layout),
-                save.stop,
-            )
-            return _commit_together(rounds, save, name, report)
-        except BaseException:
-            save.abandon()
-            raise
+
+def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: RankSave) -> SaveReport:
+    """Make the rounds of a save: :func:`run_save` for ranks that are connected. Makes no use of torch.distributed."""
+    if rounds.size == 1:
+        return _save_alone(read_state(), save, rounds)
+    agreed = agree(rounds, read_state, save.request.options.plan, save.begin)
+    name, layout = agreed.attempt, agreed.plan.layout
+    try:
+        channel = rounds.pieces() if agreed.plan.moves else None
+        report = rounds.merge(
+            "what they have written",
+            lambda: save.write(lambda: name, agreed.part, agreed.state, channel, rounds.progressed),
+            partial(save.finish, layout),
+            save.stop,
+        )
+        return _commit_together(rounds, save, name, report)
+    except BaseException:
+        save.abandon()
+        raise
 
 
 def _save_alone(state: LocalState, save: RankSave, rounds: Rounds) -> SaveReport:
@@ -117,13 +118,22 @@ class RankSave:
     ) -> Results:
         """Write this rank's chunks, values and documents, many at a time, and sync them. One put per object.
 
-        ``name`` tells the attempt, once it has begun. Raises before the first put where a tensor is not as planned.
+        ``name`` tells the attempt, once it has begun. Raises before the first put where a tensor is not as planned,
+        and StorageError, once it has removed what it wrote, if the coordinator writes to another storage.
         """
         self._work = RankWork(self._store, lambda: name().tree, part, source, self.request, progressed)
         if self._stopped:
             self._work.stop()
         with protocol.losing_is_named(self._store, lambda: name().save_id, lambda: name().base_id):
-            return self._work.write(channel)
+            results = self._work.write(channel)
+        if self._attempt is None:
+            try:
+                refuse_separate_storage(self._store, name().save_id, name().host, progressed, lambda: self._stopped)
+            except StorageError:
+                self._work.remove()
+                self._store.remove_folder()
+                raise
+        return results
 
     def stop(self) -> None:
         """End :meth:`write` soon. Called in another thread."""
@@ -141,7 +151,7 @@ class RankSave:
         run_id = "" if self.request.run is None else self.request.run.begin()
         marker = dataclasses.replace(layout.marker(protocol.new_id(), now()), run=run_id)
         self._attempt = protocol.begin(self._store, marker, overwrite=self.request.overwrite)
-        return AttemptName(self._attempt.save_id, self._attempt.tree, self._attempt.base_id)
+        return AttemptName(self._attempt.save_id, self._attempt.tree, self._attempt.base_id, host_name())
 
     def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
         """Count what was written against the plan, write the tables.

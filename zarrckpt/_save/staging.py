@@ -15,8 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from zarrckpt._format.values import EncodedValue
 from zarrckpt._jobs import run_jobs
+from zarrckpt._state.digests import is_parameter_list
 from zarrckpt._state.flatten import OwnRank, entered
 from zarrckpt._state.local_boxes import HeldDTensor, HeldParts, HeldPieces, held_of, says_its_boxes
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
@@ -49,8 +52,8 @@ class Stager:
         """A copy of a state of plain containers, tensors and values, valid until the next call.
 
         Tensors are copied into buffers of their layout, pinned where they come from CUDA; DTensors and other sharded
-        tensors become holders of what this rank has of them. Values are deep copies. Waits for the devices. Takes the
-        time of one copy of all bytes, and about 2 us a tensor.
+        tensors become holders of what this rank has of them. Values are encoded as they are saved. Waits for the
+        devices. Takes the time of one copy of all bytes, and about 2 us a tensor.
 
         Args:
             keep: use the buffers again for the next copy. Otherwise they are freed with the returned state.
@@ -100,9 +103,11 @@ class _Copies:
             return kind(copied) if kind in (OrderedDict, OwnRank) else copied
         if isinstance(value, list) and entered(value):
             return [self.of(item, f"{name}.{place}") for place, item in enumerate(value)]
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
             return self._other_tensor(value, name)
-        return copy.deepcopy(value)
+        if isinstance(value, list) and is_parameter_list(name[1:]):
+            return copy.copy(value)  # for the description, which compares the groups of all ranks
+        return EncodedValue.of(name[1:], value)
 
     def _other_tensor(self, tensor: torch.Tensor, name: str) -> Any:
         if is_sharded_tensor(tensor) or hasattr(tensor, "__create_write_items__"):
@@ -110,8 +115,8 @@ class _Copies:
         if says_its_boxes(tensor):
             copied = self._tensor(tensor, name)
             return tensor if copied is tensor else HeldParts(name[1:], tensor, copied)
-        # Wrappers around other tensors are refused when they are saved.
-        return tensor if hasattr(tensor, "__tensor_flatten__") else self._tensor(tensor, name)
+        # Wrappers around other tensors, and parameters without a shape, are refused when they are saved.
+        return tensor if hasattr(tensor, "__tensor_flatten__") or is_lazy(tensor) else self._tensor(tensor, name)
 
     def _sharded(self, tensor: Any, name: str) -> Any:
         if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):

@@ -14,14 +14,13 @@ import numpy as np
 
 from zarrckpt._commit.chunks import put_chunk
 from zarrckpt._errors import CheckpointError
-from zarrckpt._format import json_values
-from zarrckpt._format import values as _values
 from zarrckpt._format.chunk_codec import ArrayElements, ChunkEncoder, Elements
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.documents import NODE, ArrayNode, join
 from zarrckpt._format.dtypes import by_name
 from zarrckpt._format.grid import Box, Grid, Ints, intersect
 from zarrckpt._format.root import BlobEntry, ValueEntry
+from zarrckpt._format.values import EncodedValue
 from zarrckpt._jobs import run_jobs
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
 from zarrckpt._plan.rank_plan import ChunkPiece, ChunkPlan, RankPlan
@@ -189,7 +188,7 @@ class RankWork:
         try:
             return self._write(channel)
         except BaseException:
-            self._remove()
+            self.remove()
             raise
 
     def stop(self) -> None:
@@ -198,7 +197,7 @@ class RankWork:
         if self._exchange is not None:
             self._exchange.stop()
 
-    def _remove(self) -> None:
+    def remove(self) -> None:
         """Delete what was put: this save will never be committed, and its threads have ended."""
         try:
             self._store.delete(self._keys)
@@ -297,10 +296,10 @@ class RankWork:
 
     def _write_object(self, fqn: str, path: str) -> ObjectResult:
         value = self._source.value(fqn)
-        encoded = json_values.encode_json(value)
-        if encoded is not json_values.NOT_JSON and json_values.json_size(encoded) <= _values.MAX_JSON_VALUE:
-            return ObjectResult(value=ValueEntry(path, encoded))
-        blob = _values.encode_blob(fqn, value)
+        encoded = value if isinstance(value, EncodedValue) else EncodedValue.of(fqn, value)
+        blob = encoded.stored(fqn)
+        if blob is None:
+            return ObjectResult(value=ValueEntry(path, encoded.json))
         payload = np.frombuffer(blob.payload, np.uint8)
         node = ArrayNode(path, blob_grid(len(payload)), by_name("uint8"))
         written = _Written()

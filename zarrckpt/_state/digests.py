@@ -15,6 +15,7 @@ import torch
 
 from zarrckpt._format import json_values
 from zarrckpt._format.crc32c import crc32c
+from zarrckpt._format.values import EncodedValue
 from zarrckpt._state.tensors import raw_tensor
 
 _WHOLE_BYTES = 64 << 10
@@ -79,11 +80,13 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value_bytes(value: Any) -> tuple[str | None, bytes]:
-    encoded = json_values.encode_json(value)
+    if isinstance(value, EncodedValue) and value.blob is not None:
+        return (value.blob.kind, value.blob.payload) if value.blob.encoding == "raw" else (None, b"")
+    encoded = value.json if isinstance(value, EncodedValue) else json_values.encode_json(value)
     if encoded is not json_values.NOT_JSON:
         return "json", json_values.dumps({"value": encoded})
     if isinstance(value, bytes | bytearray):
         return type(value).__name__, bytes(value)
-    if isinstance(value, io.BytesIO):
+    if isinstance(value, io.BytesIO) and not value.closed:
         return "BytesIO", value.getvalue()
     return None, b""

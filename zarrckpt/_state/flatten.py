@@ -11,6 +11,7 @@ import torch
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format import json_values
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, StatePath, is_key, one_nan
+from zarrckpt._format.values import EncodedValue
 from zarrckpt._state.local_boxes import HeldTensor
 
 
@@ -82,6 +83,7 @@ def entered(items: list[Any]) -> bool:
         or (isinstance(item, list) and entered(item))
         or hasattr(type(item), "__create_write_items__")
         or isinstance(item, HeldTensor)
+        or (isinstance(item, EncodedValue) and item.is_empty)
         for item in items
     )
 

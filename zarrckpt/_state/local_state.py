@@ -15,6 +15,7 @@ from zarrckpt._format import dtypes
 from zarrckpt._format.documents import MAX_DIMENSIONS
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import RANKS, StatePath
+from zarrckpt._format.values import EncodedValue
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description, EntryKind, ParameterGroup
 from zarrckpt._plan.group_numbers import GroupNumbers, renumbered
 from zarrckpt._plan.holders import ReplicaPart
@@ -189,7 +190,7 @@ def _parameter_group(path: StatePath, members: list[Any]) -> ParameterGroup:
 
 
 def _kind_of(fqn: str, value: Any) -> EntryKind:
-    if isinstance(value, Mapping) and not value:
+    if value.is_empty if isinstance(value, EncodedValue) else isinstance(value, Mapping) and not value:
         return "empty"
     return "value" if is_compared(fqn, value) else "opaque"
 

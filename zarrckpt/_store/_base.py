@@ -273,6 +273,9 @@ class Store(abc.ABC):
     def list_dir(self, prefix: str = "") -> Listing:
         """The names right below the folder ``prefix``: (objects, folders), each sorted; ([], []) if absent."""
 
+    def refresh(self, folder: str) -> None:  # noqa: B027 - object stores answer from what is stored
+        """Make a network filesystem look again for what others have put in a folder: it caches absent names."""
+
     def sync(self, keys: Iterable[str]) -> None:  # noqa: B027 - where a put is durable when it returns
         """Return when these objects (and the folders that name them) survive a power cut."""
 

@@ -213,6 +213,13 @@ class LocalStore(Store):
         objects = sorted(name for name, is_folder, _ in entries if not is_folder)
         return objects, sorted(name for name, is_folder, _ in entries if is_folder)
 
+    def refresh(self, folder: str) -> None:
+        path = self._path(folder)
+        # NFS asks its server about a folder that is opened; from the outside in, since the url may be unknown, too.
+        for opened in (os.path.dirname(self._root), *reversed([*self._parents(path)]), path):
+            with suppress(OSError), os.scandir(opened):
+                pass
+
     def sync(self, keys: Iterable[str]) -> None:
         if not self._durable:
             return
