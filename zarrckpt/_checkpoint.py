@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from zarrckpt._format.compression import CompressionOption
     from zarrckpt._inspect.page import PageReport
     from zarrckpt._inspect.stats import Difference, TensorStats
-    from zarrckpt._ops.copy_plan import ChunksOption, DTypeOption
+    from zarrckpt._ops.copy_plan import ChunksOption
     from zarrckpt._ops.verify import VerifyReport
+    from zarrckpt._read.casts import DTypeOption
     from zarrckpt._reports import CopyReport
 
 
@@ -312,9 +313,13 @@ class Checkpoint(Mapping[str, Any]):
                 first that means a tensor counts); -1 stands for a whole dimension.
             max_chunk_bytes: give all other tensors the chunks that a :func:`save` by one process gives them, of at most
                 so many bytes.
-            dtype: cast floating tensors, such as ``"bfloat16"``, or a mapping pattern -> dtype. Values are rounded to
-                nearest even; one beyond the dtype's range becomes infinite (NaN where the dtype has no infinity), which
-                is counted in the report, with a UserWarning. Left alone: float8_e8m0fnu, and what is not floating.
+            dtype: cast floating tensors, such as ``"bfloat16"``, or a mapping pattern -> dtype with the patterns of
+                :meth:`select` (the first match counts). Values are rounded to nearest even; one beyond the dtype's
+                range becomes infinite (NaN where the dtype has no infinity), which is counted in the report, with a
+                UserWarning. Left alone: float8_e8m0fnu, what is not floating, and numbers that a training counts or
+                sets by: tensors named ``step``, ``global_step`` or ``iteration``, 0-d tensors, and tensors of one
+                element whose names have no part ``weight`` or ``bias``. The report's ``uncast`` names them. A mapping
+                casts one of them if it has its full name: ``{"model.scale": "bfloat16"}``.
             compression: of all tensors, as in :func:`save`: None takes it away; ``"keep"`` leaves it.
             portable_dtypes: keep bfloat16 and float8 as unsigned integers of their size, bit for bit, for Zarr readers
                 that know neither. Loads give tensors of the real dtype all the same.
@@ -329,9 +334,9 @@ class Checkpoint(Mapping[str, Any]):
         from zarrckpt._ops.copy import copy_checkpoint
         from zarrckpt._ops.copy_plan import parse_changes
 
-        tensors = {fqn: node for fqn, node in self._catalog.root.tensors.items() if fqn in self._names}
         changes = parse_changes(
-            tensors,
+            self._catalog.root,
+            self._names,
             self.url,
             chunks=chunks,
             max_chunk_bytes=max_chunk_bytes,

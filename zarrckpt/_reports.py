@@ -30,10 +30,12 @@ class CopyReport(SaveReport):
     """One committed copy, see ``Checkpoint.copy_to``.
 
     ``overflowed`` has the tensors of which finite values are beyond the range of the dtype that they were cast to, and
-    how many.
+    how many. ``uncast`` names the floating tensors that ``dtype`` meant and that keep their dtype: counters, single
+    numbers, and float8_e8m0fnu.
     """
 
     overflowed: Mapping[str, int] = field(default_factory=dict)
+    uncast: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

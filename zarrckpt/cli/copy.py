@@ -16,6 +16,7 @@ from zarrckpt.cli._common import (
     opened,
     print_json,
     progress_bar,
+    say,
     store_options,
     target_options,
 )
@@ -61,7 +62,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 def dtype(text: str) -> str:
     """A dtype's name. Raises ValueError and TypeError."""
-    from zarrckpt._ops.copy_plan import parse_dtype
+    from zarrckpt._read.casts import parse_dtype
 
     return parse_dtype(text).name
 
@@ -89,7 +90,8 @@ def dtype(text: str) -> str:
     metavar="[PATTERN=]DTYPE",
     multiple=True,
     callback=by_pattern(dtype),
-    help="Cast floating tensors, e.g. bfloat16, or 'model=bfloat16' (repeatable).",
+    help="Cast floating tensors, e.g. 'model=bfloat16' (repeatable), or bfloat16 for all; not counters and single "
+    "numbers such as Adam's step.",
 )
 @click.option("--compression", type=click.Choice(["zstd", "blosc", "none"]), help="Of all tensors; default: as it is.")
 @click.option(
@@ -123,6 +125,7 @@ def cp_command(
       zarrckpt cp s3://bucket/run/step-100 /data/step-100
       zarrckpt cp run/step-100 gs://bucket/weights --include model --exclude '*.bias'
       zarrckpt cp run/step-100 weights --include model --dtype bfloat16 --max-chunk-mb 64
+      zarrckpt cp run/step-100 smaller --dtype model=bfloat16
       zarrckpt cp run/step-100 small --compression blosc
     """
     from zarrckpt._reports import size_text
@@ -136,6 +139,20 @@ def cp_command(
         print_json(dataclasses.asdict(report))
         return
     click.echo(f"{report.objects:,} chunks, {size_text(report.nbytes)}, copied to {report.url}")
+    say_uncast(report.uncast)
+
+
+def say_uncast(names: Sequence[str]) -> None:
+    """Print which floating tensors ``--dtype`` left as they are."""
+    from zarrckpt._reports import count_text
+
+    if names:
+        some = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+        say(f"not cast: {count_text(len(names), 'counter or single number', 'counters and single numbers')}: {some}")
+
+
+_NAMED = 3
+"""Names of tensors that are printed; --json has all."""
 
 
 def _copied(ckpt: Checkpoint, target: str, options: dict[str, Any]) -> CopyReport:
