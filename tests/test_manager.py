@@ -195,6 +195,24 @@ def test_the_greatest_step_is_the_newest_whatever_clocks_say(tmp_path: Path, mon
     assert zarrckpt.latest(tmp_path) == str(tmp_path / name(100))
 
 
+@pytest.mark.parametrize(("mode", "at_best"), [("min", 30), ("max", 50)])
+def test_best_finds_the_best_finite_metric(tmp_path: Path, mode: Any, at_best: int) -> None:
+    with pytest.warns(UserWarning, match="step-60"):
+        assert zarrckpt.best(tmp_path, "loss", mode) is None
+        losses: dict[int, Any] = {10: 0.5, 20: math.nan, 30: 0.5, 40: None, 50: 2, 55: -math.inf, 56: math.inf}
+        with manager(tmp_path / "run") as job:
+            for step, loss in losses.items():
+                job.save(step, state(step), {"loss": loss})
+        zarrckpt.save(state(9), tmp_path / "run" / "step-70", metadata={"accuracy": 1.0})
+        zarrckpt.save(state(9), tmp_path / "run" / "step-60", metadata={"loss": -9.0})
+        (tmp_path / "run" / "step-60" / "zarr.json").write_bytes(b"{}x")
+        assert zarrckpt.best(str(tmp_path / "run"), "loss", mode) == str(tmp_path / "run" / name(at_best))
+        with pytest.warns(UserWarning, match="did you mean 'loss'"):
+            assert zarrckpt.best(tmp_path / "run", "los") is None
+    with pytest.raises(ValueError, match="mode"):
+        zarrckpt.best(tmp_path / "run", "loss", "least")  # type: ignore[arg-type]
+
+
 def test_names_without_padding(tmp_path: Path) -> None:
     for step in (9, 10, 100):
         zarrckpt.save(state(step), tmp_path / f"step-{step}")

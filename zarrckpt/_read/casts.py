@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
-from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import DType, by_torch_name
 from zarrckpt._format.matching import matches, select
 from zarrckpt._format.root import Root
@@ -21,8 +20,8 @@ DTypeOption = str | Mapping[str, str] | None
 SCALES = "float8_e8m0fnu"
 """Powers of two that scale other tensors: no zero, no sign. Nothing is cast to it or from it."""
 
-_STEPS = ("step", "global_step", "iteration")
-"""The last parts of the names of counters. In 8 bits of mantissa a counter stops at 256."""
+_COUNTERS = ("step", "global_step", "iteration")
+"""The last parts of the names of counters. In bfloat16 a counter stops at 256."""
 
 _WEIGHTS = {"weight", "bias"}
 """Parts of the names of parameters: those of one element are no counters."""
@@ -54,7 +53,7 @@ def plan_casts(root: Root, names: Iterable[str], where: str, option: DTypeOption
         return Casts()
     tensors = {fqn: root.tensors[fqn] for fqn in names if fqn in root.tensors}
     floats = {fqn: node for fqn, node in tensors.items() if node.dtype.kind == "float"}
-    kept = {fqn for fqn, node in floats.items() if node.dtype.name == SCALES} | _numbers(root, floats)
+    kept = {fqn for fqn, node in floats.items() if node.dtype.name == SCALES} | _single_numbers(root, floats)
     if not isinstance(option, Mapping):
         dtype = parse_dtype(option)
         return Casts({fqn: dtype for fqn in floats if fqn not in kept}, tuple(fqn for fqn in floats if fqn in kept))
@@ -82,7 +81,7 @@ def first_patterns(tensors: Collection[str], where: str, patterns: Iterable[str]
     return found
 
 
-def _numbers(root: Root, tensors: Iterable[str]) -> set[str]:
+def _single_numbers(root: Root, tensors: Iterable[str]) -> set[str]:
     """Return the tensors that are counters or single numbers: ``step``, 0-d ones, and state of one element."""
     shapes = {fqn: node.grid.shape[1 if fqn in root.stacks else 0 :] for fqn, node in root.tensors.items()}
     largest: dict[str, int] = {}
@@ -95,7 +94,7 @@ def _numbers(root: Root, tensors: Iterable[str]) -> set[str]:
         shape = shapes[fqn]
         # The momentum of a parameter of one element has one element, too; beside larger tensors it is a number.
         weight = name in _WEIGHTS or (largest[parent] == 1 and not _WEIGHTS.isdisjoint(parent.split(".")))
-        if name in _STEPS or not shape or (math.prod(shape) == 1 and not weight):
+        if name in _COUNTERS or not shape or (math.prod(shape) == 1 and not weight):
             found.add(fqn)
     return found
 

@@ -147,11 +147,11 @@ def say_uncast(names: Sequence[str]) -> None:
     from zarrckpt._reports import count_text
 
     if names:
-        some = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+        some = ", ".join(names[:_UNCAST_NAMED]) + (", ..." if len(names) > _UNCAST_NAMED else "")
         say(f"not cast: {count_text(len(names), 'counter or single number', 'counters and single numbers')}: {some}")
 
 
-_NAMED = 3
+_UNCAST_NAMED = 3
 """Names of tensors that are printed; --json has all."""
 
 
