@@ -8,14 +8,21 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from zarrckpt._errors import StorageError
+from zarrckpt._store._secrets import redact_url
+from zarrckpt._store._url import has_protocol, parse
 
 
 def local_path(target: str | os.PathLike[str]) -> str:
-    """Where an export goes. Raises StorageError for a url, which other libraries' files are not written to."""
+    """Return the local path of other libraries' files. Raises StorageError for a url: they are on local disks alone."""
     path = os.fspath(target)
-    if "://" in path:
-        raise StorageError(f"{path} is a url; exports are written to local files: copy them there, or use copy_to")
-    return path
+    if not has_protocol(path):
+        return path
+    if (found := parse(path)).kind == "local":
+        return found.path
+    raise StorageError(
+        f"{redact_url(path)} is a url; files of other libraries are read from and written to local files: copy them "
+        "from there or to there, or use copy_to"
+    )
 
 
 def refuse_existing(names: Iterable[str]) -> None:
