@@ -725,7 +725,8 @@ def test_a_source_that_cannot_be_pinned(tmp_path: Path) -> None:
 def test_a_folder_that_may_only_be_read_names_how_to_load(tmp_path: Path) -> None:
     saved(tmp_path / "run", 100)
     folder = zarr.storage.LocalStore(tmp_path / "run", read_only=True)
-    with manager(folder) as job, pytest.raises(zarrckpt.StorageError, match=r"load\(state, zarrckpt\.latest\('.*run'\)"):
+    said = r"load\(state, zarrckpt\.latest\('.*run'\)"
+    with manager(folder) as job, pytest.raises(zarrckpt.StorageError, match=said):
         job.restore(state(0))
 
 
