@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from zarrckpt._convert.export_paths import MAX_EXPORT_BYTES, stripped
-from zarrckpt._errors import CheckpointError, KeyMismatchError
+from zarrckpt._errors import CheckpointError, KeyMismatchError, warn
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.matching import hint, select
 from zarrckpt._format.root import BlobEntry
@@ -354,8 +353,7 @@ class Checkpoint(Mapping[str, Any]):
             max_inflight_bytes=max_inflight_bytes,
             progress=progress,
         )
-        for fqn, count in report.overflowed.items():
-            warnings.warn(f"{fqn!r}: {count:,} finite values are beyond the range of the dtype now", stacklevel=2)
+        _warn_of_overflow(report)
         return report
 
     def to_safetensors(
@@ -363,6 +361,7 @@ class Checkpoint(Mapping[str, Any]):
         target: str | os.PathLike[str],
         *patterns: str,
         strip: str = "",
+        dtype: DTypeOption = None,
         max_file_bytes: int = 5_000_000_000,
         overwrite: bool = False,
         max_inflight_bytes: int = MAX_EXPORT_BYTES,
@@ -377,6 +376,7 @@ class Checkpoint(Mapping[str, Any]):
             patterns: as in :meth:`select` (default: all tensors).
             strip: a beginning that the names lose: ``"model"`` writes ``model.embed.weight`` as ``embed.weight``;
                 names without it keep theirs.
+            dtype: cast floating tensors, as in :meth:`copy_to`; patterns are those of names in the checkpoint.
             max_file_bytes: a file has more only where a single tensor has.
             overwrite: replace the file, or the folder's ``model*.safetensors`` and their index.
             max_inflight_bytes: bound on the memory (default 128 MiB).
@@ -386,20 +386,24 @@ class Checkpoint(Mapping[str, Any]):
         ``__metadata__``; StorageError, also where such files exist; and what :meth:`read` raises.
         """
         from zarrckpt._convert.safetensors import export_safetensors
+        from zarrckpt._read.casts import plan_casts
 
         paths = self.select(*patterns).tensors._stripped(strip)
         if not paths:
             raise KeyMismatchError(f"what was chosen of {self.url} has no tensor, and safetensors files hold no values")
         names = {fqn: path.fqn for fqn, path in paths.items()}
-        return export_safetensors(
+        report = export_safetensors(
             self._catalog,
             names,
             local_path(target),
+            plan_casts(self._catalog.root, names, self.url, dtype),
             max_file_bytes=max_file_bytes,
             overwrite=overwrite,
             max_inflight_bytes=max_inflight_bytes,
             progress=progress,
         )
+        _warn_of_overflow(report)
+        return report
 
     def to_torch_save(
         self,
@@ -645,6 +649,11 @@ class Checkpoint(Mapping[str, Any]):
         # Built from the root's consolidated metadata: no request.
         document: Any = copy.deepcopy(node.document())
         return zarr.Array(AsyncArray(document, StorePath(self._zarr_store, node.path)))
+
+
+def _warn_of_overflow(report: CopyReport | ExportReport) -> None:
+    for fqn, count in report.overflowed.items():
+        warn(f"{fqn!r}: {count:,} finite values are beyond the range of the dtype now")
 
 
 def open(

@@ -163,10 +163,15 @@ def software_text(software: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote: ``files`` are relative to ``folder``; ``nbytes`` are those of the tensors."""
+    """What an export wrote: ``files`` are relative to ``folder``; ``nbytes`` are those of the tensors.
+
+    ``overflowed`` and ``uncast`` are those of :class:`CopyReport`.
+    """
 
     folder: str
     files: tuple[str, ...]
     tensors: int
     values: int
     nbytes: int
+    overflowed: Mapping[str, int] = field(default_factory=dict)
+    uncast: tuple[str, ...] = ()

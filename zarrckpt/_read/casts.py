@@ -100,21 +100,29 @@ def _single_numbers(root: Root, tensors: Iterable[str]) -> set[str]:
 
 
 class CastTarget:
-    """Takes the elements of a box, and passes them on cast to another floating type, rounded to nearest even."""
+    """Takes the elements of a box, and passes them on cast to another floating type."""
 
     def __init__(self, old: DType, new: DType, out: RawArray) -> None:
         self.dtype = raw_dtype(old.itemsize)
         self.overflowed = 0
-        """How many finite values became infinite, or NaN where the type has no infinity."""
-        self._old, self._new, self._out = old.numpy, new.numpy, out
+        """The number of finite values that a cast lost, see :func:`cast_elements`."""
+        self._old, self._new, self._out = old, new, out
         self._lock = threading.Lock()
 
     def __setitem__(self, place: tuple[slice, ...], cells: RawArray) -> None:
-        values = np.asarray(cells).view(self._old)
-        with np.errstate(over="ignore", invalid="ignore"):
-            cast = values.astype(self._new)
-        self._out[place] = cast.view(self._out.dtype)
-        lost = int(np.count_nonzero(np.isfinite(values))) - int(np.count_nonzero(np.isfinite(cast)))
+        self._out[place], lost = cast_elements(cells, self._old, self._new)
         if lost:
             with self._lock:
                 self.overflowed += lost
+
+
+def cast_elements(cells: RawArray, old: DType, new: DType) -> tuple[RawArray, int]:
+    """Cast raw elements to another floating type, rounded to nearest even.
+
+    Returns them, and the number of finite values that became infinite, or NaN if the type has no infinity.
+    """
+    values = np.asarray(cells).view(old.numpy)
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = values.astype(new.numpy)
+    lost = int(np.count_nonzero(np.isfinite(values))) - int(np.count_nonzero(np.isfinite(cast)))
+    return cast.view(raw_dtype(new.itemsize)), lost

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import click
 
@@ -20,10 +21,6 @@ from zarrckpt.cli._common import (
     store_options,
     target_options,
 )
-
-if TYPE_CHECKING:
-    from zarrckpt._checkpoint import Checkpoint
-    from zarrckpt._reports import CopyReport
 
 _COMPRESSIONS = {None: "keep", "none": None}
 """What ``copy_to`` takes for words that are no codec's name."""
@@ -134,7 +131,8 @@ def cp_command(
     if max_chunk_mb is not None:
         options["max_chunk_bytes"] = max(1, int(max_chunk_mb * 1e6))
     ckpt = opened(source, storage_options).select(*include, exclude=exclude)
-    report = _copied(ckpt, target, options)
+    with warnings_as_lines(), progress_bar("copying") as bar, of_target_options():
+        report = ckpt.copy_to(target, progress=bar, **options)
     if as_json:
         print_json(dataclasses.asdict(report))
         return
@@ -155,16 +153,16 @@ _UNCAST_NAMED = 3
 """Names of tensors that are printed; --json has all."""
 
 
-def _copied(ckpt: Checkpoint, target: str, options: dict[str, Any]) -> CopyReport:
-    """Copy; warnings become lines, and wrong options errors of usage."""
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Print warnings as lines; raise wrong options as errors of usage."""
     try:
-        with warnings.catch_warnings(record=True) as caught, progress_bar("copying") as bar, of_target_options():
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            report = ckpt.copy_to(target, progress=bar, **options)
+            yield
     except CheckpointError:
         raise
     except ValueError as err:
         raise click.UsageError(str(err)) from err
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
-    return report
