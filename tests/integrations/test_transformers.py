@@ -399,7 +399,7 @@ def test_adapters_become_a_folder_that_peft_takes(adapters_only: bool) -> None:
 
 
 def _export_in_bfloat16_to_s3(url: str, bucket: Any, tokenizer: Any) -> None:
-    options: Any = {"dtype": torch.bfloat16, "storage_options": bucket.storage_options, "max_file_bytes": 20_000}
+    options: Any = {"dtype": torch.bfloat16, "storage_options": bucket.storage_options, "max_file_bytes": 6_000}
     first = export_pretrained(url, bucket.url("hub"), tokenizer=tokenizer, **options)
     assert first.folder == bucket.url("hub") and len(first.files) > 2 and not first.uncast
     with pytest.raises(zarrckpt.StorageError, match="exists"):
