@@ -30,7 +30,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 import zarrckpt
-from zarrckpt._store import open_store
+from zarrckpt._store import StoreSpec
 from zarrckpt.integrations.transformers import ZarrTrainer, export_pretrained, load_pretrained
 
 SCRIPT = Path(transformers_run.__file__)
@@ -406,7 +406,7 @@ def _export_in_bfloat16_to_s3(url: str, bucket: Any, tokenizer: Any) -> None:
         export_pretrained(url, bucket.url("hub"), **options)
     del options["max_file_bytes"]
     export_pretrained(url, bucket.url("hub"), overwrite=True, **options)
-    store, folder = open_store(bucket.url("hub"), bucket.storage_options), Path("from-s3")
+    store, folder = StoreSpec(bucket.url("hub"), bucket.storage_options).open(), Path("from-s3")
     folder.mkdir()
     for item in store.list():
         (folder / item.key).write_bytes(store.get(item.key))
