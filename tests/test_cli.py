@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -96,7 +97,9 @@ def test_ls_of_a_run_says_why_each_checkpoint_is_kept(tmp_path: Path) -> None:
     (folder / "step-00000007" / "@zarrckpt").mkdir(parents=True)
     (folder / "step-00000007" / "zarr.json").write_text("{")
     lines = [line.split("\t") for line in run("ls", folder, "--header").stdout.splitlines()]
-    assert lines[0] == ["checkpoint", "step", "age", "size", "val_loss", "lr", "kept because"]
+    assert lines[0] == ["checkpoint", "step", "age", "size", "val_loss", "kept because"]
+    every = run("ls", folder, "--header", "--all").stdout.splitlines()[0].split("\t")
+    assert every == ["checkpoint", "step", "age", "size", "val_loss", "lr", "kept because"]
     assert [(line[0], line[1], line[4], line[-1]) for line in lines[1:]] == [
         ("step-00000002", "2", "1", "best"),
         ("step-00000003", "3", "5", "every 3, pinned"),
@@ -163,7 +166,7 @@ def test_a_command_that_does_not_exist_suggests_one(wrong: str, right: str) -> N
     assert "Did you mean" not in run("frobnicate").stderr
 
 
-def test_files_of_other_libraries_are_to_be_imported(tmp_path: Path) -> None:
+def test_files_of_other_libraries_are_to_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "x.safetensors"
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
     zarrckpt.open(tmp_path / "one").to_safetensors(file)
@@ -174,6 +177,15 @@ def test_files_of_other_libraries_are_to_be_imported(tmp_path: Path) -> None:
         for command in (("ls", place), ("export", place, tmp_path / "out")):
             found = run(*command)
             assert found.exit_code == 3 and f"zarrckpt import {place} " in found.stderr
+    # A url never means the local path of its name.
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tmp_path / "folder", tmp_path / "memory:" / "tensors")
+    found = run("ls", "memory://tensors")
+    assert found.exit_code == 3 and "import" not in found.stderr
+    with pytest.raises(zarrckpt.StorageError, match="is a url"):
+        zarrckpt.import_checkpoint(Path("memory://tensors"), tmp_path / "new")
+    with pytest.raises(zarrckpt.StorageError, match="is a url"):
+        zarrckpt.open(tmp_path / "one").to_safetensors(Path("memory://tensors/x.safetensors"))
     assert "import" not in run("ls", tmp_path / "nothing").stderr
 
 

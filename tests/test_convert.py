@@ -121,6 +121,24 @@ def test_out_of_a_bucket_and_into_it(
         assert ckpt.diff(zarrckpt.open(moto_bucket.url(name), **options))
 
 
+def test_safetensors_are_cast_but_for_counters(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    big = torch.randn(900, 70)
+    state = {"w": big, "half": torch.randn(5).half(), "n": torch.arange(3), "step": torch.tensor(257.0)}
+    zarrckpt.save(state | {"far": torch.tensor([1e30, 1.0])}, tmp_path / "one")
+    ckpt = zarrckpt.open(tmp_path / "one")
+    with pytest.warns(UserWarning, match="'far': 1 finite"):
+        report = ckpt.to_safetensors(tmp_path / "out", dtype="float16", max_inflight_bytes=60_000)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["w"], big.half()) and torch.equal(found["half"], state["half"])
+    assert found["step"].dtype is torch.float32 and found["n"].dtype is torch.int64 and report.uncast == ("step",)
+    assert report.nbytes == sum(tensor.nbytes for tensor in found.values()) and report.overflowed == {"far": 1}
+    cast = CliRunner().invoke(main, ["export", str(tmp_path / "one"), str(tmp_path / "x"), "--dtype", "w=bfloat16"])
+    assert cast.exit_code == 0 and load_file(tmp_path / "x" / "model.safetensors")["w"].dtype is torch.bfloat16
+    wrong = CliRunner().invoke(main, ["export", str(tmp_path / "one"), str(tmp_path / "x.pt"), "--dtype", "bfloat16"])
+    assert wrong.exit_code == 2 and "zarrckpt cp --dtype" in wrong.stderr
+
+
 @pytest.mark.parametrize("method", WAYS_OUT)
 def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_path: Path, method: str) -> None:
     zarrckpt.save({"w": torch.randn(90, 100)}, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 14))

@@ -123,7 +123,7 @@ def test_casts_are_those_of_torch(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, name)
     # Both have the halves between two neighbours, where rounding to even shows; all are within the range of the dtype.
     halves = (torch.randint(-4096, 4096, (400, 300)).double() / 512).float()
-    state = {"w": torch.randn(400, 300), "h": halves, "half": torch.randn(50).half(), "scalar": torch.tensor(1.7)}
+    state = {"w": torch.randn(400, 300), "h": halves, "half": torch.randn(50).half()}
     rest = {"i": torch.arange(5), "z": torch.randn(3).cfloat(), "t": torch.tensor([True, False])}
     special = {"nan": torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0])}
     state = {k: (v.clamp(-400, 400) if v.dtype is torch.float32 else v) for k, v in state.items()}
@@ -178,12 +178,35 @@ def test_values_beyond_the_range_are_counted(tmp_path: Path) -> None:
     assert "warning: 'a': 3 finite" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_casts_by_pattern_leave_counters_alone(tmp_path: Path) -> None:
-    state = {"model": {"w": torch.randn(5, 4), "i": torch.arange(3)}, "optim": {"step": torch.tensor(1001.0)}}
+def test_a_bfloat16_copy_of_a_training_still_counts_its_steps(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1))
+    optim = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    loop = {"seen": torch.tensor([257.0]), "global_step": torch.full((3,), 257.0)}
+    each_rank = zarrckpt.PerRank({"count": torch.tensor(257.0)})
+    state = {"model": model, "optim": optim, "loop": loop, "own": each_rank}
+    for _ in range(257):
+        model(torch.randn(2, 8)).sum().backward()
+        optim.step()
     zarrckpt.save(state, tmp_path / "one")
-    zarrckpt.open(tmp_path / "one").copy_to(tmp_path / "two", dtype={"model.w": "float16", "model": "bfloat16"})
-    found = zarrckpt.open(tmp_path / "two").read()
-    assert [found[key].dtype.name for key in ("model.w", "model.i", "optim.step")] == ["float16", "int64", "float32"]
+    found = CliRunner().invoke(main, ["cp", str(tmp_path / "one"), str(tmp_path / "two"), "--dtype", "bfloat16"])
+    copy = zarrckpt.open(tmp_path / "two")
+    kept = {fqn for fqn in copy.tensors if copy.summary(fqn)[1] == "float32"}
+    others = {"optim.param_groups.0.lr", "loop.seen", "loop.global_step", "own.ranks.count"}
+    assert kept == others | {f"optim.state.{name}.step" for name, _ in model.named_parameters()}
+    assert "not cast: 8 counters and single numbers: optim.state.0.weight.step" in found.stdout
+    zarrckpt.load(state, tmp_path / "two", allow_cast=True)
+    optim.step()
+    assert {float(part["step"]) for part in optim.state.values()} == {258.0} and loop["seen"] == 257
+
+
+def test_casts_by_pattern_take_counters_by_full_name_alone(tmp_path: Path) -> None:
+    model = {"w": torch.randn(5, 4), "i": torch.arange(3), "scale": torch.tensor(2.5), "odd": torch.tensor([1.5])}
+    zarrckpt.save({"model": model, "optim": {"step": torch.tensor(1001.0)}}, tmp_path / "one")
+    wanted = {"model.w": "float16", "model": "bfloat16", "model.odd": "float64"}
+    report = zarrckpt.open(tmp_path / "one").copy_to(tmp_path / "two", dtype=wanted)
+    found = {fqn: array.dtype.name for fqn, array in zarrckpt.open(tmp_path / "two").read().items()}
+    dtypes = {"model.w": "float16", "model.i": "int64", "model.scale": "float32", "model.odd": "float64"}
+    assert found == {**dtypes, "optim.step": "float32"} and report.uncast == ("model.scale",)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +217,7 @@ def test_casts_by_pattern_leave_counters_alone(tmp_path: Path) -> None:
         ({"dtype": "float8_e8m0fnu"}, ValueError),
         ({"dtype": "float3"}, zarrckpt.UnsupportedValueError),
         ({"dtype": {"other.i": "bfloat16"}}, ValueError),
+        ({"dtype": {"odd.scal*": "bfloat16"}}, ValueError),
         ({"dtype": {"nothing.*": "bfloat16"}}, zarrckpt.KeyMismatchError),
         ({"chunks": (3, 0)}, ValueError),
         ({"chunks": (3, 2, 1, 1)}, ValueError),

@@ -39,3 +39,17 @@ def test_errors_travel_and_make_sense_alone(error: type[zarrckpt.CheckpointError
     for copied in (pickle.loads(pickle.dumps(raised)), copy.copy(raised)):
         assert type(copied) is error and str(copied) == "found a\nexpected b"
     assert issubclass(error, zarrckpt.CheckpointError) and (error.__doc__ or "").strip()
+
+
+def test_a_notebook_shows_the_message_and_the_callers_frames(tmp_path: Path) -> None:
+    def look() -> None:
+        zarrckpt.open(tmp_path / "nothing")
+
+    with pytest.raises(zarrckpt.CheckpointNotFoundError) as raised:
+        look()
+    raised.value.add_note("seen on rank 3")
+    shown = raised.value._render_traceback_()  # IPython calls it
+    assert shown[:2] == [f"CheckpointNotFoundError: {raised.value}", "seen on rank 3"]
+    frames = [line for line in shown if line.startswith("  File")]
+    assert len(frames) == 2 and all(__file__ in line for line in frames) and "in look" in frames[1]
+    assert len("\n".join(shown).splitlines()) < 12 and zarrckpt.StorageError("no frames")._render_traceback_()

@@ -195,6 +195,24 @@ def test_the_greatest_step_is_the_newest_whatever_clocks_say(tmp_path: Path, mon
     assert zarrckpt.latest(tmp_path) == str(tmp_path / name(100))
 
 
+@pytest.mark.parametrize(("mode", "at_best"), [("min", 30), ("max", 50)])
+def test_best_finds_the_best_finite_metric(tmp_path: Path, mode: Any, at_best: int) -> None:
+    with pytest.warns(UserWarning, match="step-60"):
+        assert zarrckpt.best(tmp_path, "loss", mode) is None
+        losses: dict[int, Any] = {10: 0.5, 20: math.nan, 30: 0.5, 40: None, 50: 2, 55: -math.inf, 56: math.inf}
+        with manager(tmp_path / "run") as job:
+            for step, loss in losses.items():
+                job.save(step, state(step), {"loss": loss})
+        zarrckpt.save(state(9), tmp_path / "run" / "step-70", metadata={"accuracy": 1.0})
+        zarrckpt.save(state(9), tmp_path / "run" / "step-60", metadata={"loss": -9.0})
+        (tmp_path / "run" / "step-60" / "zarr.json").write_bytes(b"{}x")
+        assert zarrckpt.best(str(tmp_path / "run"), "loss", mode) == str(tmp_path / "run" / name(at_best))
+        with pytest.warns(UserWarning, match="did you mean 'loss'"):
+            assert zarrckpt.best(tmp_path / "run", "los") is None
+    with pytest.raises(ValueError, match="mode"):
+        zarrckpt.best(tmp_path / "run", "loss", "least")  # type: ignore[arg-type]
+
+
 def test_names_without_padding(tmp_path: Path) -> None:
     for step in (9, 10, 100):
         zarrckpt.save(state(step), tmp_path / f"step-{step}")
@@ -701,6 +719,14 @@ def test_a_source_that_cannot_be_pinned(tmp_path: Path) -> None:
         manager(tmp_path / "fork2", init_from=tmp_path / "nothing") as job,
         pytest.raises(zarrckpt.CheckpointNotFoundError, match="nothing"),
     ):
+        job.restore(state(0))
+
+
+def test_a_folder_that_may_only_be_read_names_how_to_load(tmp_path: Path) -> None:
+    saved(tmp_path / "run", 100)
+    folder = zarr.storage.LocalStore(tmp_path / "run", read_only=True)
+    said = r"load\(state, zarrckpt\.latest\('.*run'\)"
+    with manager(folder) as job, pytest.raises(zarrckpt.StorageError, match=said):
         job.restore(state(0))
 
 

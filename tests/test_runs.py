@@ -222,6 +222,27 @@ def test_ls_lists_the_checkpoints_of_a_folder(tmp_path: Path) -> None:
     assert run("ls", tmp_path, "model.*").exit_code == 3
 
 
+def test_ls_lists_the_runs_of_a_folder(tmp_path: Path) -> None:
+    for name, steps in {"a": (9, 10), "b": (3,)}.items():
+        for step in steps:
+            zarrckpt.save({**STATE, "step": step}, tmp_path / name / f"step-{step}", metadata={"loss": 1 / step})
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, FaultyStore(tmp_path / "a" / "step-11", at(9, STOP)))
+    begun = zarrckpt.CheckpointManager(tmp_path / "c", signals=())
+    begun.restore(dict(STATE))
+    (tmp_path / "logs" / "tensorboard").mkdir(parents=True)
+    rows = [line.split("\t") for line in run("ls", tmp_path, "--header").stdout.splitlines()]
+    assert [[row[0], row[1], row[2], row[4], row[5]] for row in rows] == [
+        ["run", "newest", "step", "size", "loss"],
+        ["a", "step-10", "10", "24 B", "0.1"],
+        ["b", "step-3", "3", "24 B", "0.333333"],
+        ["c", "", "", "no checkpoint", ""],
+    ]
+    listed = json.loads(run("ls", tmp_path, "--json").stdout)
+    assert listed[0]["url"] == str(tmp_path / "a") and listed[0]["metadata"] == {"loss": 0.1}
+    assert run("ls", tmp_path, "model.*").exit_code == run("ls", tmp_path / "logs").exit_code == 3
+
+
 # -- recover
 
 

@@ -25,7 +25,7 @@ STEPS = {
     f"import zarrckpt; {OPEN}; ckpt.tensors, ckpt.nbytes, ckpt.world_size, str(ckpt), ckpt['step'], ckpt['blob']": (
         ALL - {"numpy"}
     ),
-    "import zarrckpt; assert zarrckpt.latest(folder) == url": ALL - {"numpy"},
+    "import zarrckpt; assert zarrckpt.latest(folder) == zarrckpt.best(folder, 'loss') == url": ALL - {"numpy"},
     f"import zarrckpt; {OPEN}; assert ckpt['model.w'][0] == 1": {"torch", "obstore", "s3fs", "xarray"},
     "import zarrckpt; zarrckpt.save, zarrckpt.load, zarrckpt.async_save": CLIENTS | SLOW_TORCH,
     "import zarrckpt, torch; state = {'w': torch.ones(3), 'n': 1}; new = folder + '-new'; zarrckpt.save(state, new); "
@@ -43,7 +43,7 @@ print(json.dumps(sorted(sys.modules)))
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     place = str(tmp_path_factory.mktemp("start-up") / "run" / "ckpt")
-    zarrckpt.save({"model": {"w": torch.ones(3)}, "step": 7, "blob": b"bytes"}, place)
+    zarrckpt.save({"model": {"w": torch.ones(3)}, "step": 7, "blob": b"bytes"}, place, metadata={"loss": 0.5})
     return place
 
 

@@ -1,7 +1,7 @@
 """Sharded PyTorch checkpoints as Zarr, straight to object stores or disk.
 
-``save``, ``load`` and ``async_save`` need torch; ``open`` and ``latest`` do not. Nothing heavy is imported before
-it is used.
+``save``, ``load`` and ``async_save`` need torch; ``open``, ``latest`` and ``best`` do not. Nothing heavy is imported
+before it is used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from zarrckpt._options import LoadOptions, SaveOptions
     from zarrckpt._reports import LoadReport, PlanReport, SaveReport
     from zarrckpt._runs.keep import Keep
-    from zarrckpt._runs.latest import latest
+    from zarrckpt._runs.latest import best, latest
     from zarrckpt._runs.manager import CheckpointManager
     from zarrckpt._save.background import SaveFuture, async_save
     from zarrckpt._save.plan_report import plan_report
@@ -92,6 +92,7 @@ __all__ = [
     "ZarrStorageWriter",
     "__version__",
     "async_save",
+    "best",
     "import_checkpoint",
     "latest",
     "load",
@@ -123,6 +124,7 @@ _LAZY = {
     "ZarrStorageReader": "_dcp.reader",
     "ZarrStorageWriter": "_dcp.writer",
     "async_save": "_save.background",
+    "best": "_runs.latest",
     "import_checkpoint": "_convert.importing",
     "latest": "_runs.latest",
     "load": "_api",

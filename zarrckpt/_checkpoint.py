@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from zarrckpt._convert.export_paths import MAX_EXPORT_BYTES, stripped
-from zarrckpt._errors import CheckpointError, KeyMismatchError
+from zarrckpt._errors import CheckpointError, KeyMismatchError, warn
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.matching import hint, select
 from zarrckpt._format.root import BlobEntry
@@ -32,8 +31,9 @@ if TYPE_CHECKING:
     from zarrckpt._format.compression import CompressionOption
     from zarrckpt._inspect.page import PageReport
     from zarrckpt._inspect.stats import Difference, TensorStats
-    from zarrckpt._ops.copy_plan import ChunksOption, DTypeOption
+    from zarrckpt._ops.copy_plan import ChunksOption
     from zarrckpt._ops.verify import VerifyReport
+    from zarrckpt._read.casts import DTypeOption
     from zarrckpt._reports import CopyReport
 
 
@@ -312,9 +312,13 @@ class Checkpoint(Mapping[str, Any]):
                 first that means a tensor counts); -1 stands for a whole dimension.
             max_chunk_bytes: give all other tensors the chunks that a :func:`save` by one process gives them, of at most
                 so many bytes.
-            dtype: cast floating tensors, such as ``"bfloat16"``, or a mapping pattern -> dtype. Values are rounded to
-                nearest even; one beyond the dtype's range becomes infinite (NaN where the dtype has no infinity), which
-                is counted in the report, with a UserWarning. Left alone: float8_e8m0fnu, and what is not floating.
+            dtype: cast floating tensors, such as ``"bfloat16"``, or a mapping pattern -> dtype with the patterns of
+                :meth:`select` (the first match counts). Values are rounded to nearest even; one beyond the dtype's
+                range becomes infinite (NaN where the dtype has no infinity), which is counted in the report, with a
+                UserWarning. Left alone: float8_e8m0fnu, what is not floating, and numbers that a training counts or
+                sets by: tensors named ``step``, ``global_step`` or ``iteration``, 0-d tensors, and tensors of one
+                element whose names have no part ``weight`` or ``bias``. The report's ``uncast`` names them. A mapping
+                casts one of them if it has its full name: ``{"model.scale": "bfloat16"}``.
             compression: of all tensors, as in :func:`save`: None takes it away; ``"keep"`` leaves it.
             portable_dtypes: keep bfloat16 and float8 as unsigned integers of their size, bit for bit, for Zarr readers
                 that know neither. Loads give tensors of the real dtype all the same.
@@ -329,9 +333,9 @@ class Checkpoint(Mapping[str, Any]):
         from zarrckpt._ops.copy import copy_checkpoint
         from zarrckpt._ops.copy_plan import parse_changes
 
-        tensors = {fqn: node for fqn, node in self._catalog.root.tensors.items() if fqn in self._names}
         changes = parse_changes(
-            tensors,
+            self._catalog.root,
+            self._names,
             self.url,
             chunks=chunks,
             max_chunk_bytes=max_chunk_bytes,
@@ -349,8 +353,7 @@ class Checkpoint(Mapping[str, Any]):
             max_inflight_bytes=max_inflight_bytes,
             progress=progress,
         )
-        for fqn, count in report.overflowed.items():
-            warnings.warn(f"{fqn!r}: {count:,} finite values are beyond the range of the dtype now", stacklevel=2)
+        _warn_of_overflow(report)
         return report
 
     def to_safetensors(
@@ -358,6 +361,7 @@ class Checkpoint(Mapping[str, Any]):
         target: str | os.PathLike[str],
         *patterns: str,
         strip: str = "",
+        dtype: DTypeOption = None,
         max_file_bytes: int = 5_000_000_000,
         overwrite: bool = False,
         max_inflight_bytes: int = MAX_EXPORT_BYTES,
@@ -372,6 +376,7 @@ class Checkpoint(Mapping[str, Any]):
             patterns: as in :meth:`select` (default: all tensors).
             strip: a beginning that the names lose: ``"model"`` writes ``model.embed.weight`` as ``embed.weight``;
                 names without it keep theirs.
+            dtype: cast floating tensors, as in :meth:`copy_to`; patterns are those of names in the checkpoint.
             max_file_bytes: a file has more only where a single tensor has.
             overwrite: replace the file, or the folder's ``model*.safetensors`` and their index.
             max_inflight_bytes: bound on the memory (default 128 MiB).
@@ -381,20 +386,24 @@ class Checkpoint(Mapping[str, Any]):
         ``__metadata__``; StorageError, also where such files exist; and what :meth:`read` raises.
         """
         from zarrckpt._convert.safetensors import export_safetensors
+        from zarrckpt._read.casts import plan_casts
 
         paths = self.select(*patterns).tensors._stripped(strip)
         if not paths:
             raise KeyMismatchError(f"what was chosen of {self.url} has no tensor, and safetensors files hold no values")
         names = {fqn: path.fqn for fqn, path in paths.items()}
-        return export_safetensors(
+        report = export_safetensors(
             self._catalog,
             names,
             local_path(target),
+            plan_casts(self._catalog.root, names, self.url, dtype),
             max_file_bytes=max_file_bytes,
             overwrite=overwrite,
             max_inflight_bytes=max_inflight_bytes,
             progress=progress,
         )
+        _warn_of_overflow(report)
+        return report
 
     def to_torch_save(
         self,
@@ -640,6 +649,11 @@ class Checkpoint(Mapping[str, Any]):
         # Built from the root's consolidated metadata: no request.
         document: Any = copy.deepcopy(node.document())
         return zarr.Array(AsyncArray(document, StorePath(self._zarr_store, node.path)))
+
+
+def _warn_of_overflow(report: CopyReport | ExportReport) -> None:
+    for fqn, count in report.overflowed.items():
+        warn(f"{fqn!r}: {count:,} finite values are beyond the range of the dtype now")
 
 
 def open(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 import warnings
 
 log = logging.getLogger("zarrckpt")
@@ -15,6 +16,13 @@ log = logging.getLogger("zarrckpt")
 
 class CheckpointError(Exception):
     """Base of every error that zarrckpt raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython and Jupyter show: the message, then the caller's frames alone."""
+        lines = [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
+        if frames := _frames_of_caller(self):
+            lines += ["", *(line.rstrip("\n") for line in traceback.format_list(frames))]
+        return [*lines, "", "import traceback; traceback.print_last() prints all frames."]
 
 
 class CheckpointExistsError(CheckpointError):
@@ -100,6 +108,18 @@ class ObjectNotFoundError(StorageError, FileNotFoundError):
 
 class ObjectExistsError(StorageError, FileExistsError):
     """A conditional put met an object: it exists already, or it is not the version expected."""
+
+
+def _frames_of_caller(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of an error down to the call of this package, without those of IPython."""
+    frames = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package == "zarrckpt":
+            break
+        if package not in ("IPython", "ipykernel"):
+            frames.append((frame, line))
+    return list(traceback.StackSummary.extract(iter(frames)))
 
 
 def warn(text: str) -> None:

@@ -30,10 +30,12 @@ class CopyReport(SaveReport):
     """One committed copy, see ``Checkpoint.copy_to``.
 
     ``overflowed`` has the tensors of which finite values are beyond the range of the dtype that they were cast to, and
-    how many.
+    how many. ``uncast`` names the floating tensors that ``dtype`` meant and that keep their dtype: counters, single
+    numbers, and float8_e8m0fnu.
     """
 
     overflowed: Mapping[str, int] = field(default_factory=dict)
+    uncast: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,15 @@ def software_text(software: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote: ``files`` are relative to ``folder``; ``nbytes`` are those of the tensors."""
+    """What an export wrote: ``files`` are relative to ``folder``; ``nbytes`` are those of the tensors.
+
+    ``overflowed`` and ``uncast`` are those of :class:`CopyReport`.
+    """
 
     folder: str
     files: tuple[str, ...]
     tensors: int
     values: int
     nbytes: int
+    overflowed: Mapping[str, int] = field(default_factory=dict)
+    uncast: tuple[str, ...] = ()

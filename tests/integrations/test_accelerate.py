@@ -211,6 +211,10 @@ def test_an_optimizer_may_train_two_models(tmp_path: Path) -> None:
     second(first(torch.ones(2))).sum().backward()
     both.step()
     save_state(accelerator, str(tmp_path / "a"))
+    # Its own counts are of micro-batches and saves, and no step of the training.
+    assert zarrckpt.open(tmp_path / "a").info.step is None
+    save_state(accelerator, str(tmp_path / "b"), metadata={"step": 7})
+    assert zarrckpt.open(tmp_path / "b").info.step == 7
     moment = both.state[second.weight]["exp_avg"].clone()
     both.state.clear()
     load_state(accelerator, str(tmp_path / "a"))

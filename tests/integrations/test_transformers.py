@@ -30,6 +30,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 import zarrckpt
+from zarrckpt._store import StoreSpec
 from zarrckpt.integrations.transformers import ZarrTrainer, export_pretrained, load_pretrained
 
 SCRIPT = Path(transformers_run.__file__)
@@ -397,6 +398,25 @@ def test_adapters_become_a_folder_that_peft_takes(adapters_only: bool) -> None:
     assert own.keys() == exported.keys()
 
 
+def _export_in_bfloat16_to_s3(url: str, bucket: Any, tokenizer: Any) -> None:
+    options: Any = {"dtype": torch.bfloat16, "storage_options": bucket.storage_options, "max_file_bytes": 6_000}
+    first = export_pretrained(url, bucket.url("hub"), tokenizer=tokenizer, **options)
+    assert first.folder == bucket.url("hub") and len(first.files) > 2 and not first.uncast
+    with pytest.raises(zarrckpt.StorageError, match="exists"):
+        export_pretrained(url, bucket.url("hub"), **options)
+    del options["max_file_bytes"]
+    export_pretrained(url, bucket.url("hub"), overwrite=True, **options)
+    store, folder = StoreSpec(bucket.url("hub"), bucket.storage_options).open(), Path("from-s3")
+    folder.mkdir()
+    for item in store.list():
+        (folder / item.key).write_bytes(store.get(item.key))
+    assert {path.name for path in folder.glob("*.safetensors*")} == {"model.safetensors"}
+    read = AutoModelForCausalLM.from_pretrained("from-s3")
+    loaded = load_pretrained(AutoModelForCausalLM, url, dtype=torch.bfloat16, storage_options=bucket.storage_options)
+    numbers = torch.arange(10)[None]
+    assert read.dtype is torch.bfloat16 and torch.equal(read(numbers).logits, loaded(numbers).logits)
+
+
 def test_a_training_becomes_a_folder_with_all_that_from_pretrained_takes(moto_bucket: Any) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -412,6 +432,7 @@ def test_a_training_becomes_a_folder_with_all_that_from_pretrained_takes(moto_bu
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     export_pretrained(f"{url}/step-00000012", "folder", tokenizer=tokenizer, storage_options=options)
+    _export_in_bfloat16_to_s3(f"{url}/step-00000012", moto_bucket, tokenizer)
     assert json.loads(Path("folder/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert Path("folder/generation_config.json").is_file()
     read = AutoModelForCausalLM.from_pretrained("folder")

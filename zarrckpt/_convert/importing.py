@@ -26,6 +26,7 @@ from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import for_save
 from zarrckpt._store import Url
+from zarrckpt._store._whole_files import local_path
 
 
 def import_checkpoint(
@@ -59,10 +60,11 @@ def import_checkpoint(
 
     Tensors that share memory in a file of ``torch.save`` (tied weights) are saved under each of their names.
 
-    Raises CheckpointNotFoundError, CorruptCheckpointError for a file that is not what it should be, UnsafeValueError,
-    UnsupportedLayoutError where the pieces of a tensor leave gaps or overlap, and what :func:`save` raises.
+    Raises CheckpointNotFoundError, StorageError for a url as source, CorruptCheckpointError for a file that is not what
+    it should be, UnsafeValueError, UnsupportedLayoutError where the pieces of a tensor leave gaps or overlap, and what
+    :func:`save` raises.
     """
-    path = Path(source)
+    path = Path(local_path(source))
     paths, leaf = _source(path, allow_pickle)
     wanted = select(paths, keys, str(path)) if keys else [*paths]
     above = prefix.split(".") if prefix else []

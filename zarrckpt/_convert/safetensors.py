@@ -7,15 +7,19 @@ the tensors' bytes one after the other. Several files get an index as Hugging Fa
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.dtypes import DType
 from zarrckpt._jobs import Progress, Tally
 from zarrckpt._read.arrays import batches, read_in_order
+from zarrckpt._read.casts import Casts, cast_elements
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import ExportReport
 from zarrckpt._store._whole_files import flush, new_files, refuse_existing
@@ -53,6 +57,7 @@ def export_safetensors(
     catalog: Catalog,
     names: Mapping[str, str],
     target: str,
+    casts: Casts,
     *,
     max_file_bytes: int,
     overwrite: bool,
@@ -60,42 +65,54 @@ def export_safetensors(
     progress: Progress | None,
 ) -> ExportReport:
     """Write tensors, fqn -> name in the files, see ``Checkpoint.to_safetensors``."""
-    nodes = {fqn: catalog.root.tensors[fqn] for fqn in names}
-    for fqn, node in nodes.items():
-        if node.dtype.name not in _NAMES:
+    tensors = {fqn: _Tensor(catalog.root.tensors[fqn], casts.dtypes.get(fqn)) for fqn in names}
+    for fqn, tensor in tensors.items():
+        if tensor.dtype.name not in _NAMES:
             raise UnsupportedValueError(
-                f"{fqn!r} is {node.dtype.name}, which safetensors has no name for: export a part without it"
+                f"{fqn!r} is {tensor.dtype.name}, which safetensors has no name for: export a part without it"
             )
         if names[fqn] == _METADATA:
             raise UnsupportedValueError(
                 f"{fqn!r} would be {_METADATA!r} there, which no tensor can be called in safetensors: export a part "
                 "without it"
             )
-    folder, files = _files(nodes, target, max_file_bytes)
+    folder, files = _files(tensors, target, max_file_bytes)
     written = [*files, *([INDEX] if len(files) > 1 else [])]
     stale = [] if target.endswith(SAFETENSORS_SUFFIX) else _model_files(folder)
     if not overwrite:
         refuse_existing([*(os.path.join(folder, name) for name in written), *stale])
-    total = sum(node.nbytes for node in nodes.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
     tally = Tally(total, progress)
+    overflowed: Counter[str] = Counter()
     with new_files([os.path.join(folder, name) for name in written]) as parts:
         for part, fqns in zip(parts, files.values(), strict=False):
-            _write(catalog, part, {fqn: names[fqn] for fqn in fqns}, max_inflight_bytes, tally)
+            wanted = {fqn: tensors[fqn] for fqn in fqns}
+            overflowed += _write(catalog, part, names, wanted, max_inflight_bytes, tally)
         if len(files) > 1:
             where = {names[fqn]: name for name, fqns in files.items() for fqn in fqns}
             _write_index(parts[-1], {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
         # Before the new ones have their names: an index must not name files of another export.
         for path in stale:
             os.unlink(path)
-    return ExportReport(folder, tuple(written), len(names), 0, total)
+    return ExportReport(folder, tuple(written), len(names), 0, total, dict(overflowed), casts.uncast)
 
 
-def _files(nodes: Mapping[str, ArrayNode], target: str, limit: int) -> tuple[str, dict[str, list[str]]]:
+class _Tensor:
+    """A tensor in a file: its shape, and its dtype there."""
+
+    def __init__(self, node: ArrayNode, dtype: DType | None) -> None:
+        self.shape = node.grid.shape
+        self.stored = node.dtype
+        self.dtype = dtype or node.dtype
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+
+
+def _files(tensors: Mapping[str, _Tensor], target: str, limit: int) -> tuple[str, dict[str, list[str]]]:
     """The folder, and the names of the tensors in each of its files."""
     if target.endswith(SAFETENSORS_SUFFIX):
         folder, name = os.path.split(target)
-        return folder or ".", {name: list(nodes)}
-    dealt = list(batches(nodes, lambda fqn: nodes[fqn].nbytes, limit))
+        return folder or ".", {name: list(tensors)}
+    dealt = list(batches(tensors, lambda fqn: tensors[fqn].nbytes, limit))
     if len(dealt) == 1:
         return target, {f"model{SAFETENSORS_SUFFIX}": dealt[0]}
     width = max(5, len(str(len(dealt))))
@@ -104,32 +121,54 @@ def _files(nodes: Mapping[str, ArrayNode], target: str, limit: int) -> tuple[str
     }
 
 
+def is_model_file(name: str) -> bool:
+    """Return whether a name is that of a model's weights, or of their index, in a folder of Hugging Face."""
+    return name == INDEX or _MODEL_FILE.fullmatch(name) is not None
+
+
 def _model_files(folder: str) -> list[str]:
     """Files of an earlier export, the index first: loaders would take them for this one's."""
     if not os.path.isdir(folder):
         return []
-    names = sorted(name for name in os.listdir(folder) if name == INDEX or _MODEL_FILE.fullmatch(name))
+    names = sorted(filter(is_model_file, os.listdir(folder)))
     return [os.path.join(folder, name) for name in sorted(names, key=lambda name: name != INDEX)]
 
 
-def _write(catalog: Catalog, path: str, names: Mapping[str, str], max_inflight_bytes: int, tally: Tally) -> None:
+def _write(
+    catalog: Catalog,
+    path: str,
+    names: Mapping[str, str],
+    tensors: Mapping[str, _Tensor],
+    max_inflight_bytes: int,
+    tally: Tally,
+) -> Counter[str]:
+    """Write one file; return how many values of each tensor a cast lost."""
     # Widest elements first: then each begins at a multiple of its size.
-    ordered = sorted(names, key=lambda fqn: -catalog.root.tensors[fqn].dtype.itemsize)
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    overflowed: Counter[str] = Counter()
     with open(path, "wb") as file:
-        file.write(_header(catalog, {fqn: names[fqn] for fqn in ordered}))
-        for array in read_in_order(catalog, ordered, max_inflight_bytes):
+        file.write(_header(names, ordered))
+        for fqn, array in read_in_order(catalog, ordered, max_inflight_bytes):
+            tensor = ordered[fqn]
+            if tensor.dtype != tensor.stored:
+                array, lost = cast_elements(array, tensor.stored, tensor.dtype)
+                overflowed[fqn] += lost
             file.write(array.reshape(-1).view("u1").data)
             tally.add(array.nbytes)
         flush(file)
+    return +overflowed
 
 
-def _header(catalog: Catalog, names: Mapping[str, str]) -> bytes:
+def _header(names: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> bytes:
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     begin = 0
-    for fqn, name in names.items():
-        node = catalog.root.tensors[fqn]
-        end = begin + node.nbytes
-        header[name] = {"dtype": _NAMES[node.dtype.name], "shape": list(node.grid.shape), "data_offsets": [begin, end]}
+    for fqn, tensor in tensors.items():
+        end = begin + tensor.nbytes
+        header[names[fqn]] = {
+            "dtype": _NAMES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)

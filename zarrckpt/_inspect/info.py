@@ -14,6 +14,9 @@ from zarrckpt._format.sealed import FORMAT
 STEPS = ("step", "global_step", "iteration")
 """What a training loop calls how far it has come."""
 
+_OTHER_SUFFIXES = (".accelerate.step", ".accelerate.iteration")
+"""Accelerate's own counts, of micro-batches and of saves: at any depth, no steps of the training."""
+
 _LARGEST = 10
 
 
@@ -109,7 +112,7 @@ def _training_step(root: Root, entries: Iterable[str]) -> int | None:
     found = []
     for fqn in entries:
         value = getattr(root.entries[fqn], "json", None)
-        if fqn.rpartition(".")[2] in STEPS and type(value) is int:
+        if fqn.rpartition(".")[2] in STEPS and type(value) is int and not f".{fqn}".endswith(_OTHER_SUFFIXES):
             found.append((fqn.count("."), value))
     return min(found)[1] if found else None
 

@@ -57,7 +57,7 @@ def copy_checkpoint(
         raise
     protocol.commit(target, attempt, root)
     protocol.clean_after(target, attempt)
-    return copy.report(began)
+    return copy.report(began, changes.casts.uncast)
 
 
 def part_of(root: Root, names: Sequence[str]) -> Root:
@@ -128,13 +128,13 @@ class _Copy:
         self._target.sync(puts)
         return dataclasses.replace(self._root, created=now(), checksums=tables[CHECKSUMS], sizes=tables.get(SIZES))
 
-    def report(self, began: float) -> CopyReport:
+    def report(self, began: float, uncast: tuple[str, ...]) -> CopyReport:
         """What was done."""
         names = {node.path: fqn for fqn, node in self._root.tensors.items()}
         lost = {names[path]: remade.overflowed for path, remade in self._remade.items() if remade.overflowed}
         objects = sum(node.grid.num_chunks for node in self._root.arrays())
         done, seconds = self._nbytes, time.monotonic() - began
-        return CopyReport(self._target.url, self._root.save_id, done, objects, (done,), seconds, lost)
+        return CopyReport(self._target.url, self._root.save_id, done, objects, (done,), seconds, lost, uncast)
 
     def _expected(self, node: ArrayNode, chunk: Ints) -> int:
         """What a chunk counts for in the progress: its object's bytes, or where these are not known, its elements'."""

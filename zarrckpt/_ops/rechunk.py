@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,9 @@ from zarrckpt._commit.chunks import put_chunk
 from zarrckpt._format.chunk_codec import ArrayElements, encoding_memory
 from zarrckpt._format.chunk_layout import RawArray, most_subchunk_stored, raw_dtype
 from zarrckpt._format.documents import ArrayNode
-from zarrckpt._format.dtypes import DType
 from zarrckpt._format.grid import Box, Ints, intersect
 from zarrckpt._jobs import BytesBudget, run_jobs
+from zarrckpt._read.casts import CastTarget
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import READ_BYTES, unpacking_bytes
 from zarrckpt._store import Store
@@ -32,27 +31,6 @@ class MadeChunk:
     sizes: Sequence[int]
     nbytes: int
     overflowed: int = 0
-
-
-class CastTarget:
-    """Takes the elements of a box, and passes them on cast to another floating type, rounded to nearest even."""
-
-    def __init__(self, old: DType, new: DType, out: RawArray) -> None:
-        self.dtype = raw_dtype(old.itemsize)
-        self.overflowed = 0
-        """How many finite values became infinite, or NaN where the type has no infinity."""
-        self._old, self._new, self._out = old.numpy, new.numpy, out
-        self._lock = threading.Lock()
-
-    def __setitem__(self, place: tuple[slice, ...], cells: RawArray) -> None:
-        values = np.asarray(cells).view(self._old)
-        with np.errstate(over="ignore", invalid="ignore"):
-            cast = values.astype(self._new)
-        self._out[place] = cast.view(self._out.dtype)
-        lost = int(np.count_nonzero(np.isfinite(values))) - int(np.count_nonzero(np.isfinite(cast)))
-        if lost:
-            with self._lock:
-                self.overflowed += lost
 
 
 def make_chunk(

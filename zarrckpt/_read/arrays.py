@@ -89,22 +89,27 @@ def read_boxes(catalog: Catalog, boxes: Sequence[StoredBox], max_inflight_bytes:
     return arrays
 
 
-def read_in_order(catalog: Catalog, fqns: Iterable[str], max_bytes: int) -> Iterator[RawArray]:
-    """The elements of tensors, one tensor after the other, each in C order: raw, in parts.
+def read_in_order(catalog: Catalog, fqns: Iterable[str], max_bytes: int) -> Iterator[tuple[str, RawArray]]:
+    """Yield the names and elements of tensors, one tensor after the other, each in C order: raw, in parts.
 
     What is read at once takes about ``max_bytes``: parts of one large tensor, or several small ones, all their chunks
     side by side. Tensors without elements have no part. Errors as in ``Checkpoint.read``.
     """
-    nodes = [catalog.root.tensors[fqn] for fqn in fqns]
-    for node in nodes:
+    nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
+    for node in nodes.values():
         catalog.refuse_unbacked_size(node)
     half = max(1, max_bytes // 2)  # the other half is for what is on its way
-    boxes = (StoredBox(node, box) for node in nodes for box in _contiguous_boxes(node, node.grid.whole, half))
-    for batch in batches(boxes, lambda box: box.nbytes, half):
-        arrays = read_boxes(catalog, batch, half)
+    boxes = (
+        (fqn, StoredBox(node, box))
+        for fqn, node in nodes.items()
+        for box in _contiguous_boxes(node, node.grid.whole, half)
+    )
+    for batch in batches(boxes, lambda item: item[1].nbytes, half):
+        names = [fqn for fqn, _ in batch]
+        arrays = read_boxes(catalog, [box for _, box in batch], half)
         while arrays:
             # Not kept here: what has been written is freed.
-            yield arrays.pop(0)
+            yield names.pop(0), arrays.pop(0)
 
 
 def batches(items: Iterable[T], nbytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:

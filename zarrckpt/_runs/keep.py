@@ -50,7 +50,7 @@ class Keep:
         steps = sorted(metrics, reverse=True)
         reasons: dict[int, list[str]] = {step: ["newest"] for step in steps[: self.newest]}
         sign = -1 if self.mode == "max" else 1
-        numbers = {step: _comparable(metrics[step].get(self.metric or "")) for step in steps}
+        numbers = {step: comparable_metric(metrics[step].get(self.metric or "")) for step in steps}
         ranked = [(sign * value, -step) for step, value in numbers.items() if value is not None]
         for place, (_, negative) in enumerate(sorted(ranked)[: self.best], 1):
             reasons.setdefault(-negative, []).append("best" if self.best == 1 else f"best {place}")
@@ -61,7 +61,7 @@ class Keep:
         return reasons
 
 
-def _comparable(value: object) -> int | float | None:
+def comparable_metric(value: object) -> int | float | None:
     """A metric that may be compared; None for what is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -1,16 +1,22 @@
-"""``latest``: the newest checkpoint below a prefix. No torch, but where the process is one of several ranks."""
+"""``latest`` and ``best``: one of the checkpoints below a prefix. Torch only if the process is one of several ranks."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from zarrckpt._commit.protocol import Below, checkpoints_below, newest
 from zarrckpt._errors import warn
+from zarrckpt._format.matching import hint
+from zarrckpt._format.metadata import RESERVED
 from zarrckpt._format.root import RESERVED_GROUP
+from zarrckpt._runs.keep import Keep, Mode, comparable_metric
 from zarrckpt._runs.steps import newest_below, passed_over
-from zarrckpt._store import StoreSpec, Url, join_url
+from zarrckpt._store import Store, StoreSpec, Url, join_url
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -43,28 +49,93 @@ def latest(
 
     Raises StorageError; CheckpointError where a rank does not come.
     """
+    return _find(prefix, "latest", newest_below, process_group, no_dist, storage_options)
+
+
+def best(
+    prefix: Url,
+    metric: str,
+    mode: Mode = "min",
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> str | None:
+    """Return the url of the checkpoint below a prefix with the best metric, or None if none has a finite one.
+
+    The metric is a member of the checkpoints' metadata, as :meth:`CheckpointManager.step` saves ``metrics``. The rule
+    is that of :class:`Keep`: None, NaN and infinities do not count; of equal ones the newest is returned. Damaged and
+    unfinished checkpoints are skipped as in :func:`latest`. If there are checkpoints and none has a member of this
+    name, a UserWarning lists the names that they have.
+
+    Under ``torch.distributed`` every rank of the group calls it, as :func:`latest`. Costs the pages of one listing, and
+    a request for each folder below the prefix.
+
+    Args:
+        prefix: the folder that holds the checkpoints.
+        metric: the name of the metric.
+        mode: whether the best is the least (``"min"``, the default: a loss) or the greatest (``"max"``: an accuracy).
+        process_group: as in :func:`latest`.
+        no_dist: as in :func:`latest`.
+        storage_options: as in :func:`open`.
+
+    Raises TypeError and ValueError for a metric or mode that makes no sense; StorageError; CheckpointError if a rank
+    does not come.
+    """
+    Keep(best=1, metric=metric, mode=mode)  # raises for wrong arguments
+    choose = partial(_best_below, metric=metric, mode=mode)
+    return _find(prefix, "best", choose, process_group, no_dist, storage_options)
+
+
+_ChooseBelow = Callable[[Store, list[str]], tuple[str | None, list[Below]]]
+"""Returns the chosen one of some folders, and the damaged checkpoints among them."""
+
+
+def _find(
+    prefix: Url,
+    caller: str,
+    choose: _ChooseBelow,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    storage_options: Mapping[str, Any] | None,
+) -> str | None:
+    """Choose one of the checkpoints below a prefix, on the coordinator; return its url on all ranks."""
     spec = StoreSpec(prefix, storage_options)
     distributed = sys.modules.get("torch.distributed")
     if no_dist or distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        name = _newest(spec)
+        name = _look_below(spec, caller, choose)
     else:
         from zarrckpt._options import TIMEOUT
         from zarrckpt._ranks.group import Ranks
         from zarrckpt._ranks.rounds import joined
 
-        with joined(Ranks(process_group), f"latest({spec.url!r})", TIMEOUT) as rounds:
-            name = rounds.merge("the newest checkpoint", lambda: None, lambda _: _newest(spec))
+        with joined(Ranks(process_group), f"{caller}({spec.url!r})", TIMEOUT) as rounds:
+            name = rounds.merge(f"the {caller} checkpoint", lambda: None, lambda _: _look_below(spec, caller, choose))
     if name is None:
         return None
     return join_url(prefix, name) if isinstance(prefix, str | os.PathLike) else name
 
 
-def _newest(spec: StoreSpec) -> str | None:
-    place = spec.open()
-    folders = place.list_dir()[1]
+def _look_below(spec: StoreSpec, caller: str, choose: _ChooseBelow) -> str | None:
+    store = spec.open()
+    folders = store.list_dir()[1]
     if RESERVED_GROUP in folders:
-        warn(f"latest({place.url!r}) looks below a checkpoint: pass the folder that holds it")
-    name, damaged = newest_below(place, [folder for folder in folders if not folder.startswith("@")])
+        warn(f"{caller}({store.url!r}) looks below a checkpoint: pass the folder that holds it")
+    name, damaged = choose(store, [folder for folder in folders if not folder.startswith("@")])
     for below in damaged:
-        warn(passed_over(place, below))
+        warn(passed_over(store, below))
     return name
+
+
+def _best_below(store: Store, names: list[str], metric: str, mode: Mode) -> tuple[str | None, list[Below]]:
+    found = checkpoints_below(store, names)
+    damaged = [below for below in found if below.damage is not None]
+    roots = [(below, below.root.metadata) for below in found if below.root is not None]
+    if roots and not any(metric in metadata for _, metadata in roots):
+        names = sorted({name for _, metadata in roots for name in metadata if not name.startswith(RESERVED)})
+        warn(f"no checkpoint below {store.url} has {metric!r} in its metadata: {hint(metric, names)}")
+    known = [(comparable_metric(metadata.get(metric)), below) for below, metadata in roots]
+    finite = [(value, below) for value, below in known if value is not None and abs(value) != math.inf]
+    first = (min if mode == "min" else max)((value for value, _ in finite), default=None)
+    chosen = newest(below for value, below in finite if value == first)
+    return None if chosen is None else chosen.name, damaged

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._commit.protocol import new_id
-from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, RunTakenOverError
+from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, RunTakenOverError, StorageError
 from zarrckpt._format.documents import NODE, Json, join
 from zarrckpt._format.metadata import RUN_METADATA
 from zarrckpt._format.root import RUN_GROUP
@@ -105,7 +105,7 @@ class Ownership:
             inherited: the run of the checkpoint that this job goes on from, for a folder without a record.
             source: the checkpoint of another run that this one begins from.
 
-        Raises CorruptCheckpointError for a damaged record, StorageError.
+        Raises CorruptCheckpointError for a damaged record; StorageError, also if the folder may only be read.
         """
         try:
             known = read_record(self._store)
@@ -115,7 +115,13 @@ class Ownership:
         source = source or ("" if known is None else known.source)
         host = f"{socket.gethostname()}, process {os.getpid()}"
         own = RunRecord(run, new_id(), host, now(), self._keep, source)
-        self._store.put(RUN_KEY, [own.to_bytes()])
+        try:
+            self._store.put(RUN_KEY, [own.to_bytes()])
+        except StorageError as err:
+            raise type(err)(
+                f"{err}. A manager writes to its run when it restores or saves; to read it only: "
+                f"zarrckpt.load(state, zarrckpt.latest({self._store.url!r}))"
+            ) from err
         self._store.sync([RUN_KEY])
         self._record = own
 

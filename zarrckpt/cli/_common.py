@@ -126,8 +126,12 @@ def hints(url: str) -> Iterator[None]:
 
 
 def _files_of_others(url: str) -> str:
-    """What other libraries have at a local path, for people; "" where there is nothing of the kind."""
-    place = Path(url)
+    """Name the files of other libraries at a local path, for people; "" for none, and for a url."""
+    from zarrckpt._store._url import parse
+
+    if (found := parse(url)).kind != "local":
+        return ""
+    place = Path(found.path)
     if place.is_file():
         kinds = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin"), "PyTorch")}
         return f"It is a {kinds[place.suffix]} file" if place.suffix in kinds else ""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zarrckpt.cli._common import hints, json_option, print_json, progress_bar, store_options
+from zarrckpt.cli.copy import by_pattern, dtype, say_uncast, warnings_as_lines
 
 if TYPE_CHECKING:
     from zarrckpt._reports import ExportReport
@@ -30,6 +31,14 @@ _FORMATS = ("safetensors", "torch", "dcp")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="All but these (repeatable).")
 @click.option("--strip", default="", metavar="PREFIX", help="Take it off the names: model.embed -> embed.")
 @click.option(
+    "--dtype",
+    "dtypes",
+    metavar="[PATTERN=]DTYPE",
+    multiple=True,
+    callback=by_pattern(dtype),
+    help="Cast floating tensors, as in cp; to safetensors.",
+)
+@click.option(
     "--max-file-gb",
     type=click.FloatRange(0, min_open=True),
     default=5.0,
@@ -47,6 +56,7 @@ def export_command(
     format_: str | None,
     exclude: tuple[str, ...],
     strip: str,
+    dtypes: Any,
     max_file_gb: float,
     overwrite: bool,
     allow_pickle: bool,
@@ -71,13 +81,17 @@ def export_command(
     from zarrckpt._reports import count_text, size_text
 
     kind = format_ or ("torch" if PurePath(target).suffix in _TORCH_SUFFIXES else "safetensors")
+    if dtypes and kind != "safetensors":
+        raise click.UsageError("--dtype is for safetensors: export a copy, zarrckpt cp --dtype")
     with hints(url):
         ckpt = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
     part = ckpt.select(*patterns, exclude=exclude)
     options: dict[str, Any] = {"strip": strip, "overwrite": overwrite}
     with progress_bar("exporting") as progress:
         if kind == "safetensors":
-            report = part.to_safetensors(target, max_file_bytes=int(max_file_gb * 1e9), progress=progress, **options)
+            options |= {"max_file_bytes": int(max_file_gb * 1e9), "progress": progress}
+            with warnings_as_lines():
+                report = part.to_safetensors(target, dtype=dtypes, **options)
         else:
             report = _with_torch(part, kind, target, {**options, "progress": progress})
     if as_json:
@@ -87,6 +101,7 @@ def export_command(
     files = ", ".join(report.files) if len(report.files) <= 3 else count_text(len(report.files), "file")
     where = files if report.folder == "." else f"{report.folder}: {files}"
     click.echo(f"{count_text(report.tensors, 'tensor')}{values}, {size_text(report.nbytes)}, in {where}")
+    say_uncast(report.uncast)
 
 
 def _with_torch(part: Any, kind: str, target: str, options: dict[str, Any]) -> ExportReport:

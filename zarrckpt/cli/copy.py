@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import click
 
@@ -16,13 +17,10 @@ from zarrckpt.cli._common import (
     opened,
     print_json,
     progress_bar,
+    say,
     store_options,
     target_options,
 )
-
-if TYPE_CHECKING:
-    from zarrckpt._checkpoint import Checkpoint
-    from zarrckpt._reports import CopyReport
 
 _COMPRESSIONS = {None: "keep", "none": None}
 """What ``copy_to`` takes for words that are no codec's name."""
@@ -61,7 +59,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 def dtype(text: str) -> str:
     """A dtype's name. Raises ValueError and TypeError."""
-    from zarrckpt._ops.copy_plan import parse_dtype
+    from zarrckpt._read.casts import parse_dtype
 
     return parse_dtype(text).name
 
@@ -89,7 +87,8 @@ def dtype(text: str) -> str:
     metavar="[PATTERN=]DTYPE",
     multiple=True,
     callback=by_pattern(dtype),
-    help="Cast floating tensors, e.g. bfloat16, or 'model=bfloat16' (repeatable).",
+    help="Cast floating tensors, e.g. 'model=bfloat16' (repeatable), or bfloat16 for all; not counters and single "
+    "numbers such as Adam's step.",
 )
 @click.option("--compression", type=click.Choice(["zstd", "blosc", "none"]), help="Of all tensors; default: as it is.")
 @click.option(
@@ -123,6 +122,7 @@ def cp_command(
       zarrckpt cp s3://bucket/run/step-100 /data/step-100
       zarrckpt cp run/step-100 gs://bucket/weights --include model --exclude '*.bias'
       zarrckpt cp run/step-100 weights --include model --dtype bfloat16 --max-chunk-mb 64
+      zarrckpt cp run/step-100 smaller --dtype model=bfloat16
       zarrckpt cp run/step-100 small --compression blosc
     """
     from zarrckpt._reports import size_text
@@ -131,23 +131,38 @@ def cp_command(
     if max_chunk_mb is not None:
         options["max_chunk_bytes"] = max(1, int(max_chunk_mb * 1e6))
     ckpt = opened(source, storage_options).select(*include, exclude=exclude)
-    report = _copied(ckpt, target, options)
+    with warnings_as_lines(), progress_bar("copying") as bar, of_target_options():
+        report = ckpt.copy_to(target, progress=bar, **options)
     if as_json:
         print_json(dataclasses.asdict(report))
         return
     click.echo(f"{report.objects:,} chunks, {size_text(report.nbytes)}, copied to {report.url}")
+    say_uncast(report.uncast)
 
 
-def _copied(ckpt: Checkpoint, target: str, options: dict[str, Any]) -> CopyReport:
-    """Copy; warnings become lines, and wrong options errors of usage."""
+def say_uncast(names: Sequence[str]) -> None:
+    """Print which floating tensors ``--dtype`` left as they are."""
+    from zarrckpt._reports import count_text
+
+    if names:
+        some = ", ".join(names[:_UNCAST_NAMED]) + (", ..." if len(names) > _UNCAST_NAMED else "")
+        say(f"not cast: {count_text(len(names), 'counter or single number', 'counters and single numbers')}: {some}")
+
+
+_UNCAST_NAMED = 3
+"""Names of tensors that are printed; --json has all."""
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Print warnings as lines; raise wrong options as errors of usage."""
     try:
-        with warnings.catch_warnings(record=True) as caught, progress_bar("copying") as bar, of_target_options():
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            report = ckpt.copy_to(target, progress=bar, **options)
+            yield
     except CheckpointError:
         raise
     except ValueError as err:
         raise click.UsageError(str(err)) from err
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
-    return report

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,21 +24,23 @@ from zarrckpt.cli._common import (
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
     from zarrckpt._inspect.info import CheckpointInfo, DTypeInfo
-    from zarrckpt._store import StoreSpec
 
 
 @click.command("ls")
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.option("--all", "all_metadata", is_flag=True, help="Of a folder: all metadata, not the rules' metric alone.")
 @header_option
 @json_option
 @store_options
-def ls_command(url: str, patterns: tuple[str, ...], as_json: bool, storage_options: Any) -> None:
+def ls_command(url: str, patterns: tuple[str, ...], all_metadata: bool, as_json: bool, storage_options: Any) -> None:
     """List the entries: name, dtype, shape or value, size.
 
-    Of a folder of checkpoints, list these by step: name, step, age, size, metadata; and why each is kept, where a
-    CheckpointManager keeps them: a request more, and one more for each checkpoint. Where a name has no step, all are in
-    the order in which they were saved.
+    Of a folder of checkpoints, list these by step: name, step, age, size, metadata. If a CheckpointManager keeps them,
+    show the metric that its rules name, and why each is kept: a request more, and one more for each checkpoint. If a
+    name has no step, all are in the order in which they were saved.
+
+    Of a folder of runs, list these by name, each with its newest checkpoint: three requests for each folder.
 
     PATTERN is a name, its beginning up to a dot, or a glob: 'model.layers.0', '*.bias'.
 
@@ -48,128 +48,29 @@ def ls_command(url: str, patterns: tuple[str, ...], as_json: bool, storage_optio
     Examples:
       zarrckpt ls run/step-100
       zarrckpt ls s3://bucket/run/step-100 'optim.*' --json
-      zarrckpt ls run
+      zarrckpt ls run --all
+      zarrckpt ls s3://bucket/runs
     """
     from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError
+    from zarrckpt.cli._folders import list_checkpoints, list_runs, print_listing
 
     try:
         ckpt = opened(url, storage_options, patterns)
     except (CheckpointNotFoundError, ForeignObjectsError):
-        listed = [] if patterns else _checkpoints(url, storage_options)
-        if not listed:
+        if patterns:
             raise
-        _print_checkpoints(listed, as_json)
+        listing = list_checkpoints(url, storage_options)
+        if not listing.rows:
+            listing = list_runs(url, storage_options)
+        if not listing.rows:
+            raise
+        print_listing(listing, as_json, all_metadata)
         return
     if as_json:
         print_json([*_described(ckpt).values()])
     else:
         columns = ("name", "dtype", "shape or value", "size")
         print_table(columns, (ckpt.summary(fqn) for fqn in ckpt), right=["size"], cut="shape or value")
-
-
-def _checkpoints(url: str, storage_options: Any) -> list[dict[str, Any]]:
-    """What is known of the checkpoints right below a url: by step; where a name has none, by the time of the commit."""
-    from zarrckpt._commit.protocol import checkpoints_below, number_in
-    from zarrckpt._errors import StorageError, UnsupportedFormatError
-    from zarrckpt._inspect.info import info_of
-    from zarrckpt._store import StoreSpec
-
-    spec, listed = StoreSpec(url, storage_options), []
-    try:
-        below = checkpoints_below(spec.open(), unfinished=True)
-    except StorageError:
-        return []  # why nothing opens there says more
-    for item in below:
-        state = "unfinished" if item.root is None else "committed"
-        if item.damage is not None:
-            state = "newer format" if isinstance(item.damage, UnsupportedFormatError) else "damaged"
-        place: dict[str, Any] = {"name": item.name, "url": spec.child(item.name).url, "state": state}
-        if item.root is not None:
-            found = info_of(place["url"], item.root, item.root.entries, None)
-            place |= {"created": found.created, "step": found.step, "nbytes": found.nbytes + found.blob_nbytes}
-            place |= {"metadata": found.metadata, "run": found.run or None, "kept": None}
-        listed.append(place)
-    _say_what_is_kept(spec, listed)
-    numbers = {place["name"]: number_in(place["name"]) for place in listed}
-    if None not in numbers.values():
-        return sorted(listed, key=lambda place: (numbers[place["name"]], place["name"]))
-    return sorted(listed, key=lambda place: ("created" not in place, place.get("created", "")))
-
-
-def _say_what_is_kept(spec: StoreSpec, listed: Sequence[dict[str, Any]]) -> None:
-    """Where the folder is that of a run: why each committed checkpoint is kept, as the manager decides it."""
-    from zarrckpt._commit.protocol import pins
-    from zarrckpt._errors import CheckpointError
-    from zarrckpt._jobs import run_jobs
-    from zarrckpt._runs.record import read_record
-    from zarrckpt._runs.steps import step_of
-
-    store = spec.open()
-    try:
-        record = read_record(store)
-    except CheckpointError as err:
-        say(f"why checkpoints are kept is not known: {err}", err=True)
-        return
-    if record is None:
-        return
-    committed = [place for place in listed if place["state"] == "committed"]
-    own = {
-        step: place["metadata"]
-        for place in committed
-        if place["run"] == record.run and (step := step_of(place["name"])) is not None
-    }
-    reasons = {} if record.keep is None else record.keep.reasons(own)
-    places = (partial(pins, spec.child(place["name"]).open()) for place in committed)
-    for place, pinned in zip(committed, run_jobs(places, store.max_concurrency), strict=True):
-        step = step_of(place["name"])
-        if place["run"] != record.run:
-            kept = ["not of this run"]
-        elif step is None:
-            kept = ["no name of a step"]
-        else:
-            kept = ["no rules"] if record.keep is None else reasons.get(step, [])
-        place["kept"] = [*kept, *(["pinned"] if pinned else [])]
-
-
-def _print_checkpoints(listed: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    from zarrckpt._inspect.info import STEPS
-    from zarrckpt._reports import age_text, size_text
-
-    if as_json:
-        print_json(listed)
-        return
-    # Of the metadata what most have, and what fits into a cell; the step has a column of its own.
-    counts = Counter(
-        name
-        for place in listed
-        for name, value in place.get("metadata", {}).items()
-        if name not in STEPS and not isinstance(value, dict | list)
-    )
-    names = [name for name, _ in counts.most_common(_COLUMNS)]
-    of_a_run = any(place.get("kept") is not None for place in listed)
-    rows = []
-    for place in listed:
-        kept = place.get("kept")
-        why = [] if not of_a_run else ["" if kept is None else ", ".join(kept) or "to be deleted"]
-        if place["state"] == "committed":
-            step = "" if place["step"] is None else str(place["step"])
-            cells = [_cell(place["metadata"].get(name)) for name in names]
-            rows.append((place["name"], step, age_text(place["created"]), size_text(place["nbytes"]), *cells, *why))
-        else:
-            rows.append((place["name"], "", "", place["state"], *[""] * len(names), *why))
-    columns = ("checkpoint", "step", "age", "size", *names)
-    print_table((*columns, "kept because") if of_a_run else columns, rows, right=columns[1:])
-
-
-_COLUMNS = 4
-"""So many names of the metadata are shown."""
-
-
-def _cell(value: object) -> str:
-    """A value of the metadata in a table: numbers as short as they can be told."""
-    if value is None or isinstance(value, dict | list):
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)[:40]
 
 
 def _described(ckpt: Checkpoint) -> dict[str, dict[str, Any]]:

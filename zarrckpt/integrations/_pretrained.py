@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +20,10 @@ from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.initialization import no_init_weights
 
 import zarrckpt
+from zarrckpt._convert.safetensors import is_model_file
+from zarrckpt._store import StoreSpec
+from zarrckpt._store._url import parse
+from zarrckpt._store._whole_files import local_path, upload_files
 
 DESCRIPTIONS = "trainer"
 """Where a checkpoint has the texts ``config`` and ``generation_config``."""
@@ -86,18 +92,24 @@ def export_pretrained(
     folder: str | os.PathLike[str],
     *,
     prefix: str = "model",
+    dtype: torch.dtype | str | None = None,
     config: Any = None,
     generation_config: Any = None,
     tokenizer: Any = None,
     max_file_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    folder_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Write a checkpoint's model as a local folder that ``from_pretrained`` takes.
+    """Write a checkpoint's model as a folder that ``from_pretrained`` takes: on a local disk, or at a url.
 
     safetensors with their index, ``config.json``, ``generation_config.json`` and the tokenizer's files. Weights are
-    copied as they were saved, in memory bounded as in :meth:`zarrckpt.Checkpoint.to_safetensors`; no model is made.
-    Tied weights are written once, where the configuration names a class of transformers. One process calls it.
+    copied in memory bounded as in :meth:`zarrckpt.Checkpoint.to_safetensors`; no model is made. Tied weights are
+    written once, where the configuration names a class of transformers. One process calls it.
+
+    For a url, files are written to a temporary local folder first, and uploaded when all are whole, one after the
+    other: it takes that much space below ``TMPDIR``. The weights go up first, and ``config.json`` and other small
+    files last. An upload that breaks off leaves a part: export again with ``overwrite=True``.
 
     Of a PEFT model that ``ZarrTrainer`` has saved, the adapters are written, as ``PeftModel.from_pretrained`` takes
     them (``adapter_model.safetensors``, ``adapter_config.json``; others than ``default`` in folders of their names),
@@ -105,27 +117,65 @@ def export_pretrained(
 
     Args:
         url, prefix: as in :func:`load_pretrained`.
-        folder: made where it is absent.
+        folder: made where it is absent; a local path, or a url such as ``s3://bucket/model``.
+        dtype: of floating weights, as in :meth:`zarrckpt.Checkpoint.copy_to`: ``torch.bfloat16``. Default: as saved.
         config, generation_config: of the model. Default: those that ``ZarrTrainer`` has saved.
         tokenizer: or a processor: whatever has ``save_pretrained``. Default: none is written.
         max_file_bytes: as in :meth:`zarrckpt.Checkpoint.to_safetensors`.
         overwrite: replace such files that are there.
         storage_options: as in :func:`zarrckpt.load`.
+        folder_options: the ``storage_options`` of a url as folder. Default: those of the checkpoint.
 
     Returns the :class:`ExportReport` of the weights; None for adapters. Raises ValueError where no configuration is
     known, UnsupportedValueError for other adapters, and what :meth:`zarrckpt.Checkpoint.to_safetensors` raises.
     """
     ckpt = zarrckpt.open(url, storage_options=storage_options)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    if f"{DESCRIPTIONS}.peft_config" in ckpt:
-        return _export_adapters(ckpt, prefix, Path(folder), overwrite)
-    config = _config_of(ckpt, config)
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+
+    def write(place: str, overwrite: bool) -> Any:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(place)
+        if f"{DESCRIPTIONS}.peft_config" in ckpt:
+            return _export_adapters(ckpt, prefix, Path(place), overwrite, name)
+        model = _config_of(ckpt, config), generation_config
+        return _export_model(
+            ckpt, prefix, place, *model, dtype=name, max_file_bytes=max_file_bytes, overwrite=overwrite
+        )
+
+    if parse(folder).kind == "local":
+        return write(local_path(folder), overwrite)
+    store = StoreSpec(folder, storage_options if folder_options is None else folder_options).open()
+    own = [file.key for file in store.list() if is_model_file(file.key) or file.key.endswith(_ADAPTER_FILE)]
+    if own and not overwrite:
+        raise zarrckpt.StorageError(f"{own[0]!r} exists in {store.url}: pass overwrite=True, or another folder")
+    with tempfile.TemporaryDirectory() as local:
+        report = write(local, True)
+        store.delete(own)
+        upload_files(local, store)
+    return None if report is None else dataclasses.replace(report, folder=store.url)
+
+
+_ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def _export_model(
+    ckpt: zarrckpt.Checkpoint,
+    prefix: str,
+    folder: str,
+    config: Any,
+    generation_config: Any,
+    *,
+    dtype: str | None,
+    max_file_bytes: int,
+    overwrite: bool,
+) -> Any:
     weights = ckpt.select(prefix, exclude=_tied(ckpt, prefix, config))
-    report = weights.to_safetensors(folder, strip=prefix, max_file_bytes=max_file_bytes, overwrite=overwrite)
+    limits: Any = {"max_file_bytes": max_file_bytes, "overwrite": overwrite}
+    report = weights.to_safetensors(folder, strip=prefix, dtype=dtype, **limits)
     # from_pretrained makes the model in the dtype that the configuration says.
     floating = Counter(kind for fqn in ckpt.select(prefix).tensors if "float" in (kind := ckpt.summary(fqn)[1]))
-    described = {**config.to_dict(), "dtype": floating.most_common(1)[0][0]} if floating else config.to_dict()
+    own = dtype or (floating.most_common(1)[0][0] if floating else None)
+    described = config.to_dict() if own is None else {**config.to_dict(), "dtype": own}
     type(config).from_dict(described).save_pretrained(folder)
     text = f"{DESCRIPTIONS}.generation_config"
     if generation_config is None and text in ckpt:
@@ -144,10 +194,10 @@ def _tied(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any) -> list[str]:
     return [fqn for fqn, source in names.items() if fqn in ckpt and source in ckpt]
 
 
-def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, overwrite: bool) -> None:
+def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, overwrite: bool, dtype: str | None) -> None:
     for adapter, config in json.loads(ckpt[f"{DESCRIPTIONS}.peft_config"]).items():
         place = folder if adapter == "default" else folder / adapter
-        weights = place / "adapter_model.safetensors"
+        weights = place / _ADAPTER_FILE
         if weights.exists() and not overwrite:
             raise zarrckpt.StorageError(f"{weights} exists: pass overwrite=True, or another folder")
         names = {name: fqn for fqn in ckpt.tensors if (name := _name_in_adapter(fqn, prefix, adapter))}
@@ -160,6 +210,9 @@ def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, overw
         for part in prefix.split("."):
             found = found[part]
         tensors = {name: found[fqn.removeprefix(f"{prefix}.")] for name, fqn in names.items()}
+        if dtype is not None:
+            kind = getattr(torch, dtype)
+            tensors = {name: t.to(kind) if t.is_floating_point() and t.ndim else t for name, t in tensors.items()}
         place.mkdir(parents=True, exist_ok=True)
         save_file(tensors, weights, metadata={"format": "pt"})
         (place / "adapter_config.json").write_text(json.dumps({**config, "inference_mode": True}, indent=2))

@@ -55,7 +55,8 @@ def save_state(
             the project's ``automatic_checkpoint_naming``. Then the one that ``total_limit`` leaves no place for is
             deleted when this one is committed: in the background, by the next call.
         background: return when the state is copied, and write while training goes on.
-        overwrite, metadata, storage_options, options: as in :func:`zarrckpt.save`.
+        overwrite, metadata, storage_options, options: as in :func:`zarrckpt.save`. Accelerate does not know the
+            training's step: ``metadata={"step": step}`` lets ``zarrckpt ls`` and ``info`` show it.
         allow_pickle: pickle what is no data. Default: UnsupportedValueError, which names it.
 
     Returns the future of the save, which has ended unless ``background`` is true. What went wrong in the background is

@@ -1,0 +1,189 @@
+"""Folders of checkpoints, and folders of runs, as ``ls`` shows them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from zarrckpt.cli._common import print_json, print_table, say
+
+if TYPE_CHECKING:
+    from zarrckpt._format.root import Root
+    from zarrckpt._store import StoreSpec
+
+
+@dataclass
+class FolderListing:
+    """The checkpoints, or the runs, right below a url."""
+
+    kind: str
+    """"checkpoint" or "run": the first column."""
+    rows: list[dict[str, Any]]
+    metric: str | None = None
+    """The metric that the rules of the run name."""
+
+
+def list_checkpoints(url: str, storage_options: Any) -> FolderListing:
+    """List the checkpoints right below a url: by step; if a name has none, by the time of the commit."""
+    from zarrckpt._commit.protocol import checkpoints_below, number_in
+    from zarrckpt._errors import StorageError, UnsupportedFormatError
+    from zarrckpt._store import StoreSpec
+
+    spec, listing = StoreSpec(url, storage_options), FolderListing("checkpoint", [])
+    try:
+        below = checkpoints_below(spec.open(), unfinished=True)
+    except StorageError:
+        return listing  # the error of opening the url tells more
+    for item in below:
+        state = "unfinished" if item.root is None else "committed"
+        if item.damage is not None:
+            state = "newer format" if isinstance(item.damage, UnsupportedFormatError) else "damaged"
+        row: dict[str, Any] = {"name": item.name, "url": spec.child(item.name).url, "state": state}
+        if item.root is not None:
+            row |= {**_described_root(row["url"], item.root), "kept": None}
+        listing.rows.append(row)
+    _add_reasons(spec, listing)
+    numbers = {row["name"]: number_in(row["name"]) for row in listing.rows}
+    if None not in numbers.values():
+        listing.rows.sort(key=lambda row: (numbers[row["name"]], row["name"]))
+    else:
+        listing.rows.sort(key=lambda row: ("created" not in row, row.get("created", "")))
+    return listing
+
+
+def list_runs(url: str, storage_options: Any) -> FolderListing:
+    """List the folders of checkpoints right below a url by name, each with its newest checkpoint."""
+    from zarrckpt._errors import StorageError
+    from zarrckpt._jobs import run_jobs
+    from zarrckpt._store import StoreSpec
+
+    spec = StoreSpec(url, storage_options)
+    try:
+        store = spec.open()
+        names = [name for name in store.list_dir()[1] if not name.startswith("@")]
+    except StorageError:
+        return FolderListing("run", [])
+    looks = (partial(_run_below, spec.child(name), name) for name in names)
+    return FolderListing("run", [row for row in run_jobs(looks, store.max_concurrency) if row is not None])
+
+
+def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
+    """Describe the newest checkpoint of a folder; None for a folder that is no run."""
+    from zarrckpt._commit.protocol import checkpoints_below
+    from zarrckpt._errors import StorageError
+    from zarrckpt._format.root import RUN_GROUP
+    from zarrckpt._runs.steps import newest_below
+
+    row: dict[str, Any] = {"name": name, "url": spec.url, "state": "no checkpoint", "newest": None}
+    store = spec.open()
+    try:
+        folders = store.list_dir()[1]
+        newest, damaged = newest_below(store, [folder for folder in folders if not folder.startswith("@")])
+        root = None if newest is None else checkpoints_below(store, [newest])[0].root
+    except StorageError:
+        return row | {"state": "not readable"}
+    if newest is not None and root is not None:
+        return row | {"state": "committed", "newest": newest, **_described_root(spec.child(newest).url, root)}
+    return row | {"state": "damaged"} if damaged else row if RUN_GROUP in folders else None
+
+
+def _described_root(url: str, root: Root) -> dict[str, Any]:
+    from zarrckpt._inspect.info import info_of
+
+    found = info_of(url, root, root.entries, None)
+    size = found.nbytes + found.blob_nbytes
+    described = {"created": found.created, "step": found.step, "nbytes": size, "metadata": found.metadata}
+    return described | {"run": found.run or None}
+
+
+def _add_reasons(spec: StoreSpec, listing: FolderListing) -> None:
+    """Add to each committed checkpoint of a run why it is kept, as the manager decides it, and the rules' metric."""
+    from zarrckpt._commit.protocol import pins
+    from zarrckpt._errors import CheckpointError
+    from zarrckpt._jobs import run_jobs
+    from zarrckpt._runs.record import read_record
+    from zarrckpt._runs.steps import step_of
+
+    store = spec.open()
+    try:
+        record = read_record(store)
+    except CheckpointError as err:
+        say(f"why checkpoints are kept is not known: {err}", err=True)
+        return
+    if record is None:
+        return
+    listing.metric = None if record.keep is None else record.keep.metric
+    committed = [row for row in listing.rows if row["state"] == "committed"]
+    own = {
+        step: row["metadata"]
+        for row in committed
+        if row["run"] == record.run and (step := step_of(row["name"])) is not None
+    }
+    reasons = {} if record.keep is None else record.keep.reasons(own)
+    looks = (partial(pins, spec.child(row["name"]).open()) for row in committed)
+    for row, pinned in zip(committed, run_jobs(looks, store.max_concurrency), strict=True):
+        step = step_of(row["name"])
+        if row["run"] != record.run:
+            kept = ["not of this run"]
+        elif step is None:
+            kept = ["no name of a step"]
+        else:
+            kept = ["no rules"] if record.keep is None else reasons.get(step, [])
+        row["kept"] = [*kept, *(["pinned"] if pinned else [])]
+
+
+def print_listing(listing: FolderListing, as_json: bool, all_metadata: bool) -> None:
+    """Print a listing; of the metadata the rules' metric, else what most have, or with ``all_metadata`` all."""
+    if as_json:
+        print_json(listing.rows)
+        return
+    names = _metadata_columns(listing, all_metadata)
+    runs, reasons = listing.kind == "run", any(row.get("kept") is not None for row in listing.rows)
+    columns = [listing.kind, *(["newest"] if runs else []), "step", "age", "size", *names]
+    rows = [_row_cells(row, names, runs, reasons) for row in listing.rows]
+    print_table([*columns, "kept because"] if reasons else columns, rows, right=columns[2 if runs else 1 :])
+
+
+def _metadata_columns(listing: FolderListing, all_metadata: bool) -> list[str]:
+    from zarrckpt._inspect.info import STEPS
+
+    # What fits into a cell; the step has a column of its own.
+    counts = Counter(
+        name
+        for row in listing.rows
+        for name, value in row.get("metadata", {}).items()
+        if name not in STEPS and not isinstance(value, dict | list)
+    )
+    if all_metadata:
+        return [name for name, _ in counts.most_common()]
+    if listing.metric is not None:
+        return [listing.metric]
+    return [name for name, _ in counts.most_common(_COLUMNS)]
+
+
+def _row_cells(row: Mapping[str, Any], names: Sequence[str], runs: bool, reasons: bool) -> list[str]:
+    from zarrckpt._reports import age_text, size_text
+
+    cells = [row["name"], *([row["newest"] or ""] if runs else [])]
+    if row["state"] == "committed":
+        step = "" if row["step"] is None else str(row["step"])
+        cells += [step, age_text(row["created"]), size_text(row["nbytes"])]
+        cells += [_cell(row["metadata"].get(name)) for name in names]
+    else:
+        cells += ["", "", row["state"], *[""] * len(names)]
+    kept = row.get("kept")
+    return [*cells, "" if kept is None else ", ".join(kept) or "to be deleted"] if reasons else cells
+
+
+_COLUMNS = 4
+"""Maximum number of metadata columns, unless all are asked for."""
+
+
+def _cell(value: object) -> str:
+    """Return a value of the metadata as a cell."""
+    if value is None or isinstance(value, dict | list):
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)[:40]
