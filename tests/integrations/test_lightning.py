@@ -6,7 +6,9 @@ import json
 import os
 import re
 import runpy
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +17,25 @@ from fabric_run import load_raw_with_fabric, load_with_fabric, save_with_fabric
 from launched import launch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from lightning_run import Tiny, saved_state, train_on_ranks
 from ranks import RankError, all_ranks_raise, run_ranks
 from store_servers import S3Place
 
 import zarrckpt
-from zarrckpt.integrations.lightning import ZarrCheckpointIO, ZarrModelCheckpoint, load_from_checkpoint
+from zarrckpt.integrations.lightning import (
+    ZarrCheckpointIO,
+    ZarrModelCheckpoint,
+    ZarrModelParallelStrategy,
+    load_from_checkpoint,
+)
 
 HERE = Path(__file__).parent
 
@@ -224,6 +239,26 @@ def test_last_is_found_in_object_stores_and_broken_off_saves_are_passed_over(
         assert not found.file_exists(f"{folder}/last-v1.ckpt", trainer)  # the next save there cleans up
     # Why there is a class of our own: when this fails, Lightning's does as well.
     assert {*map(os.path.exists, ModelCheckpoint(moto_bucket.url("run"))._find_last_checkpoints(trainer))} == {False}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named"),
+    [
+        (SingleDeviceStrategy(), "TorchCheckpointIO"),
+        (DDPStrategy(checkpoint_io=AsyncCheckpointIO()), "TorchCheckpointIO"),
+        (ModelParallelStrategy(), "ModelParallelStrategy"),
+        (FSDPStrategy(checkpoint_io=ZarrCheckpointIO()), "FSDPStrategy"),
+        (DDPStrategy(checkpoint_io=AsyncCheckpointIO(ZarrCheckpointIO())), None),
+        (ZarrModelParallelStrategy(), None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Strategy) else str(value),
+)
+def test_fit_refuses_a_trainer_that_saves_without_zarr(strategy: Strategy, named: str | None, tmp_path: Path) -> None:
+    trainer = SimpleNamespace(strategy=strategy, is_global_zero=True)
+    callback = ZarrModelCheckpoint(tmp_path)
+    callback.setup(trainer, None, "validate")
+    with nullcontext() if named is None else pytest.raises(TypeError, match=f"{tmp_path}.*{named}"):
+        callback.setup(trainer, None, "fit")
 
 
 @pytest.mark.parametrize(

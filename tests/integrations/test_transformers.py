@@ -96,8 +96,14 @@ def test_adapters_on_s3_are_killed_and_resume_bit_for_bit(moto_bucket: Any) -> N
     given = {"lora": True, "arguments": {"output_dir": moto_bucket.url("run")}, "trainer": store}
     done = in_processes(1, {**given, "killed": {"step": 10}})
     assert done.returncode == -signal.SIGKILL, done.stderr
-    resumed = transformers_run.result(trained(**given, resume="auto"))
-    assert not Path("s3:").exists()
+    trainer = trained(**given, resume="auto")
+    resumed = transformers_run.result(trainer)
+    with pytest.raises(zarrckpt.StorageError, match="final"):
+        trainer.save_model(moto_bucket.url("final"))
+    with pytest.raises(zarrckpt.StorageError, match="final"):
+        export_pretrained(moto_bucket.url("run/step-00000012"), moto_bucket.url("final"))
+    trainer.save_model("final")
+    assert Path("final/adapter_model.safetensors").exists() and not Path("s3:").exists()
 
     local = {**given, "arguments": {}, "trainer": {"checkpoint_dir": "whole"}}
     assert_equal(transformers_run.result(trained(**local)), resumed)

@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.initialization import no_init_weights
 
 import zarrckpt
+from zarrckpt._store._whole_files import local_path
 
 DESCRIPTIONS = "trainer"
 """Where a checkpoint has the texts ``config`` and ``generation_config``."""
@@ -105,7 +106,7 @@ def export_pretrained(
 
     Args:
         url, prefix: as in :func:`load_pretrained`.
-        folder: made where it is absent.
+        folder: made where it is absent; a url is a StorageError.
         config, generation_config: of the model. Default: those that ``ZarrTrainer`` has saved.
         tokenizer: or a processor: whatever has ``save_pretrained``. Default: none is written.
         max_file_bytes: as in :meth:`zarrckpt.Checkpoint.to_safetensors`.
@@ -115,6 +116,7 @@ def export_pretrained(
     Returns the :class:`ExportReport` of the weights; None for adapters. Raises ValueError where no configuration is
     known, UnsupportedValueError for other adapters, and what :meth:`zarrckpt.Checkpoint.to_safetensors` raises.
     """
+    folder = local_path(folder)
     ckpt = zarrckpt.open(url, storage_options=storage_options)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
