@@ -6,7 +6,7 @@ import json
 import os
 import re
 import runpy
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,8 @@ import pytest
 import torch
 from fabric_run import load_raw_with_fabric, load_with_fabric, save_with_fabric
 from launched import launch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -25,9 +25,10 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
-from lightning_run import Tiny, saved_state, train_on_ranks
+from lightning_run import DATA, Tiny, saved_state, train_on_ranks
 from ranks import RankError, all_ranks_raise, run_ranks
 from store_servers import S3Place
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import zarrckpt
 from zarrckpt.integrations.lightning import (
@@ -66,11 +67,11 @@ def status_of(world: int, fields: dict[str, Any], result: Path, env: dict[str, s
 def test_a_run_on_s3_that_is_killed_goes_on_from_last_as_if_nothing_had_been(
     strategy: str, killed_on: int, loaded_on: int, background: bool, tmp_path: Path, moto_bucket: S3Place
 ) -> None:
-    """Killed in the third epoch, beside a save in the background if there is one. On as many processes, bit for bit."""
+    """Killed in the third epoch. On as many processes, bit for bit. In the background: with a sharded average, too."""
     env, log, result = moto_bucket.environment, tmp_path / "losses", tmp_path / "result"
-    (whole, *_) = fit(killed_on, folder=str(tmp_path / "whole"), strategy=strategy, epochs=3)
+    (whole, *_) = fit(killed_on, folder=str(tmp_path / "whole"), strategy=strategy, epochs=3, average=background)
     fields = {"folder": moto_bucket.url("run"), "strategy": strategy, "background": background, "log": str(log)}
-    fields |= {"epochs": 3, "resume": "last"}
+    fields |= {"epochs": 3, "resume": "last", "average": background}
     assert status_of(killed_on, {**fields, "die_after": 9}, result, env) != 0
     assert not result.exists()
     killed = len(log.read_text().splitlines())
@@ -239,6 +240,46 @@ def test_last_is_found_in_object_stores_and_broken_off_saves_are_passed_over(
         assert not found.file_exists(f"{folder}/last-v1.ckpt", trainer)  # the next save there cleans up
     # Why there is a class of our own: when this fails, Lightning's does as well.
     assert {*map(os.path.exists, ModelCheckpoint(moto_bucket.url("run"))._find_last_checkpoints(trainer))} == {False}
+
+
+@pytest.mark.parametrize("averaging", ["ema", "swa"])
+def test_averages_of_weights_come_back_bit_for_bit(averaging: str, tmp_path: Path) -> None:
+    """EMA amid an epoch and an accumulation of gradients, with torchdata's loader; SWA between two epochs."""
+    amid = averaging == "ema"
+
+    class Broken(Callback):
+        """Breaks a run off after the seventh batch, or before the fourth epoch."""
+
+        def __init__(self) -> None:
+            self.losses: dict[tuple[int, int], float] = {}
+
+        def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+            if trainer.max_epochs == 40 and trainer.current_epoch == 3:
+                raise KeyError
+
+        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            self.losses[trainer.current_epoch, index] = outputs["loss"].item()
+            if amid and trainer.max_epochs == 40 and len(self.losses) == 7:
+                raise KeyError
+
+    def fit_here(name: str, epochs: int) -> tuple[Any, ...]:
+        average = EMAWeightAveraging(decay=0.9) if amid else StochasticWeightAveraging(1e-2, 2, annealing_epochs=3)
+        every = {"every_n_train_steps": 1} if amid else {"every_n_epochs": 1}
+        watch, checkpoints = Broken(), ZarrModelCheckpoint(tmp_path / name, save_last=True, **every)
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+        parts = {"plugins": [ZarrCheckpointIO(background=True)], "callbacks": [average, watch, checkpoints]}
+        trainer = Trainer(max_epochs=epochs, accumulate_grad_batches=2, num_sanity_val_steps=0, **parts, **quiet)
+        module, loader = Tiny("auto", {}), StatefulDataLoader(DATA, batch_size=8)
+        module.configure_model()  # SWA copies the module before Lightning calls it
+        with suppress(KeyError):
+            trainer.fit(module, loader, loader, ckpt_path="last")
+        return module.state_dict(), average._average_model.state_dict(), watch.losses
+
+    whole, broken, resumed = fit_here("whole", 5), fit_here("run", 40), fit_here("run", 5)
+    assert resumed[2] and {**broken[2], **resumed[2]} == whole[2]
+    assert min(resumed[2]) == ((1, 2) if amid else (3, 0))
+    for one, other in zip(whole[:2], resumed[:2], strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.parametrize(
