@@ -45,7 +45,7 @@ def train(url: str, epochs: int = 2, kill_after: int | None = None) -> list[str]
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
     if dist.is_initialized():  # after the copy that AveragedModel makes: FSDP2 copies no sharded model
         fully_shard(average.module)
         fully_shard(model)

@@ -418,12 +418,26 @@ def test_the_page_and_the_example_run_and_go_on_where_they_were(
     root = Path(zarrckpt.__file__).resolve().parents[1]
     monkeypatch.chdir(tmp_path)
     page = (root / "docs" / "how-to" / "lightning.md").read_text().replace("s3://bucket", moto_bucket.url("page"))
-    trainer_code, fabric_code, alone_code = re.findall(r"```python no-run\n(.*?)```", page, re.DOTALL)
+    trainer_code, fabric_code, alone_code, amid_code, average_code = re.findall(
+        r"```python no-run\n(.*?)```", page, re.DOTALL
+    )
     for last in (None, moto_bucket.url("page/run/last.ckpt/zarr.json")):
         names: dict[str, Any] = {"__name__": "page"}
         exec(trainer_code + alone_code + fabric_code, names)
         assert names["trainer"].ckpt_path == last and names["trainer"].global_step == 80
         assert zarrckpt.latest(moto_bucket.url("page/fabric")) == moto_bucket.url("page/fabric/step-100")
+    exec(amid_code + average_code, names)
+    assert zarrckpt.open(moto_bucket.url("page/averaged/last.ckpt")).metadata == {"step": 10, "epoch": 1}
+    try:
+        for epochs in (1, 2):
+            callback = ZarrModelCheckpoint("sharded", save_last=True)
+            strategy = ZarrModelParallelStrategy(1, 1)
+            options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+            trainer = Trainer(strategy=strategy, callbacks=[callback], max_epochs=epochs, **options)
+            trainer.fit(names["Averaged"](), names["data"], names["data"], ckpt_path="last")
+            assert zarrckpt.open("sharded/last.ckpt").load()["state_dict"]["average.n_averaged"] == 8 * epochs
+    finally:
+        torch.distributed.destroy_process_group()
     example = runpy.run_path(str(root / "examples" / "lightning_run.py"), run_name="example")
     for _ in range(2):
         example["train"](str(tmp_path))

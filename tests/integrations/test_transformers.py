@@ -125,9 +125,10 @@ def test_fsdp2_resumes_on_one_process_and_back() -> None:
     LlamaForCausalLM(transformers_run.config(attention_dropout=0.0)).save_pretrained("base")
     own = {**still, "distributed": {"fsdp_size": 2}, "trainer": {"checkpoint_dir": "own"}, "result": "own.pt"}
     own_again = {**own, "trainer": {"checkpoint_dir": "own-again"}, "resume": "own/step-00000008"}
-    trainings = [first, {**back, "result": "back.pt"}, {**again, "result": "again.pt"}]
+    trainings = [{**first, "model_folder": "unwritten"}, {**back, "result": "back.pt"}, {**again, "result": "again.pt"}]
     done = in_processes(2, *trainings, own, {**own_again, "result": "own-again.pt"})
     assert done.returncode == 0, done.stderr
+    assert not Path("unwritten").exists() and "unwritten" in done.stderr
     assert torch.load("own.pt")["is_sharded"]
     assert_equal(torch.load("own.pt"), torch.load("own-again.pt"))
     two = torch.load("first.pt")
