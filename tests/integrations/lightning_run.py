@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zarrckpt
 from zarrckpt.integrations import lightning as plugin
@@ -60,15 +61,20 @@ class Run:
     leave_out: str | None = None
     """What begins with this is not saved of the model."""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
+    average: bool = False
+    """Validate with an average of the weights, which is a part of the module."""
 
 
 class Tiny(LightningModule):
     """Two layers, as the strategy wants them."""
 
-    def __init__(self, strategy: str, hyperparameters: dict[str, Any], leave_out: str | None = None) -> None:
+    def __init__(
+        self, strategy: str, hyperparameters: dict[str, Any], leave_out: str | None = None, average: bool = False
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.strategy = strategy
+        self.averages = average
         self.leave_out = leave_out
         self.strict_loading = leave_out is None
         self.net: Any = None
@@ -78,8 +84,11 @@ class Tiny(LightningModule):
             return
         torch.manual_seed(1)
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 3, bias=False))
+        if self.averages:  # before the network is sharded: FSDP2 copies no sharded one
+            self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         if self.strategy == "fsdp2":
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            for net in [self.net, *([self.average.module] if self.averages else [])]:
+                fully_shard(net, mesh=self.device_mesh["data_parallel"], reshard_after_forward=True)
         if self.strategy == "tp":
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
@@ -92,11 +101,16 @@ class Tiny(LightningModule):
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
         return (self.net(batch) - batch[:, :3]).square().mean()
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.averages:
+            self.average.update_parameters(self.net)
+
     def validation_step(self, batch: torch.Tensor, _: int) -> None:
-        self.log("val_loss", (self.net(batch) - batch[:, :3]).square().mean(), sync_dist=True)
+        net = self.average if self.averages else self.net
+        self.log("val_loss", (net(batch) - batch[:, :3]).square().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-2)
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=3e-2)
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3], gamma=0.5)]
 
 
@@ -197,7 +211,7 @@ def train(run: Run) -> dict[str, Any]:
         log_every_n_steps=1,
     )
     loader = torch.utils.data.DataLoader(DATA, batch_size=8 // (1 if run.strategy == "tp" else run.world))
-    module = Tiny(run.strategy, run.hyperparameters, run.leave_out)
+    module = Tiny(run.strategy, run.hyperparameters, run.leave_out, run.average)
     trainer.fit(module, loader, loader, ckpt_path=run.resume)
     return {
         "losses": watch.losses,

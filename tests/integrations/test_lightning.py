@@ -6,21 +6,37 @@ import json
 import os
 import re
 import runpy
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fabric_run import load_raw_with_fabric, load_with_fabric, save_with_fabric
 from launched import launch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_run import Tiny, saved_state, train_on_ranks
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning_run import DATA, Tiny, saved_state, train_on_ranks
 from ranks import RankError, all_ranks_raise, run_ranks
 from store_servers import S3Place
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import zarrckpt
-from zarrckpt.integrations.lightning import ZarrCheckpointIO, ZarrModelCheckpoint, load_from_checkpoint
+from zarrckpt.integrations.lightning import (
+    ZarrCheckpointIO,
+    ZarrModelCheckpoint,
+    ZarrModelParallelStrategy,
+    load_from_checkpoint,
+)
 
 HERE = Path(__file__).parent
 
@@ -51,11 +67,11 @@ def status_of(world: int, fields: dict[str, Any], result: Path, env: dict[str, s
 def test_a_run_on_s3_that_is_killed_goes_on_from_last_as_if_nothing_had_been(
     strategy: str, killed_on: int, loaded_on: int, background: bool, tmp_path: Path, moto_bucket: S3Place
 ) -> None:
-    """Killed in the third epoch, beside a save in the background if there is one. On as many processes, bit for bit."""
+    """Killed in the third epoch. On as many processes, bit for bit. In the background: with a sharded average, too."""
     env, log, result = moto_bucket.environment, tmp_path / "losses", tmp_path / "result"
-    (whole, *_) = fit(killed_on, folder=str(tmp_path / "whole"), strategy=strategy, epochs=3)
+    (whole, *_) = fit(killed_on, folder=str(tmp_path / "whole"), strategy=strategy, epochs=3, average=background)
     fields = {"folder": moto_bucket.url("run"), "strategy": strategy, "background": background, "log": str(log)}
-    fields |= {"epochs": 3, "resume": "last"}
+    fields |= {"epochs": 3, "resume": "last", "average": background}
     assert status_of(killed_on, {**fields, "die_after": 9}, result, env) != 0
     assert not result.exists()
     killed = len(log.read_text().splitlines())
@@ -226,6 +242,66 @@ def test_last_is_found_in_object_stores_and_broken_off_saves_are_passed_over(
     assert {*map(os.path.exists, ModelCheckpoint(moto_bucket.url("run"))._find_last_checkpoints(trainer))} == {False}
 
 
+@pytest.mark.parametrize("averaging", ["ema", "swa"])
+def test_averages_of_weights_come_back_bit_for_bit(averaging: str, tmp_path: Path) -> None:
+    """EMA amid an epoch and an accumulation of gradients, with torchdata's loader; SWA between two epochs."""
+    amid = averaging == "ema"
+
+    class Broken(Callback):
+        """Breaks a run off after the seventh batch, or before the fourth epoch."""
+
+        def __init__(self) -> None:
+            self.losses: dict[tuple[int, int], float] = {}
+
+        def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+            if trainer.max_epochs == 40 and trainer.current_epoch == 3:
+                raise KeyError
+
+        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            self.losses[trainer.current_epoch, index] = outputs["loss"].item()
+            if amid and trainer.max_epochs == 40 and len(self.losses) == 7:
+                raise KeyError
+
+    def fit_here(name: str, epochs: int) -> tuple[Any, ...]:
+        average = EMAWeightAveraging(decay=0.9) if amid else StochasticWeightAveraging(1e-2, 2, annealing_epochs=3)
+        every = {"every_n_train_steps": 1} if amid else {"every_n_epochs": 1}
+        watch, checkpoints = Broken(), ZarrModelCheckpoint(tmp_path / name, save_last=True, **every)
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+        parts = {"plugins": [ZarrCheckpointIO(background=True)], "callbacks": [average, watch, checkpoints]}
+        trainer = Trainer(max_epochs=epochs, accumulate_grad_batches=2, num_sanity_val_steps=0, **parts, **quiet)
+        module, loader = Tiny("auto", {}), StatefulDataLoader(DATA, batch_size=8)
+        module.configure_model()  # SWA copies the module before Lightning calls it
+        with suppress(KeyError):
+            trainer.fit(module, loader, loader, ckpt_path="last")
+        return module.state_dict(), average._average_model.state_dict(), watch.losses
+
+    whole, broken, resumed = fit_here("whole", 5), fit_here("run", 40), fit_here("run", 5)
+    assert resumed[2] and {**broken[2], **resumed[2]} == whole[2]
+    assert min(resumed[2]) == ((1, 2) if amid else (3, 0))
+    for one, other in zip(whole[:2], resumed[:2], strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named"),
+    [
+        (SingleDeviceStrategy(), "TorchCheckpointIO"),
+        (DDPStrategy(checkpoint_io=AsyncCheckpointIO()), "TorchCheckpointIO"),
+        (ModelParallelStrategy(), "ModelParallelStrategy"),
+        (FSDPStrategy(checkpoint_io=ZarrCheckpointIO()), "FSDPStrategy"),
+        (DDPStrategy(checkpoint_io=AsyncCheckpointIO(ZarrCheckpointIO())), None),
+        (ZarrModelParallelStrategy(), None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Strategy) else str(value),
+)
+def test_fit_refuses_a_trainer_that_saves_without_zarr(strategy: Strategy, named: str | None, tmp_path: Path) -> None:
+    trainer = SimpleNamespace(strategy=strategy, is_global_zero=True)
+    callback = ZarrModelCheckpoint(tmp_path)
+    callback.setup(trainer, None, "validate")
+    with nullcontext() if named is None else pytest.raises(TypeError, match=f"{tmp_path}.*{named}"):
+        callback.setup(trainer, None, "fit")
+
+
 @pytest.mark.parametrize(
     ("one", "worlds", "other"), [("auto", (1, 1), "auto"), ("auto", (1, 2), "fsdp2"), ("fsdp2", (2, 2), "fsdp2")]
 )
@@ -342,12 +418,26 @@ def test_the_page_and_the_example_run_and_go_on_where_they_were(
     root = Path(zarrckpt.__file__).resolve().parents[1]
     monkeypatch.chdir(tmp_path)
     page = (root / "docs" / "how-to" / "lightning.md").read_text().replace("s3://bucket", moto_bucket.url("page"))
-    trainer_code, fabric_code, alone_code = re.findall(r"```python no-run\n(.*?)```", page, re.DOTALL)
+    trainer_code, fabric_code, alone_code, amid_code, average_code = re.findall(
+        r"```python no-run\n(.*?)```", page, re.DOTALL
+    )
     for last in (None, moto_bucket.url("page/run/last.ckpt/zarr.json")):
         names: dict[str, Any] = {"__name__": "page"}
         exec(trainer_code + alone_code + fabric_code, names)
         assert names["trainer"].ckpt_path == last and names["trainer"].global_step == 80
         assert zarrckpt.latest(moto_bucket.url("page/fabric")) == moto_bucket.url("page/fabric/step-100")
+    exec(amid_code + average_code, names)
+    assert zarrckpt.open(moto_bucket.url("page/averaged/last.ckpt")).metadata == {"step": 10, "epoch": 1}
+    try:
+        for epochs in (1, 2):
+            callback = ZarrModelCheckpoint("sharded", save_last=True)
+            strategy = ZarrModelParallelStrategy(1, 1)
+            options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+            trainer = Trainer(strategy=strategy, callbacks=[callback], max_epochs=epochs, **options)
+            trainer.fit(names["Averaged"](), names["data"], names["data"], ckpt_path="last")
+            assert zarrckpt.open("sharded/last.ckpt").load()["state_dict"]["average.n_averaged"] == 8 * epochs
+    finally:
+        torch.distributed.destroy_process_group()
     example = runpy.run_path(str(root / "examples" / "lightning_run.py"), run_name="example")
     for _ in range(2):
         example["train"](str(tmp_path))

@@ -97,8 +97,12 @@ def test_adapters_on_s3_are_killed_and_resume_bit_for_bit(moto_bucket: Any) -> N
     given = {"lora": True, "arguments": {"output_dir": moto_bucket.url("run")}, "trainer": store}
     done = in_processes(1, {**given, "killed": {"step": 10}})
     assert done.returncode == -signal.SIGKILL, done.stderr
-    resumed = transformers_run.result(trained(**given, resume="auto"))
-    assert not Path("s3:").exists()
+    trainer = trained(**given, resume="auto")
+    resumed = transformers_run.result(trainer)
+    with pytest.raises(zarrckpt.StorageError, match="final"):
+        trainer.save_model(moto_bucket.url("final"))
+    trainer.save_model("final")
+    assert Path("final/adapter_model.safetensors").exists() and not Path("s3:").exists()
 
     local = {**given, "arguments": {}, "trainer": {"checkpoint_dir": "whole"}}
     assert_equal(transformers_run.result(trained(**local)), resumed)
@@ -120,9 +124,10 @@ def test_fsdp2_resumes_on_one_process_and_back() -> None:
     LlamaForCausalLM(transformers_run.config(attention_dropout=0.0)).save_pretrained("base")
     own = {**still, "distributed": {"fsdp_size": 2}, "trainer": {"checkpoint_dir": "own"}, "result": "own.pt"}
     own_again = {**own, "trainer": {"checkpoint_dir": "own-again"}, "resume": "own/step-00000008"}
-    trainings = [first, {**back, "result": "back.pt"}, {**again, "result": "again.pt"}]
+    trainings = [{**first, "model_folder": "unwritten"}, {**back, "result": "back.pt"}, {**again, "result": "again.pt"}]
     done = in_processes(2, *trainings, own, {**own_again, "result": "own-again.pt"})
     assert done.returncode == 0, done.stderr
+    assert not Path("unwritten").exists() and "unwritten" in done.stderr
     assert torch.load("own.pt")["is_sharded"]
     assert_equal(torch.load("own.pt"), torch.load("own-again.pt"))
     two = torch.load("first.pt")

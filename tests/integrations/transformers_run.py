@@ -151,6 +151,8 @@ def main(trainings: list[dict[str, Any]]) -> None:
         found = result(trainer)
         if "result" in given and trainer.is_world_process_zero():
             torch.save(found, given["result"])
+        if "model_folder" in given:
+            trainer.save_model(given["model_folder"])
 
 
 if __name__ == "__main__":

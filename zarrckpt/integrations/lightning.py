@@ -22,7 +22,8 @@ _framework.require("lightning", "2.6", "2.7", "lightning")
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy  # noqa: E402
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy  # noqa: E402
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO  # noqa: E402
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 from zarrckpt.integrations._data import has_state, with_plain_parameters  # noqa: E402
@@ -54,7 +55,16 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     Lightning's own forgets that they were at ``s3://``, and begins anew; and there it deletes what belongs to another
     run: the checkpoint from which this one has begun. This one also passes over checkpoints whose save was broken off,
     in any folder. The arguments are the same, and what ModelCheckpoint has kept in a checkpoint is taken over.
+
+    ``fit`` raises TypeError if the Trainer would save with anything but :class:`ZarrCheckpointIO` or a strategy of this
+    module.
     """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse a Trainer whose checkpoints are Lightning's own, on every rank, before training. Makes no request."""
+        if stage == "fit":
+            _require_zarr(trainer.strategy, self.dirpath)
+        super().setup(trainer, pl_module, stage)
 
     @property
     def state_key(self) -> str:
@@ -108,6 +118,26 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
         elif trainer.is_global_zero and filepath != linkpath:
             plugin.link_checkpoint(filepath, linkpath)
+
+
+def _require_zarr(strategy: Any, folder: Any) -> None:
+    """Raise TypeError if a strategy does not save and load with zarrckpt."""
+    if isinstance(strategy, Sharded):
+        return
+    kind = type(strategy).__name__
+    if type(strategy).load_checkpoint is not Strategy.load_checkpoint:
+        raise TypeError(
+            f"ZarrModelCheckpoint cannot save to {folder} with a {kind}, which writes and reads files of its own: use "
+            "Trainer(strategy=ZarrModelParallelStrategy(...)), or ZarrFSDPStrategy(...)"
+        )
+    plugin = strategy.checkpoint_io
+    while isinstance(plugin, _WrappingCheckpointIO):
+        plugin = plugin.checkpoint_io
+    if not isinstance(plugin, ZarrCheckpointIO):
+        raise TypeError(
+            f"ZarrModelCheckpoint cannot save to {folder} with a {type(plugin).__name__}, which writes pickles: use "
+            "Trainer(plugins=[ZarrCheckpointIO()]), or Lightning's own ModelCheckpoint"
+        )
 
 
 def load_from_checkpoint(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import zarrckpt
 from zarrckpt._errors import log
+from zarrckpt._store._whole_files import local_path
 from zarrckpt.integrations import _framework, _values
 
 _framework.require("transformers", "5.23", "6", "transformers")
@@ -142,6 +143,21 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         with manager, tempfile.TemporaryDirectory() as folder:
             resume = self._begin(resume_from_checkpoint, manager, folder)
             return super().train(resume, None, ignore_keys_for_eval)
+
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        """As ``Trainer.save_model``: write a local folder that ``from_pretrained`` takes. Called on all ranks.
+
+        With FSDP's ``SHARDED_STATE_DICT`` the Trainer writes nothing, which is logged. Raises StorageError for a url
+        before anything is written: the Trainer would make a local folder of that name.
+        """
+        super().save_model(None if output_dir is None else local_path(output_dir), _internal_call)
+        if self.is_fsdp_enabled and "FULL_STATE_DICT" not in str(self.accelerator.state.fsdp_plugin.state_dict_type):
+            log.warning(
+                "save_model wrote nothing to %s: with FSDP the Trainer writes models only if fsdp_config has "
+                'state_dict_type="FULL_STATE_DICT". export_pretrained writes one from a checkpoint in %s',
+                output_dir or self.args.output_dir,
+                self.checkpoint_dir,
+            )
 
     def _get_output_dir(self, trial: Any) -> str:
         # Below args.output_dir the Trainer would look for its own checkpoints, to delete some.
