@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import zarrckpt
+from zarrckpt import PerRank
 
 
 @pytest.fixture
@@ -529,6 +532,126 @@ def test_all_that_differs_is_listed_before_anything_is_written(disk: Place) -> N
         ):
             assert all(fault in message for fault in named), (options, message)
             assert not any(fault in message for fault in unnamed), (options, message)
+
+
+# -- containers that are loaded whole
+
+
+class Kept:
+    """A Stateful whose state is any dict."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self.state = state
+        self.given: Any = None
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.given = state
+
+
+def _ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+STATES: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
+    "more keys": ({"n": 1, "left": {"ids": [62, 63], "t": _ones(2)}}, {"n": 0}),
+    "fewer keys": ({"n": 1}, {"n": 0, "left": {"ids": [1], "t": _ones(3)}}),
+    "more items": ({"l": [_ones(2)] * 3, "d": [{"a": 1}, {"b": 2}]}, {"l": [_ones(2) * 0], "d": [{"a": 0}]}),
+    "fewer items": ({"l": [_ones(2)], "d": [{"a": 1}]}, {"l": [_ones(2) * 0] * 3, "d": [{"a": 0}, {"b": _ones(1)}]}),
+    "emptied": ({"d": {}, "l": []}, {"d": {"a": 1, "t": _ones(1)}, "l": [_ones(1), {"x": 1}]}),
+    "nothing": ({}, {"t": _ones(2), "n": 1}),
+    "values for dicts": ({"x": 5, "t": _ones(2)}, {"x": {"a": _ones(1)}, "t": {"b": 1}}),
+    "dicts for values": ({"x": {"a": _ones(1)}, "y": {"b": 1}}, {"x": 5, "y": [1]}),
+    "a list for a dict": ({"x": [{"a": 1}, _ones(1)]}, {"x": {"0": {"a": 3}, "k": 1}}),
+    "a dict for a list": ({"x": {"0": {"a": 3}, "k": 1}}, {"x": [{"a": 1}, {}]}),
+    "counters": ({"c": Counter("aab"), "d": defaultdict(list, k=[1])}, {"c": Counter(), "d": defaultdict(list)}),
+    "no counts": ({"c": Counter(), "d": defaultdict(list)}, {"c": Counter("a"), "d": defaultdict(list, k=[1])}),
+    "order": ({"o": OrderedDict(b=1, a=_ones(1))}, {"o": OrderedDict(a=_ones(1) * 0)}),
+    "integer keys": ({"x": {1: 2, 3: {4: _ones(1)}}}, {"x": {1: 0}}),
+}
+"""A state that is saved, and that of the target."""
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        alike = isinstance(other, dict) and list(one) == list(other)
+        return alike and all(_is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(_is_equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.filterwarnings("ignore:the checkpoint lacks")
+def test_statefuls_and_per_ranks_get_the_saved_state(name: str, disk: Place) -> None:
+    saved, old = STATES[name]
+    zarrckpt.save({"a": Kept(saved), "b": PerRank(Kept(saved)), "c": PerRank(saved)}, disk.url)
+    stateful, inside, value = Kept(copy.deepcopy(old)), Kept(copy.deepcopy(old)), copy.deepcopy(old)
+    state = {"a": stateful, "b": PerRank(inside), "c": PerRank(value)}
+    report = zarrckpt.load(state, disk.url)
+    for found in (stateful.given, inside.given, state["c"].value):
+        assert _is_equal(saved, found), found
+        assert all(type(found[key]) is type(old[key]) for key in found.keys() & {"c", "d", "o"})
+    assert state["c"].value is value and report.missing == report.unexpected == ()
+    # Not the object's own containers, which load_state_dict may clear first.
+    assert stateful.given is not stateful.state
+
+
+def test_tensors_that_do_not_fit_a_stateful_are_new_ones(disk: Place) -> None:
+    saved = {"same": _ones(2), "shape": _ones(3), "dtype": torch.arange(2)}
+    zarrckpt.save({"kept": Kept(saved)}, disk.url)
+    kept = Kept({"same": torch.zeros(2), "shape": torch.zeros(2), "dtype": torch.zeros(2), "lost": torch.zeros(1)})
+    with pytest.warns(UserWarning, match="kept.lost"):
+        zarrckpt.load({"kept": kept}, disk.url)
+    assert _is_equal(saved, kept.given) and kept.given["same"] is kept.state["same"]
+    assert not kept.state["shape"].any() and not kept.state["dtype"].any()
+    report = zarrckpt.load({"kept": kept}, disk.url, strict=False)
+    assert report.missing == ("kept.lost",) and kept.given["lost"] is kept.state["lost"]
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"'other\.same' is not in the checkpoint"):
+        zarrckpt.load({"other": kept}, disk.url)
+
+
+def test_plain_containers_get_what_they_lack(disk: Place) -> None:
+    record = {"lr": 1, "deep": {"a": {"x": _ones(1)}}, "l": [{"a": 1}, {"b": 2}], "h": [_ones(1)] * 3}
+    weights = {"a.weight": _ones(2), "b.weight": _ones(3)}
+    zarrckpt.save(
+        {"record": record, "weights": weights, "app": {"w": weights, "n": 1, "model": nn.Linear(1, 1)}}, disk.url
+    )
+    mine: dict[str, Any] = {"lr": 0, "deep": {}, "l": [{"a": 0}], "h": [torch.zeros(1)]}
+    first, part = mine["h"][0], {"a.weight": torch.zeros(2)}
+    state: dict[str, Any] = {"record": mine, "weights": part, "app": {"n": 0}}
+    report = zarrckpt.load(state, disk.url)
+    assert state["record"] is mine and mine["h"][0] is first and _is_equal(record, mine)
+    # A dict of tensors alone, as a module's state is one, asks for those that it names.
+    assert [*part] == ["a.weight"] and "weights.b.weight" in report.unexpected
+    mine["l"], mine["h"] = [{"a": 0}, {"a": 0}, {}], [torch.zeros(1)] * 4
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"'record\.h\.3' is not in the checkpoint") as caught:
+        zarrckpt.load(state, disk.url)
+    assert "record.l.2" not in str(caught.value)
+    zarrckpt.load(state, disk.url, keys="record.l")
+    assert mine["l"] == record["l"]
+    picked: dict[str, Any] = {"record": {"lr": 0}}
+    zarrckpt.load(picked, disk.url, keys="record.lr")
+    assert picked == {"record": {"lr": 1}}
+
+
+def _grow(url: str) -> None:
+    """Each rank's Stateful has a layer of its own; a fresh one has nothing else."""
+    rank = dist.get_rank()
+    saved = {"counts": {"a": 1}, f"layer{rank}": _ones(2) * rank, "mean": _ones(2)}
+    zarrckpt.save({"stage": Kept(saved)}, url)
+    kept = Kept({f"layer{rank}": torch.zeros(2)})
+    report = zarrckpt.load({"stage": kept}, url)
+    assert _is_equal(dict(sorted(kept.given.items())), saved)
+    assert report.unexpected == (f"stage.layer{1 - rank}",) and "stage.mean" in report.loaded
+
+
+def test_stages_in_statefuls_get_no_other_stages(disk: Place) -> None:
+    disk.run(_grow, world_size=2)
 
 
 # -- several boxes of one tensor on one rank
