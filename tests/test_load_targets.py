@@ -271,6 +271,55 @@ def test_targets_on_the_meta_device_are_named(given: str, disk: Place) -> None:
     assert "'model.2.weight' is on the meta device" in str(caught.value) and not other.any()
 
 
+def _everything(number: int) -> dict[str, Any]:
+    with torch.device("cpu"):
+        model = nn.Linear(3, 2)
+        optim = torch.optim.Adam(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, number)
+        if number:
+            optim.step()
+        own = PerRank({"rng": torch.full((5000,), number)})
+        state = {"model": model, "optim": optim, "own": own, "x": torch.full((9000,), float(number))}
+        return {**state, "pair": (torch.full((3,), number), 1)}
+
+
+def _save_and_load_everything(folder: str) -> None:
+    saved, mine = _everything(3), torch.device("cpu")
+    zarrckpt.save(saved, f"{folder}/save")
+    zarrckpt.async_save(saved, f"{folder}/async").result()
+    with torch.device("cpu"):
+        dcp.save({"x": saved["x"]}, checkpoint_id=f"{folder}/torch", no_dist=True)
+        torch.save({"x": saved["x"]}, f"{folder}/file.pt")
+    zarrckpt.import_checkpoint(f"{folder}/torch", f"{folder}/from torch")
+    zarrckpt.import_checkpoint(f"{folder}/file.pt", f"{folder}/from file")
+    dcp.save({"x": saved["x"]}, storage_writer=zarrckpt.ZarrStorageWriter(f"{folder}/dcp"), no_dist=True)
+    for name in ("save", "async", "from torch", "from file", "dcp"):
+        new: dict[str, Any] = {"x": None}
+        zarrckpt.load(new, f"{folder}/{name}")
+        target = {"x": torch.zeros(9000, device="cpu")}
+        dcp.load(target, storage_reader=zarrckpt.ZarrStorageReader(f"{folder}/{name}"), no_dist=True)
+        loaded = zarrckpt.open(f"{folder}/{name}").load("x")
+        for found in (new, target, loaded):
+            assert found["x"].device == mine and torch.equal(found["x"], saved["x"]), name
+    fresh = _everything(0)
+    zarrckpt.load(fresh, f"{folder}/save")
+    for one, other in zip(fresh["optim"].state.values(), saved["optim"].state.values(), strict=True):
+        assert torch.equal(one["exp_avg"], other["exp_avg"])
+    assert torch.equal(fresh["own"].value["rng"], saved["own"].value["rng"])
+    assert torch.equal(fresh["pair"][0], saved["pair"][0])
+
+
+def test_default_devices_change_nothing(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        _save_and_load_everything(str(tmp_path / "context"))
+    torch.set_default_device("meta")
+    try:
+        _save_and_load_everything(str(tmp_path / "default"))
+    finally:
+        torch.set_default_device(None)
+
+
 # -- objects: their order, their errors
 
 
