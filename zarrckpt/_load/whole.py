@@ -24,7 +24,7 @@ from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 Rows = list[tuple[StatePath, Any]]
 
 
-class Kind(Enum):
+class ContainerKind(Enum):
     """The rule for a root."""
 
     STATEFUL = "the state that a Stateful is given: a new container that equals the saved one"
@@ -33,11 +33,11 @@ class Kind(Enum):
 
 
 @dataclass
-class Root:
+class WholeContainer:
     """One container, and the names of its entries."""
 
     path: StatePath
-    kind: Kind
+    kind: ContainerKind
     targets: list[str] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
     changed: bool = False
@@ -46,29 +46,29 @@ class Root:
 
 def find_roots(
     state: Mapping[Any, Any], stateful: Collection[str], per_rank: Collection[str], exact: Collection[str]
-) -> dict[str, Root]:
+) -> dict[str, WholeContainer]:
     """Return the roots of a plain state by flat name.
 
     ``stateful``, ``per_rank`` and ``exact`` are the flat names of the states of Stateful objects, of the values of
     PerRanks, and of modules and optimizers.
     """
-    kinds: dict[str, Kind | None] = {
-        **dict.fromkeys(per_rank, Kind.PER_RANK),
-        **dict.fromkeys(stateful, Kind.STATEFUL),
+    kinds: dict[str, ContainerKind | None] = {
+        **dict.fromkeys(per_rank, ContainerKind.PER_RANK),
+        **dict.fromkeys(stateful, ContainerKind.STATEFUL),
         **dict.fromkeys(exact),
     }
     above = {stem for name in kinds for stem in stems(name) if stem != name}
-    roots: dict[str, Root] = {}
+    roots: dict[str, WholeContainer] = {}
 
-    def walk(value: Any, keys: tuple[Any, ...], containers: tuple[str, ...], kind: Kind | None) -> None:
+    def walk(value: Any, keys: tuple[Any, ...], containers: tuple[str, ...], kind: ContainerKind | None) -> None:
         name = ".".join(map(str, keys))
         kind = kinds.get(name, kind)
         if kind is None:
             return
         is_list = isinstance(value, list) and entered(value)
-        if keys and (kind is Kind.STATEFUL or name not in above):
-            if kind is not Kind.PLAIN or is_list or isinstance(value, Mapping):
-                roots[name] = Root(StatePath(keys, containers), kind)
+        if keys and (kind is ContainerKind.STATEFUL or name not in above):
+            if kind is not ContainerKind.PLAIN or is_list or isinstance(value, Mapping):
+                roots[name] = WholeContainer(StatePath(keys, containers), kind)
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 walk(item, (*keys, key), (*containers, DICT), kind)
@@ -76,7 +76,7 @@ def find_roots(
             for position, item in enumerate(value):
                 walk(item, (*keys, position), (*containers, LIST), kind)
 
-    walk(state, (), (), Kind.PLAIN)
+    walk(state, (), (), ContainerKind.PLAIN)
     return roots
 
 
@@ -89,14 +89,14 @@ def stems(name: str) -> Iterator[str]:
     yield name
 
 
-class Place(NamedTuple):
+class ContainerPlace(NamedTuple):
     """Where a container of the target stands: its keys, and what holds each of them; then its own type, if known."""
 
     keys: tuple[Any, ...]
     containers: tuple[str, ...]
 
 
-def rooted(path: StatePath, stem: str, own: StatePath | Place) -> StatePath | None:
+def rooted(path: StatePath, stem: str, own: StatePath | ContainerPlace) -> StatePath | None:
     """Return a path with others in the place of its keys above and at ``stem``; None if these are not keys."""
     for depth in range(1, len(path) + 1):
         if ".".join(map(str, path[:depth])) == stem:
@@ -161,7 +161,7 @@ class Roots:
 
     def __init__(
         self,
-        roots: dict[str, Root],
+        roots: dict[str, WholeContainer],
         *,
         exact: Collection[str] = (),
         per_rank: Collection[str] = (),
@@ -215,7 +215,7 @@ class Roots:
         for name in self.added:
             selected.setdefault(name, None)
 
-    def _root_of(self, name: str) -> Root | None:
+    def _root_of(self, name: str) -> WholeContainer | None:
         found = None
         for stem in stems(name):
             if stem in self.exact:
@@ -245,7 +245,7 @@ class Roots:
             stem = next((stem for stem in stems(name) if stem in rows), None)
             if stem is not None and self.is_rebuilt(name):
                 root = self._roots[stem]
-                saved = None if root.kind is Kind.PLAIN else rooted(self.saved_paths[name], stem, root.path)
+                saved = None if root.kind is ContainerKind.PLAIN else rooted(self.saved_paths[name], stem, root.path)
                 rows[stem].append((saved or paths[name], value))
         made = {stem for name in loaded for stem in stems(name)}
         for name, value in self.flat.items():
@@ -264,9 +264,9 @@ class Roots:
                 kept[stem].append((path, get_leaf(state, path)))
         for stem, root in self._roots.items():
             if root.changed and rows[stem]:
-                both = [*kept[stem], *rows[stem]] if root.kind is Kind.PLAIN else [*rows[stem], *kept[stem]]
+                both = [*kept[stem], *rows[stem]] if root.kind is ContainerKind.PLAIN else [*rows[stem], *kept[stem]]
                 old = get_leaf(state, root.path)
-                set_leaf(state, root.path, rebuilt(old, both, len(root.path), root.kind is not Kind.STATEFUL))
+                set_leaf(state, root.path, rebuilt(old, both, len(root.path), root.kind is not ContainerKind.STATEFUL))
 
 
 class _Fit:
@@ -276,22 +276,22 @@ class _Fit:
         self,
         roots: Roots,
         stem: str,
-        root: Root,
+        root: WholeContainer,
         selected: dict[str, Any],
         entries: Mapping[str, SavedTensor | None],
     ) -> None:
         self._roots, self._stem, self._root = roots, stem, root
         self._selected, self._entries = selected, entries
-        self._whole = root.kind is not Kind.PLAIN
+        self._whole = root.kind is not ContainerKind.PLAIN
         self._targets = {name for name in root.targets if name in roots.flat}
         """Without the names that a target for a whole subtree stands for."""
-        self._containers: dict[str, Place] = {}
+        self._containers: dict[str, ContainerPlace] = {}
 
     def run(self) -> None:
         """Note what is added, offered and dropped; give tensors of a Stateful that do not fit new memory."""
         root, entries = self._root, self._entries
         root.changed = self._whole
-        if root.kind is Kind.STATEFUL:
+        if root.kind is ContainerKind.STATEFUL:
             for name in self._targets & entries.keys():
                 if not self._fits(self._selected[name], entries[name]):
                     self._selected[name] = None
@@ -318,7 +318,7 @@ class _Fit:
             if name.startswith(f"{self._stem}.") and (path := self._roots.paths.get(name)) is not None:
                 for depth in range(len(self._root.path), len(path)):
                     stem = ".".join(map(str, path[:depth]))
-                    self._containers[stem] = Place(path.keys[:depth], path.containers[: depth + 1])
+                    self._containers[stem] = ContainerPlace(path.keys[:depth], path.containers[: depth + 1])
 
     def _replace_lists(self) -> None:
         """Let saved lists take the place of dicts, and dicts that of lists."""
@@ -326,7 +326,7 @@ class _Fit:
             saved = self._roots.saved_paths[name]
             for stem in stems(name):
                 own = self._containers.get(stem)
-                path = None if own is None else rooted(saved, stem, Place(own.keys, own.containers[:-1]))
+                path = None if own is None else rooted(saved, stem, ContainerPlace(own.keys, own.containers[:-1]))
                 if own is None or path is None or len(path) == len(own.keys):
                     continue
                 if (own.containers[-1] == LIST) != (path.containers[len(own.keys)] == LIST):
@@ -352,7 +352,7 @@ class _Fit:
                 continue
             above = [stem for stem in stems(name) if stem != name]
             leaf = next((stem for stem in above if stem in self._targets), None)
-            if leaf is not None and self._root.kind is not Kind.STATEFUL:
+            if leaf is not None and self._root.kind is not ContainerKind.STATEFUL:
                 continue
             stem = next((stem for stem in reversed(above) if stem in self._containers), None)
             own = self._root.path if stem is None else self._containers[stem]
