@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import zarrckpt
+from zarrckpt import PerRank
 
 
 @pytest.fixture
@@ -332,6 +336,55 @@ def test_a_module_that_resizes_its_buffers_takes_them(disk: Place) -> None:
     assert same(snapshot(observers().state_dict()), snapshot(fresh.state_dict())) == []
 
 
+def _everything(number: int) -> dict[str, Any]:
+    with torch.device("cpu"):
+        model = nn.Linear(3, 2)
+        optim = torch.optim.Adam(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, number)
+        if number:
+            optim.step()
+        own = PerRank({"rng": torch.full((5000,), number)})
+        state = {"model": model, "optim": optim, "own": own, "x": torch.full((9000,), float(number))}
+        return {**state, "pair": (torch.full((3,), number), 1)}
+
+
+def _save_and_load_everything(folder: str) -> None:
+    saved, mine = _everything(3), torch.device("cpu")
+    zarrckpt.save(saved, f"{folder}/save")
+    zarrckpt.async_save(saved, f"{folder}/async").result()
+    with torch.device("cpu"):
+        dcp.save({"x": saved["x"]}, checkpoint_id=f"{folder}/torch", no_dist=True)
+        torch.save({"x": saved["x"]}, f"{folder}/file.pt")
+    zarrckpt.import_checkpoint(f"{folder}/torch", f"{folder}/from torch")
+    zarrckpt.import_checkpoint(f"{folder}/file.pt", f"{folder}/from file")
+    dcp.save({"x": saved["x"]}, storage_writer=zarrckpt.ZarrStorageWriter(f"{folder}/dcp"), no_dist=True)
+    for name in ("save", "async", "from torch", "from file", "dcp"):
+        new: dict[str, Any] = {"x": None}
+        zarrckpt.load(new, f"{folder}/{name}")
+        target = {"x": torch.zeros(9000, device="cpu")}
+        dcp.load(target, storage_reader=zarrckpt.ZarrStorageReader(f"{folder}/{name}"), no_dist=True)
+        loaded = zarrckpt.open(f"{folder}/{name}").load("x")
+        for found in (new, target, loaded):
+            assert found["x"].device == mine and torch.equal(found["x"], saved["x"]), name
+    fresh = _everything(0)
+    zarrckpt.load(fresh, f"{folder}/save")
+    for one, other in zip(fresh["optim"].state.values(), saved["optim"].state.values(), strict=True):
+        assert torch.equal(one["exp_avg"], other["exp_avg"])
+    assert torch.equal(fresh["own"].value["rng"], saved["own"].value["rng"])
+    assert torch.equal(fresh["pair"][0], saved["pair"][0])
+
+
+def test_default_devices_change_nothing(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        _save_and_load_everything(str(tmp_path / "context"))
+    torch.set_default_device("meta")
+    try:
+        _save_and_load_everything(str(tmp_path / "default"))
+    finally:
+        torch.set_default_device(None)
+
+
 # -- objects: their order, their errors
 
 
@@ -593,6 +646,126 @@ def test_all_that_differs_is_listed_before_anything_is_written(disk: Place) -> N
         ):
             assert all(fault in message for fault in named), (options, message)
             assert not any(fault in message for fault in unnamed), (options, message)
+
+
+# -- containers that are loaded whole
+
+
+class Kept:
+    """A Stateful whose state is any dict."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self.first = self.state = state
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+
+def _ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+STATES: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
+    "more keys": ({"n": 1, "left": {"ids": [62, 63], "t": _ones(2)}}, {"n": 0}),
+    "fewer keys": ({"n": 1}, {"n": 0, "left": {"ids": [1], "t": _ones(3)}}),
+    "more items": ({"l": [_ones(2)] * 3, "d": [{"a": 1}, {"b": 2}]}, {"l": [_ones(2) * 0], "d": [{"a": 0}]}),
+    "fewer items": ({"l": [_ones(2)], "d": [{"a": 1}]}, {"l": [_ones(2) * 0] * 3, "d": [{"a": 0}, {"b": _ones(1)}]}),
+    "emptied": ({"d": {}, "l": []}, {"d": {"a": 1, "t": _ones(1)}, "l": [_ones(1), {"x": 1}]}),
+    "nothing": ({}, {"t": _ones(2), "n": 1}),
+    "values for dicts": ({"x": 5, "t": _ones(2)}, {"x": {"a": _ones(1)}, "t": {"b": 1}}),
+    "dicts for values": ({"x": {"a": _ones(1)}, "y": {"b": 1}}, {"x": 5, "y": [1]}),
+    "a list for a dict": ({"x": [{"a": 1}, _ones(1)]}, {"x": {"0": {"a": 3}, "k": 1}}),
+    "a dict for a list": ({"x": {"0": {"a": 3}, "k": 1}}, {"x": [{"a": 1}, {}]}),
+    "counters": ({"c": Counter("aab"), "d": defaultdict(list, k=[1])}, {"c": Counter(), "d": defaultdict(list)}),
+    "no counts": ({"c": Counter(), "d": defaultdict(list)}, {"c": Counter("a"), "d": defaultdict(list, k=[1])}),
+    "order": ({"o": OrderedDict(b=1, a=_ones(1))}, {"o": OrderedDict(a=_ones(1) * 0)}),
+    "integer keys": ({"x": {1: 2, 3: {4: _ones(1)}}}, {"x": {1: 0}}),
+}
+"""A state that is saved, and that of the target."""
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        alike = isinstance(other, dict) and list(one) == list(other)
+        return alike and all(_is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(_is_equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.filterwarnings("ignore:the checkpoint lacks")
+def test_statefuls_and_per_ranks_get_the_saved_state(name: str, disk: Place) -> None:
+    saved, old = STATES[name]
+    zarrckpt.save({"a": Kept(saved), "b": PerRank(Kept(saved)), "c": PerRank(saved)}, disk.url)
+    stateful, inside, value = Kept(copy.deepcopy(old)), Kept(copy.deepcopy(old)), copy.deepcopy(old)
+    state = {"a": stateful, "b": PerRank(inside), "c": PerRank(value)}
+    report = zarrckpt.load(state, disk.url)
+    for found in (stateful.state, inside.state, state["c"].value):
+        assert _is_equal(saved, found), found
+        assert all(type(found[key]) is type(old[key]) for key in found.keys() & {"c", "d", "o"})
+    assert state["c"].value is value and report.missing == report.unexpected == ()
+    # Not the object's own containers, which load_state_dict may clear first.
+    assert stateful.state is not stateful.first
+
+
+def test_tensors_that_do_not_fit_a_stateful_are_new_ones(disk: Place) -> None:
+    saved = {"same": _ones(2), "shape": _ones(3), "dtype": torch.arange(2)}
+    zarrckpt.save({"kept": Kept(saved)}, disk.url)
+    for strict in (True, False):
+        old = {"same": torch.zeros(2), "shape": torch.zeros(2), "dtype": torch.zeros(2), "lost": torch.zeros(1)}
+        kept = Kept(old)
+        with nullcontext() if not strict else pytest.warns(UserWarning, match=r"kept\.lost"):
+            report = zarrckpt.load({"kept": kept}, disk.url, strict=strict)
+        assert _is_equal(saved if strict else {**saved, "lost": old["lost"]}, kept.state)
+        assert report.missing == (() if strict else ("kept.lost",))
+        assert kept.state["same"] is old["same"] and not old["shape"].any() and not old["dtype"].any()
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"'other\.same' is not in the checkpoint"):
+        zarrckpt.load({"other": kept}, disk.url)
+
+
+def test_plain_containers_get_what_they_lack(disk: Place) -> None:
+    record = {"lr": 1, "deep": {"a": {"x": _ones(1)}}, "l": [{"a": 1}, {"b": 2}], "h": [_ones(1)] * 3}
+    weights = {"a.weight": _ones(2), "b.weight": _ones(3)}
+    zarrckpt.save(
+        {"record": record, "weights": weights, "app": {"w": weights, "n": 1, "model": nn.Linear(1, 1)}}, disk.url
+    )
+    mine: dict[str, Any] = {"lr": 0, "deep": {}, "l": [{"a": 0}], "h": [torch.zeros(1)]}
+    first, part = mine["h"][0], {"a.weight": torch.zeros(2)}
+    state: dict[str, Any] = {"record": mine, "weights": part, "app": {"n": 0}}
+    report = zarrckpt.load(state, disk.url)
+    assert state["record"] is mine and mine["h"][0] is first and _is_equal(record, mine)
+    # A dict of tensors alone, as a module's state is one, asks for those that it names.
+    assert [*part] == ["a.weight"] and "weights.b.weight" in report.unexpected
+    mine["l"], mine["h"] = [{"a": 0}, {"a": 0}, {}], [torch.zeros(1)] * 4
+    with pytest.raises(zarrckpt.KeyMismatchError, match=r"'record\.h\.3' is not in the checkpoint") as caught:
+        zarrckpt.load(state, disk.url)
+    assert "record.l.2" not in str(caught.value)
+    zarrckpt.load(state, disk.url, keys="record.l")
+    assert mine["l"] == record["l"]
+    picked: dict[str, Any] = {"record": {"lr": 0}}
+    zarrckpt.load(picked, disk.url, keys="record.lr")
+    assert picked == {"record": {"lr": 1}}
+
+
+def _grow(url: str) -> None:
+    """Each rank's Stateful has a layer of its own; a fresh one has nothing else."""
+    rank = dist.get_rank()
+    saved = {"counts": {"a": 1}, f"layer{rank}": _ones(2) * rank, "mean": _ones(2)}
+    zarrckpt.save({"stage": Kept(saved)}, url)
+    kept = Kept({f"layer{rank}": torch.zeros(2)})
+    report = zarrckpt.load({"stage": kept}, url)
+    assert _is_equal(dict(sorted(kept.state.items())), saved)
+    assert report.unexpected == (f"stage.layer{1 - rank}",) and "stage.mean" in report.loaded
+
+
+def test_stages_in_statefuls_get_no_other_stages(disk: Place) -> None:
+    disk.run(_grow, world_size=2)
 
 
 # -- several boxes of one tensor on one rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -98,6 +98,7 @@ def load(
     *,
     strict: bool = True,
     keys: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
     allow_pickle: bool = False,
     allow_cast: bool = False,
     process_group: dist.ProcessGroup | None = None,
@@ -114,7 +115,9 @@ def load(
     ``LoadOptions.share_reads`` has others hand it: one request for neighbours in storage, of up to 16 MiB.
 
     Args:
-        state: as for :func:`save`. A non-tensor target stands for whatever the checkpoint has under its name.
+        state: as for :func:`save`. A non-tensor target stands for whatever the checkpoint has under its name. Stateful
+            objects and PerRanks get all that was saved of them; lists get the saved length, and nested dicts with
+            values the keys that they lack. A dict of tensors alone loads the tensors that it names.
         url: where from: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url; or a ready zarr
             or obstore store, with ``zarr.storage.StorePath(store, "run/step-7")`` for a path in one.
         strict: targets that the checkpoint lacks are an error, and so are entries below a requested module or
@@ -122,6 +125,10 @@ def load(
         keys: load a part: flat names, their beginnings up to a dot, or glob patterns (``"model"``, ``"optim.state"``,
             ``"*.bias"``). One that matches nothing in the checkpoint is an error, and with ``strict`` so is one that
             matches no target on any rank. Default: everything that has a target.
+        rename: loads entries under other names: a dict of beginnings of names in the checkpoint -> those in the state
+            (``{"model.old.": "model.new."}``; whole keys, the longest one counts), or a callable that returns the new
+            name for each name. If a layer of a module is renamed, so are its parameters in the module's optimizer.
+            ``keys`` and the report have the names in the state. The same on all ranks.
         allow_pickle: also load values that were saved pickled, which can run any code that the checkpoint holds.
             Default: UnsafeValueError.
         allow_cast: convert where dtypes differ, instead of raising (default False).
@@ -142,8 +149,9 @@ def load(
     bytes, seconds.
 
     Raises CheckpointNotFoundError if nothing is committed (the message names a save that was begun); KeyMismatchError
-    for names, shapes or dtypes that do not fit (all differences at once; nothing was loaded); LoadMismatchError for
-    objects that do not hold what they were given; UnsafeValueError for a pickled value without ``allow_pickle``;
+    for names, shapes or dtypes that do not fit (all differences at once; nothing was loaded), and for a
+    ``rename`` that gives two entries one name or matches nothing; LoadMismatchError for objects that do not hold what
+    they were given; UnsafeValueError for a pickled value without ``allow_pickle``;
     CorruptCheckpointError for damage; CheckpointReplacedError if another save replaced the checkpoint meanwhile;
     StorageError if the store failed after its retries (after these three, the targets are undefined): children of
     :class:`CheckpointError` all of them. An error on one rank is raised on all.
@@ -163,6 +171,7 @@ def load(
         options,
         strict=strict,
         keys=keys,
+        rename=rename,
         storage_options=storage_options,
         allow_pickle=allow_pickle,
         allow_cast=allow_cast,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 
 from zarrckpt._errors import KeyMismatchError
@@ -46,3 +48,26 @@ def hint(name: str, names: Iterable[str]) -> str:
     if alike:
         return f"did you mean one of {alike}?" if len(alike) > 1 else f"did you mean {alike[0]!r}?"
     return f"it has {len(known):,}, for example {known[:3]}" if known else "it has none"
+
+
+_WRONG_NAMES, _COMPARED = 3, 300
+"""The number of wrong names that get close ones, and of names that each is compared with: 0.1 s for all."""
+
+
+def did_you_mean(wrong: Iterable[str], known: Iterable[str], step: str) -> str:
+    """Return lines of a message with known names that are like wrong ones, and the next step; else an empty text."""
+    by_last: dict[str, list[str]] = {}
+    for name in known:
+        by_last.setdefault(name.rpartition(".")[2], []).append(name)
+    lines = []
+    for name in itertools.islice(wrong, _WRONG_NAMES):
+        alike = _most_alike(name, by_last.get(name.rpartition(".")[2], ()))
+        alike = alike or _most_alike(name, itertools.chain.from_iterable(by_last.values()))
+        lines += [f"\n  {name!r}: did you mean {' or '.join(map(repr, alike))}?"] if alike else []
+    return f"Names without a counterpart that are alike ({step}):{''.join(lines)}\n" if lines else ""
+
+
+def _most_alike(name: str, names: Iterable[str]) -> list[str]:
+    # Names of about one length first: the others cannot be much alike.
+    nearest = heapq.nsmallest(_COMPARED, names, key=lambda other: abs(len(other) - len(name)))
+    return difflib.get_close_matches(name, nearest, 2, 0.75)

@@ -14,14 +14,15 @@ from torch.nn.parameter import is_lazy
 
 from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedValueError, warn
 from zarrckpt._format.grid import Box
-from zarrckpt._format.matching import matches
+from zarrckpt._format.matching import did_you_mean, hint, matches
 from zarrckpt._format.state_path import DICT, StatePath
 from zarrckpt._load.fill import TensorTarget
 from zarrckpt._load.recheck import ReadEntries
+from zarrckpt._load.whole import Roots, find_roots, rebuilt, rooted
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._state import objects
-from zarrckpt._state.flatten import build, flatten, set_leaf
+from zarrckpt._state.flatten import flatten, get_leaf, set_leaf
 from zarrckpt._state.local_boxes import HeldTensor, global_shape, held_of
 from zarrckpt._state.local_state import LAZY, PER_RANK, listed, tensor_entry
 from zarrckpt._state.optimizers import SavedEntries, SavedTensor
@@ -51,6 +52,10 @@ class Saved:
     paths: Mapping[str, StatePath]
     value: Callable[[str], object] = lambda fqn: None
     """Reads an entry that is no tensor."""
+    stored: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Name -> that in the checkpoint, if entries were renamed."""
+    parameters: Mapping[objects.Levels, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    """Where each optimizer stands -> old and new names of its parameters."""
 
 
 class Match:
@@ -63,6 +68,8 @@ class Match:
         allow_cast: convert to the target's dtype instead of raising KeyMismatchError.
         select: called with each flat name; targets for which it is false are left alone.
         closed: flat names of dicts that take nothing where they are empty.
+        roots: containers that get entries that they lack; default: none do.
+        mine: returns those of some names in the checkpoint that are not another rank's.
     """
 
     def __init__(
@@ -74,8 +81,11 @@ class Match:
         allow_cast: bool = False,
         select: Callable[[str], bool] = lambda fqn: True,
         closed: Collection[str] = (),
+        roots: Roots | None = None,
+        mine: Callable[[Iterable[str]], Iterable[str]] = lambda names: names,
     ) -> None:
         self._state = state
+        self.roots = roots = roots or Roots({})
         self._strict, self._allow_cast = strict, allow_cast
         entries = self._entries = saved.entries
         flat, paths = flatten(state)
@@ -87,14 +97,13 @@ class Match:
         for fqn in selected.keys() & {*closed} - entries.keys():
             del selected[fqn]
         self._expand(selected, paths, saved)
+        roots.fit(flat, paths, selected, entries, mine(filter(select, entries)), saved.paths)
         self.missing = sorted(selected.keys() - entries.keys())
         self.unexpected = sorted(filter(select, entries.keys() - flat.keys() - selected.keys()))
         self.loaded = sorted(selected.keys() & entries.keys())
         self._selected = selected
-        self.paths = {fqn: paths[fqn] for fqn in self.loaded}
+        self.paths = {fqn: roots.added.get(fqn) or paths[fqn] for fqn in self.loaded}
         """Where each of these sits in the state."""
-        # In the checkpoint's order, which rebuilt dicts then have.
-        self.replaced = [f for f in entries if f in selected and not isinstance(selected[f], torch.Tensor)]
         self.leaves: dict[str, Any] = {}
         """What takes each entry, by flat name, after :meth:`check`: for a sharded tensor what this rank holds of it."""
 
@@ -107,6 +116,14 @@ class Match:
         for fqn in self.loaded:
             self.leaves[fqn] = held_of(fqn, self._target(fqn, self._selected[fqn]))
 
+    def take(self, names: Iterable[str]) -> None:
+        """Load entries, too, that :attr:`roots` offers to take. After :meth:`check`."""
+        for fqn, path in self.roots.take(names).items():
+            self._selected[fqn], self.paths[fqn] = None, path
+            self.leaves[fqn] = self._target(fqn, None)
+        self.loaded = sorted(self.leaves)
+        self.unexpected = [fqn for fqn in self.unexpected if fqn not in self._selected]
+
     def _expand(self, selected: dict[str, Any], paths: dict[str, StatePath], saved: Saved) -> None:
         """Where a non-tensor target stands for a whole subtree of the checkpoint, ask for the entries below it."""
         absent = {fqn for fqn in selected if fqn not in self._entries and not isinstance(selected[fqn], torch.Tensor)}
@@ -118,11 +135,11 @@ class Match:
             path = saved.paths[fqn]
             for depth in range(1, len(path)):
                 stem = ".".join(map(str, path[:depth]))
-                if stem in absent:
+                if stem in absent and (own := rooted(path, stem, paths[stem])) is not None:
                     self._subtrees[stem] = paths[stem]
                     self._stem_of[fqn] = stem
                     selected[fqn] = None
-                    paths[fqn] = path
+                    paths[fqn] = own
                     break
         for stem in self._subtrees:
             del selected[stem]
@@ -143,8 +160,14 @@ class Match:
             steps = {step: None for words, step in _STEPS.items() if any(words in fault for fault in faults)}
             raise KeyMismatchError(
                 f"{len(faults)} entries of the target and the checkpoint differ; nothing was loaded:{listed(faults)}\n"
-                f"{'; '.join([*steps, 'keys=[...] loads a part'])}"
+                f"{self._close_names()}{'; '.join([*steps, 'keys=[...] loads a part'])}"
             )
+
+    def _close_names(self) -> str:
+        """Names in the checkpoint, without a target, that are like missing ones."""
+        if not self._strict:
+            return ""
+        return did_you_mean(self.missing, self.unexpected, "rename= loads entries under other names")
 
     def _fault(self, fqn: str, leaf: Any, entry: SavedTensor | None) -> str | None:
         if not isinstance(leaf, torch.Tensor):
@@ -183,25 +206,43 @@ class Match:
         """The entries to read that are no tensors."""
         return [fqn for fqn in self.leaves if self._entries[fqn] is None]
 
+    @property
+    def replaced(self) -> list[str]:
+        """The entries whose targets are no tensors, in the checkpoint's order."""
+        is_tensor = {fqn: isinstance(self._selected[fqn], torch.Tensor) for fqn in self.leaves}
+        return [fqn for fqn in self._entries if is_tensor.get(fqn) is False]
+
     def finish(self, values: Mapping[str, object]) -> None:
         """Put values and rebuilt subtrees into the state, after everything was read."""
         found = {**self.leaves, **values}
         below: dict[str, list[tuple[StatePath, Any]]] = {stem: [] for stem in self._subtrees}
-        for fqn in self.replaced:
-            path = self.paths[fqn]
-            stem = self._stem_of.get(fqn)
-            if stem is None:
-                set_leaf(self._state, path, found[fqn])
-            else:
-                below[stem].append((path, found[fqn]))
+        loaded: dict[str, Any] = {}
+        # In the checkpoint's order, which rebuilt dicts then have.
+        for fqn in self._entries:
+            if fqn not in self.leaves:
+                continue
+            target = self._selected[fqn]
+            is_filled = isinstance(target, torch.Tensor)
+            if self.roots.is_rebuilt(fqn):
+                loaded[fqn] = target if is_filled else found[fqn]
+            elif fqn in self._stem_of:
+                below[self._stem_of[fqn]].append((self.paths[fqn], found[fqn]))
+            elif not is_filled:
+                path = self.paths[fqn]
+                old = get_leaf(self._state, path)
+                set_leaf(self._state, path, rebuilt(old, [(path, found[fqn])], len(path), in_place=False))
         for stem, rows in below.items():
-            path = self._subtrees[stem]
-            set_leaf(self._state, path, build(rows, len(path)))
+            if rows:
+                path = self._subtrees[stem]
+                old = get_leaf(self._state, path)
+                set_leaf(self._state, path, rebuilt(old, rows, len(path), in_place=False))
+        self.roots.put(self._state, loaded, self.paths)
 
 
 def _new_tensor(fqn: str, entry: SavedTensor) -> torch.Tensor:
     try:
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        # Whatever the default device is.
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     except RuntimeError as err:
         raise CheckpointError(
             f"{fqn!r} has the shape {entry.shape} in the checkpoint, more than can be allocated here: load it "
@@ -228,6 +269,8 @@ class Findings:
     """Entries below its modules and optimizers for which it has no target."""
     targets: np.ndarray[Any, Any]
     """Entries for which it has one."""
+    offered: np.ndarray[Any, Any]
+    """Entries that its containers take if no rank has a target for them."""
 
 
 class ObjectMatch:
@@ -244,6 +287,7 @@ class ObjectMatch:
     ) -> None:
         self._saved = saved.entries
         """The checkpoint's own entries: without the parts of stacks, which differ between ranks."""
+        self._stored, self._parameters = saved.stored, saved.parameters
         self._strict = strict
         self._patterns = keys
         self._group_names: set[str] = set()
@@ -272,9 +316,27 @@ class ObjectMatch:
             allow_cast=allow_cast,
             select=self._is_asked_for,
             closed=self.plain.closed,
+            roots=self._roots(allow_cast),
+            mine=self._ranks.without_others,
         )
         self._check()
-        self.unexpected = self._ranks.without_others(self._match.unexpected)
+        if lost := sorted(self._match.roots.lost):
+            warn(
+                f"the checkpoint lacks {len(lost)} tensors that Stateful objects and PerRanks of the state have, and "
+                f"these get the saved state without them: {lost[:5]}"
+            )
+
+    def _roots(self, allow_cast: bool) -> Roots:
+        exact = {prefix[:-1] for prefix in self.plain.exact}
+        statefuls = {prefix[:-1] for prefix in self.plain.statefuls}
+        return Roots(
+            find_roots(self.plain.state, statefuls, self.plain.per_rank, exact),
+            exact=exact,
+            per_rank=self.plain.per_rank,
+            strict=self._strict,
+            allow_cast=allow_cast,
+            is_own=self._ranks.is_own,
+        )
 
     def _check(self) -> None:
         """What differs on this rank; and only then also its modules' entries that have no target here."""
@@ -296,10 +358,19 @@ class ObjectMatch:
         """The names of targets that the checkpoint lacks, sorted."""
         return self._match.missing
 
+    @property
+    def unexpected(self) -> list[str]:
+        """The names in the checkpoint that have no target here, sorted."""
+        return self._ranks.without_others(self._match.unexpected)
+
+    def take(self, mask: np.ndarray[Any, Any]) -> None:
+        """Load entries, too, that containers here offer to take; the mask is that of :meth:`check_all`."""
+        self._match.take(self._named(mask))
+
     def description(self) -> Description:
         """The boxes that this rank is to fill, as other ranks must know them to share what they read.
 
-        Parts of stacks are not among them: each rank reads its own.
+        Parts of stacks are not among them: each rank reads its own. Nor is what :meth:`take` adds.
         """
         shardings: dict[Sharding, int] = {}
         entries = []
@@ -307,14 +378,15 @@ class ObjectMatch:
             if fqn in self._ranks.parts or self._saved.get(fqn) is None:
                 continue
             # Without a dtype: ranks may cast to different ones.
-            entries.append(tensor_entry(StatePath((fqn,), (DICT,)), leaf, "", shardings))
+            entries.append(tensor_entry(StatePath((self.stored(fqn),), (DICT,)), leaf, "", shardings))
         return Description(tuple(entries), tuple(shardings))
 
     def tensors(self) -> Iterator[TensorTarget]:
         """The memory to fill."""
         for target in self._match.tensors():
             part = self._ranks.parts.get(target.fqn)
-            yield target if part is None else _in_stack(target, part)
+            target = target if part is None else _in_stack(target, part)
+            yield dataclasses.replace(target, fqn=self.stored(target.fqn))
 
     def values(self) -> list[str]:
         """The entries to read that are no tensors."""
@@ -322,8 +394,11 @@ class ObjectMatch:
 
     def record(self, read: ReadEntries, values: Mapping[str, object]) -> None:
         """Record all entries that were read, before objects take them."""
+        roots = self._match.roots
         for fqn, leaf in {**self._match.leaves, **values}.items():
-            read.record(fqn, leaf)
+            # An object may have no use for an entry that its own state does not have.
+            if not (fqn in roots.added or fqn in roots.offered) or not self.plain.is_of_stateful(fqn):
+                read.record(fqn, leaf)
 
     def replaced(self) -> list[tuple[str, StatePath]]:
         """The entries that were put into plain containers, beside tensors that were filled in place; and their paths.
@@ -338,9 +413,20 @@ class ObjectMatch:
         """The state after :meth:`restore`, under the names of the targets."""
         return objects.for_check(state, self.plain, self._ranks.source)
 
+    def stored(self, name: str) -> str:
+        """Return the name in the checkpoint of an entry."""
+        return self._stored.get(name, name)
+
     def finish(self, values: Mapping[str, object]) -> None:
         """Put values and rebuilt subtrees into the plain state, after everything was read."""
-        self._match.finish(values)
+        self._match.finish({name: self._with_new_names(name, value) for name, value in values.items()})
+
+    def _with_new_names(self, name: str, value: object) -> object:
+        """Rename the parameters of an optimizer's groups."""
+        for place, names in self._parameters.items():
+            if isinstance(value, list) and objects.rest_below(name, (*place, "param_groups")) is not None:
+                return [names.get(item, item) if isinstance(item, str) else item for item in value]
+        return value
 
     def restore(self, state: dict[str, Any]) -> None:
         """Objects take their state dicts back; then the user's state has the rest."""
@@ -357,14 +443,24 @@ class ObjectMatch:
         names = [*self.loaded, *self.missing]
         idle = [p for p in self._patterns or () if not any(matches(name, p) for name in names)]
         owed = _mask(self._saved, {name for name in self.unexpected if self._is_of_an_object(name)})
-        return Findings(idle, owed, _mask(self._saved, {*self.loaded}))
+        offered = _mask(self._saved, self._match.roots.offered)
+        return Findings(idle, owed, _mask(self._saved, {*self.loaded}), offered)
 
-    def check_all(self, found: Sequence[Findings]) -> None:
-        """Raise KeyMismatchError, if strict, for a pattern or a module's entry that has no target on any rank."""
+    def check_all(self, found: Sequence[Findings]) -> np.ndarray[Any, Any]:
+        """Raise KeyMismatchError, if strict, for a pattern or a module's entry that has no target on any rank.
+
+        Returns a mask of the entries that :meth:`take` is to add, on each rank that has offered them.
+        """
         if self._strict:
             self._refuse_left(found)
         else:
             self._warn_of_idle_objects(found)
+        offered = np.bitwise_or.reduce([one.offered for one in found])
+        mask: np.ndarray[Any, Any] = offered & ~np.bitwise_or.reduce([one.targets for one in found])
+        return mask
+
+    def _named(self, mask: np.ndarray[Any, Any]) -> list[str]:
+        return [name for name, bit in zip(self._saved, np.unpackbits(mask), strict=False) if bit]
 
     def _refuse_left(self, found: Sequence[Findings]) -> None:
         idle = [p for p in self._patterns or () if all(p in one.idle for one in found)]
@@ -375,7 +471,7 @@ class ObjectMatch:
             )
         owed = np.bitwise_or.reduce([one.owed for one in found])
         left = owed & ~np.bitwise_or.reduce([one.targets for one in found])
-        names = [name for name, bit in zip(self._saved, np.unpackbits(left), strict=False) if bit]
+        names = self._named(left)
         if names:
             shown = listed([without_target(name) for name in names])
             raise KeyMismatchError(
@@ -386,8 +482,7 @@ class ObjectMatch:
 
     def _warn_of_idle_objects(self, found: Sequence[Findings]) -> None:
         """Warn of modules and optimizers that get nothing: the checkpoint may have them under other names."""
-        taken = np.unpackbits(np.bitwise_or.reduce([one.targets for one in found]))
-        names = [name for name, bit in zip(self._saved, taken, strict=False) if bit]
+        names = self._named(np.bitwise_or.reduce([one.targets for one in found]))
         names += self._ranks.parts
         for prefix in self.plain.exact:
             if any(map(_is_below(prefix), self.missing)) and not any(map(_is_below(prefix), names)):
@@ -411,7 +506,9 @@ class ObjectMatch:
             if name.startswith(f"{target.prefix}state.") and (own := target.close_names(name))
         }
         shown = [f"\n  {name!r}: {', '.join(map(repr, own))}" for name, own in itertools.islice(close.items(), 5)]
-        return f"Parameters of the state with names like these:{''.join(shown)}\n" if shown else ""
+        if shown:
+            return f"Parameters of the state with names like these:{''.join(shown)}\n"
+        return did_you_mean(names, self.loaded, "rename= loads entries under other names")
 
     # -- what is asked for
 
@@ -432,9 +529,7 @@ class ObjectMatch:
     def _refuse_idle_patterns(self, names: set[str]) -> None:
         idle = [p for p in self._patterns or () if not any(matches(name, p) for name in names)]
         if idle:
-            raise KeyMismatchError(
-                f"keys={idle} match nothing in the checkpoint; it has, for example, {sorted(names)[:5]}"
-            )
+            raise KeyMismatchError(f"keys={idle} match nothing in the checkpoint; {hint(idle[0], sorted(names))}")
 
 
 def _is_below(prefix: str) -> Callable[[str], bool]:
@@ -443,12 +538,16 @@ def _is_below(prefix: str) -> Callable[[str], bool]:
 
 def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
     """The entries of a checkpoint, with an entry for each of a rank's parts of stacks."""
-    entries, paths = dict(saved.entries), dict(saved.paths)
+    by_stack: dict[str, list[str]] = {}
     for name, part in parts.items():
-        stack = entries[part.stack]
-        assert stack is not None
-        entries[name] = SavedTensor(stack.shape[1:], stack.dtype)
-        paths[name] = part.path
+        by_stack.setdefault(part.stack, []).append(name)
+    entries: dict[str, SavedTensor | None] = {}
+    for name, entry in saved.entries.items():
+        entries[name] = entry
+        for own in by_stack.get(name, ()):
+            assert entry is not None
+            entries[own] = SavedTensor(entry.shape[1:], entry.dtype)
+    paths = {**saved.paths, **{name: part.path for name, part in parts.items()}}
     return dataclasses.replace(saved, entries=entries, paths=paths)
 
 

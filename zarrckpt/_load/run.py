@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from zarrckpt._errors import LoadMismatchError, warn
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import Root
@@ -15,6 +17,7 @@ from zarrckpt._jobs import Progress, run_jobs
 from zarrckpt._load.fill import TensorReads
 from zarrckpt._load.match import Findings, ObjectMatch, Saved
 from zarrckpt._load.recheck import ReadEntries
+from zarrckpt._load.rename import Rename, renamed
 from zarrckpt._load.shared_reads import Shares, plan_shares
 from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._plan.all_descriptions import AllDescriptions, Asked
@@ -24,6 +27,7 @@ from zarrckpt._ranks.rounds import Rounds, joined
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import LoadReport
 from zarrckpt._state.local_state import listed
+from zarrckpt._state.objects import optimizers_and_modules
 from zarrckpt._state.optimizers import SavedTensor
 from zarrckpt._state.tensors import torch_dtype
 from zarrckpt._store import StoreSpec, Url
@@ -42,6 +46,7 @@ class LoadRequest:
     progress: Progress | None
     droppable: frozenset[str] = frozenset()
     """Keys of the state whose dicts nobody but the call holds."""
+    rename: Rename | None = None
 
     @classmethod
     def from_arguments(
@@ -51,6 +56,7 @@ class LoadRequest:
         *,
         strict: bool = True,
         keys: str | Iterable[str] | None = None,
+        rename: Rename | None = None,
         storage_options: Mapping[str, Any] | None = None,
         allow_pickle: bool = False,
         allow_cast: bool = False,
@@ -60,7 +66,11 @@ class LoadRequest:
         options = checked_options(options, LoadOptions)
         spec = StoreSpec(url, storage_options, concurrency=options.concurrency)
         patterns = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
-        return cls(spec, strict, patterns, allow_pickle, allow_cast, options, progress)
+        if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
+            raise TypeError(
+                f"rename must be a dict of beginnings of names or a callable, got a {type(rename).__name__}"
+            )
+        return cls(spec, strict, patterns, allow_pickle, allow_cast, options, progress, rename=rename)
 
 
 def run_load(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> LoadReport:
@@ -84,9 +94,9 @@ def run_load(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> LoadR
 def _load_together(state: dict[str, Any], request: LoadRequest, rounds: Rounds) -> _Load:
     root: Root = rounds.merge("the root document", lambda: None, lambda _: Catalog(request.spec).root)
     load = _Load(state, request, root, rounds)
-    asked = rounds.merge("what they load", load.matched, load.check_all)
+    asked, taken = rounds.merge("what they load", load.matched, load.check_all)
     shares = _shares(load, asked, rounds) if asked is not None else None
-    rounds.merge("what they read", partial(load.read, shares), lambda _: None, load.stop)
+    rounds.merge("what they read", partial(load.read, shares, taken), lambda _: None, load.stop)
     # Only after all have read, so that an error on one rank leaves the objects of all ranks unchanged.
     rounds.merge("their objects' load_state_dict", lambda: load.match.restore(state), lambda _: None)
     if request.options.check_after != "off":
@@ -127,8 +137,11 @@ class _Load:
     def matched(self) -> tuple[Findings, bytes]:
         """Match this rank's targets with the entries; what the coordinator must know of them."""
         request = self.request
+        saved = saved_entries(self.catalog)
+        if request.rename is not None:
+            saved = renamed(saved, request.rename, optimizers_and_modules(self._state))
         self.match = ObjectMatch(
-            saved_entries(self.catalog),
+            saved,
             self._state,
             request.keys,
             strict=request.strict,
@@ -139,20 +152,24 @@ class _Load:
         self.description = self.match.description()
         return self.match.findings(), self.description.digest
 
-    def check_all(self, found: Sequence[tuple[Findings, bytes]]) -> Asked | None:
-        """Raise KeyMismatchError for what no rank loads; say who describes its targets, if ranks share their reads."""
-        self.match.check_all([findings for findings, _ in found])
-        if len(found) == 1 or not self.request.options.shares(self.catalog.store.is_local):
-            return None
-        return Asked.by([digest for _, digest in found])
+    def check_all(self, found: Sequence[tuple[Findings, bytes]]) -> tuple[Asked | None, np.ndarray[Any, Any]]:
+        """Raise KeyMismatchError for what no rank loads; say who describes its targets, if ranks share their reads.
 
-    def read(self, shares: Shares | None) -> None:
-        """Read this rank's values, and fill its tensors."""
+        Also returns a mask of the entries that ranks load in addition, see :meth:`ObjectMatch.take`.
+        """
+        taken = self.match.check_all([findings for findings, _ in found])
+        if len(found) == 1 or not self.request.options.shares(self.catalog.store.is_local):
+            return None, taken
+        return Asked.by([digest for _, digest in found]), taken
+
+    def read(self, shares: Shares | None, taken: np.ndarray[Any, Any]) -> None:
+        """Read this rank's values, and fill its tensors; ``taken`` is as :meth:`check_all` returned it."""
         catalog, match = self.catalog, self.match
+        match.take(taken)
         names = match.values()
         read = partial(catalog.read_object, allow_pickle=self.request.allow_pickle)
         # Several at once: each blob is a request.
-        values = run_jobs((partial(read, fqn) for fqn in names), catalog.store.max_concurrency)
+        values = run_jobs((partial(read, match.stored(fqn)) for fqn in names), catalog.store.max_concurrency)
         with catalog.explaining_damage():
             reads = self._reads = TensorReads(
                 catalog,

@@ -98,7 +98,9 @@ def hang_up(group: Any, peers: Iterable[int]) -> None:
     """
     for peer in peers:
         with contextlib.suppress(RuntimeError):
-            group.recv([torch.zeros(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            group.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, _NEVER_SENT).wait(
+                timedelta(milliseconds=1)
+            )
 
 
 def _device(store: Any, lazy: bool) -> Any:

@@ -209,7 +209,7 @@ class Mesh:
 
     def _read(self, group: Any, peer: int, began: Callable[[None], None]) -> None:
         """Take what comes along an edge, until it is closed; a receive is pending all the time."""
-        frame = torch.empty(_FRAME, dtype=torch.uint8)
+        frame = torch.empty(_FRAME, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(RuntimeError):
             receive = group.recv([frame], peer, _CONTROL)
             self._connected.add(peer)

@@ -181,6 +181,7 @@ class CheckpointManager:
         step: int | None = None,
         rewind: bool = False,
         keys: str | Iterable[str] | None = None,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
         strict: bool = True,
         allow_pickle: bool = False,
         allow_cast: bool = False,
@@ -206,6 +207,7 @@ class CheckpointManager:
             rewind: with ``step``: remove all later checkpoints first, so that the run goes on from there. Where one of
                 them is pinned, or not of this run, an error is raised and none is removed.
             keys: load a part, as in :func:`load`. Default: everything that has a target.
+            rename: load entries under other names, as in :func:`load`.
             strict: as in :func:`load`: targets that the checkpoint lacks, and entries without a target, are an error.
             allow_pickle: also load values that were saved pickled, which can run any code. Default: UnsafeValueError.
             allow_cast: convert where dtypes differ, instead of raising (default False).
@@ -224,7 +226,7 @@ class CheckpointManager:
         self.wait()
         self._last_report = None
         request = LoadRequest.from_arguments(
-            None, options, strict=strict, keys=keys, allow_pickle=allow_pickle, allow_cast=allow_cast
+            None, options, strict=strict, keys=keys, rename=rename, allow_pickle=allow_pickle, allow_cast=allow_cast
         )
         request = dataclasses.replace(request, droppable=droppable)
         unreadable: frozenset[str] = frozenset()

@@ -50,6 +50,8 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
             inner = (*containers, LIST)
             for position, item in enumerate(value):
                 walk(item, (*keys, position), inner)
+        elif isinstance(value, Mapping) and type(value) is not OrderedDict:
+            leaf({}, keys, containers)  # of whatever type: with entries it is a dict, too
         else:
             leaf(value, keys, containers)
 
@@ -86,6 +88,13 @@ def entered(items: list[Any]) -> bool:
         or (isinstance(item, EncodedValue) and item.is_empty)
         for item in items
     )
+
+
+def get_leaf(state: Any, path: StatePath) -> Any:
+    """Return one entry of a nested state."""
+    for key in path.keys:
+        state = state[key]
+    return state
 
 
 def set_leaf(state: Any, path: StatePath, value: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -66,6 +66,9 @@ class PlainState:
     def is_of_stateful(self, fqn: str) -> bool:
         """Whether an entry is of an object that may change what it takes: neither a module nor an optimizer."""
         return any(f"{fqn}.".startswith(prefix) for prefix in self.statefuls)
+
+    per_rank: set[str] = field(default_factory=set)
+    """Flat names of the values of PerRanks."""
 
     def give_back(self) -> None:
         """Objects take their loaded state dicts back, in one order on all ranks."""
@@ -128,6 +131,7 @@ def _convert(
         if rank is None:
             return {}
         within = rank
+        plain.per_rank.add(f"{prefix_of(keys)}{rank}")
         own = convert(entry.value, (*keys, str(rank)))
         within = around
         refuse_sharded(f"{prefix_of(keys)}{rank}", own)
@@ -246,9 +250,17 @@ def given_back(target: Any, loaded: Any) -> Any:
         return target
     if not holds_objects(target):
         return loaded
-    for key, value in loaded.items() if isinstance(loaded, dict) else enumerate(loaded):
-        back = given_back(target[key], value)
-        if back is not target[key]:
+    if isinstance(target, list) and isinstance(loaded, list):
+        own = [*target, *[None] * len(loaded)]
+        target[:] = [given_back(item, value) for item, value in zip(own, loaded, strict=False)]
+        return target
+    if not (isinstance(target, MutableMapping) and isinstance(loaded, Mapping)):
+        return loaded
+    for key in target.keys() - loaded.keys():
+        del target[key]
+    for key, value in loaded.items():
+        back = given_back(target.get(key), value)
+        if key not in target or back is not target[key]:
             target[key] = back
     return target
 
@@ -319,6 +331,37 @@ def droppable_keys(state: Any, references: int) -> frozenset[str]:
     if not isinstance(state, dict) or references > _UNHELD or _references(held) <= _UNHELD:
         return frozenset()
     return frozenset(key for key in state if isinstance(state[key], dict) and sys.getrefcount(state[key]) <= 2)
+
+
+Levels = tuple[str | None, ...]
+"""The keys that lead to an object; None for the number of a rank."""
+
+
+def optimizers_and_modules(state: Any) -> list[tuple[Levels, Levels]]:
+    """Return where each optimizer of a state stands, and where the module that it trains does."""
+    found: list[tuple[Levels, Any]] = []
+
+    def walk(value: Any, keys: Levels) -> None:
+        if isinstance(value, nn.Module | Optimizer):
+            found.append((keys, value))
+        elif isinstance(value, PerRank):
+            walk(value.value, (*keys, None))
+        elif isinstance(value, Mapping | list) and not isinstance(value, Stateful) and holds_objects(value):
+            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+                walk(item, (*keys, str(key)))
+
+    walk(state, ())
+    modules = {id(value): keys for keys, value in found if isinstance(value, nn.Module)}
+    own = [value for _, value in found if isinstance(value, nn.Module)]
+    pairs = [(keys, _module_of(value, own)) for keys, value in found if isinstance(value, Optimizer)]
+    return [(keys, modules[id(module)]) for keys, module in pairs if module is not None]
+
+
+def rest_below(name: str, place: Levels) -> str | None:
+    """Return the rest of a name below a place in the state; None if it is not there."""
+    keys = name.split(".", len(place))
+    is_there = len(keys) > len(place) and all(own in (None, key) for own, key in zip(place, keys, strict=False))
+    return keys[-1] if is_there else None
 
 
 def refuse_swapped(state: Any, url: Any, call: str) -> None:

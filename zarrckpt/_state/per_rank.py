@@ -32,7 +32,8 @@ class PerRank:
     target ``{"rng": None}`` gives the dict of all of them.
 
     A load puts what this rank saved into ``value``: tensors are filled in place and must have the shape that was saved,
-    other values are replaced, objects take their state back; a target of None takes whatever there is.
+    other values are replaced, dicts and lists get the saved entries and no others, objects take their state back; a
+    target of None takes whatever there is.
 
     On other ranks than at the save: a rank whose number was saved gets its own state; the state of ranks that are gone
     stays in the checkpoint; what a rank without saved state gets is said by ``new_ranks`` at the load. By default

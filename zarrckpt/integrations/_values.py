@@ -27,7 +27,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         # Tensors, since those of all ranks become one array.
-        "python": {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss},
+        "python": {"version": version, "numbers": torch.tensor(numbers, device="cpu"), "gauss": gauss},
         "numpy": numpy,
     }
     if hasattr(module := torch.get_device_module(device), "get_rng_state_all"):

@@ -1,0 +1,130 @@
+"""``load(rename=...)``: the entries of a checkpoint under the names that they have in the state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from zarrckpt._errors import KeyMismatchError
+from zarrckpt._format.matching import hint
+from zarrckpt._format.state_path import DICT, StatePath
+from zarrckpt._load.match import Saved
+from zarrckpt._state.objects import Levels, rest_below
+
+Rename = Mapping[str, str] | Callable[[str], str]
+"""Beginnings of names in the checkpoint -> those in the state; or a function of a whole name."""
+
+
+def renamed(saved: Saved, rename: Rename, trained: Sequence[tuple[Levels, Levels]]) -> Saved:
+    """Return the entries of a checkpoint under new names, in the same order.
+
+    ``trained`` has, for each optimizer in the state, its own place and that of its module: state of a parameter that is
+    renamed in the module gets the new name, too.
+
+    Raises KeyMismatchError for two entries that get one name, and for a beginning that no entry has.
+    """
+    names = _new_names(saved, rename)
+    parameters: dict[Levels, dict[str, str]] = {}
+    for optimizer, module in trained:
+        own = parameters[optimizer] = _new_parameters(names, module)
+        names = {old: _in_optimizer(new, optimizer, own) for old, new in names.items()}
+    stored: dict[str, str] = {}
+    for old, new in names.items():
+        if (other := stored.setdefault(new, old)) != old:
+            raise KeyMismatchError(
+                f"rename= gives two entries of the checkpoint the name {new!r}: {other!r} and {old!r}; nothing was "
+                "loaded: rename one of them to another name"
+            )
+    return dataclasses.replace(
+        saved,
+        entries={new: saved.entries[old] for new, old in stored.items()},
+        paths={new: _new_path(saved.paths[old], new) for new, old in stored.items()},
+        value=lambda name: saved.value(stored[name]),
+        stored=stored,
+        parameters=parameters,
+    )
+
+
+def _new_names(saved: Saved, rename: Rename) -> dict[str, str]:
+    if not isinstance(rename, Mapping):
+        names = {name: rename(name) for name in saved.entries}
+        for old, new in names.items():
+            if not isinstance(new, str) or not new:
+                raise KeyMismatchError(f"rename({old!r}) returned {new!r}, expected the name of the entry in the state")
+        return names
+    longest_first = sorted(rename, key=len, reverse=True)
+    used = set()
+    names = {}
+    for name in saved.entries:
+        begin = next((begin for begin in longest_first if _begins(name, begin)), None)
+        used.add(begin)
+        names[name] = name if begin is None else f"{rename[begin]}{name[len(begin) :]}"
+    if idle := [begin for begin in rename if begin not in used]:
+        raise KeyMismatchError(
+            f"rename= has {idle}, which no entry of the checkpoint begins with; nothing was loaded; "
+            f"{hint(idle[0].rstrip('.'), saved.entries)}"
+        )
+    return names
+
+
+def _begins(name: str, begin: str) -> bool:
+    whole_keys = begin if not begin or begin.endswith(".") else f"{begin}."
+    return name == begin or name.startswith(whole_keys)
+
+
+def _new_parameters(names: Mapping[str, str], module: Levels) -> dict[str, str]:
+    """Old -> new names of the parameters of a module. Its place has as many keys in the checkpoint."""
+    found = {}
+    for old, new in names.items():
+        own = rest_below(new, module) if old != new else None
+        before = rest_below(old, (None,) * len(module))
+        if own is not None and before is not None and own != before:
+            found[before] = own
+    return found
+
+
+def _in_optimizer(name: str, optimizer: Levels, parameters: Mapping[str, str]) -> str:
+    rest = rest_below(name, (*optimizer, "state")) if parameters else None
+    end = len(rest) if rest is not None else 0
+    while rest is not None and (end := rest.rfind(".", 0, end)) > 0:
+        if (new := parameters.get(rest[:end])) is not None:
+            return f"{name[: len(name) - len(rest)]}{new}{rest[end:]}"
+    return name
+
+
+def _new_path(path: StatePath, name: str) -> StatePath:
+    """The path for a new name. The ranks of a stack stay where they are."""
+    if path.fqn == name:
+        return path
+    level = path.rank_at
+    if level is None:
+        return StatePath(*_new_keys(path, name))
+    above, rank, below = f".{name}.".partition(f".{path[level]}.")
+    above, below = above.removeprefix("."), below.removesuffix(".")
+    if not rank or bool(above) != bool(level) or bool(below) != (level + 1 < len(path)):
+        raise KeyMismatchError(
+            f"rename= makes {name!r} of {path.fqn!r}, expected a name with {path[level]!r} in it: the entry has one "
+            "tensor of each rank"
+        )
+    first = _new_keys(StatePath(path.keys[:level], path.containers[:level]), above) if above else ((), ())
+    last = _new_keys(StatePath(path.keys[level + 1 :], path.containers[level + 1 :]), below) if below else ((), ())
+    keys = (*first[0], path.keys[level], *last[0])
+    return StatePath(keys, (*first[1], path.containers[level], *last[1]), path.ranks, len(first[0]))
+
+
+def _new_keys(path: StatePath, name: str) -> tuple[tuple[object, ...], tuple[str, ...]]:
+    """The keys for a new name, and what holds them: those that both have at the beginning and at the end stay."""
+    first = 0
+    while first < len(path) - 1 and f"{name}.".startswith(f"{'.'.join(map(str, path[: first + 1]))}."):
+        first += 1
+    rest = name[sum(len(str(key)) + 1 for key in path[:first]) :]
+    last = len(path)
+    while last > first and f".{rest}".endswith(f".{'.'.join(map(str, path[last - 1 :]))}"):
+        last -= 1
+    tail = "".join(f".{key}" for key in path[last:])
+    middle = f".{rest}"[: len(rest) + 1 - len(tail)].removeprefix(".")
+    # One key stays one: a module's state has keys with dots.
+    is_one = last - first == 1 and "." in str(path[first])
+    new = [middle] if is_one else [key for key in middle.split(".") if key]
+    keys = (*path.keys[:first], *new, *path.keys[last:])
+    return keys, (*path.containers[:first], *[DICT] * len(new), *path.containers[last:])
