@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -37,7 +38,7 @@ from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._state.tensors import torch_dtype
+from zarrckpt._state.tensors import memory_fault, plain_tensor, torch_dtype
 from zarrckpt._store import StoreSpec, Url
 
 
@@ -266,12 +267,16 @@ def _targets(items: Sequence[ReadItem]) -> Iterable[tuple[str, Box]]:
 
 def _target(item: ReadItem, planner: LoadPlanner) -> TensorTarget:
     fqn, box, tensor = item.storage_index.fqn, _item_box(item), planner.resolve_tensor(item)
+    # What a planner cuts of a wrapper may be a temporary tensor.
+    kept = planner.lookup_tensor(item.dest_index) if isinstance(planner, DefaultLoadPlanner) else tensor
+    if (fault := memory_fault(kept)) is not None:
+        raise KeyMismatchError(f"{fqn!r} {fault}; nothing was loaded")
     if tuple(tensor.shape) != box.shape:
         raise UnsupportedLayoutError(
             f"{fqn!r}: DCP's planner says that this rank holds a piece of shape {box.shape}, but it "
             f"holds {tuple(tensor.shape)}: load with zarrckpt.load, or with planner=zarrckpt.ZarrLoadPlanner()"
         )
-    return TensorTarget(fqn, box, tensor, partial(planner.commit_tensor, item, tensor))
+    return TensorTarget(fqn, box, plain_tensor(tensor), partial(planner.commit_tensor, item, tensor))
 
 
 def _tensor_metadata(node: ArrayNode) -> TensorStorageMetadata:

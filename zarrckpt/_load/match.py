@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 
 from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedValueError, warn
 from zarrckpt._format.grid import Box
@@ -22,12 +21,11 @@ from zarrckpt._plan.description import Description
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._state import objects
 from zarrckpt._state.flatten import build, flatten, set_leaf
-from zarrckpt._state.local_boxes import HeldTensor, global_shape, held_of
-from zarrckpt._state.local_state import LAZY, PER_RANK, listed, tensor_entry
+from zarrckpt._state.local_boxes import HeldTensor, global_shape, held_of, local_tensors
+from zarrckpt._state.local_state import PER_RANK, listed, tensor_entry
 from zarrckpt._state.optimizers import SavedEntries, SavedTensor
 from zarrckpt._state.per_rank import LoadedRanks, OwnPart, PerRank
-from zarrckpt._state.tensors import OVERLAPS, overlaps
-from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
+from zarrckpt._state.tensors import plain_tensor, target_fault
 
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
 """Prefix of the names of options of an optimizer's parameter group."""
@@ -149,8 +147,8 @@ class Match:
     def _fault(self, fqn: str, leaf: Any, entry: SavedTensor | None) -> str | None:
         if not isinstance(leaf, torch.Tensor):
             return None
-        if is_lazy(leaf):
-            return f"{fqn!r} {LAZY}"
+        if (fault := next(filter(None, map(target_fault, local_tensors(leaf))), None)) is not None:
+            return f"{fqn!r} {fault}"
         shape = global_shape(leaf)
         if entry is None:
             return f"{fqn!r} is a tensor of shape {shape} in the target and a plain value in the checkpoint"
@@ -158,13 +156,6 @@ class Match:
             return f"{fqn!r} has shape {shape}, the checkpoint has {entry.shape}"
         if leaf.dtype != entry.dtype and not self._allow_cast:
             return f"{fqn!r} has dtype {leaf.dtype}, the checkpoint has {entry.dtype}"
-        if is_sharded_tensor(leaf):
-            return None
-        if leaf.is_meta:
-            return f"{fqn!r} is on the meta device and has no memory to fill: materialise it (to_empty) first"
-        local: Any = leaf.to_local() if is_dtensor(leaf) else leaf  # type: ignore[attr-defined]
-        if not is_sharded_tensor(local) and local.layout == torch.strided and overlaps(local):
-            return f"{fqn!r} {OVERLAPS}"
         return None
 
     # -- what is read
@@ -177,7 +168,7 @@ class Match:
             if isinstance(leaf, HeldTensor):
                 yield from (TensorTarget(fqn, box, leaf.piece(box.offset)) for box in leaf.boxes)
             else:
-                yield TensorTarget(fqn, Box((0,) * leaf.ndim, tuple(leaf.shape)), leaf)
+                yield TensorTarget(fqn, Box((0,) * leaf.ndim, tuple(leaf.shape)), plain_tensor(leaf))
 
     def values(self) -> list[str]:
         """The entries to read that are no tensors."""

@@ -15,7 +15,7 @@ import torch
 
 from zarrckpt._format import json_values
 from zarrckpt._format.crc32c import crc32c
-from zarrckpt._state.tensors import raw_tensor
+from zarrckpt._state.tensors import plain_tensor, raw_tensor
 
 _WHOLE_BYTES = 64 << 10
 """Tensors up to this size (RNG states among them) are digested whole, larger ones by a sample."""
@@ -40,7 +40,7 @@ def content_digest(fqn: str, value: Any) -> bytes | None:
         return None
     if isinstance(value, torch.Tensor):
         form: object = (str(value.dtype), tuple(value.shape))
-        content = raw_tensor(fqn, _sample(value.detach())).tobytes()
+        content = raw_tensor(fqn, _sample(plain_tensor(value))).tobytes()
     else:
         # Equal values have equal JSON, while their pickles may differ.
         form, content = _value_bytes(value)
