@@ -32,6 +32,7 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
 from zarrckpt._format.root import Root
 from zarrckpt._jobs import Progress, run_jobs
+from zarrckpt._load.aliases import refuse_conflicts, separate_targets
 from zarrckpt._load.fill import TensorReads, TensorTarget
 from zarrckpt._load.shared_reads import Shares, plan_shares, wanted_boxes
 from zarrckpt._options import LoadOptions, checked_options
@@ -223,8 +224,10 @@ class ZarrStorageReader(StorageReader):
         # Several at once: each blob is a request.
         found = run_jobs((partial(read, item.storage_index.fqn) for item in objects), catalog.store.max_concurrency)
         with catalog.explaining_damage():
-            targets = [_target(item, planner) for item in tensors]
-            reads = TensorReads(catalog, targets, self._options.max_inflight_bytes, self._progress)
+            limit = self._options.max_inflight_bytes
+            targets, conflicts = separate_targets(catalog, [_target(item, planner) for item in tensors], limit)
+            refuse_conflicts(conflicts)
+            reads = TensorReads(catalog, targets, limit, self._progress)
         return reads, list(zip(objects, found, strict=True))
 
     def _check_dtypes(self, root: Root, items: list[ReadItem], planner: LoadPlanner) -> None:

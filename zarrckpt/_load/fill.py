@@ -41,6 +41,8 @@ class TensorTarget:
     tensor: torch.Tensor
     filled: Callable[[], None] = lambda: None
     """Called when all of the load's tensors are filled."""
+    name: str = ""
+    """The flat name of the target, if that is not the fqn of the array."""
 
 
 class _Target:

@@ -20,12 +20,13 @@ from zarrckpt._load.recheck import ReadEntries
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._state import objects
-from zarrckpt._state.flatten import build, flatten, set_leaf
+from zarrckpt._state.flatten import build, copy_containers, flatten, set_leaf
 from zarrckpt._state.local_boxes import HeldTensor, global_shape, held_of, local_tensors
 from zarrckpt._state.local_state import PER_RANK, listed, tensor_entry
 from zarrckpt._state.optimizers import SavedEntries, SavedTensor
 from zarrckpt._state.per_rank import LoadedRanks, OwnPart, PerRank
 from zarrckpt._state.tensors import plain_tensor, target_fault
+from zarrckpt._state.torch_kinds import is_dtensor
 
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
 """Prefix of the names of options of an optimizer's parameter group."""
@@ -124,6 +125,19 @@ class Match:
                     break
         for stem in self._subtrees:
             del selected[stem]
+
+    def make_private(self, fqns: Iterable[str]) -> None:
+        """Replace tensor targets by new tensors, in the state too; other sharded tensors than DTensors stay."""
+        copied: set[tuple[Any, ...]] = set()
+        for fqn in fqns:
+            leaf = self._selected[fqn]
+            sharded = isinstance(self.leaves[fqn], HeldTensor)
+            if sharded and not is_dtensor(leaf):
+                continue
+            new = torch.empty_like(leaf.detach() if sharded else plain_tensor(leaf))
+            copy_containers(self._state, self.paths[fqn], copied)
+            set_leaf(self._state, self.paths[fqn], new)
+            self.leaves[fqn] = held_of(fqn, new)
 
     def _target(self, fqn: str, leaf: Any) -> Any:
         """The memory to fill: the target itself, or a new CPU tensor where a value is to become one."""
@@ -307,6 +321,11 @@ class ObjectMatch:
             part = self._ranks.parts.get(target.fqn)
             yield target if part is None else _in_stack(target, part)
 
+    def make_private(self, names: Iterable[str], *, optimizers: bool = False) -> None:
+        """Give new tensors to those targets that a Stateful owns, or an optimizer: it takes back what it is given."""
+        owners = [target.prefix for target in self.plain.optimizers] if optimizers else self.plain.statefuls
+        self._match.make_private(name for name in names if name.startswith(tuple(owners)))
+
     def values(self) -> list[str]:
         """The entries to read that are no tensors."""
         return self._match.values()
@@ -446,7 +465,7 @@ def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
 def _in_stack(target: TensorTarget, part: OwnPart) -> TensorTarget:
     """The target for a rank's part of a stack that fills the memory of its own tensor."""
     box = Box((part.place, *target.box.offset), (1, *target.box.shape))
-    return TensorTarget(part.stack, box, target.tensor[None])
+    return TensorTarget(part.stack, box, target.tensor[None], name=target.fqn)
 
 
 def _mask(entries: Collection[str], names: Iterable[str]) -> np.ndarray[Any, Any]:

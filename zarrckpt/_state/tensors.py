@@ -71,7 +71,7 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
     if tensor.layout != torch.strided or tensor.is_nested:
         found = "is a nested tensor" if tensor.is_nested else f"has layout {tensor.layout}"
         return f"{found}, expected a strided tensor: use .to_dense(), or its parts"
-    if kind not in _PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if is_wrapper(tensor):
         return (
             f"is a {kind.__name__}, a wrapper around other tensors: save and load the tensors that it wraps, or a "
             "plain tensor, such as .dequantize() returns"
@@ -83,6 +83,11 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "belongs to a transform of torch.func: save and load outside of it"
     return None
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class with a ``__torch_dispatch__``."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
