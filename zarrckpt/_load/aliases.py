@@ -123,7 +123,8 @@ def _within_stride(cluster: list[_View]) -> Iterator[list[_View]]:
     strides = {view.dims[0][0] if view.dims else 0 for view in cluster}
     stride = strides.pop()
     if stride and not strides:
-        inner = [view._replace(start=view.start % stride, dims=view.dims[1:]) for view in cluster]
+        base = min(view.start for view in cluster)
+        inner = [view._replace(start=(view.start - base) % stride, dims=view.dims[1:]) for view in cluster]
         if all(view.end <= stride for view in inner):
             yield from _clusters(inner)
             return
