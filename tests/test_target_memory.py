@@ -152,30 +152,28 @@ def test_interleaved_views_are_filled_in_place(tmp_path: Path) -> None:
 
 
 class _Average:
-    """A Stateful whose state holds one list twice, and the tensors of another object."""
+    """A Stateful whose state holds one list twice, and a tensor of another object."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensors = [tensor, {"decay": 0.9}]
-        self.loaded: Any = None
+        self.now = self.before = [tensor, {"decay": 0.9}]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"now": self.tensors, "before": self.tensors}
+        return {"now": self.now, "before": self.before}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loaded = state_dict
+        self.now, self.before = state_dict["now"], state_dict["before"]
 
 
 def test_a_stateful_gets_its_own_content(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
-    saved = _Average(torch.full((900,), 2.0))
-    before = {"now": saved.tensors, "before": [torch.full((900,), 3.0), {"decay": 0.5}]}
-    zarrckpt.save({"w": torch.full((900,), 1.0), "average": before}, url)
-    w = torch.zeros(900)
-    average = _Average(w)
-    zarrckpt.load({"w": w, "average": average}, url)
-    found = [w, average.loaded["now"][0], average.loaded["before"][0]]
-    assert [float(tensor.unique()) for tensor in found] == [1.0, 2.0, 3.0]
-    assert average.tensors[0] is w
+    url, w = str(tmp_path / "run"), torch.zeros(900)
+    saved, average = _Average(torch.full((900,), 2.0)), _Average(w)
+    saved.before = [torch.full((900,), 3.0), {"decay": 0.9}]
+    zarrckpt.save({"w": torch.full((900,), 1.0), "average": saved}, url)
+    shared = average.now
+    report = zarrckpt.load({"w": w, "average": average}, url)
+    assert [float(tensor.unique()) for tensor in (w, average.now[0], average.before[0])] == [1.0, 2.0, 3.0]
+    assert shared[0] is w
+    assert not report.changed
 
 
 def test_groups_that_share_a_learning_rate_get_their_own(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class TensorTarget:
     filled: Callable[[], None] = lambda: None
     """Called when all of the load's tensors are filled."""
     name: str = ""
-    """The flat name of the target, if that is not the fqn of the array."""
+    """The flat name of the target in the state; default: the fqn."""
 
 
 class _Target:

@@ -137,7 +137,7 @@ class Match:
             new = torch.empty_like(leaf.detach() if sharded else plain_tensor(leaf))
             copy_containers(self._state, self.paths[fqn], copied)
             set_leaf(self._state, self.paths[fqn], new)
-            self.leaves[fqn] = held_of(fqn, new)
+            self._selected[fqn], self.leaves[fqn] = new, held_of(fqn, new)
 
     def _target(self, fqn: str, leaf: Any) -> Any:
         """The memory to fill: the target itself, or a new CPU tensor where a value is to become one."""
@@ -180,9 +180,9 @@ class Match:
             if self._entries[fqn] is None:
                 continue
             if isinstance(leaf, HeldTensor):
-                yield from (TensorTarget(fqn, box, leaf.piece(box.offset)) for box in leaf.boxes)
+                yield from (TensorTarget(fqn, box, leaf.piece(box.offset), name=fqn) for box in leaf.boxes)
             else:
-                yield TensorTarget(fqn, Box((0,) * leaf.ndim, tuple(leaf.shape)), plain_tensor(leaf))
+                yield TensorTarget(fqn, Box((0,) * leaf.ndim, tuple(leaf.shape)), plain_tensor(leaf), name=fqn)
 
     def values(self) -> list[str]:
         """The entries to read that are no tensors."""
@@ -465,7 +465,7 @@ def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
 def _in_stack(target: TensorTarget, part: OwnPart) -> TensorTarget:
     """The target for a rank's part of a stack that fills the memory of its own tensor."""
     box = Box((part.place, *target.box.offset), (1, *target.box.shape))
-    return TensorTarget(part.stack, box, target.tensor[None], name=target.fqn)
+    return TensorTarget(part.stack, box, target.tensor[None], name=target.name)
 
 
 def _mask(entries: Collection[str], names: Iterable[str]) -> np.ndarray[Any, Any]:

@@ -55,7 +55,7 @@ def tensor_checksum(fqn: str, tensor: torch.Tensor, *, full: bool) -> int:
     Faster than :func:`content_digest`, and only for comparisons in one process. ``full`` copies a tensor to the host,
     and once more if it is not contiguous.
     """
-    tensor = tensor.detach()
+    tensor = plain_tensor(tensor)
     if not full and tensor.numel() * tensor.element_size() > _WHOLE_BYTES:
         # An odd step does not stay in one column of a matrix.
         step = tensor.numel() // _SAMPLE | 1
