@@ -959,7 +959,7 @@ STATE = [
         "strided views share memory if their addresses overlap",
         "        return np.shares_memory(_as_array(a), _as_array(b), max_work=_EXACT_STEPS)",
         "        return np.may_share_memory(_as_array(a), _as_array(b))",
-        ("test_target_memory.py -k one_buffer",),
+        ("test_target_memory.py -k interleaved",),
     ),
     Fault(
         "_state/flatten.py",
