@@ -144,7 +144,7 @@ def _connected(views: list[_View]) -> list[list[int]]:
     for view in distinct:
         merged, apart = [view], []
         for group in groups:
-            if any(_share(view, other) for other in group):
+            if any(_share_memory(view, other) for other in group):
                 merged += group
             else:
                 apart.append(group)
@@ -153,7 +153,7 @@ def _connected(views: list[_View]) -> list[list[int]]:
     return [found for found in positions if len(found) > 1]
 
 
-def _share(a: _View, b: _View) -> bool:
+def _share_memory(a: _View, b: _View) -> bool:
     if a.start >= b.end or b.start >= a.end:
         return False
     if not a.dims and not b.dims:

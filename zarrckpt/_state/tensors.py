@@ -13,6 +13,7 @@ from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._jobs import Bytes, BytesBudget
+from zarrckpt._ranks.torch_private import INNER_TENSORS, detached_without_subclass, is_in_transform
 
 OVERLAPS = "is an expanded view, or another one whose elements share memory: load into a clone() of it"
 
@@ -47,13 +48,7 @@ def raw_tensor(fqn: str, tensor: torch.Tensor) -> RawArray:
         raise UnsupportedValueError(f"{fqn!r}: a {tensor.dtype} tensor has no plain memory to save: {err}") from err
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-_INNER_TENSORS = {
-    ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"): "elem",
-    ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor"): "_tensor",
-}
-"""Module and name of wrappers whose elements are those of one inner tensor -> that tensor's attribute."""
+_TORCH_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def memory_fault(tensor: torch.Tensor) -> str | None:
@@ -63,7 +58,7 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
     written to it may end in a temporary tensor.
     """
     kind = type(tensor)
-    if kind not in _PLAIN:
+    if kind not in _TORCH_CLASSES:
         if _inner_name(kind) is not None:
             return memory_fault(getattr(tensor, _inner_name(kind) or ""))
         if is_lazy(tensor):
@@ -80,7 +75,7 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
         return META
     if tensor.is_quantized:
         return f"is a quantized tensor ({tensor.dtype}): use .int_repr() with its scale, or .dequantize()"
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_in_transform(tensor):
         return "belongs to a transform of torch.func: save and load outside of it"
     return None
 
@@ -96,7 +91,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Waits for the collective that fills an AsyncCollectiveTensor.
     """
     kind = type(tensor)
-    if kind in _PLAIN:
+    if kind in _TORCH_CLASSES:
         return tensor.detach()
     if (name := _inner_name(kind)) is not None:
         if name == "elem":
@@ -104,12 +99,11 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return plain_tensor(getattr(tensor, name))
     if memory_fault(tensor) is not None:
         return tensor
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach()
+    return detached_without_subclass(tensor)
 
 
 def _inner_name(kind: type) -> str | None:
-    return _INNER_TENSORS.get((kind.__module__, kind.__name__))
+    return INNER_TENSORS.get((kind.__module__, kind.__name__))
 
 
 def can_view(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
