@@ -99,7 +99,8 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return plain_tensor(getattr(tensor, name))
     if memory_fault(tensor) is not None:
         return tensor
-    return detached_without_subclass(tensor)
+    plain: torch.Tensor = detached_without_subclass(tensor)
+    return plain
 
 
 def _inner_name(kind: type) -> str | None:
