@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,13 +32,14 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box
 from zarrckpt._format.root import Root
 from zarrckpt._jobs import Progress, run_jobs
+from zarrckpt._load.aliases import refuse_conflicts, separate_targets
 from zarrckpt._load.fill import TensorReads, TensorTarget
 from zarrckpt._load.shared_reads import Shares, plan_shares, wanted_boxes
 from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.group import global_rank
 from zarrckpt._read.catalog import Catalog
-from zarrckpt._state.tensors import torch_dtype
+from zarrckpt._state.tensors import memory_fault, plain_tensor, torch_dtype
 from zarrckpt._store import StoreSpec, Url
 
 
@@ -222,8 +224,10 @@ class ZarrStorageReader(StorageReader):
         # Several at once: each blob is a request.
         found = run_jobs((partial(read, item.storage_index.fqn) for item in objects), catalog.store.max_concurrency)
         with catalog.explaining_damage():
-            targets = [_target(item, planner) for item in tensors]
-            reads = TensorReads(catalog, targets, self._options.max_inflight_bytes, self._progress)
+            limit = self._options.max_inflight_bytes
+            targets, conflicts = separate_targets(catalog, [_target(item, planner) for item in tensors], limit)
+            refuse_conflicts(conflicts)
+            reads = TensorReads(catalog, targets, limit, self._progress)
         return reads, list(zip(objects, found, strict=True))
 
     def _check_dtypes(self, root: Root, items: list[ReadItem], planner: LoadPlanner) -> None:
@@ -266,12 +270,16 @@ def _targets(items: Sequence[ReadItem]) -> Iterable[tuple[str, Box]]:
 
 def _target(item: ReadItem, planner: LoadPlanner) -> TensorTarget:
     fqn, box, tensor = item.storage_index.fqn, _item_box(item), planner.resolve_tensor(item)
+    # What a planner cuts of a wrapper may be a temporary tensor.
+    kept = planner.lookup_tensor(item.dest_index) if isinstance(planner, DefaultLoadPlanner) else tensor
+    if (fault := memory_fault(kept)) is not None:
+        raise KeyMismatchError(f"{fqn!r} {fault}; nothing was loaded")
     if tuple(tensor.shape) != box.shape:
         raise UnsupportedLayoutError(
             f"{fqn!r}: DCP's planner says that this rank holds a piece of shape {box.shape}, but it "
             f"holds {tuple(tensor.shape)}: load with zarrckpt.load, or with planner=zarrckpt.ZarrLoadPlanner()"
         )
-    return TensorTarget(fqn, box, tensor, partial(planner.commit_tensor, item, tensor))
+    return TensorTarget(fqn, box, plain_tensor(tensor), partial(planner.commit_tensor, item, tensor))
 
 
 def _tensor_metadata(node: ArrayNode) -> TensorStorageMetadata:

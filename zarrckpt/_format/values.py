@@ -30,6 +30,7 @@ import math
 import pickle
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -88,6 +89,8 @@ class EncodedValue:
     def of(cls, fqn: str, value: object) -> EncodedValue:
         """Encode a value. Raises nothing: :meth:`stored` does."""
         is_empty = isinstance(value, Mapping) and not value
+        if is_empty and type(value) is not OrderedDict:
+            value = {}  # of whatever type: with entries it is a dict, too
         encoded = encode_json(value)
         if encoded is not NOT_JSON:
             return cls(json=encoded, is_empty=is_empty)
@@ -104,7 +107,7 @@ class EncodedValue:
         if self.failure is not None:
             raise self.failure
         if self.blob is None:
-            return None if json_size(self.json) <= MAX_JSON_VALUE else _tree(self.json, [])
+            return None if json_size(self.json) <= MAX_JSON_VALUE else _tree_blob(self.json, [])
         if self.blob.encoding == "pickle":
             _warn_of_pickle(fqn, self.blob)
         return self.blob
@@ -327,12 +330,12 @@ def _encode_tree(value: object) -> Blob | None:
         return {"$blob": {"encoding": blob.encoding, "kind": blob.kind, **where}}
 
     try:
-        return _tree(Encoder(attach).encode(value, 0), payloads)
+        return _tree_blob(Encoder(attach).encode(value, 0), payloads)
     except NotJson:
         return None
 
 
-def _tree(encoded: object, payloads: Sequence[bytes]) -> Blob:
+def _tree_blob(encoded: object, payloads: Sequence[bytes]) -> Blob:
     skeleton = dumps(encoded)
     return Blob("tree", b"".join([len(skeleton).to_bytes(8, "little"), skeleton, *payloads]))
 

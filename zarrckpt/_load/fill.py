@@ -29,7 +29,7 @@ from zarrckpt._read.chunks import (
     unpacked,
     unpacking_bytes,
 )
-from zarrckpt._state.tensors import OVERLAPS, CopiedTensor, can_view, overlaps, raw_view, torch_dtype, transfer_memory
+from zarrckpt._state.tensors import CopiedTensor, can_view, raw_view, target_fault, torch_dtype, transfer_memory
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class TensorTarget:
     tensor: torch.Tensor
     filled: Callable[[], None] = lambda: None
     """Called when all of the load's tensors are filled."""
+    name: str = ""
+    """The flat name of the target in the state; default: the fqn."""
 
 
 class _Target:
@@ -51,8 +53,8 @@ class _Target:
         self._catalog = catalog
         self._node = catalog.root.tensors[self.fqn]
         self._tensor = target.tensor
-        if overlaps(self._tensor):
-            raise KeyMismatchError(f"{self.fqn!r} {OVERLAPS}")
+        if (fault := target_fault(self._tensor)) is not None:
+            raise KeyMismatchError(f"{self.fqn!r} {fault}")
         # Once, not for each chunk: every call to torch releases the interpreter's lock, and then waits for it.
         self._memory = self._raw_memory()
 

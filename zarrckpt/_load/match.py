@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 
 from zarrckpt._errors import CheckpointError, KeyMismatchError, UnsupportedValueError, warn
 from zarrckpt._format.grid import Box
@@ -22,13 +21,13 @@ from zarrckpt._load.whole import Roots, find_roots, rebuilt, rooted
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._state import objects
-from zarrckpt._state.flatten import flatten, get_leaf, set_leaf
-from zarrckpt._state.local_boxes import HeldTensor, global_shape, held_of
-from zarrckpt._state.local_state import LAZY, PER_RANK, listed, tensor_entry
+from zarrckpt._state.flatten import copy_containers, flatten, get_leaf, set_leaf
+from zarrckpt._state.local_boxes import HeldTensor, global_shape, held_of, local_tensors
+from zarrckpt._state.local_state import PER_RANK, listed, tensor_entry
 from zarrckpt._state.optimizers import SavedEntries, SavedTensor
 from zarrckpt._state.per_rank import LoadedRanks, OwnPart, PerRank
-from zarrckpt._state.tensors import OVERLAPS, overlaps
-from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
+from zarrckpt._state.tensors import plain_tensor, target_fault
+from zarrckpt._state.torch_kinds import is_dtensor
 
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
 """Prefix of the names of options of an optimizer's parameter group."""
@@ -144,6 +143,19 @@ class Match:
         for stem in self._subtrees:
             del selected[stem]
 
+    def make_private(self, fqns: Iterable[str]) -> None:
+        """Replace tensor targets by new tensors, in the state too; other sharded tensors than DTensors stay."""
+        copied: set[tuple[Any, ...]] = set()
+        for fqn in fqns:
+            leaf = self._selected[fqn]
+            sharded = isinstance(self.leaves[fqn], HeldTensor)
+            if sharded and not is_dtensor(leaf):
+                continue
+            new = torch.empty_like(leaf.detach() if sharded else plain_tensor(leaf))
+            copy_containers(self._state, self.paths[fqn], copied)
+            set_leaf(self._state, self.paths[fqn], new)
+            self._selected[fqn], self.leaves[fqn] = new, held_of(fqn, new)
+
     def _target(self, fqn: str, leaf: Any) -> Any:
         """The memory to fill: the target itself, or a new CPU tensor where a value is to become one."""
         entry = self._entries[fqn]
@@ -172,8 +184,8 @@ class Match:
     def _fault(self, fqn: str, leaf: Any, entry: SavedTensor | None) -> str | None:
         if not isinstance(leaf, torch.Tensor):
             return None
-        if is_lazy(leaf):
-            return f"{fqn!r} {LAZY}"
+        if (fault := next(filter(None, map(target_fault, local_tensors(leaf))), None)) is not None:
+            return f"{fqn!r} {fault}"
         shape = global_shape(leaf)
         if entry is None:
             return f"{fqn!r} is a tensor of shape {shape} in the target and a plain value in the checkpoint"
@@ -181,13 +193,6 @@ class Match:
             return f"{fqn!r} has shape {shape}, the checkpoint has {entry.shape}"
         if leaf.dtype != entry.dtype and not self._allow_cast:
             return f"{fqn!r} has dtype {leaf.dtype}, the checkpoint has {entry.dtype}"
-        if is_sharded_tensor(leaf):
-            return None
-        if leaf.is_meta:
-            return f"{fqn!r} is on the meta device and has no memory to fill: materialise it (to_empty) first"
-        local: Any = leaf.to_local() if is_dtensor(leaf) else leaf  # type: ignore[attr-defined]
-        if not is_sharded_tensor(local) and local.layout == torch.strided and overlaps(local):
-            return f"{fqn!r} {OVERLAPS}"
         return None
 
     # -- what is read
@@ -198,9 +203,9 @@ class Match:
             if self._entries[fqn] is None:
                 continue
             if isinstance(leaf, HeldTensor):
-                yield from (TensorTarget(fqn, box, leaf.piece(box.offset)) for box in leaf.boxes)
+                yield from (TensorTarget(fqn, box, leaf.piece(box.offset), name=fqn) for box in leaf.boxes)
             else:
-                yield TensorTarget(fqn, Box((0,) * leaf.ndim, tuple(leaf.shape)), leaf)
+                yield TensorTarget(fqn, Box((0,) * leaf.ndim, tuple(leaf.shape)), plain_tensor(leaf), name=fqn)
 
     def values(self) -> list[str]:
         """The entries to read that are no tensors."""
@@ -388,6 +393,11 @@ class ObjectMatch:
             target = target if part is None else _in_stack(target, part)
             yield dataclasses.replace(target, fqn=self.stored(target.fqn))
 
+    def make_private(self, names: Iterable[str], *, optimizers: bool = False) -> None:
+        """Give new tensors to those targets that a Stateful owns, or an optimizer: it takes back what it is given."""
+        owners = [target.prefix for target in self.plain.optimizers] if optimizers else self.plain.statefuls
+        self._match.make_private(name for name in names if name.startswith(tuple(owners)))
+
     def values(self) -> list[str]:
         """The entries to read that are no tensors."""
         return self._match.values()
@@ -554,7 +564,7 @@ def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
 def _in_stack(target: TensorTarget, part: OwnPart) -> TensorTarget:
     """The target for a rank's part of a stack that fills the memory of its own tensor."""
     box = Box((part.place, *target.box.offset), (1, *target.box.shape))
-    return TensorTarget(part.stack, box, target.tensor[None])
+    return TensorTarget(part.stack, box, target.tensor[None], name=target.name)
 
 
 def _mask(entries: Collection[str], names: Iterable[str]) -> np.ndarray[Any, Any]:

@@ -16,6 +16,7 @@ from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_boxes import HeldTensor, global_shape, held_of
 from zarrckpt._state.objects import PlainState
 from zarrckpt._state.optimizers import OptimizerTarget
+from zarrckpt._state.tensors import plain_tensor
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _pieces(leaf: Any) -> Iterator[tuple[Box, torch.Tensor]]:
     if isinstance(leaf, HeldTensor):
         yield from ((box, leaf.piece(box.offset)) for box in leaf.boxes)
     else:
-        yield Box((0,) * leaf.ndim, tuple(leaf.shape)), leaf.detach()
+        yield Box((0,) * leaf.ndim, tuple(leaf.shape)), plain_tensor(leaf)
 
 
 def _pieces_of(leaf: Any) -> dict[Ints, torch.Tensor]:

@@ -14,7 +14,8 @@ from zarrckpt._errors import LoadMismatchError, warn
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import Root
 from zarrckpt._jobs import Progress, run_jobs
-from zarrckpt._load.fill import TensorReads
+from zarrckpt._load.aliases import refuse_conflicts, separate_targets
+from zarrckpt._load.fill import TensorReads, TensorTarget
 from zarrckpt._load.match import Findings, ObjectMatch, Saved
 from zarrckpt._load.recheck import ReadEntries
 from zarrckpt._load.rename import Rename, renamed
@@ -147,10 +148,22 @@ class _Load:
             strict=request.strict,
             allow_cast=request.allow_cast,
         )
+        self._targets = self._separate_targets()
         if self._rounds.size == 1:
             return self.match.findings(), b""
         self.description = self.match.description()
         return self.match.findings(), self.description.digest
+
+    def _separate_targets(self) -> list[TensorTarget]:
+        """The targets to fill, no two of which share memory. Raises KeyMismatchError for those that cannot be."""
+        match, limit = self.match, self.request.options.max_inflight_bytes
+        targets, conflicts = separate_targets(self.catalog, [*match.tensors()], limit)
+        for optimizers in (False, True):
+            if conflicts:
+                match.make_private((name for group in conflicts for name in group), optimizers=optimizers)
+                targets, conflicts = separate_targets(self.catalog, [*match.tensors()], limit)
+        refuse_conflicts(conflicts)
+        return targets
 
     def check_all(self, found: Sequence[tuple[Findings, bytes]]) -> tuple[Asked | None, np.ndarray[Any, Any]]:
         """Raise KeyMismatchError for what no rank loads; say who describes its targets, if ranks share their reads.
@@ -165,7 +178,10 @@ class _Load:
     def read(self, shares: Shares | None, taken: np.ndarray[Any, Any]) -> None:
         """Read this rank's values, and fill its tensors; ``taken`` is as :meth:`check_all` returned it."""
         catalog, match = self.catalog, self.match
+        known = {*match.loaded}
         match.take(taken)
+        # What is added goes into new tensors, which share memory with no other target.
+        targets = self._targets + [target for target in match.tensors() if target.name not in known]
         names = match.values()
         read = partial(catalog.read_object, allow_pickle=self.request.allow_pickle)
         # Several at once: each blob is a request.
@@ -173,7 +189,7 @@ class _Load:
         with catalog.explaining_damage():
             reads = self._reads = TensorReads(
                 catalog,
-                match.tensors(),
+                targets,
                 self.request.options.max_inflight_bytes,
                 self.request.progress,
                 self._rounds.progressed,

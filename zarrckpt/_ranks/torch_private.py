@@ -67,3 +67,28 @@ def without_data() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+INNER_TENSORS = {
+    ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"): "elem",
+    ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor"): "_tensor",
+}
+"""Module and name of wrappers whose elements are those of one inner tensor -> that tensor's attribute."""
+
+
+def is_in_transform(tensor: Any) -> bool:
+    """Whether a tensor stands for others inside ``torch.vmap`` or another transform of torch.func.
+
+    Its class is torch.Tensor, and no public function distinguishes it.
+    """
+    import torch
+
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def detached_without_subclass(tensor: Any) -> Any:
+    """A tensor's own memory as a torch.Tensor, without a call of the ``__torch_function__`` of its class."""
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()

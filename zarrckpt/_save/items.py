@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from zarrckpt._errors import CheckpointError
+from zarrckpt._errors import CheckpointError, UnsupportedValueError
 from zarrckpt._format.chunk_layout import RawArray
 from zarrckpt._format.grid import Box
 from zarrckpt._plan.rank_plan import RankPlan
-from zarrckpt._state.tensors import raw_tensor, refuse_meta, torch_dtype
+from zarrckpt._state.tensors import memory_fault, plain_tensor, raw_tensor, torch_dtype
 
 
 class Source(Protocol):
@@ -45,12 +45,13 @@ class Items:
     def prepare(self) -> set[torch.device]:
         """Compare every tensor with what was planned; return their devices. Call it once, before the methods below.
 
-        Raises CheckpointError naming the fqn; UnsupportedValueError for a meta tensor.
+        Raises CheckpointError naming the fqn; UnsupportedValueError for a tensor without plain memory.
         """
         devices = set()
         for place, (fqn, box) in enumerate(self._items):
             tensor = self._resolve(place)
-            refuse_meta(fqn, tensor)
+            if (fault := memory_fault(tensor)) is not None:
+                raise UnsupportedValueError(f"{fqn!r} {fault}")
             self._expect(fqn, box, tensor)
             devices.add(tensor.device)
             if tensor.device.type == "cpu":
@@ -112,6 +113,6 @@ class Items:
         tensor = self._source.tensor(fqn, box)
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{fqn!r} was planned as a tensor, but is a {type(tensor).__name__}")
-        tensor = tensor.detach()
+        tensor = plain_tensor(tensor)
         self._last = (place, tensor)
         return tensor

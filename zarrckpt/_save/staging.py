@@ -15,19 +15,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._jobs import run_jobs
 from zarrckpt._state.digests import is_parameter_list
 from zarrckpt._state.flatten import OwnRank, entered
 from zarrckpt._state.local_boxes import HeldDTensor, HeldParts, HeldPieces, held_of, says_its_boxes
+from zarrckpt._state.tensors import memory_fault, plain_tensor
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
-
-_STRIDED = torch.strided
 
 _MOST_THREADS = 4
 """A few threads of copying are as fast as the memory."""
@@ -115,8 +113,7 @@ class _Copies:
         if says_its_boxes(tensor):
             copied = self._tensor(tensor, name)
             return tensor if copied is tensor else HeldParts(name[1:], tensor, copied)
-        # Wrappers around other tensors, and parameters without a shape, are refused when they are saved.
-        return tensor if hasattr(tensor, "__tensor_flatten__") or is_lazy(tensor) else self._tensor(tensor, name)
+        return self._tensor(plain_tensor(tensor), name)
 
     def _sharded(self, tensor: Any, name: str) -> Any:
         if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
@@ -130,7 +127,7 @@ class _Copies:
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """The buffer that a tensor is copied into: one for all names of the same memory."""
-        if tensor.layout is not _STRIDED or tensor.is_nested:
+        if memory_fault(tensor) is not None:
             return tensor  # for the save to refuse
         form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         memory: object = None
@@ -140,8 +137,6 @@ class _Copies:
                 return self._shared[memory]
         kept = self._kept.pop(name, None)
         if kept is None or kept[0] != form:
-            if tensor.is_meta:
-                return tensor  # for the save to refuse
             kept = None  # free it before there is another one
             # With the same strides, a copy is one run through memory.
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)

@@ -16,7 +16,7 @@ import torch
 from zarrckpt._format import json_values
 from zarrckpt._format.crc32c import crc32c
 from zarrckpt._format.values import EncodedValue
-from zarrckpt._state.tensors import raw_tensor
+from zarrckpt._state.tensors import plain_tensor, raw_tensor
 
 _WHOLE_BYTES = 64 << 10
 """Tensors up to this size (RNG states among them) are digested whole, larger ones by a sample."""
@@ -46,7 +46,7 @@ def content_digest(fqn: str, value: Any) -> bytes | None:
         return None
     if isinstance(value, torch.Tensor):
         form: object = (str(value.dtype), tuple(value.shape))
-        content = raw_tensor(fqn, _sample(value.detach())).tobytes()
+        content = raw_tensor(fqn, _sample(plain_tensor(value))).tobytes()
     else:
         # Equal values have equal JSON, while their pickles may differ.
         form, content = _value_bytes(value)
@@ -61,7 +61,7 @@ def tensor_checksum(fqn: str, tensor: torch.Tensor, *, full: bool) -> int:
     Faster than :func:`content_digest`, and only for comparisons in one process. ``full`` copies a tensor to the host,
     and once more if it is not contiguous.
     """
-    tensor = tensor.detach()
+    tensor = plain_tensor(tensor)
     if not full and tensor.numel() * tensor.element_size() > _WHOLE_BYTES:
         # An odd step does not stay in one column of a matrix.
         step = tensor.numel() // _SAMPLE | 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -102,6 +103,18 @@ def set_leaf(state: Any, path: StatePath, value: Any) -> None:
     for key in path.keys[:-1]:
         state = state[key]
     state[path.keys[-1]] = value
+
+
+def copy_containers(state: Any, path: StatePath, copied: set[tuple[Any, ...]]) -> None:
+    """Replace the containers above one entry by copies, but for paths in ``copied``, which grows.
+
+    Two paths may lead to one list, and what is set below one of them is not meant for the other.
+    """
+    for depth, key in enumerate(path.keys[:-1], 1):
+        if path.keys[:depth] not in copied:
+            copied.add(path.keys[:depth])
+            state[key] = copy.copy(state[key])
+        state = state[key]
 
 
 def build(entries: Iterable[tuple[StatePath, Any]], depth: int = 0) -> Any:

@@ -12,6 +12,7 @@ import torch
 from zarrckpt._errors import UnsupportedLayoutError
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._plan.shards import Cut, LocalBox, Sharding, held_boxes
+from zarrckpt._state.tensors import plain_tensor
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
 
@@ -75,7 +76,7 @@ class HeldDTensor(_HeldInOne):
         self._fqn = fqn
         self.shape = tuple(tensor.shape)
         self._mesh, self._placements = tensor.device_mesh, tensor.placements
-        self._local = tensor.to_local().detach() if local is None else local
+        self._local = plain_tensor(tensor.to_local()) if local is None else local
 
     @cached_property
     def sharding(self) -> Sharding:  # type: ignore[override]
@@ -136,7 +137,7 @@ class HeldParts(_HeldInOne):
         self._fqn = fqn
         self.shape = global_shape(tensor)
         self._said = [tensor.global_offsets, tensor.local_offsets, tensor.local_sizes]
-        self._local = tensor.detach() if local is None else local
+        self._local = plain_tensor(tensor) if local is None else local
 
     @cached_property
     def _held(self) -> dict[Ints, LocalBox]:
@@ -196,6 +197,19 @@ def held_of(fqn: str, leaf: Any) -> Any:
     return _from_its_items(fqn, leaf) if _says_its_items(leaf) else leaf
 
 
+def local_tensors(leaf: Any) -> Iterator[torch.Tensor]:
+    """The tensors in which this rank has its elements of a tensor, sharded or not."""
+    if is_dtensor(leaf):
+        yield from local_tensors(leaf.to_local())
+    elif is_sharded_tensor(leaf):
+        for shard in leaf.local_shards():
+            yield from local_tensors(shard.tensor)
+    elif _says_its_items(leaf):
+        yield from (leaf.__get_tensor_shard__(item.index) for item in leaf.__create_write_items__("", leaf))
+    else:
+        yield leaf
+
+
 def _says_its_items(leaf: Any) -> bool:
     """Whether a value has torch's hooks for sharded tensors, as LocalShardsWrapper does, and every DTensor."""
     return hasattr(leaf, "__create_write_items__")
@@ -209,7 +223,7 @@ def _local_shards(tensor: Any, origin: Ints) -> Iterator[tuple[Box, torch.Tensor
             yield from _local_shards(shard.tensor, offset)
             continue
         local = shard.tensor.to_local() if is_dtensor(shard.tensor) else shard.tensor
-        yield Box(offset, tuple(shard.metadata.shard_sizes)), local.detach()
+        yield Box(offset, tuple(shard.metadata.shard_sizes)), plain_tensor(local)
 
 
 def _from_its_items(fqn: str, leaf: Any) -> HeldPieces:
@@ -220,7 +234,7 @@ def _from_its_items(fqn: str, leaf: Any) -> HeldPieces:
     for item in items:
         data = item.tensor_data
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        pieces.append((box, leaf.__get_tensor_shard__(item.index).detach()))
+        pieces.append((box, plain_tensor(leaf.__get_tensor_shard__(item.index))))
     return HeldPieces(shape, leaf.dtype, pieces)
 
 

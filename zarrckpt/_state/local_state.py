@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from zarrckpt._errors import UnsupportedLayoutError, UnsupportedValueError
 from zarrckpt._format import dtypes
@@ -23,13 +22,11 @@ from zarrckpt._plan.shards import Sharding
 from zarrckpt._state.digests import content_digest, is_compared, is_parameter_list
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.group_options import ParameterNames
-from zarrckpt._state.local_boxes import HeldTensor, held_of
+from zarrckpt._state.local_boxes import HeldTensor, held_of, local_tensors
 from zarrckpt._state.objects import for_save
 from zarrckpt._state.per_rank import PerRank
-from zarrckpt._state.tensors import META
-from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
-
-LAZY = "is a parameter of a lazy module, which has no shape before its first forward pass: make one"
+from zarrckpt._state.tensors import memory_fault, plain_tensor
+from zarrckpt._state.torch_kinds import is_dtensor
 
 PER_RANK = "is a PerRank, which zarrckpt.save, async_save and load take, and DCP's own calls do not"
 
@@ -129,7 +126,7 @@ class LocalState:
 
     def _tensor(self, fqn: str, offset: Ints) -> torch.Tensor:
         leaf = self._leaves[self._in_stacks.get(fqn) or self._renumbered.get(fqn, fqn)]
-        tensor: torch.Tensor = leaf.piece(offset) if isinstance(leaf, HeldTensor) else leaf.detach()
+        tensor: torch.Tensor = leaf.piece(offset) if isinstance(leaf, HeldTensor) else plain_tensor(leaf)
         return tensor
 
 
@@ -164,21 +161,14 @@ def refuse_unsaveable(leaves: Mapping[str, Any]) -> None:
 def _fault_of(leaf: Any) -> str | None:
     if isinstance(leaf, PerRank):
         return PER_RANK
-    if is_dtensor(leaf):
-        if any(placement.is_partial() for placement in leaf.placements):
-            return f"is a DTensor with the placements {leaf.placements}: redistribute() it, partial sums are no values"
-        leaf = leaf.to_local()
-    if not isinstance(leaf, torch.Tensor) or is_sharded_tensor(leaf):
+    if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
+        return f"is a DTensor with the placements {leaf.placements}: redistribute() it, partial sums are no values"
+    if not isinstance(leaf, torch.Tensor):
         return None
-    if is_lazy(leaf):
-        return LAZY
-    if leaf.is_meta:
-        return META
+    if (fault := next(filter(None, map(memory_fault, local_tensors(leaf))), None)) is not None:
+        return fault
     if leaf.ndim > MAX_DIMENSIONS:
         return f"has {leaf.ndim} dimensions: more than {MAX_DIMENSIONS} cannot be saved; reshape it"
-    if leaf.layout != torch.strided or leaf.is_nested:
-        kind = "is a nested tensor" if leaf.is_nested else f"has layout {leaf.layout}"
-        return f"{kind}: only strided tensors can be saved; use .to_dense(), or save its parts"
     return None
 
 

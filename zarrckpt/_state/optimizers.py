@@ -22,8 +22,10 @@ from zarrckpt._errors import KeyMismatchError
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._ranks.torch_private import is_over_tensor_parallelism
 from zarrckpt._state.group_options import Name, ParameterNames, groups_with_options
+from zarrckpt._state.local_boxes import local_tensors
 from zarrckpt._state.modules import fsdp1_of, parameter_names
 from zarrckpt._state.optimizer_forms import held_here, refuse_other_parameters, saved_numbers, state_dict_of
+from zarrckpt._state.tensors import is_wrapper
 from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_sharded_tensor
 
 
@@ -327,7 +329,9 @@ def _slot_memory(fqn: str, parameter: torch.Tensor, saved: SavedEntries) -> torc
         return None
     if entry.shape != parameter.shape and not is_sharded_tensor(parameter):
         return None
-    return torch.empty_like(parameter.detach(), dtype=entry.dtype)
+    # As optimizers make it, zeros_like of a parameter that wraps a tensor is no wrapper.
+    make = torch.zeros_like if any(map(is_wrapper, local_tensors(parameter))) else torch.empty_like
+    return make(parameter.detach(), dtype=entry.dtype)
 
 
 def _unconverted(arrived: Any, loaded: Any, allow_cast: bool) -> Any:
