@@ -976,7 +976,7 @@ STATE = [
         ("test_save_load.py -k more_or_less",),
     ),
     Fault(
-        "_load/match.py",
+        "_load/object_match.py",
         "a module's entries without a target are forgotten",
         "        left = owed & ~np.bitwise_or",
         "        left = owed & np.bitwise_or",
@@ -997,7 +997,7 @@ STATE = [
         ("test_save_load.py -k dtypes_are_converted",),
     ),
     Fault(
-        "_load/match.py",
+        "_load/object_match.py",
         "a pattern must have a target on every rank",
         "if all(p in one.idle for one in found)]",
         "if any(p in one.idle for one in found)]",

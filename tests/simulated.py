@@ -418,6 +418,7 @@ def _replaced(inline: bool) -> Iterator[None]:
         (state_dict_saver, "_DistWrapper", Collectives),
         (state_dict_loader, "_DistWrapper", Collectives),
         (dist, "get_rank", _get_rank),
+        (dist, "get_world_size", lambda group=None: _world().size),
         # It makes a record of every step, and pytest keeps them all.
         (_dcp_logger, "disabled", True),
     ]

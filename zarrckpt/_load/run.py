@@ -16,7 +16,8 @@ from zarrckpt._format.root import Root
 from zarrckpt._jobs import Progress, run_jobs
 from zarrckpt._load.aliases import refuse_conflicts, separate_targets
 from zarrckpt._load.fill import TensorReads, TensorTarget
-from zarrckpt._load.match import Findings, ObjectMatch, Saved
+from zarrckpt._load.match import Saved
+from zarrckpt._load.object_match import Findings, ObjectMatch
 from zarrckpt._load.recheck import ReadEntries
 from zarrckpt._load.rename import Rename, renamed
 from zarrckpt._load.shared_reads import Shares, plan_shares
