@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from zarrckpt._ops.verify import Damage, VerifyReport
     from zarrckpt._options import LoadOptions, SaveOptions
     from zarrckpt._reports import LoadReport, PlanReport, SaveReport
+    from zarrckpt._runs.child_signals import WorkerInit
     from zarrckpt._runs.keep import Keep
     from zarrckpt._runs.latest import best, latest
     from zarrckpt._runs.manager import CheckpointManager
@@ -86,6 +87,7 @@ __all__ = [
     "UnsupportedLayoutError",
     "UnsupportedValueError",
     "VerifyReport",
+    "WorkerInit",
     "ZarrLoadPlanner",
     "ZarrSavePlanner",
     "ZarrStorageReader",
@@ -119,6 +121,7 @@ _LAZY = {
     "SaveOptions": "_options",
     "SaveReport": "_reports",
     "VerifyReport": "_ops.verify",
+    "WorkerInit": "_runs.child_signals",
     "ZarrLoadPlanner": "_dcp.planner",
     "ZarrSavePlanner": "_dcp.planner",
     "ZarrStorageReader": "_dcp.reader",

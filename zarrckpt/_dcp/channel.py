@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,6 +62,18 @@ class _Group:
 
 _in_use: list[_Group] = []
 """Of the last calls: who hangs up early cuts off what is still on its way to others."""
+
+
+_parent_groups: list[_Group] = []
+"""Of the process that this one was forked from: gloo's threads do not exist here, so nothing is closed."""
+
+
+def _forget_groups() -> None:
+    _parent_groups.extend(_in_use)
+    _in_use.clear()
+
+
+os.register_at_fork(after_in_child=_forget_groups)
 
 
 @atexit.register

@@ -26,9 +26,30 @@ _NEVER_SENT = 2**30
 """A tag of gloo's that no message has."""
 
 
+_parent_world: Any = None
+"""The default group of the process that this one was forked from."""
+
+
+def _note_parent_world() -> None:
+    global _parent_world
+    _parent_world = c10d.group.WORLD if dist.is_available() else None
+
+
+os.register_at_fork(after_in_child=_note_parent_world)
+
+
 def default_store() -> Any:
-    """The store that the default process group was made with: the only one that all ranks surely have."""
-    return c10d.group.WORLD.get_group_store()
+    """The store that the default process group was made with: the only one that all ranks surely have.
+
+    Raises CheckpointError in a forked child, which would use the connections of its parent.
+    """
+    world = c10d.group.WORLD
+    if world is not None and world is _parent_world:
+        raise CheckpointError(
+            "this process was forked after torch.distributed was initialized, and cannot save or load with the other "
+            "ranks: call from the process that initialized it, or pass no_dist=True to save or load alone"
+        )
+    return world.get_group_store()
 
 
 def cloned(store: Any) -> Any:

@@ -188,7 +188,7 @@ class Mesh:
             return
         self._closed = True
         if self._pid != os.getpid():
-            _inherited.append(self)
+            _parent_meshes.append(self)
             return
         self._flush(flush)
         with self._sending:
@@ -276,8 +276,18 @@ def is_ending() -> bool:
     return _ending.is_set()
 
 
-_inherited: list[Mesh] = []
+_parent_meshes: list[Mesh] = []
 """Meshes of the process that this one was forked from: they are neither used nor let go of."""
+
+
+def _forget_meshes() -> None:
+    global _places_lock, _ending, _threads
+    _parent_meshes.extend(place.mesh for place in _places.values() if place.mesh is not None)
+    _places.clear()
+    _places_lock, _ending, _threads = threading.Lock(), threading.Event(), weakref.WeakSet()
+
+
+os.register_at_fork(after_in_child=_forget_meshes)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ The names of torch's classes that pickles hold are in ``_format.values`` and ``_
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -92,3 +94,20 @@ def detached_without_subclass(tensor: Any) -> Any:
 
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
+
+
+def call_in_data_loader_workers(install: Callable[[], object]) -> None:
+    """Call a function in this process after torch has set its C handlers of signals, if it is a DataLoader's worker.
+
+    For a forked child, before it becomes a worker. A torch that has another function for that makes it do nothing.
+    """
+    module: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
+    set_handlers = getattr(module, "_set_worker_signal_handlers", None)
+    if set_handlers is None:
+        return
+
+    def set_both() -> None:
+        set_handlers()
+        install()
+
+    module._set_worker_signal_handlers = set_both

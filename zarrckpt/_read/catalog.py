@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,6 +18,7 @@ from zarrckpt._errors import (
     KeyMismatchError,
     ObjectNotFoundError,
 )
+from zarrckpt._forks import ForkSafeLock
 from zarrckpt._format import json_values, values
 from zarrckpt._format.chunk_layout import (
     CRC_BYTES,
@@ -53,13 +53,17 @@ class Catalog:
 
     def __init__(self, spec: StoreSpec, root: Root | None = None) -> None:
         self._spec = spec
-        self.store: Store = spec.open()
-        self.root = root if root is not None else protocol.load_root(self.store)
-        self._lock = threading.Lock()
+        self.root = root if root is not None else protocol.load_root(spec.open())
+        self._lock = ForkSafeLock()
         self._tables: tuple[_Parts, _Parts] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return (Catalog, (self._spec, self.root))
+
+    @property
+    def store(self) -> Store:
+        """The checkpoint's store: a forked child opens its own."""
+        return self._spec.open()
 
     def checksums(self, node: ArrayNode) -> RawArray:
         """An array's part of the checksum table (uint32, chunks and their subchunks in C order)."""

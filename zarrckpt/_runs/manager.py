@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
@@ -32,10 +34,10 @@ from zarrckpt._options import LoadOptions, SaveOptions, checked_options
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import LoadReport, SaveReport
+from zarrckpt._runs import signals as process_signals
 from zarrckpt._runs.coordinator import Chosen, Coordinator, RunSave, pin_id_of
 from zarrckpt._runs.keep import Keep, checked_metrics
 from zarrckpt._runs.preemption import Preemption
-from zarrckpt._runs.signals import Signals
 from zarrckpt._runs.steps import name_of, step_of
 from zarrckpt._save.background import SaveFuture, save_in_background
 from zarrckpt._save.request import SaveRequest
@@ -134,13 +136,18 @@ class CheckpointManager:
         self._saved: tuple[int, SaveFuture] | None = None
         self._preempted = False
         self._closed = False
-        self._signals: Signals | None = None
+        self._ended = False
+        self._process = os.getpid()
+        self._watch: process_signals.Watch | None = None
         self._preemption: Preemption | None = None
         if signals or notice is not None:
             watch = Preemption(self._ranks, f"the run {self._spec.url}", self._options.timeout, grace, notice)
             self._preemption = watch
             try:
-                self._signals = Signals(signals, watch.tell)
+                if signals:
+                    self._watch = process_signals.dispatcher.watch(signals, watch.tell)
+                    # A manager that is replaced before it is closed handles no signal any more.
+                    weakref.finalize(self, _end_watch, self._watch).atexit = False
             except BaseException:
                 watch.close()
                 raise
@@ -163,7 +170,7 @@ class CheckpointManager:
     def preempted(self) -> bool:
         """Whether the save before pre-emption was made, or has failed: the loop is to end. The same on all ranks.
 
-        It changes only in :meth:`step`.
+        It changes only in :meth:`step`, and in :meth:`close` on a rank that had a notice after its last step.
         """
         return self._preempted
 
@@ -311,6 +318,7 @@ class CheckpointManager:
         return None
 
     def _checked_step(self, step: int, least: int) -> int:
+        self._refuse_other_process()
         step = operator.index(step)
         if self._closed:
             raise ValueError(f"the manager of the run {self._spec.url} is closed: make another one")
@@ -419,26 +427,61 @@ class CheckpointManager:
         Raises what went wrong in the save, once: as soon as :meth:`step`, :meth:`save`, :meth:`restore` or this has
         raised it, it is over.
         """
-        saving, self._saving = self._saving, None
-        return None if saving is None else saving.result()
+        self._refuse_other_process()
+        if (saving := self._saving) is None:
+            return None
+        # An interrupt ends the wait, not the save: it is forgotten only when it is over.
+        saving.exception()
+        self._saving = None
+        return saving.result()
 
     def close(self) -> None:
         """Wait for the save under way, and for deletions; put back the signals' handlers. Called on all ranks.
 
-        Raises what went wrong in the save. Deletions are waited for as long as ``options.timeout`` says, and not at all
-        after pre-emption: the next job, or ``recover``, finishes one that was broken off.
+        Raises what went wrong in the save. Signals are handled until the save has ended: the first one does not end the
+        process. If one came after the last :meth:`step`, no further step is saved: a warning is logged, and
+        :attr:`preempted` is true. Ctrl-C ends the wait; the save goes on, and another ``close`` waits for it.
+        Deletions are waited for as long as ``options.timeout`` says, and not at all after pre-emption: the next job, or
+        ``recover``, finishes one that was broken off.
         """
-        if self._closed:
+        self._refuse_other_process()
+        if self._ended:
             return
         self._closed = True
         if self._preemption is not None:
             self._preemption.close()
-        if self._signals is not None:
-            self._signals.close()
         try:
             self.wait()
         finally:
-            self._coordinator.retention.end(0.0 if self._preempted else self._options.timeout)
+            if self._saving is None:
+                self._end()
+
+    def _end(self) -> None:
+        """Give up what the manager holds, after its last save."""
+        self._ended = True
+        if self._watch is not None:
+            _end_watch(self._watch)
+        if self._preemption is not None and self._preemption.noticed is not None and not self._preempted:
+            self._preempted = True
+            newest = f"of step {self._saved[0]}" if self._saved is not None else "from before this job"
+            log.warning(
+                "the run %s: a notice of pre-emption came after step %d, the last call of step(), so nothing was saved "
+                "for it: the newest checkpoint is %s",
+                self._spec.url,
+                self._last_step,
+                newest,
+            )
+        self._coordinator.retention.end(0.0 if self._preempted else self._options.timeout)
+
+    def _refuse_other_process(self) -> None:
+        if self._process != os.getpid():
+            raise CheckpointError(
+                f"this manager of the run {self._spec.url} was made in another process ({self._process}), from which "
+                "this one was forked: make a manager in this process"
+            )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a CheckpointManager cannot be pickled: make one in each process that saves or restores")
 
     # -- to look, and to keep
 
@@ -478,6 +521,10 @@ class CheckpointManager:
         names = [name for name in store.list_dir()[1] if step_of(name) == step]
         found = [below.name for below in protocol.checkpoints_below(store, names) if below.root is not None]
         return self._spec.child(found[-1]).open() if found else padded
+
+
+def _end_watch(watch: process_signals.Watch) -> None:
+    process_signals.dispatcher.close(watch)
 
 
 def _failed(future: SaveFuture) -> bool:

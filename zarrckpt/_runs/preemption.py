@@ -7,6 +7,7 @@ thread that trains. That one only says which step it has come to, and waits wher
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -59,8 +60,9 @@ class Preemption:
         self._agreed = False
         self._error: CheckpointError | None = None
         self._closed = False
-        # Where nobody closes it, the end of the process would wait for its thread.
-        atexit.register(self.close)
+        self._process = os.getpid()
+        # If it is not closed, the end of the process would wait for its thread.
+        atexit.register(self._close_at_exit)
         started("zarrckpt-preemption", self._watch)
         if notice is not None:
             threading.Thread(target=self._ask, args=(notice,), name="zarrckpt-notice", daemon=True).start()
@@ -106,7 +108,12 @@ class Preemption:
             self._closed = True
             self._changed.notify_all()
         self._woken.set()
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        # A forked child inherits the hook, and perhaps a lock that a thread of its parent holds.
+        if self._process == os.getpid():
+            self.close()
 
     # -- any thread
 
@@ -117,7 +124,8 @@ class Preemption:
                 return
             self._reason = reason
             self.noticed = self.noticed or time.monotonic()
-        log.warning("%s: the ranks agree on a step to save", reason)
+            closed = self._closed
+        log.warning("%s: %s", reason, "no further step is saved" if closed else "the ranks agree on a step to save")
         self._woken.set()
 
     # -- the thread of the agreement

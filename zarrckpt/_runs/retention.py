@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -221,6 +222,15 @@ class Retention:
 
 
 _alive: weakref.WeakSet[Retention] = weakref.WeakSet()
+
+
+def _forget_retentions() -> None:
+    # The child has no deletions, and another thread may have held their locks when it was forked.
+    global _alive
+    _alive = weakref.WeakSet()
+
+
+os.register_at_fork(after_in_child=_forget_retentions)
 
 
 def _end_deletions() -> None:

@@ -1,114 +1,183 @@
-"""Signals as soon as they come, and the handlers that were there before. No torch.
-
-Python calls a handler only when the main thread is back from C, where it may wait for a collective for minutes. The
-number of a signal is written to a file descriptor at once, and read here in a thread.
-"""
+"""One handler of signals for all managers of a process. No torch."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from zarrckpt._errors import log
+from zarrckpt._runs import child_signals
+from zarrckpt._runs.child_signals import SAME_SECONDS
+from zarrckpt._runs.wakeup import Wakeup
 
-SAME_SECONDS = 1.0
-"""Signals that come within this time are one: a scheduler and torchrun may both send theirs."""
+
+class Watch:
+    """The signals that one manager handles."""
+
+    def __init__(self, numbers: frozenset[int], came: Callable[[str], None]) -> None:
+        """``came`` is called with the signal's name, in any thread."""
+        self.numbers = numbers
+        self.came = came
+        self.first: float | None = None
+        """The time of the first signal."""
 
 
-class Signals:
-    """Calls back at the first of some signals; a second one, later than ``SAME_SECONDS``, ends the process.
+class Watches:
+    """The open watches of a process, and the effect of a signal on them. No I/O."""
 
-    For the main thread only, and for this process: a forked child has the handlers of before.
-    """
+    def __init__(self) -> None:
+        self._open: list[Watch] = []
 
-    def __init__(self, names: Sequence[str], came: Callable[[str], None]) -> None:
-        """``came`` is called with the signal's name, in a thread. Raises ValueError for an unknown name."""
+    def add(self, watch: Watch) -> None:
+        self._open.append(watch)
+
+    def remove(self, watch: Watch) -> None:
+        """Remove a watch; one that is not open is no error."""
+        with suppress(ValueError):
+            self._open.remove(watch)
+
+    def numbers(self) -> set[int]:
+        """Return the signals that some watch handles."""
+        return {number for watch in [*self._open] for number in watch.numbers}
+
+    def arrive(self, number: int, now: float) -> tuple[list[Watch], bool]:
+        """Return the watches that get their first signal, and whether the process must end.
+
+        It ends at a watch's second signal, later than ``SAME_SECONDS`` after its first.
+        """
+        concerned = [watch for watch in [*self._open] if number in watch.numbers]
+        must_end = any(watch.first is not None and now - watch.first > SAME_SECONDS for watch in concerned)
+        fresh = [watch for watch in concerned if watch.first is None]
+        for watch in fresh:
+            watch.first = now
+        return fresh, must_end
+
+
+class Handler:
+    """The handler of one signal, and the handler that it replaced."""
+
+    def __init__(self, dispatcher: Dispatcher, number: int) -> None:
+        self._dispatcher = dispatcher
+        self.before: Any = signal.getsignal(number)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        passes_on = self._dispatcher.handle(number)
+        # Python's own handler of Ctrl-C would end the loop that is to save.
+        if passes_on and callable(self.before) and self.before is not signal.default_int_handler:
+            self.before(number, frame)
+
+
+class Dispatcher:
+    """Handles the signals of all watches of this process, and stops when the last one is closed."""
+
+    def __init__(self) -> None:
+        self._watches = Watches()
+        self._wakeup: Wakeup | None = None
+
+    def watch(self, names: Sequence[str], came: Callable[[str], None]) -> Watch:
+        """Call ``came`` with the name of the first of these signals, in any thread.
+
+        Raises ValueError for an unknown signal, and outside the main thread.
+        """
         unknown = [name for name in names if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP")]
         if unknown:
+            raise ValueError(f"signals must be names such as 'SIGTERM', got {unknown[0]!r}, which cannot be handled")
+        if not _is_main_thread():
             raise ValueError(
-                f"signals: {unknown[0]!r} is no signal that can be handled: expected names such as 'SIGTERM'"
-            )
-        if names and threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                "signals can be handled only where the manager is made in the main thread: make it there, or pass "
+                "signals can be handled only if the manager is made in the main thread: make it there, or pass "
                 "signals=()"
             )
-        self._came = came
-        self._numbers = [signal.Signals[name] for name in names]
-        self._first: float | None = None
-        self._closed = False
-        self._pid = os.getpid()
-        if not names:
-            return
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._fd_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        # Known before the first of them can be called.
-        self._before: dict[int, Any] = {number: signal.getsignal(number) for number in self._numbers}
-        for number in self._numbers:
-            signal.signal(number, self._handle)
-        threading.Thread(target=self._read, name="zarrckpt-signals", daemon=True).start()
-        _handling.add(self)
+        watch = Watch(frozenset(signal.Signals[name].value for name in names), came)
+        if self._wakeup is None:
+            self._wakeup = Wakeup(self._arrived)
+        self._watches.add(watch)
+        self._wakeup.begin()
+        for number in watch.numbers:
+            if not self._is_ours(number):
+                signal.signal(number, Handler(self, number))
+        child_signals.set_handled(self._watches.numbers())
+        return watch
 
-    def close(self) -> None:
-        """Put back what was there before. In the main thread; elsewhere it does nothing."""
-        if self._closed or not self._numbers or threading.current_thread() is not threading.main_thread():
-            return
-        self._closed = True
-        for number, before in self._before.items():
-            # Whoever has put another handler in the meantime keeps it; None is one that was not made in Python.
-            if signal.getsignal(number) == self._handle and before is not None:
-                signal.signal(number, before)
-        now = signal.set_wakeup_fd(-1)
-        if now == self._writer.fileno():
-            now = self._fd_before
-        if now != -1:
-            signal.set_wakeup_fd(now, warn_on_full_buffer=False)
-        if self._pid == os.getpid():
-            self._writer.close()
+    def close(self, watch: Watch) -> None:
+        """End a watch, and put back the handlers that no other one needs.
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        before = self._before[number]
-        # Python's own for Ctrl-C would end the loop that is to save.
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+        Outside the main thread they are put back by the next call in the main thread, or when the signal comes.
+        """
+        self._watches.remove(watch)
+        child_signals.set_handled(self._watches.numbers())
+        if _is_main_thread():
+            self._put_back_all()
+            if self._wakeup is not None and not self._watches.numbers():
+                self._wakeup.end()
 
-    def _read(self) -> None:
-        with self._reader:
-            while data := self._reader.recv(64):
-                if self._fd_before != -1:
-                    with suppress(OSError):
-                        os.write(self._fd_before, data)
-                for number in data:
-                    if number in self._numbers:
-                        self._arrived(signal.Signals(number).name)
+    def handle(self, number: int) -> bool:
+        """Take a signal in the main thread; return whether to call the handler of before."""
+        if number in self._watches.numbers():
+            if self._wakeup is not None and not self._wakeup.is_set():
+                self._arrived(number)
+        elif self._is_ours(number):
+            # Its last watch was closed in another thread: only now the handler of before can be put back.
+            self._put_back(number)
+            if not self._is_ours(number):
+                signal.raise_signal(number)
+                return False
+        return True
 
-    def _arrived(self, name: str) -> None:
+    def leave_in_child(self) -> set[int]:
+        """Put back the handlers in a forked child; return the signals that the parent handles."""
+        handled = self._watches.numbers()
+        if self._wakeup is not None:
+            self._wakeup.leave_in_child()
+        self._watches = Watches()
+        self._put_back_all()
+        return handled
+
+    def _is_ours(self, number: int) -> bool:
+        return isinstance(signal.getsignal(number), Handler)
+
+    def _put_back_all(self) -> None:
+        for number in signal.valid_signals():
+            self._put_back(number)
+
+    def _put_back(self, number: int) -> None:
+        # A handler that was set after ours stays. None is one that was not made in Python.
+        while number not in self._watches.numbers() and isinstance(handler := signal.getsignal(number), Handler):
+            if handler.before is None:
+                return
+            signal.signal(number, handler.before)
+
+    def _arrived(self, number: int) -> None:
         now = time.monotonic()
-        if self._first is None:
-            self._first = now
-            self._came(name)
-        elif now - self._first > SAME_SECONDS:
+        fresh, must_end = self._watches.arrive(number, now)
+        if must_end:
+            name = signal.Signals(number).name
             log.warning("%s came again: the process ends at once", name)
+            child_signals.set_handled(set())
             # As a shell reports a process that a signal has ended. The main thread may be in C, and never come back.
-            os._exit(128 + signal.Signals[name])
+            os._exit(128 + number)
+        if number in self._watches.numbers():
+            child_signals.note_arrival(number, now)
+        for watch in fresh:
+            watch.came(signal.Signals(number).name)
 
 
-_handling: weakref.WeakSet[Signals] = weakref.WeakSet()
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
-def _in_child() -> None:
-    """A forked child, such as a data loader's worker, must not tell its signals to the parent's thread."""
-    for signals in [*_handling]:
-        signals.close()
+dispatcher = Dispatcher()
 
 
-os.register_at_fork(after_in_child=_in_child)
+def _begin_child_signals() -> None:
+    global dispatcher
+    parent, dispatcher = dispatcher, Dispatcher()
+    child_signals.begin_in_child(parent.leave_in_child())
+
+
+os.register_at_fork(after_in_child=_begin_child_signals)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from zarrckpt._errors import log
+from zarrckpt._errors import CheckpointError, log
 from zarrckpt._jobs import Progress, in_thread
 from zarrckpt._options import SaveOptions
 from zarrckpt._ranks.group import Ranks
@@ -39,7 +40,9 @@ class SaveFuture(Future[SaveReport]):
         self._url = url
         self._asked = False
         self._copied = threading.Event()
+        self._outcome: SaveReport | BaseException | None = None
         self.set_running_or_notify_cancel()
+        _futures.add(self)
 
     def copied(self, timeout: float | None = None) -> None:
         """Wait until the state has been copied, or the copy has failed: from then on the state may change.
@@ -65,19 +68,48 @@ class SaveFuture(Future[SaveReport]):
     def run(self, save: Callable[[], SaveReport]) -> None:
         """Make the save, in the background's thread."""
         try:
-            report = save()
+            outcome: SaveReport | BaseException = save()
         except BaseException as err:
-            self.set_copied()
-            self.set_exception(err)
+            outcome = err
+        self._set_outcome(outcome)
+
+    def _set_outcome(self, outcome: SaveReport | BaseException) -> None:
+        self._outcome = outcome
+        self.set_copied()
+        if isinstance(outcome, BaseException):
+            self.set_exception(outcome)
         else:
-            self.set_copied()
-            self.set_result(report)
+            self.set_result(outcome)
+
+    def renew_in_child(self) -> None:
+        """End the future in a forked child, with an error if the parent's save is under way."""
+        super().__init__()
+        self._copied = threading.Event()
+        self._asked = True
+        outcome = self._outcome
+        if outcome is None:
+            outcome = CheckpointError(
+                f"the background save to {self._url} is made by another process, from which this one was forked: ask "
+                "its future there"
+            )
+        self._set_outcome(outcome)
 
     def unasked_failure(self) -> str | None:
         """Wait for the end; return the error in one text, once, if no caller has asked the future for it."""
         if self._asked or (error := self.exception()) is None:
             return None
         return f"the background save to {self._url} failed: {type(error).__name__}: {error}"
+
+
+_futures: weakref.WeakSet[SaveFuture] = weakref.WeakSet()
+
+
+def _renew_futures() -> None:
+    for future in [*_futures]:
+        future.renew_in_child()
+
+
+os.register_at_fork(after_in_child=_renew_futures)
 
 
 class _Saver:

@@ -14,9 +14,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from zarrckpt._errors import CheckpointError, StorageError
+from zarrckpt._forks import ForkSafeLock
 from zarrckpt._jobs import plain_bytes
 from zarrckpt._store import _failures
 
@@ -53,8 +55,8 @@ Each such thread also takes the interpreter's lock thousands of times a second f
 every operation of torch.
 """
 
-_MAKERS = threading.Semaphore(min(4, os.cpu_count() or 1))
-_FEW_MAKERS = threading.Semaphore(BESIDE_TRAINING)
+_MAKERS = ForkSafeLock(partial(threading.Semaphore, min(4, os.cpu_count() or 1)))
+_FEW_MAKERS = ForkSafeLock(partial(threading.Semaphore, BESIDE_TRAINING))
 
 
 def check_key(key: str) -> str:
@@ -127,7 +129,7 @@ class Store(abc.ABC):
         return self.max_concurrency
 
     @property
-    def makers(self) -> threading.Semaphore:
+    def makers(self) -> ForkSafeLock:
         """Of objects that are taken whole, so many are made at a time: the first are then on their way early."""
         return _FEW_MAKERS if self.beside_training else _MAKERS
 

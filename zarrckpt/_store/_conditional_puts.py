@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import threading
 import time
 import uuid
 import warnings
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._errors import ObjectNotFoundError, StorageError
+from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Store, Versioned
 
@@ -48,7 +48,7 @@ class ConditionalStore(Store):
 
     def __init__(self, honoured: Honoured, lock: AbstractContextManager[Any] | None = None) -> None:
         self._honoured = honoured
-        self._lock = lock or threading.Lock()
+        self._lock = lock or ForkSafeLock()
         self._warned = False
 
     @abc.abstractmethod

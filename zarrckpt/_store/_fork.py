@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
-import threading
 
 from zarrckpt._errors import StorageError
 
-_lock = threading.Lock()
-_first_pid: int | None = None
+_used = False
+_used_before_fork = False
 
 
 def check_fork() -> None:
     """Raise StorageError in a process that was forked after its parent had used obstore through this package."""
-    global _first_pid
-    pid = os.getpid()
-    if _first_pid is None:
-        with _lock:
-            if _first_pid is None:
-                _first_pid = pid
-    if _first_pid != pid:
+    global _used
+    if _used_before_fork:
         raise StorageError(
             "this process was forked after its parent had used an object store, and the client (obstore) would hang "
             "here: start workers by 'spawn' or 'forkserver' (multiprocessing_context='spawn' for a DataLoader), or "
             "open the store in the workers only"
         )
+    _used = True
+
+
+def _forbid_obstore_in_child() -> None:
+    global _used_before_fork
+    _used_before_fork = _used
+
+
+os.register_at_fork(after_in_child=_forbid_obstore_in_child)

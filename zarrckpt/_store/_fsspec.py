@@ -6,11 +6,11 @@ ones on Google Cloud and Azure as well. Every other filesystem gets check-then-p
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import StorageError
+from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views
 from zarrckpt._store._client_store import ClientStore
@@ -29,9 +29,9 @@ _EXTRAS = {"s3fs": "'zarrckpt[s3fs]'"}
 _READS = 5
 
 # fsspec's memory filesystem is one per process, and checks before it writes: a lock makes both one step.
-_MEMORY_LOCK = threading.Lock()
+_MEMORY_LOCK = ForkSafeLock()
 # For all the filesystems without conditions: threads of one process at least exclude each other.
-_PLAIN_LOCK = threading.Lock()
+_PLAIN_LOCK = ForkSafeLock()
 
 
 class FsspecStore(ClientStore):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import StorageError
+from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures
 from zarrckpt._store import _local_commit as files
 from zarrckpt._store._base import (
@@ -96,7 +96,7 @@ class LocalStore(Store):
         self._synced: dict[str, int] = {}
         """Up to which change a folder is durable."""
         self._mount_is_known = False
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._syncs: dict[str, Future[None]] = {}
         """Of what has been written and is not known to be durable yet."""
 

@@ -12,19 +12,19 @@ import fcntl
 import hashlib
 import os
 import re
-import threading
 import time
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 from zarrckpt._errors import StorageError
+from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store._base import version_of
 from zarrckpt._store._failures import ABSENT
 
 _LOCK_SECONDS = 60.0
 # One lock for the process: POSIX locks belong to processes and do not keep threads apart.
-_THREADS_LOCK = threading.Lock()
+_THREADS_LOCK = ForkSafeLock()
 
 # Filesystems without hard links (exFAT, some FUSE and SMB mounts) refuse one in these ways.
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)

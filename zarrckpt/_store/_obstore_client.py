@@ -16,6 +16,7 @@ import obstore
 from obstore.exceptions import GenericError, UnknownConfigurationKeyError
 
 from zarrckpt._errors import CheckpointError, StorageError
+from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures, _options
 from zarrckpt._store._conditional_puts import Honoured, honoured_by
 from zarrckpt._store._fork import check_fork
@@ -47,7 +48,7 @@ _answered: set[str] = set()
 _kept: dict[str, Bucket] = {}
 """Clients that the next store may use, by all that they are made from."""
 _MOST_KEPT = 8
-_keeping = threading.Lock()
+_keeping = ForkSafeLock()
 
 
 @cache

@@ -13,6 +13,7 @@ from zarr.abc.store import Store as ZarrStore
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync as wait
 
+from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, byte_views
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import Honoured
@@ -21,7 +22,7 @@ from zarrckpt._store._zarr_readers import PrefixStore
 T = TypeVar("T")
 
 # Zarr's interface has no conditional puts that tell who won; within one process a lock does.
-_LOCK = threading.RLock()
+_LOCK = ForkSafeLock(threading.RLock)
 _AT_ONCE = 32
 
 
