@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from managed import watched
 from ranks import run_ranks
 
 import zarrckpt
+from zarrckpt.testing import Call
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -116,17 +118,199 @@ def test_a_wakeup_descriptor_of_before_gets_its_signals(tmp_path: Path) -> None:
     assert asyncio.run(loop()) >= 1
 
 
-def test_a_forked_child_that_gets_the_signal_is_not_the_parent(tmp_path: Path) -> None:
+def forked_child() -> int:
+    """Fork a child that sleeps; return its process id."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def test_a_signal_that_only_a_forked_child_gets_ends_it(tmp_path: Path) -> None:
     with managed(tmp_path, signals=("SIGTERM",)) as manager:
-        child = os.fork()
-        if child == 0:  # as a worker of a data loader
-            time.sleep(60)
-            os._exit(0)
+        child = forked_child()
         time.sleep(0.1)
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         time.sleep(0.1)
         assert manager.step(1, {}) is None and not manager.preempted
+
+
+def test_a_forked_child_ignores_what_its_parent_handles(tmp_path: Path) -> None:
+    with managed(tmp_path, signals=("SIGUSR1",)) as manager:
+        child = forked_child()
+        time.sleep(0.1)
+        for process in (child, os.getpid()):
+            os.kill(process, signal.SIGUSR1)
+        trained(manager, {})
+        time.sleep(1.5)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    # From now on it ends at once.
+    os.kill(child, signal.SIGUSR1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGUSR1
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_managers_are_closed_in_any_order(tmp_path: Path, first: int, replaced: bool) -> None:
+    before = signal.getsignal(signal.SIGUSR1), signal.set_wakeup_fd(-1)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    managers = [zarrckpt.CheckpointManager(tmp_path / str(n), signals=("SIGUSR1",), options=FAST) for n in (1, 2)]
+    # The descriptor's owner closes it, and its number is used for a file.
+    os.close(write)
+    file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    assert file == write
+    if replaced:
+        del managers[first]
+    else:
+        managers.pop(first).close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    trained(managers[0], {})
+    managers[0].close()
+    assert (signal.getsignal(signal.SIGUSR1), signal.set_wakeup_fd(-1)) == before
+    assert os.read(file, 10) == b"" and signal.SIGUSR1 in os.read(read, 10)
+    for descriptor in (read, file):
+        os.close(descriptor)
+
+
+def test_a_handler_that_was_set_later_stays(tmp_path: Path) -> None:
+    came: list[int] = []
+    try:
+        with managed(tmp_path / "1", signals=("SIGUSR1",)):
+            ours = signal.getsignal(signal.SIGUSR1)
+
+            def later(number: int, frame: Any) -> None:
+                came.append(number)
+                assert callable(ours)
+                ours(number, frame)
+
+            signal.signal(signal.SIGUSR1, later)
+            with managed(tmp_path / "2", signals=("SIGUSR1",)) as manager:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                trained(manager, {})
+        assert signal.getsignal(signal.SIGUSR1) is later and came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_a_manager_closed_in_a_thread_gives_its_signal_back(tmp_path: Path) -> None:
+    manager = zarrckpt.CheckpointManager(tmp_path, signals=("SIGINT",), options=FAST)
+    thread = threading.Thread(target=manager.close)
+    thread.start()
+    thread.join()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_loop_that_takes_the_wakeup_descriptor_keeps_no_signal(tmp_path: Path) -> None:
+    with managed(tmp_path, signals=("SIGUSR1",)) as manager:
+
+        async def loop() -> None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, lambda: None)
+
+        asyncio.run(loop())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        trained(manager, {})
+
+
+@contextmanager
+def held_commit(run: Path) -> Iterator[threading.Event]:
+    """Hold the commit of saves in a run until the event is set."""
+    released = threading.Event()
+
+    def wait_before_commit(call: Call) -> None:
+        if call.verb == "create" and call.key.startswith("step-") and call.key.count("/") == 1:
+            released.wait(30)
+
+    with watched(run) as watch:
+        watch.rule = wait_before_commit
+        yield released
+
+
+def test_a_signal_while_it_closes_does_not_end_the_last_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with held_commit(tmp_path) as released:
+        manager = zarrckpt.CheckpointManager(tmp_path, signals=("SIGUSR1",), save_every=1, options=FAST)
+        future = manager.step(1, {"w": torch.ones(3)})
+        assert future is not None and not future.done()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        threading.Timer(0.6, released.set).start()
+        manager.close()
+    assert future.done() and manager.steps() == [1]
+    # It came after the last step: no further one is saved, and that is said.
+    assert manager.preempted
+    assert "step 1" in caplog.records[-1].getMessage() and caplog.records[-1].levelno == logging.WARNING
+
+
+def test_an_interrupted_wait_does_not_forget_the_save(tmp_path: Path) -> None:
+    with held_commit(tmp_path) as released:
+        manager = zarrckpt.CheckpointManager(tmp_path, signals=("SIGUSR1",), save_every=1, options=FAST)
+        future = manager.step(1, {"w": torch.ones(3)})
+        assert future is not None
+        for interrupted in (lambda: manager.step(2, {}), manager.wait, manager.close):
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                interrupted()
+            assert not future.done()
+        released.set()
+        manager.close()
+    assert future.done() and manager.steps() == [1]
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+WORKERS = """
+import sys, time, torch, zarrckpt
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+def main():
+    dist.init_process_group("gloo")
+    manager = zarrckpt.CheckpointManager(sys.argv[1])
+    arguments = dict(num_workers=2, persistent_workers=True)
+    loaders = [
+        DataLoader(torch.arange(10**6), multiprocessing_context="fork", **arguments),
+        DataLoader(
+            torch.arange(10**6), multiprocessing_context="spawn", worker_init_fn=zarrckpt.WorkerInit(), **arguments
+        ),
+    ]
+    for step, _ in enumerate(zip(*loaders), 1):
+        time.sleep(0.01)
+        manager.step(step, {"step": step})
+        if step == 5:
+            print("training", flush=True)
+        if manager.preempted:
+            break
+    manager.close()
+    print("stopped", flush=True)
+    # The workers go at the end, also the ones that ignore a signal of the group.
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_workers_of_data_loaders_live_until_the_save(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WORKERS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node=2", str(script), str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with open(tmp_path / "log", "w") as log:
+        job = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    written = (tmp_path / "log").read_text
+    try:
+        assert until(lambda: written().count("training") == 2, 90), written()
+        job.terminate()
+        job.wait(60)
+    finally:
+        job.kill()
+    assert written().count("stopped") == 2 and "DataLoader worker" not in written(), written()
+    with managed(tmp_path / "run", signals=()) as manager:
+        assert manager.restore({"step": 0}) is not None
 
 
 def test_what_cannot_be_handled_is_refused_and_changes_nothing(tmp_path: Path) -> None:

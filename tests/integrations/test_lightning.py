@@ -463,3 +463,54 @@ def test_a_run_of_another_shape_is_refused_with_its_names(tmp_path: Path) -> Non
         trainer.validate(module, torch.utils.data.DataLoader(torch.ones(8, 8)), ckpt_path=f"{tmp_path}/last.ckpt")
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
         trainer.validate(module, torch.utils.data.DataLoader(torch.ones(8, 8)), ckpt_path=f"{tmp_path}/none.ckpt")
+
+
+PREEMPTED = """
+import os, signal, sys, lightning, torch, zarrckpt
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, index):
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+class Saves(lightning.Callback):
+    def setup(self, trainer, module, stage):
+        self.manager = zarrckpt.CheckpointManager(sys.argv[1])
+        self.handler = signal.getsignal(signal.SIGTERM)
+    def on_train_start(self, trainer, module):
+        signal.signal(signal.SIGTERM, self.handler)
+    def on_train_batch_end(self, trainer, module, *batch):
+        if trainer.global_step == 5 and trainer.global_rank == 0:
+            os.killpg(os.getpgrp(), signal.SIGTERM)  # as torchrun does
+        self.manager.step(trainer.global_step, {"model": module, "step": trainer.global_step})
+        trainer.should_stop = self.manager.preempted
+    def on_train_end(self, trainer, module):
+        self.manager.close()
+
+def main():
+    loader = torch.utils.data.DataLoader(
+        torch.ones(4000, 1), num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, callbacks=[Saves()], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False,
+    )
+    trainer.fit(Model(), loader)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_workers_live_until_the_save_before_preemption(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PREEMPTED)
+    done = launch(script, str(tmp_path / "run"), ranks=2, timeout=120)
+    assert done.returncode == 0, done.stderr
+    state = {"step": 0}
+    zarrckpt.load(state, str(zarrckpt.latest(tmp_path / "run")), strict=False)
+    assert 5 <= state["step"] < 1000

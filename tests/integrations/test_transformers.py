@@ -78,7 +78,10 @@ def test_two_processes_with_s3_are_killed_and_resume_bit_for_bit(tmp_path: Path,
 
     resumed = {**given, "trainer": store, "seed": 2, "resume": True, "result": "resumed.pt"}
     signalled = {**given, "trainer": {"checkpoint_dir": "signalled", "signals": ["SIGTERM"]}}
-    ended = {**signalled, "killed": {"step": 5, "rank": 1, "number": signal.SIGTERM}, "result": "ended.pt"}
+    # The whole group of rank 1 gets it, with the workers of its DataLoader.
+    workers = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+    term = {"step": 5, "rank": 1, "number": signal.SIGTERM, "group": True}
+    ended = {**signalled, "arguments": {**given["arguments"], **workers}, "killed": term, "result": "ended.pt"}
     done = in_processes(2, resumed, ended, {**signalled, "resume": True, "result": "going-on.pt"})
     assert done.returncode == 0, done.stderr
     expected = torch.load("whole.pt")

@@ -33,14 +33,17 @@ def dataset(rows: int = 64) -> list[dict[str, torch.Tensor]]:
 
 
 class Killed(TrainerCallback):
-    """Sends the process of one rank a signal in the middle of training."""
+    """Sends the process of one rank, or its whole group as torchrun does, a signal in the middle of training."""
 
-    def __init__(self, step: int, number: int = signal.SIGKILL, rank: int = 0) -> None:
-        self.step, self.number, self.rank = step, number, rank
+    def __init__(self, step: int, number: int = signal.SIGKILL, rank: int = 0, group: bool = False) -> None:
+        self.step, self.number, self.rank, self.group = step, number, rank, group
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step == self.step and args.process_index == self.rank:
-            os.kill(os.getpid(), self.number)
+            if self.group:
+                os.killpg(os.getpgrp(), self.number)
+            else:
+                os.kill(os.getpid(), self.number)
 
 
 def arguments(**changes: Any) -> TrainingArguments:
