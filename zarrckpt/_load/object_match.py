@@ -13,7 +13,7 @@ import numpy as np
 from zarrckpt._errors import KeyMismatchError, warn
 from zarrckpt._format.grid import Box
 from zarrckpt._format.matching import did_you_mean, hint, matches
-from zarrckpt._format.state_path import DICT, StatePath
+from zarrckpt._format.state_path import DICT, LIST, StatePath
 from zarrckpt._load.fill import TensorTarget
 from zarrckpt._load.match import Match, Saved, without_target
 from zarrckpt._load.recheck import ReadEntries
@@ -175,7 +175,11 @@ class ObjectMatch:
     def record(self, read: ReadEntries, values: Mapping[str, object]) -> None:
         """Record all entries that were read, before objects take them."""
         roots = self._match.roots
+        moved = _lists_with_gaps(self._match.paths[fqn] for fqn in self._match.leaves)
         for fqn, leaf in {**self._match.leaves, **values}.items():
+            path = self._match.paths[fqn]
+            if moved and any(path[:depth] in moved for depth in range(len(path))):
+                continue
             # An object may have no use for an entry that its own state does not have.
             if not (fqn in roots.added or fqn in roots.offered) or not self.plain.is_of_stateful(fqn):
                 read.record(fqn, leaf)
@@ -335,6 +339,16 @@ def _in_stack(target: TensorTarget, part: OwnPart) -> TensorTarget:
     """The target for a rank's part of a stack that fills the memory of its own tensor."""
     box = Box((part.place, *target.box.offset), (1, *target.box.shape))
     return TensorTarget(part.stack, box, target.tensor[None], name=target.name)
+
+
+def _lists_with_gaps(paths: Iterable[StatePath]) -> set[tuple[str | int, ...]]:
+    """The lists of which some positions are not loaded, by their paths: others move up if a list is made anew."""
+    positions: dict[tuple[str | int, ...], set[str | int]] = {}
+    for path in paths:
+        for depth, container in enumerate(path.containers):
+            if container == LIST:
+                positions.setdefault(tuple(path[:depth]), set()).add(path[depth])
+    return {path for path, found in positions.items() if found != {*range(len(found))}}
 
 
 def _mask(entries: Collection[str], names: Iterable[str]) -> np.ndarray[Any, Any]:
