@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import zipfile
 from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
+
+from zarrckpt._forks import ForkSafeLock
 
 ARCHIVE = b"PK\x03\x04"
 """The first bytes of a file of ``torch.save``."""
@@ -16,8 +17,7 @@ MAX_DEPTH = 100
 
 # The check of sparse tensors is a switch of the whole process, which each load turns on and back. A load may run code
 # of a checkpoint that loads another one.
-_SWITCH = threading.RLock()
-os.register_at_fork(before=_SWITCH.acquire, after_in_parent=_SWITCH.release, after_in_child=_SWITCH.release)
+_SWITCH = ForkSafeLock(threading.RLock)
 
 
 def load_torch(source: str | BinaryIO, *, weights_only: bool = True, mmap: bool = False) -> Any:

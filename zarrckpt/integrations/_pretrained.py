@@ -127,8 +127,8 @@ def export_pretrained(
         folder_options: the ``storage_options`` of a url as folder. Default: those of the checkpoint.
 
     Returns the :class:`ExportReport` of the weights; None for adapters. Raises ValueError where no configuration is
-    known, UnsupportedValueError for other adapters,
-    CorruptCheckpointError for a saved configuration that is none, StorageError, and what :meth:`zarrckpt.Checkpoint.to_safetensors` raises.
+    known, UnsupportedValueError for other adapters, CorruptCheckpointError for a saved configuration that is none,
+    StorageError, and what :meth:`zarrckpt.Checkpoint.to_safetensors` raises.
     """
     ckpt = zarrckpt.open(url, storage_options=storage_options)
     name = None if dtype is None else str(dtype).removeprefix("torch.")
