@@ -717,6 +717,7 @@ def test_older_forms_of_torch_files_are_refused() -> None:
         decode_blob("k", "torch", None, stream.getvalue())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_sparse_tensors_must_fit_their_shape() -> None:
     """torch reads and writes out of bounds where an index is outside, and checks none of them by itself."""
     for layout, options in (

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from zarrckpt._errors import UnsafeValueError
 from zarrckpt._format.state_path import CONTAINERS, StatePath, is_key, is_unicode
-from zarrckpt._format.torch_archives import MAX_DEPTH
+from zarrckpt._format.torch_archives import MAX_FILE_DEPTH
 
 MAX_METADATA_BYTES = 1 << 30
 _MAX_STACK = 1 << 17
@@ -51,16 +51,16 @@ _RECORDS: tuple[Any, ...] = (
 )
 _FIELDS = {record: {field.name for field in dataclasses.fields(record)} for record in _RECORDS}
 
-_METADATA = "torch.distributed.checkpoint.metadata"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _CLASSES: dict[tuple[str, str], Any] = {
-    **{(_METADATA, record.__name__): record for record in _RECORDS if record is not FilePart},
+    **{(_METADATA_MODULE, record.__name__): record for record in _RECORDS if record is not FilePart},
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): FilePart,
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): TensorProperties,
 }
 """Classes of which the decoder makes instances and sets the fields."""
 
 _NOT_NEEDED = {
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     ("torch.serialization", "_get_layout"),
 }
@@ -100,7 +100,7 @@ class _Decoder:
             name = opcode.name
             if name in _PUSHED:
                 self._stack.append(argument)
-            elif (step := _STEPS.get(name)) is not None:
+            elif (step := _OPCODES.get(name)) is not None:
                 step(self, argument)
             elif name == "STOP":
                 return self._stack.pop()
@@ -218,7 +218,7 @@ class _Decoder:
 
     def _state_path(self, arguments: tuple[Any, ...]) -> StatePath:
         keys, containers, ranks, rank_at = arguments
-        if not all(type(part) is tuple for part in (keys, containers, ranks)) or len(keys) > MAX_DEPTH:
+        if not all(type(part) is tuple for part in (keys, containers, ranks)) or len(keys) > MAX_FILE_DEPTH:
             raise ValueError("a StatePath of something else than keys")
         self._spend(len(keys) + len(ranks) + sum(len(key) for key in keys if type(key) is tuple))
         for key in keys:
@@ -238,7 +238,7 @@ _PUSHED = frozenset(
         *("BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES"),
     }
 )
-_STEPS: dict[str, Callable[[_Decoder, Any], None]] = {
+_OPCODES: dict[str, Callable[[_Decoder, Any], None]] = {
     "NONE": lambda decoder, _: decoder.constant(lambda: None),
     "NEWTRUE": lambda decoder, _: decoder.constant(lambda: True),
     "NEWFALSE": lambda decoder, _: decoder.constant(lambda: False),
@@ -293,7 +293,7 @@ def paths_of(metadata: Metadata) -> dict[str, StatePath]:
     found: dict[str, StatePath] = {}
     for fqn in metadata.state_dict_metadata:
         path = nested.get(fqn, (fqn,))
-        is_path = isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH
+        is_path = isinstance(path, tuple) and 0 < len(path) <= MAX_FILE_DEPTH
         if not is_path or not all(type(part) in (str, int) and is_key(part) for part in path):
             raise ValueError(f"the path of {fqn!r:.200} is not a tuple of names and positions")
         found[fqn] = StatePath.of(path)

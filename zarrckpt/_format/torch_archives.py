@@ -12,7 +12,7 @@ from zarrckpt._forks import ForkSafeLock
 ARCHIVE = b"PK\x03\x04"
 """The first bytes of a file of ``torch.save``."""
 
-MAX_DEPTH = 100
+MAX_FILE_DEPTH = 100
 """Levels of containers in an imported file."""
 
 # The check of sparse tensors is a switch of the whole process, which each load turns on and back. A load may run code
@@ -60,8 +60,10 @@ def refuse_expanded(value: object, file_bytes: int) -> None:
             inner = value
         else:
             continue
-        if depth == MAX_DEPTH or nodes + len(found) > file_bytes:
-            raise ValueError(f"containers nested more than {MAX_DEPTH} deep, or more entries than {file_bytes} bytes")
+        if depth == MAX_FILE_DEPTH or nodes + len(found) > file_bytes:
+            raise ValueError(
+                f"containers nested more than {MAX_FILE_DEPTH} deep, or more entries than {file_bytes} bytes"
+            )
         found += [(item, depth + 1) for item in inner]
 
 

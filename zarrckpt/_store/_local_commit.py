@@ -139,17 +139,17 @@ def create_file(path: str, data: bytes) -> bool:
     return True
 
 
-def move_new(temp: str, path: str) -> None:
+def move_new(source: str, path: str) -> None:
     """Give a file its final name only if none is there. Raises FileExistsError."""
     try:
-        os.link(temp, path)
+        os.link(source, path)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         # There is no better call that filesystems without hard links offer.
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
-        os.rename(temp, path)
+        os.rename(source, path)
 
 
 def replace_file(path: str, data: bytes, version: str) -> bool:

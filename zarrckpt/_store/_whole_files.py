@@ -77,7 +77,7 @@ def new_files(folder: str, *, overwrite: bool, replaces: Callable[[str], bool] |
     with private_folder(folder) as part:
         yield part
         # Loaders begin with an index or a configuration, so these move last.
-        names = sorted(files_below(part), key=lambda name: (name.endswith(".json"), name))
+        names = sorted(relative_files(part), key=lambda name: (name.endswith(".json"), name))
         for name in names:
             sync_path(os.path.join(part, name))
         with locked(os.path.join(folder, "export")) if replaces or len(names) > 1 else nullcontext():
@@ -85,7 +85,7 @@ def new_files(folder: str, *, overwrite: bool, replaces: Callable[[str], bool] |
         sync_path(folder)
 
 
-def files_below(folder: str) -> list[str]:
+def relative_files(folder: str) -> list[str]:
     """The paths of all files below a folder, relative to it."""
     return [os.path.relpath(os.path.join(above, name), folder) for above, _, names in os.walk(folder) for name in names]
 
@@ -129,7 +129,7 @@ def upload_files(folder: str, store: Store) -> list[str]:
 
     A folder's small files come last: they make it one that others open.
     """
-    paths = [os.path.join(folder, name) for name in files_below(folder)]
+    paths = [os.path.join(folder, name) for name in relative_files(folder)]
     keys = []
     for path in sorted(paths, key=os.path.getsize, reverse=True):
         keys.append(os.path.relpath(path, folder).replace(os.sep, "/"))

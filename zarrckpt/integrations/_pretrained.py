@@ -23,7 +23,7 @@ import zarrckpt
 from zarrckpt._convert.safetensors import is_model_file
 from zarrckpt._store import StoreSpec
 from zarrckpt._store._url import parse
-from zarrckpt._store._whole_files import files_below, local_path, new_files, refuse_existing, upload_files
+from zarrckpt._store._whole_files import local_path, new_files, refuse_existing, relative_files, upload_files
 
 DESCRIPTIONS = "trainer"
 """Where a checkpoint has the texts ``config`` and ``generation_config``."""
@@ -160,7 +160,7 @@ def export_pretrained(
     _refuse_keys(store, overwrite, (key for key in keys if is_replaced(key) or key in known))
     with tempfile.TemporaryDirectory() as local:
         report = write(local)
-        _refuse_keys(store, overwrite, keys & {*files_below(local)})
+        _refuse_keys(store, overwrite, keys & {*relative_files(local)})
         store.delete([*filter(is_replaced, keys)])
         upload_files(local, store)
     return None if report is None else dataclasses.replace(report, folder=store.url)
@@ -194,7 +194,7 @@ def _export_model(
     type(config).from_dict(described).save_pretrained(folder)
     text = f"{DESCRIPTIONS}.generation_config"
     if generation_config is None and text in ckpt:
-        generation_config = _described(ckpt, text, GenerationConfig.from_dict)
+        generation_config = _from_document(ckpt, text, GenerationConfig.from_dict)
     if generation_config is not None:
         generation_config.save_pretrained(folder)
     return report
@@ -211,7 +211,7 @@ def _tied(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any) -> list[str]:
 
 def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, dtype: str | None) -> None:
     text = f"{DESCRIPTIONS}.peft_config"
-    for adapter, config in _described(ckpt, text, lambda found: found).items():
+    for adapter, config in _from_document(ckpt, text, lambda found: found).items():
         if not isinstance(config, dict) or adapter in ("", ".", "..") or not {*adapter}.isdisjoint("/\\\0"):
             raise zarrckpt.CorruptCheckpointError(
                 f"{ckpt.url}: {text!r} has the adapter {adapter!r}, expected the name of a folder and its configuration"
@@ -252,10 +252,10 @@ def _config_of(ckpt: zarrckpt.Checkpoint, config: Any) -> Any:
     text = f"{DESCRIPTIONS}.config"
     if text not in ckpt:
         raise ValueError(f"{ckpt.url} has no configuration of a model: pass config=")
-    return _described(ckpt, text, lambda known: CONFIG_MAPPING[known["model_type"]].from_dict(known))
+    return _from_document(ckpt, text, lambda known: CONFIG_MAPPING[known["model_type"]].from_dict(known))
 
 
-def _described(ckpt: zarrckpt.Checkpoint, text: str, make: Callable[[dict[str, Any]], Any]) -> Any:
+def _from_document(ckpt: zarrckpt.Checkpoint, text: str, make: Callable[[dict[str, Any]], Any]) -> Any:
     """Make an object of a JSON document in the checkpoint. Raises CorruptCheckpointError if it is another one."""
     try:
         document = json.loads(ckpt[text])
