@@ -292,9 +292,37 @@ COMMIT = [
     Fault(
         "_store/_local_commit.py",
         "a file is replaced without the lock",
-        "    with _locked(path):\n",
+        "    with locked(path):\n",
         "    with contextlib.nullcontext():\n",
         ("test_store_local.py -k 'one_winner'",),
+    ),
+    Fault(
+        "_store/_local_commit.py",
+        "a lock is taken through a link",
+        " | os.O_NOFOLLOW, 0o666)",
+        ", 0o666)",
+        ("test_hostile.py -k 'lock_is_taken'",),
+    ),
+    Fault(
+        "_store/_whole_files.py",
+        "an export replaces what appears while it is written",
+        "    if not overwrite:\n        refuse_existing(os.path.join(folder, name) for name in (*names, *replaced))\n",
+        "    overwrite = True\n",
+        ("test_convert.py -k 'one_wins'",),
+    ),
+    Fault(
+        "_store/_whole_files.py",
+        "files of two exports get their names at the same time",
+        'with locked(os.path.join(folder, "export")) if replaces or len(names) > 1 else nullcontext():',
+        "with nullcontext():",
+        ("test_convert.py -k 'do_not_mix'",),
+    ),
+    Fault(
+        "_format/torch_archives.py",
+        "indices of sparse tensors are not checked",
+        "    with _SWITCH, check_sparse_tensors():\n",
+        "    with _SWITCH:\n",
+        ("test_values.py -k 'must_fit'",),
     ),
     Fault(
         "_store/_local_commit.py",
@@ -492,8 +520,8 @@ FORMAT = [
     Fault(
         "_format/values.py",
         "torch loads whatever a blob holds",
-        'return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True, mmap=False)',
-        'return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False, mmap=False)',
+        "return load_torch(io.BytesIO(payload))",
+        "return load_torch(io.BytesIO(payload), weights_only=False)",
         ("test_values.py -k 'runs_code or unsafe_loads'",),
     ),
     Fault(

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
+import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -153,16 +158,77 @@ def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_pat
         with pytest.raises(KeyboardInterrupt):
             export(target, overwrite=overwrite, max_inflight_bytes=1 << 14, progress=stop)
         assert [path.name for path in tmp_path.iterdir()] == ["one"]
-    # What a killed process leaves is in nobody's way.
-    left = tmp_path / f"{target.name}.part"
-    if method == "to_dcp":
-        left.mkdir()
-        left /= "__0_0_0.distcp"
-    left.write_text("half")
     export(target)
     zarrckpt.import_checkpoint(target, tmp_path / "two")
     assert zarrckpt.open(tmp_path / "one").diff(zarrckpt.open(tmp_path / "two"))
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two", target.name}
+
+
+@pytest.mark.parametrize("method", [*WAYS_OUT, "report"])
+def test_exports_leave_alone_what_is_beside_their_target(tmp_path: Path, method: str) -> None:
+    """A user's own file of another name, and links that somebody has planted to have a file elsewhere overwritten."""
+    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
+    export = getattr(zarrckpt.open(tmp_path / "one"), method)
+    victim, name = tmp_path / "victim", WAYS_OUT.get(method, "page.html")
+    victim.mkdir()
+    for number, plant in enumerate((Path.write_text, Path.symlink_to)):
+        target = tmp_path / f"{number}" / name
+        target.parent.mkdir()
+        plant(target.parent / f"{name}.part", str(victim / "file"))
+        export(target)
+        target.unlink() if target.is_file() else shutil.rmtree(target)
+        assert [path.name for path in target.parent.iterdir()] == [f"{name}.part"]
+        target.symlink_to(victim)
+        with pytest.raises(zarrckpt.StorageError):
+            export(target)
+    assert (tmp_path / "0" / f"{name}.part").read_text() == str(victim / "file") and not [*victim.iterdir()]
+
+
+@pytest.mark.parametrize(("method", "name"), [*WAYS_OUT.items(), ("to_safetensors", "folder")])
+def test_of_two_exports_to_one_target_one_wins(tmp_path: Path, method: str, name: str) -> None:
+    state = {f"{i}.w": torch.ones(1000) for i in range(3)}
+    for number, factor in (("one", 1), ("two", 2)):
+        zarrckpt.save({key: tensor * factor for key, tensor in state.items()}, tmp_path / number)
+    limits: dict[str, Any] = {"max_file_bytes": 4000} if name == "folder" else {}
+    one, two = (getattr(zarrckpt.open(tmp_path / number), method) for number in ("one", "two"))
+
+    def export_the_other(done: int, total: int) -> None:
+        two(tmp_path / name, overwrite=True, **limits)
+
+    one(tmp_path / name, overwrite=True, progress=export_the_other, **limits)
+    assert _import_sums(tmp_path / name) == {1000.0}
+    shutil.rmtree(tmp_path / name) if (tmp_path / name).is_dir() else (tmp_path / name).unlink()
+    with pytest.raises(zarrckpt.StorageError, match="exists"):
+        one(tmp_path / name, progress=export_the_other, **limits)
+    assert _import_sums(tmp_path / name) == {2000.0}
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", name}
+
+
+def _import_sums(target: Path) -> set[float]:
+    zarrckpt.import_checkpoint(target, f"memory://{target}", overwrite=True)
+    return {float(tensor.sum()) for tensor in zarrckpt.open(f"memory://{target}").load().values()}
+
+
+def test_files_of_two_exports_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One export begins when the other one has given the first of its files its name."""
+    for number in (1, 2):
+        zarrckpt.save({f"{i}": torch.full((10,), float(number)) for i in range(3)}, tmp_path / f"{number}")
+    one, two = (zarrckpt.open(tmp_path / f"{number}").to_safetensors for number in (1, 2))
+    limits: dict[str, Any] = {"max_file_bytes": 40, "overwrite": True}
+    other = threading.Thread(target=lambda: two(tmp_path / "out", **limits))
+    replace = os.replace
+
+    def replace_and_let_the_other_begin(old: str, new: str) -> None:
+        replace(old, new)
+        if other.ident is None and "00001-of" in new:
+            other.start()
+            other.join(0.5)
+
+    monkeypatch.setattr(os, "replace", replace_and_let_the_other_begin)
+    one(tmp_path / "out", **limits)
+    other.join()
+    found = [load_file(path) for path in (tmp_path / "out").glob("*.safetensors")]
+    assert len(found) == 3 and len({float(tensor[0]) for part in found for tensor in part.values()}) == 1
 
 
 def _export(tmp_path: Path, name: str, state: dict[str, Any], **options: Any) -> dict[str, bytes]:
@@ -259,30 +325,141 @@ def test_files_of_torch_save(tmp_path: Path, tensors: dict[str, torch.Tensor]) -
     assert list(zarrckpt.open(tmp_path / "two")) == ["w"]
 
 
-@pytest.mark.parametrize("kind", ["absent", "cut", "index", "escape", "twice", "empty folder", "list"])
-def test_bad_sources_are_refused_and_nothing_is_saved(tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "in"
+def _deflate(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def _doubled(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {"w": torch.ones(1)}
+    for _ in range(levels):
+        value = {"a": value, "b": value}
+    return value
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+SPARSE = torch.sparse_coo_tensor(torch.tensor([[100]]), torch.ones(1), (3,), check_invariants=False)
+"""An element outside of the shape: torch reads and writes out of bounds."""
+
+INDEX = "model.safetensors.index.json"
+BAD_FOLDERS: dict[str, dict[str, Any]] = {
+    "empty": {},
+    "index": {INDEX: {"weight_map": {"w": "gone.safetensors"}}},
+    "escape": {INDEX: {"weight_map": {"w": "../outside.safetensors"}}},
+    "nul": {INDEX: {"weight_map": {"w": "a\0.safetensors"}}},
+    "number": {INDEX: {"weight_map": {"w": 3}}},
+    "mixed types": {INDEX: {"weight_map": {"w": 3, "v": "a.safetensors"}}, "a.safetensors": ["w", "v"]},
+    "list": {INDEX: {"weight_map": [1, 2]}},
+    "text": {INDEX: "weights"},
+    "deep": {INDEX: b"[" * 100_000},
+    "encoding": {INDEX: b"\xff\xfe"},
+    "folder as index": {INDEX: None},
+    "lacks": {INDEX: {"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}}, "a.safetensors": ["w"]},
+    "twice": {"a.safetensors": ["w"], "b.safetensors": ["w"]},
+    "diffusers": {
+        "diffusion_pytorch_model.safetensors.index.json": {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}},
+        "a.safetensors": ["w"],
+    },
+    "variant": {
+        "model.safetensors.index.fp16.json": {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}},
+        "a.safetensors": ["w"],
+    },
+    "first missing": {"model-00002-of-00003.safetensors": ["w"], "model-00003-of-00003.safetensors": ["v"]},
+    "last missing": {"model-00001-of-00003.safetensors": ["w"], "model-00002-of-00003.safetensors": ["v"]},
+    "far more missing": {"model-00001-of-99999999.safetensors": ["w"]},
+    "numbered variant": {"model.fp16-00001-of-00002.safetensors": ["w"]},
+    "adapter": {"model.safetensors": ["w"], "adapter_model.safetensors": ["w.lora_A"]},
+    "adapter beside an index": {
+        INDEX: {"weight_map": {"w": "a.safetensors"}},
+        "a.safetensors": ["w"],
+        "adapter_model.safetensors": ["w.lora_A"],
+    },
+}
+
+
+def _make_folder(folder: Path, files: dict[str, Any]) -> None:
     folder.mkdir()
-    source: Path = folder
-    if kind == "absent":
-        source = tmp_path / "nothing.safetensors"
-    elif kind == "cut":
-        save_file({"w": torch.ones(100)}, folder / "model.safetensors")
-        source = folder / "model.safetensors"
+    for name, content in files.items():
+        if content is None:
+            (folder / name).mkdir()
+        elif isinstance(content, bytes):
+            (folder / name).write_bytes(content)
+        elif name.endswith(".json"):
+            (folder / name).write_text(json.dumps(content))
+        else:
+            save_file({key: torch.ones(3) for key in content}, folder / name)
+
+
+@pytest.mark.parametrize("kind", BAD_FOLDERS)
+def test_incomplete_folders_are_refused_and_nothing_is_saved(tmp_path: Path, kind: str) -> None:
+    save_file({"w": torch.ones(100)}, tmp_path / "outside.safetensors")
+    _make_folder(tmp_path / "in", BAD_FOLDERS[kind])
+    with pytest.raises(zarrckpt.CheckpointError) as caught:
+        zarrckpt.import_checkpoint(tmp_path / "in", tmp_path / "one")
+    assert isinstance(caught.value, zarrckpt.CorruptCheckpointError) or kind == "empty"
+    assert str(tmp_path / "in") in str(caught.value) and not (tmp_path / "one").exists()
+
+
+def test_complete_folders_of_all_kinds_are_imported(tmp_path: Path) -> None:
+    index = {"weight_map": {"w": "m-00001-of-00002.safetensors", "v": "m-00002-of-00002.safetensors"}}
+    files: dict[str, Any] = {name: [key] for key, name in index["weight_map"].items()}
+    other = {"pytorch_model.bin.index.json": {"weight_map": {"w": "pytorch_model-00001-of-00001.bin"}}}
+    complete: list[dict[str, Any]] = [
+        *(files, {**files, INDEX: index}, {**files, "m.safetensors.index.fp16.json": index}, {**files, **other}),
+        {**files, INDEX: index, "consolidated.safetensors": ["w", "v"]},
+        {"m-00000-of-00002.safetensors": ["w"], "m-00001-of-00002.safetensors": ["v"]},
+        {"adapter_model.safetensors": ["w", "v"]},
+    ]
+    for number, content in enumerate(complete):
+        _make_folder(tmp_path / f"{number}", content)
+        zarrckpt.import_checkpoint(tmp_path / f"{number}", tmp_path / "one", overwrite=True)
+        assert {*zarrckpt.open(tmp_path / "one")} == {"w", "v"}
+
+
+BAD_FILES: dict[str, Any] = {
+    "list": [torch.ones(2)],
+    "expanded": {"w": torch.zeros(1).expand(2**40)},
+    "expanded in a list": {"w": [torch.zeros(1).expand(2**40)]},
+    "deflated": {"w": torch.ones(10)},
+    "doubled": _doubled(50),
+    "nested": _nested(5000),
+    "sparse": {"w": SPARSE},
+    "sparse in a value": {"w": (SPARSE, 1)},
+}
+
+
+@pytest.mark.parametrize("kind", ["absent", "cut", *BAD_FILES])
+def test_bad_files_are_refused_and_nothing_is_saved(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / ("x.safetensors" if kind in ("absent", "cut") else "x.pt")
+    if kind == "cut":
+        save_file({"w": torch.ones(100)}, source)
         source.write_bytes(source.read_bytes()[:-9])
-    elif kind == "twice":
-        for name in ("a", "b"):
-            save_file({"w": torch.ones(100)}, folder / f"{name}.safetensors")
-    elif kind == "list":
-        source = tmp_path / "x.pt"
-        torch.save([torch.ones(2)], source)
-    elif kind != "empty folder":
-        save_file({"w": torch.ones(100)}, tmp_path / "outside.safetensors")
-        target = "../outside.safetensors" if kind == "escape" else "gone.safetensors"
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": target}}))
-    with pytest.raises(zarrckpt.CheckpointError):
+    elif kind != "absent":
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(100_000)  # to write it
+        torch.save(BAD_FILES[kind], source)
+        sys.setrecursionlimit(limit)
+    if kind == "deflated":
+        _deflate(source)
+    with pytest.raises(zarrckpt.CheckpointError, match="x\\."):
         zarrckpt.import_checkpoint(source, tmp_path / "one")
     assert not (tmp_path / "one").exists()
+
+
+def test_tensors_that_are_expanded_a_little_are_imported(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1).expand(20), "v": torch.arange(12).expand(2, 12)}, tmp_path / "x.pt")
+    zarrckpt.import_checkpoint(tmp_path / "x.pt", tmp_path / "one")
+    found = zarrckpt.open(tmp_path / "one").load()
+    assert torch.equal(found["w"], torch.ones(20)) and found["v"].sum() == 132
 
 
 def test_from_the_terminal(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:

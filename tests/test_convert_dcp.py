@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import tracemalloc
 from collections import OrderedDict
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -164,15 +166,6 @@ def test_parts_prefixes_and_stripped_names(tmp_path: Path) -> None:
         zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "two", keys=("nothing",))
 
 
-def test_a_folder_in_the_way_of_the_export_stays(tmp_path: Path) -> None:
-    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
-    (tmp_path / "dcp.part").mkdir()
-    (tmp_path / "dcp.part" / "thesis.tex").write_text("years of work")
-    with pytest.raises(zarrckpt.StorageError, match=r"thesis\.tex"):
-        zarrckpt.open(tmp_path / "one").to_dcp(tmp_path / "dcp")
-    assert (tmp_path / "dcp.part" / "thesis.tex").exists() and not (tmp_path / "dcp").exists()
-
-
 def test_tensors_in_pieces_below_another_key(tmp_path: Path) -> None:
     weight = torch.randn(1000, 300)
     zarrckpt.save({"w": weight}, tmp_path / "one")
@@ -236,6 +229,53 @@ def test_metadata_run_no_code_unless_they_may(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "ran").exists()
 
 
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+_NOTHING = b"N."
+_PATH_CLASS = _global("pathlib", "PurePath")
+_SIZE = _global("torch", "Size")
+_NESTED_PAIRS = b")q\0" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(40))
+"""A tuple that holds one twice, and that one another one twice: 2 ** 40 of them to hash or to print."""
+_METADATA = "torch.distributed.checkpoint.metadata"
+
+BOMBS = {
+    "a class gets an attribute": b"N}X\x0b\0\0\0__truediv__" + _PATH_CLASS + b"s\x86b.",
+    "DCP's class gets an attribute": b"N}X\x08\0\0\0__init__Ns\x86b.",
+    "a memo of gigabytes": b"Nr\xff\xff\xff\x0f" + _NOTHING,
+    "a text of gigabytes": b"X\xff\xff\xff\x7fabc.",
+    "nested pairs as a key": b"}" + _NESTED_PAIRS + b"Ns.",
+    "nested pairs in a size": _SIZE + _NESTED_PAIRS + b"R.",
+    "one tuple in many sizes": b"(" + b"K\1" * 900 + b"tq\0" + (_SIZE + b"h\0\x85R") * 9000 + b".",
+    "nested lists": b"]" * 100_000 + b"a" * 99_999 + b".",
+    "many objects": b"}" * 1_000_000 + b".",
+    "a number of megabytes": b"\x8b\0\0\x10\0" + b"9" * (1 << 20) + b".",
+    "metadata without fields": _global(_METADATA, "Metadata") + b")\x81.",
+    "an index without fields": b"}" + _global(_METADATA, "MetadataIndex") + b")\x81Ns.",
+    "an old protocol": pickle.dumps({"w": 1}, protocol=0),
+    "cut": b"}q",
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_metadata_do_no_harm_to_the_process(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "dcp").mkdir()
+    start = _PATH_CLASS if kind == "a class gets an attribute" else b""
+    start = _global(_METADATA, "MetadataIndex") if kind.startswith("DCP") else start
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80\x02" + start + BOMBS[kind])
+    before = {cls: dict(vars(cls)) for cls in (PurePath, dcp.metadata.MetadataIndex)}
+    tracemalloc.start()
+    try:
+        with pytest.raises(zarrckpt.CorruptCheckpointError, match="metadata"):
+            zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "one")
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+    assert before == {cls: dict(vars(cls)) for cls in before}
+    assert type(PurePath("a") / "b") is type(PurePath())
+
+
 def _spoil(folder: Path, kind: str) -> None:
     metadata = dcp.FileSystemReader(folder).read_metadata()
     entry = metadata.state_dict_metadata["w"]
@@ -270,13 +310,31 @@ def _spoil(folder: Path, kind: str) -> None:
         entry.chunks[0].sizes = torch.Size([2, 3])
     elif kind == "dtype":
         entry.properties.dtype = torch.int32
+    elif kind == "expanded":
+        entry.size, entry.chunks = torch.Size([2**40]), [ChunkStorageMetadata(torch.Size([0]), torch.Size([2**40]))]
+        torch.save(torch.zeros(1).expand(2**40), file)
+        metadata.storage_data = {dcp.metadata.MetadataIndex("w", torch.Size([0])): info}
+        info.offset, info.length = 0, file.stat().st_size
+    elif kind == "sizes":
+        entry.chunks[0].sizes = 3  # type: ignore[assignment]
+    elif kind == "dimensions":
+        entry.chunks[0].sizes = torch.Size([1])
+    elif kind == "offset":
+        info.offset = "0"
+    elif kind == "path":
+        metadata.planner_data["w"] = {"w": 1}
+    elif kind == "name":
+        info.relative_path = "a\0b"
+    elif kind == "entry":
+        metadata.state_dict_metadata[3] = entry  # type: ignore[index]
     if kind not in ("no metadata", "bad metadata"):
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 KINDS = (
     *("cut", "gone", "garbage", "no metadata", "bad metadata", "outside", "not there", "gap", "no boxes", "overlap"),
-    *("transformed", "no entry", "shape", "dtype"),
+    *("transformed", "no entry", "shape", "dtype", "expanded", "sizes", "dimensions", "offset", "path", "name"),
+    "entry",
 )
 
 
@@ -329,7 +387,9 @@ def test_a_rename_that_fails_costs_no_export(
 
     def faulty(old: str, new: str) -> None:
         old, new = str(old), str(new)
-        is_step = {"aside": new.endswith(".replaced"), "in": old.endswith(".part"), "back": old.endswith(".replaced")}
+        is_back = old.endswith(".replaced")
+        is_in = new == str(target) and not is_back
+        is_step = {"aside": new.endswith(".replaced"), "in": is_in, "back": is_back}
         if any(is_step[name] for name in broken):
             raise error
         rename(old, new)

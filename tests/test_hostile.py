@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -374,6 +375,16 @@ def test_links_do_not_lead_outside(how: str, tmp_path: Path) -> None:
             assert "evil" in str(err)
     found = {file.name: file.read_bytes() for file in outside.iterdir()}
     assert found == {"zarr.json": b"not ours", "c.0": b"not ours"}
+
+
+def test_no_lock_is_taken_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zarrckpt._store._local_commit._LOCK_SECONDS", 0.1)
+    zarrckpt.save({"w": torch.ones(3)}, tmp_path / "ck")
+    lock = tmp_path / "ck" / f".zarrckpt-{hashlib.sha256(b'zarr.json').hexdigest()[:16]}.lock"
+    lock.symlink_to(tmp_path / "outside")
+    with pytest.raises(StorageError, match=lock.name):
+        zarrckpt.save({"w": torch.zeros(3)}, tmp_path / "ck", overwrite=True)
+    assert not (tmp_path / "outside").exists() and zarrckpt.open(tmp_path / "ck")["w"][:].sum() == 3
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_private_names_of_torch_are_in_one_module() -> None:
     for name, file in modules().items():
         found = [match[0] for match in private.finditer(file.read_text())]
         # The last two name modules of torch whose classes pickles hold, and import none of them.
-        assert not found or name in ("_ranks.torch_private", "_format.values", "_dcp.folder"), (name, found)
+        assert not found or name in ("_ranks.torch_private", "_format.values", "_dcp.metadata_pickle"), (name, found)
 
 
 def test_a_name_is_defined_in_one_module() -> None:

@@ -222,7 +222,7 @@ def test_a_lock_that_a_crash_left_does_not_block(store: Store, tmp_path: Path) -
 
 
 def _hold_lock(path: str, held: Any, release: Any) -> None:
-    with _local_commit._locked(path):
+    with _local_commit.locked(path):
         held.set()
         release.wait(20)
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
+import zipfile
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -714,6 +715,33 @@ def test_older_forms_of_torch_files_are_refused() -> None:
     torch.save([1, 2], stream, _use_new_zipfile_serialization=False)
     with pytest.raises(CorruptCheckpointError, match="'k'"):
         decode_blob("k", "torch", None, stream.getvalue())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors_must_fit_their_shape() -> None:
+    """torch reads and writes out of bounds where an index is outside, and checks none of them by itself."""
+    for layout, options in (
+        (torch.sparse_coo_tensor, (torch.tensor([[100]]), torch.ones(1))),
+        (torch.sparse_csr_tensor, (torch.tensor([0, 1, 1, 1]), torch.tensor([100]), torch.ones(1))),
+    ):
+        size = (3,) if layout is torch.sparse_coo_tensor else (3, 3)
+        stream = io.BytesIO()
+        torch.save((layout(*options, size, check_invariants=False),), stream)
+        with pytest.raises(CorruptCheckpointError, match="'k'"):
+            decode_blob("k", "torch", "builtins.tuple", stream.getvalue())
+        assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
+    good = torch.sparse_coo_tensor(torch.tensor([[2]]), torch.ones(1), (3,), check_invariants=True)
+    assert torch.equal(through_blob((good,), "torch")[0].to_dense(), good.to_dense())
+
+
+def test_compressed_torch_archives_are_refused() -> None:
+    stream, packed = io.BytesIO(), io.BytesIO()
+    torch.save((torch.zeros(1 << 20),), stream)
+    with zipfile.ZipFile(stream) as whole, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in whole.namelist():
+            archive.writestr(name, whole.read(name))
+    with pytest.raises(CorruptCheckpointError, match=r"'k'.*compressed"):
+        decode_blob("k", "torch", "builtins.tuple", packed.getvalue())
 
 
 def test_safe_even_where_the_environment_asks_for_unsafe_loads(

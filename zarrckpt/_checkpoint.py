@@ -566,7 +566,7 @@ class Checkpoint(Mapping[str, Any]):
         parts = [ckpt._part(fqn for fqn in wanted if fqn in ckpt) for ckpt in ckpts]
         sides = [Side(part._catalog, tuple(part), part.info) for part in parts]
         changed, same = ({}, []) if other is None else self._changes(other, wanted)
-        return write_page(os.fspath(path), sides, same, changed, values=values, progress=progress)
+        return write_page(os.fspath(path), sides, same, changed, values=values, overwrite=overwrite, progress=progress)
 
     def _fingerprint(self, fqn: str) -> object:
         """What equal values have alike; bytes that need code to be understood are only compared."""

@@ -271,8 +271,11 @@ def test_wrong_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for call in (save_state, load_state):
         with pytest.raises(zarrckpt.UnsupportedValueError, match="DEEPSPEED"):
             call(accelerator, str(tmp_path / "b"))
-    with pytest.raises(zarrckpt.CorruptCheckpointError, match="outside"):
-        _values.write_files(str(tmp_path), {"../x": torch.zeros(1, dtype=torch.uint8)})
+    content = torch.zeros(1, dtype=torch.uint8)
+    (tmp_path / "folder").mkdir()
+    for files in ({"../x": content}, {"a\0": content}, {"folder": content}, {"x" * 300: content}, {"y": 3}, [content]):
+        with pytest.raises(zarrckpt.CorruptCheckpointError):
+            _values.write_files(str(tmp_path), files)  # type: ignore[arg-type]
     assert not (tmp_path.parent / "x").exists()
 
 

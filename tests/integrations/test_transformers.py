@@ -406,6 +406,50 @@ def test_adapters_become_a_folder_that_peft_takes(adapters_only: bool) -> None:
     assert own.keys() == exported.keys()
 
 
+@pytest.mark.parametrize("name", ["../../victim", "/victim", "a/b", "..", ".", ""])
+def test_names_of_adapters_do_not_lead_outside(tmp_path: Path, name: str) -> None:
+    name = f"{tmp_path}{name}" if name.startswith("/") else name
+    described = {"peft_config": json.dumps({name: {"peft_type": "LORA"}}), "config": "{}"}
+    zarrckpt.save({"model": {f"a.lora_A.{name}.weight": torch.ones(2, 2)}, "trainer": described}, "checkpoint")
+    for folder in (tmp_path / "x/y/out", f"memory://{tmp_path}"):
+        with pytest.raises(zarrckpt.CorruptCheckpointError, match="adapter"):
+            export_pretrained("checkpoint", folder)
+    assert not [*tmp_path.rglob("adapter*")]
+
+
+def test_a_folder_keeps_its_files_unless_they_may_be_replaced(tmp_path: Path) -> None:
+    described = {"peft_config": json.dumps({"default": {"peft_type": "LORA"}, "other": {"peft_type": "LORA"}})}
+    weights = {f"a.lora_A.{name}.weight": torch.ones(2, 2) for name in ("default", "other")}
+    zarrckpt.save({"model": weights, "trainer": described}, "adapters")
+    config = transformers_run.config()
+    zarrckpt.save({"model": LlamaForCausalLM(config)}, "model")
+    cases = [("adapters", {}, "adapter_config.json"), ("adapters", {}, "other/adapter_config.json")]
+    for number, (source, options, name) in enumerate([*cases, ("model", {"config": config}, "config.json")]):
+        own = tmp_path / f"{number}" / name
+        own.parent.mkdir(parents=True)
+        own.write_text("mine")
+        with pytest.raises(zarrckpt.StorageError, match=name):
+            export_pretrained(source, tmp_path / f"{number}", **options)
+        assert [path for path in (tmp_path / f"{number}").rglob("*") if path.is_file()] == [own]
+        export_pretrained(source, tmp_path / f"{number}", overwrite=True, **options)
+        assert own.read_text() != "mine"
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "other").symlink_to(tmp_path / "0")
+    with pytest.raises(zarrckpt.StorageError, match="link"):
+        export_pretrained("adapters", tmp_path / "linked", overwrite=True)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, '{"model_type": "none"}', '{"model_type": []}', "3", b"x"])
+def test_configurations_of_other_types_are_errors_of_the_checkpoint(text: Any) -> None:
+    model = LlamaForCausalLM(transformers_run.config())
+    zarrckpt.save({"model": model, "trainer": {"config": text}}, "other")
+    with pytest.raises((zarrckpt.CheckpointError, ValueError), match="other"):
+        load_pretrained(LlamaForCausalLM, "other")
+    zarrckpt.save({"model": model, "trainer": {"peft_config": text}}, "adapters")
+    with pytest.raises(zarrckpt.CheckpointError, match="adapters"):
+        export_pretrained("adapters", "folder")
+
+
 def _export_in_bfloat16_to_s3(url: str, bucket: Any, tokenizer: Any) -> None:
     options: Any = {"dtype": torch.bfloat16, "storage_options": bucket.storage_options, "max_file_bytes": 6_000}
     first = export_pretrained(url, bucket.url("hub"), tokenizer=tokenizer, **options)

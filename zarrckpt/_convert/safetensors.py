@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from zarrckpt._errors import UnsupportedValueError
@@ -22,7 +23,7 @@ from zarrckpt._read.arrays import batches, read_in_order
 from zarrckpt._read.casts import Casts, cast_elements
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import ExportReport
-from zarrckpt._store._whole_files import flush, new_files, refuse_existing
+from zarrckpt._store._whole_files import new_files, refuse_existing
 
 INDEX = "model.safetensors.index.json"
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -78,22 +79,21 @@ def export_safetensors(
             )
     folder, files = _files(tensors, target, max_file_bytes)
     written = [*files, *([INDEX] if len(files) > 1 else [])]
-    stale = [] if target.endswith(SAFETENSORS_SUFFIX) else _model_files(folder)
+    replaces = None if target.endswith(SAFETENSORS_SUFFIX) else is_model_file
     if not overwrite:
-        refuse_existing([*(os.path.join(folder, name) for name in written), *stale])
+        stale = filter(replaces, os.listdir(folder)) if replaces and os.path.isdir(folder) else ()
+        refuse_existing(os.path.join(folder, name) for name in (*written, *stale))
     total = sum(tensor.nbytes for tensor in tensors.values())
     tally = Tally(total, progress)
     overflowed: Counter[str] = Counter()
-    with new_files([os.path.join(folder, name) for name in written]) as parts:
-        for part, fqns in zip(parts, files.values(), strict=False):
+    with new_files(folder, overwrite=overwrite, replaces=replaces) as part:
+        for name, fqns in files.items():
             wanted = {fqn: tensors[fqn] for fqn in fqns}
-            overflowed += _write(catalog, part, names, wanted, max_inflight_bytes, tally)
+            overflowed += _write(catalog, os.path.join(part, name), names, wanted, max_inflight_bytes, tally)
         if len(files) > 1:
             where = {names[fqn]: name for name, fqns in files.items() for fqn in fqns}
-            _write_index(parts[-1], {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
-        # Before the new ones have their names: an index must not name files of another export.
-        for path in stale:
-            os.unlink(path)
+            document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            Path(part, INDEX).write_text(json.dumps(document, indent=2))
     return ExportReport(folder, tuple(written), len(names), 0, total, dict(overflowed), casts.uncast)
 
 
@@ -126,14 +126,6 @@ def is_model_file(name: str) -> bool:
     return name == INDEX or _MODEL_FILE.fullmatch(name) is not None
 
 
-def _model_files(folder: str) -> list[str]:
-    """Files of an earlier export, the index first: loaders would take them for this one's."""
-    if not os.path.isdir(folder):
-        return []
-    names = sorted(filter(is_model_file, os.listdir(folder)))
-    return [os.path.join(folder, name) for name in sorted(names, key=lambda name: name != INDEX)]
-
-
 def _write(
     catalog: Catalog,
     path: str,
@@ -146,7 +138,7 @@ def _write(
     # Widest elements first: then each begins at a multiple of its size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     overflowed: Counter[str] = Counter()
-    with open(path, "wb") as file:
+    with open(path, "xb") as file:
         file.write(_header(names, ordered))
         for fqn, array in read_in_order(catalog, ordered, max_inflight_bytes):
             tensor = ordered[fqn]
@@ -155,7 +147,6 @@ def _write(
                 overflowed[fqn] += lost
             file.write(array.reshape(-1).view("u1").data)
             tally.add(array.nbytes)
-        flush(file)
     return +overflowed
 
 
@@ -173,9 +164,3 @@ def _header(names: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write_index(path: str, document: Any) -> None:
-    with open(path, "wb") as file:
-        file.write(json.dumps(document, indent=2).encode())
-        flush(file)

@@ -13,7 +13,7 @@ from zarrckpt._format.state_path import StatePath
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import ExportReport
-from zarrckpt._store._whole_files import flush, new_files, refuse_existing
+from zarrckpt._store._whole_files import new_files, refuse_existing
 
 
 def export_torch_save(
@@ -30,7 +30,8 @@ def export_torch_save(
     if not overwrite:
         refuse_existing([target])
     nodes = [catalog.root.tensors[fqn] for fqn in paths if fqn in catalog.root.tensors]
-    with new_files([target]) as (part,), open(part, "wb") as file:
+    folder, name = os.path.split(target)
+    with new_files(folder, overwrite=overwrite) as part, open(os.path.join(part, name), "xb") as file:
         state = load_nested(
             catalog,
             paths,
@@ -41,9 +42,7 @@ def export_torch_save(
         )
         try:
             torch.save(state, file)
-        except RuntimeError as err:  # as torch tells that a disk is full
-            raise StorageError(f"writing {part} failed: {err}") from err
-        flush(file)
-    files = (os.path.basename(target),)
+        except RuntimeError as err:  # torch raises it if a disk is full
+            raise StorageError(f"writing {target} failed: {err}") from err
     total = sum(node.nbytes for node in nodes)
-    return ExportReport(os.path.dirname(target) or ".", files, len(nodes), len(paths) - len(nodes), total)
+    return ExportReport(folder or ".", (name,), len(nodes), len(paths) - len(nodes), total)

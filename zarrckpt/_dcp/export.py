@@ -29,7 +29,8 @@ from zarrckpt._read.arrays import StoredBox, batches, read_boxes, stored_boxes
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import ExportReport
 from zarrckpt._state.tensors import torch_dtype
-from zarrckpt._store._whole_files import refuse_existing
+from zarrckpt._store._local_commit import locked
+from zarrckpt._store._whole_files import private_folder, refuse_existing
 
 DISTCP_SUFFIX = ".distcp"
 
@@ -53,7 +54,7 @@ def export_dcp(
     total = sum(node.nbytes for node in nodes.values())
     # A third for what is read, one for what is on its way there, one for what DCP makes of it.
     planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), Tally(total, progress))
-    with _new_folder(target) as part, errors_as_ours():
+    with _new_folder(target, overwrite) as part, errors_as_ours():
         _save(planner, _Writer(part, target))
     files = tuple(sorted(os.listdir(target)))
     return ExportReport(target, files, len(nodes), len(values), total)
@@ -172,23 +173,26 @@ def _refuse_foreign(target: str, overwrite: bool) -> None:
 
 
 @contextmanager
-def _new_folder(target: str) -> Iterator[str]:
-    """A folder that gets its own name, in place of what is there, when the block ends without an error."""
-    part, replaced = f"{target}.part", f"{target}.{uuid.uuid4().hex[:8]}.replaced"
-    _refuse_foreign(part, overwrite=True)  # what an export that was broken off left is no loss; another's folder is
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        os.makedirs(part)
+def _new_folder(target: str, overwrite: bool) -> Iterator[str]:
+    """Yield a folder that gets its own name, in place of one that is there, when the block ends without an error.
+
+    Of several exports to one target at the same time, one wins as a whole.
+    """
+    folder, name = os.path.split(target)
+    replaced = f"{target}.{uuid.uuid4().hex[:8]}.replaced"
+    with private_folder(folder or ".") as above:
+        part = os.path.join(above, name)
+        os.mkdir(part)
         yield part
-        try:
-            if os.path.lexists(target):
-                os.rename(target, replaced)
-            os.rename(part, target)
-        finally:
-            if os.path.lexists(replaced) and not os.path.lexists(target):
-                os.rename(replaced, target)
-            shutil.rmtree(replaced, ignore_errors=True)
-    except OSError as err:
-        raise StorageError(f"writing {target} failed: {err}") from err
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        with locked(target):
+            _refuse_foreign(target, overwrite)
+            try:
+                if overwrite and os.path.lexists(target):
+                    os.rename(target, replaced)
+                os.rename(part, target)
+            finally:
+                if os.path.lexists(replaced) and not os.path.lexists(target):
+                    os.rename(replaced, target)
+        if os.path.islink(replaced):
+            os.unlink(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)

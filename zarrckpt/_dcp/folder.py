@@ -1,16 +1,15 @@
 """A folder of ``torch.distributed.checkpoint`` (DCP), as its FileSystemWriter leaves it: entries for a save.
 
-``.metadata`` is a pickle of DCP's own classes, so only these are let out of it unless the caller trusts the folder.
+``.metadata`` is a pickle, which is decoded without pickle (:mod:`zarrckpt._dcp.metadata_pickle`) unless the caller
+trusts the folder.
 Each piece of a tensor is a small archive of ``torch.save`` within a file; its bytes are used where they are.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
-import pathlib
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from zarrckpt._dcp.metadata_pickle import check_metadata, decode_metadata, paths_of
 from zarrckpt._errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -33,31 +33,11 @@ from zarrckpt._errors import (
 )
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
+from zarrckpt._format.torch_archives import ARCHIVE, load_torch, refuse_expanded
 from zarrckpt._ranks.torch_private import checkpoint_offset, without_data
 from zarrckpt._state.local_boxes import HeldPieces
 
 METADATA = ".metadata"
-ARCHIVE = b"PK\x03\x04"
-"""How a file of ``torch.save`` begins, as each piece of a tensor is one."""
-
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "zarrckpt._format.state_path": {"StatePath"},
-}
-"""What a ``.metadata`` is made of, besides dtypes, sizes and the path that it was saved to."""
 
 
 class _FilePart(io.RawIOBase):
@@ -89,16 +69,10 @@ class DcpFolder:
     def __init__(self, path: Path, *, allow_pickle: bool) -> None:
         self._path = path
         self._allow_pickle = allow_pickle
-        self._metadata = _read_metadata(path, allow_pickle)
+        self._metadata, self.paths = _read_metadata(path, allow_pickle)
+        """The paths are those in the state dict that was saved, by flat name."""
         self._files: dict[str, torch.UntypedStorage] = {}
         self._without_data = without_data()
-
-    @property
-    def paths(self) -> dict[str, StatePath]:
-        """Where each entry sits in the state dict that was saved, by flat name."""
-        known = self._metadata.planner_data
-        nested: Mapping[str, Any] = known if isinstance(known, Mapping) else {}
-        return {fqn: StatePath.of(nested.get(fqn, (fqn,))) for fqn in self._metadata.state_dict_metadata}
 
     def leaf(self, fqn: str) -> Any:
         """An entry: a tensor, the pieces of one, or a value.
@@ -108,7 +82,7 @@ class DcpFolder:
         entry = self._metadata.state_dict_metadata[fqn]
         if isinstance(entry, BytesStorageMetadata):
             return self._value(fqn)
-        if not isinstance(entry, TensorStorageMetadata) or not entry.chunks:
+        if not entry.chunks:
             raise CorruptCheckpointError(f"{self._path / METADATA} does not say where {fqn!r} is")
         whole = [box for box in entry.chunks if box.sizes == entry.size]
         if whole:
@@ -121,9 +95,11 @@ class DcpFolder:
         return HeldPieces(tuple(entry.size), entry.properties.dtype, pieces)
 
     def _value(self, fqn: str) -> Any:
-        with self._reading(fqn, MetadataIndex(fqn)) as (file, _):
+        with self._reading(fqn, MetadataIndex(fqn)) as (file, info):
             try:
-                return torch.load(file, map_location="cpu", weights_only=not self._allow_pickle)
+                value = load_torch(file, weights_only=not self._allow_pickle)
+                refuse_expanded(value, info.length)
+                return value
             except pickle.UnpicklingError as err:
                 raise UnsafeValueError(
                     f"the value {fqn!r} in {self._path} is more than tensors and plain values: allow_pickle=True runs "
@@ -134,7 +110,8 @@ class DcpFolder:
         """One saved piece, as a view of its file."""
         with self._reading(fqn, MetadataIndex(fqn, box.offsets)) as (file, info):
             with self._without_data:
-                fake = torch.load(file, map_location="cpu", weights_only=True)
+                fake = load_torch(file)
+            refuse_expanded(fake, info.length)
             if (fake.shape, fake.dtype) != (box.sizes, entry.properties.dtype):
                 raise ValueError(
                     f"{fake.dtype} of {tuple(fake.shape)}, expected {entry.properties.dtype} of {tuple(box.sizes)}"
@@ -156,7 +133,7 @@ class DcpFolder:
         """What was saved of an entry, as a file, and where it is. What is wrong in it is a CorruptCheckpointError."""
         where = f"{fqn!r}" if index.offset is None else f"the piece of {fqn!r} at {tuple(index.offset)}"
         info: Any = (self._metadata.storage_data or {}).get(index)
-        if type(info).__name__ != "_StorageInfo":
+        if info is None:
             raise CorruptCheckpointError(f"{self._path / METADATA} does not say where {where} is")
         if info.transform_descriptors:
             raise UnsupportedFormatError(
@@ -183,42 +160,24 @@ class DcpFolder:
         """One of the folder's files, mapped."""
         if name not in self._files:
             path = self._path / name
-            if Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
+            if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
                 raise CorruptCheckpointError(f"{self._path / METADATA} names {name!r}, which is no file of the folder")
             storage: Any = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
             self._files[name] = storage
         return self._files[name]
 
 
-def _read_metadata(path: Path, allow_pickle: bool) -> Metadata:
+def _read_metadata(path: Path, allow_pickle: bool) -> tuple[Metadata, dict[str, StatePath]]:
     try:
         if allow_pickle:
             found: object = FileSystemReader(path).read_metadata()
         else:
-            with open(path / METADATA, "rb") as file:
-                found = _Unpickler(file).load()
-    except (UnsafeValueError, FileNotFoundError):
+            found = decode_metadata((path / METADATA).read_bytes())
+        metadata = check_metadata(found)
+        return metadata, paths_of(metadata)
+    except (UnsafeValueError, OSError):
         raise
     except Exception as err:  # a parser on any input
         raise CorruptCheckpointError(
-            f"{path / METADATA} is no metadata of torch.distributed.checkpoint: {type(err).__name__}: {err}"
+            f"{path / METADATA} is no metadata of torch.distributed.checkpoint: {type(err).__name__}: {err!s:.200}"
         ) from err
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, Mapping):
-        raise CorruptCheckpointError(f"{path / METADATA} holds a {type(found).__name__}, expected DCP's Metadata")
-    return found
-
-
-class _Unpickler(pickle.Unpickler):
-    """Lets DCP's own classes out of a pickle, and nothing else. Raises UnsafeValueError."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()):
-            return getattr(importlib.import_module(module), name)
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        if module.split(".")[0] == "pathlib" and name.endswith("Path"):
-            return pathlib.PurePath  # of whichever system it was saved on
-        raise UnsafeValueError(
-            f"the metadata need {module}.{name}, which is none of DCP's own: allow_pickle=True runs its code, if you "
-            "trust the folder"
-        )

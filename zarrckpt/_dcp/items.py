@@ -17,6 +17,7 @@ from zarrckpt._errors import CheckpointError, UnsupportedValueError
 from zarrckpt._format import dtypes
 from zarrckpt._format.grid import Box
 from zarrckpt._format.state_path import StatePath
+from zarrckpt._format.torch_archives import load_torch
 from zarrckpt._plan.all_descriptions import AllDescriptions
 from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description
 from zarrckpt._plan.holders import ReplicaPart
@@ -198,7 +199,7 @@ class PlannerSource:
         if isinstance(data, io.BytesIO):
             data.seek(0)
             try:
-                return torch.load(data, weights_only=True)
+                return load_torch(data)
             except Exception:  # any bytes at all may be in there; then they are kept as they are
                 data.seek(0)
         return data

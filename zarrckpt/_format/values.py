@@ -54,6 +54,7 @@ from zarrckpt._format.json_values import (
     loads,
     malformed,
 )
+from zarrckpt._format.torch_archives import ARCHIVE, load_torch
 
 BytesLike = bytes | bytearray | memoryview
 
@@ -402,7 +403,7 @@ def _encode_torch(value: object) -> Blob | None:
         torch.save(value, stream)
         stream.seek(0)
         # Loading it is the only way to know: what weights_only takes depends on versions and registrations.
-        loaded = torch.load(stream, map_location="cpu", weights_only=True, mmap=False)
+        loaded = load_torch(stream)
     except Exception:  # whatever it was, pickle is next, and reports its own failure
         return None
     return Blob("torch", stream.getvalue(), _type_name(value)) if type(loaded) is type(value) else None
@@ -416,10 +417,10 @@ def _decode_torch(fqn: str, payload: memoryview) -> Any:
             f"the value {fqn!r} was saved by torch, which is not installed: pip install 'zarrckpt[torch]', "
             "or leave the key out"
         ) from err
-    if bytes(payload[:4]) != b"PK\x03\x04":  # torch.load would try its older formats
+    if bytes(payload[: len(ARCHIVE)]) != ARCHIVE:  # torch.load would try its older formats
         raise CorruptCheckpointError(f"the value {fqn!r} is damaged: not what torch.save writes")
     try:
-        return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True, mmap=False)
+        return load_torch(io.BytesIO(payload))
     except Exception as err:  # a parser on any input
         refused = _refused_globals(torch, payload)
         if refused:
@@ -428,7 +429,9 @@ def _decode_torch(fqn: str, payload: memoryview) -> Any:
                 "if you know them to be safe, allow them with torch.serialization.add_safe_globals; "
                 "or leave the key out"
             ) from err
-        raise CorruptCheckpointError(f"the value {fqn!r} is damaged: torch.load failed: {type(err).__name__}") from err
+        raise CorruptCheckpointError(
+            f"the value {fqn!r} is damaged: torch.load failed: {type(err).__name__}: {err!s:.200}"
+        ) from err
 
 
 def _refused_globals(torch: Any, payload: memoryview) -> list[str]:

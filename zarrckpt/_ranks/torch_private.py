@@ -1,6 +1,6 @@
 """Every use of a private attribute or module of torch, and why. Nothing is imported before it is used.
 
-The names of torch's classes that pickles hold are in ``_format.values`` and ``_dcp.folder``.
+The names of torch's classes that pickles hold are in ``_format.values`` and ``_dcp.metadata_pickle``.
 """
 
 from __future__ import annotations

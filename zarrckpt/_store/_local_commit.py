@@ -139,9 +139,22 @@ def create_file(path: str, data: bytes) -> bool:
     return True
 
 
+def move_new(source: str, path: str) -> None:
+    """Give a file its final name only if none is there. Raises FileExistsError."""
+    try:
+        os.link(source, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # There is no better call that filesystems without hard links offer.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+        os.rename(source, path)
+
+
 def replace_file(path: str, data: bytes, version: str) -> bool:
     """Replace a file only where its content has the ``version``. False: it has not, or there is none."""
-    with _locked(path):
+    with locked(path):
         try:
             found = read_file(path)
             if version_of(found) != version:
@@ -208,7 +221,7 @@ def _create_exclusively(path: str, data: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
+def locked(path: str) -> Iterator[None]:
     """Hold the lock of ``path`` against threads and processes (of other machines too, where the mount does that)."""
     name = own_name(path, "lock")
     with _THREADS_LOCK:
@@ -224,7 +237,8 @@ def _locked(path: str) -> Iterator[None]:
 def _open_locked(name: str) -> int:
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
-        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        # A link of this name, which anybody who may write to the folder can plant, is an error.
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             if _locks_file(file, name) and _same_file(file, name):
                 return file
@@ -260,7 +274,7 @@ def _locks_file(file: int, name: str) -> bool:
 def _same_file(file: int, name: str) -> bool:
     """Whether the open file still is the one of this name (its last holder removes it)."""
     try:
-        return os.path.samestat(os.fstat(file), os.stat(name))
+        return os.path.samestat(os.fstat(file), os.lstat(name))
     except FileNotFoundError:
         return False
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import zarrckpt
+from zarrckpt._format.torch_archives import load_torch
 
 _KEPT = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, io.BytesIO})
 
@@ -69,7 +70,7 @@ def _torch_loads(value: Any) -> bool:
     with suppress(Exception):  # no, whatever the error is
         torch.save(value, stream)
         stream.seek(0)
-        return type(torch.load(stream, map_location="cpu", weights_only=True)) is type(value)
+        return type(load_torch(stream)) is type(value)
     return False
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import zarrckpt
 from zarrckpt._convert.safetensors import is_model_file
 from zarrckpt._store import StoreSpec
 from zarrckpt._store._url import parse
-from zarrckpt._store._whole_files import local_path, upload_files
+from zarrckpt._store._whole_files import local_path, new_files, refuse_existing, relative_files, upload_files
 
 DESCRIPTIONS = "trainer"
 """Where a checkpoint has the texts ``config`` and ``generation_config``."""
@@ -122,40 +122,57 @@ def export_pretrained(
         config, generation_config: of the model. Default: those that ``ZarrTrainer`` has saved.
         tokenizer: or a processor: whatever has ``save_pretrained``. Default: none is written.
         max_file_bytes: as in :meth:`zarrckpt.Checkpoint.to_safetensors`.
-        overwrite: replace such files that are there.
+        overwrite: replace files that are there. Without, one that would be replaced is a StorageError.
         storage_options: as in :func:`zarrckpt.load`.
         folder_options: the ``storage_options`` of a url as folder. Default: those of the checkpoint.
 
     Returns the :class:`ExportReport` of the weights; None for adapters. Raises ValueError where no configuration is
-    known, UnsupportedValueError for other adapters, and what :meth:`zarrckpt.Checkpoint.to_safetensors` raises.
+    known, UnsupportedValueError for other adapters, CorruptCheckpointError for a saved configuration that is none,
+    StorageError, and what :meth:`zarrckpt.Checkpoint.to_safetensors` raises.
     """
     ckpt = zarrckpt.open(url, storage_options=storage_options)
     name = None if dtype is None else str(dtype).removeprefix("torch.")
 
-    def write(place: str, overwrite: bool) -> Any:
+    has_adapters = f"{DESCRIPTIONS}.peft_config" in ckpt
+
+    def write(place: str) -> Any:
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
-        if f"{DESCRIPTIONS}.peft_config" in ckpt:
-            return _export_adapters(ckpt, prefix, Path(place), overwrite, name)
+        if has_adapters:
+            return _export_adapters(ckpt, prefix, Path(place), name)
         model = _config_of(ckpt, config), generation_config
-        return _export_model(
-            ckpt, prefix, place, *model, dtype=name, max_file_bytes=max_file_bytes, overwrite=overwrite
-        )
+        return _export_model(ckpt, prefix, place, *model, dtype=name, max_file_bytes=max_file_bytes)
 
+    def is_replaced(key: str) -> bool:
+        return key.endswith(_ADAPTER_FILES[0]) if has_adapters else is_model_file(key)
+
+    known = _ADAPTER_FILES if has_adapters else _MODEL_FILES
     if parse(folder).kind == "local":
-        return write(local_path(folder), overwrite)
+        target = local_path(folder)
+        if not overwrite:  # before weights are copied; others are looked for when all are written
+            there = os.listdir(target) if os.path.isdir(target) else ()
+            refuse_existing(os.path.join(target, key) for key in there if is_replaced(key) or key in known)
+        with new_files(target, overwrite=overwrite, replaces=None if has_adapters else is_model_file) as part:
+            report = write(part)
+        return None if report is None else dataclasses.replace(report, folder=target)
     store = StoreSpec(folder, storage_options if folder_options is None else folder_options).open()
-    own = [file.key for file in store.list() if is_model_file(file.key) or file.key.endswith(_ADAPTER_FILE)]
-    if own and not overwrite:
-        raise zarrckpt.StorageError(f"{own[0]!r} exists in {store.url}: pass overwrite=True, or another folder")
+    keys = {file.key for file in store.list()}
+    _refuse_keys(store, overwrite, (key for key in keys if is_replaced(key) or key in known))
     with tempfile.TemporaryDirectory() as local:
-        report = write(local, True)
-        store.delete(own)
+        report = write(local)
+        _refuse_keys(store, overwrite, keys & {*relative_files(local)})
+        store.delete([*filter(is_replaced, keys)])
         upload_files(local, store)
     return None if report is None else dataclasses.replace(report, folder=store.url)
 
 
-_ADAPTER_FILE = "adapter_model.safetensors"
+_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+_MODEL_FILES = ("config.json", "generation_config.json")
+
+
+def _refuse_keys(store: Any, overwrite: bool, found: Iterable[str]) -> None:
+    for key in found if not overwrite else ():
+        raise zarrckpt.StorageError(f"{key!r} exists in {store.url}: pass overwrite=True, or another folder")
 
 
 def _export_model(
@@ -167,11 +184,9 @@ def _export_model(
     *,
     dtype: str | None,
     max_file_bytes: int,
-    overwrite: bool,
 ) -> Any:
     weights = ckpt.select(prefix, exclude=_tied(ckpt, prefix, config))
-    limits: Any = {"max_file_bytes": max_file_bytes, "overwrite": overwrite}
-    report = weights.to_safetensors(folder, strip=prefix, dtype=dtype, **limits)
+    report = weights.to_safetensors(folder, strip=prefix, dtype=dtype, max_file_bytes=max_file_bytes)
     # from_pretrained makes the model in the dtype that the configuration says.
     floating = Counter(kind for fqn in ckpt.select(prefix).tensors if "float" in (kind := ckpt.summary(fqn)[1]))
     own = dtype or (floating.most_common(1)[0][0] if floating else None)
@@ -179,7 +194,7 @@ def _export_model(
     type(config).from_dict(described).save_pretrained(folder)
     text = f"{DESCRIPTIONS}.generation_config"
     if generation_config is None and text in ckpt:
-        generation_config = GenerationConfig.from_dict(json.loads(ckpt[text]))
+        generation_config = _from_document(ckpt, text, GenerationConfig.from_dict)
     if generation_config is not None:
         generation_config.save_pretrained(folder)
     return report
@@ -194,17 +209,19 @@ def _tied(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any) -> list[str]:
     return [fqn for fqn, source in names.items() if fqn in ckpt and source in ckpt]
 
 
-def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, overwrite: bool, dtype: str | None) -> None:
-    for adapter, config in json.loads(ckpt[f"{DESCRIPTIONS}.peft_config"]).items():
+def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, dtype: str | None) -> None:
+    text = f"{DESCRIPTIONS}.peft_config"
+    for adapter, config in _from_document(ckpt, text, lambda found: found).items():
+        if not isinstance(config, dict) or adapter in ("", ".", "..") or not {*adapter}.isdisjoint("/\\\0"):
+            raise zarrckpt.CorruptCheckpointError(
+                f"{ckpt.url}: {text!r} has the adapter {adapter!r}, expected the name of a folder and its configuration"
+            )
         place = folder if adapter == "default" else folder / adapter
-        weights = place / _ADAPTER_FILE
-        if weights.exists() and not overwrite:
-            raise zarrckpt.StorageError(f"{weights} exists: pass overwrite=True, or another folder")
         names = {name: fqn for fqn in ckpt.tensors if (name := _name_in_adapter(fqn, prefix, adapter))}
         if not names:
             raise zarrckpt.UnsupportedValueError(
-                f"{ckpt.url}: the adapter {adapter!r} ({config['peft_type']}) has no weights below {prefix!r} with its "
-                "name in theirs: resume, and call model.save_pretrained"
+                f"{ckpt.url}: the adapter {adapter!r} ({config.get('peft_type')}) has no weights below {prefix!r} with "
+                "its name in theirs: resume, and call model.save_pretrained"
             )
         found = ckpt.load(names.values())
         for part in prefix.split("."):
@@ -214,8 +231,8 @@ def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, overw
             kind = getattr(torch, dtype)
             tensors = {name: t.to(kind) if t.is_floating_point() and t.ndim else t for name, t in tensors.items()}
         place.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, weights, metadata={"format": "pt"})
-        (place / "adapter_config.json").write_text(json.dumps({**config, "inference_mode": True}, indent=2))
+        save_file(tensors, place / _ADAPTER_FILES[0], metadata={"format": "pt"})
+        (place / _ADAPTER_FILES[1]).write_text(json.dumps({**config, "inference_mode": True}, indent=2))
 
 
 def _name_in_adapter(fqn: str, prefix: str, adapter: str) -> str | None:
@@ -235,8 +252,23 @@ def _config_of(ckpt: zarrckpt.Checkpoint, config: Any) -> Any:
     text = f"{DESCRIPTIONS}.config"
     if text not in ckpt:
         raise ValueError(f"{ckpt.url} has no configuration of a model: pass config=")
-    known = json.loads(ckpt[text])
-    return CONFIG_MAPPING[known["model_type"]].from_dict(known)
+    return _from_document(ckpt, text, lambda known: CONFIG_MAPPING[known["model_type"]].from_dict(known))
+
+
+def _from_document(ckpt: zarrckpt.Checkpoint, text: str, make: Callable[[dict[str, Any]], Any]) -> Any:
+    """Make an object of a JSON document in the checkpoint. Raises CorruptCheckpointError if it is another one."""
+    try:
+        document = json.loads(ckpt[text])
+        if not isinstance(document, dict):
+            raise TypeError(f"a {type(document).__name__}, expected an object")
+        return make(document)
+    except zarrckpt.CheckpointError:
+        raise
+    except Exception as err:  # a parser on any input, and the constructor of any configuration
+        raise zarrckpt.CorruptCheckpointError(
+            f"{ckpt.url}: {text!r} is no configuration that this version of transformers takes: {type(err).__name__}: "
+            f"{err!s:.200}"
+        ) from err
 
 
 def _allocate(

@@ -55,13 +55,18 @@ def files_below(folder: str) -> dict[str, torch.Tensor]:
 
 
 def write_files(folder: str, files: Mapping[str, torch.Tensor]) -> None:
-    """Write what :func:`files_below` gave. Raises CorruptCheckpointError for a path that leads out of the folder."""
+    """Write what :func:`files_below` gave. Raises CorruptCheckpointError for a path that is no file in the folder."""
+    if not isinstance(files, Mapping):
+        raise zarrckpt.CorruptCheckpointError(f"the checkpoint has a {type(files).__name__} where files are expected")
     for name, content in files.items():
-        path = Path(folder, name)
-        if not path.resolve().is_relative_to(Path(folder).resolve()):
-            raise zarrckpt.CorruptCheckpointError(f"the file {name!r} is outside of the folder that it was saved from")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content.numpy().tofile(path)
+        path, is_file = Path(folder, str(name)), isinstance(content, torch.Tensor) and content.dtype == torch.uint8
+        try:
+            if not is_file or not path.resolve().is_relative_to(Path(folder).resolve()):
+                raise ValueError("outside of the folder that it was saved from, or no bytes")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.numpy().data)
+        except (OSError, ValueError) as err:
+            raise zarrckpt.CorruptCheckpointError(f"the file {name!r:.200} of the checkpoint: {err}") from err
 
 
 def is_filled(part: Any, state: Any = None) -> bool:

@@ -62,15 +62,16 @@ def write_page(
     changed: Mapping[str, tuple[str, str]],
     *,
     values: bool,
+    overwrite: bool,
     progress: Progress | None,
 ) -> PageReport:
-    """Write the page of one or two sides; see ``Checkpoint.report``. It replaces what is there when it is whole."""
+    """Write the page of one or two sides; see ``Checkpoint.report``. It appears under its name when it is whole."""
     found = numbers_of(sides, same, progress) if values else None
     data = page_data(sides, same, changed, found)
     page = rendered(data, " and ".join(side.catalog.store.url for side in sides)).encode("utf-8", "replace")
-    # A link stays one.
-    with new_files([os.path.realpath(path)]) as parts:
-        Path(parts[0]).write_bytes(page)
+    folder, name = os.path.split(os.path.realpath(path))  # a link stays one
+    with new_files(folder, overwrite=overwrite) as part:
+        Path(part, name).write_bytes(page)
     names = [tensor["name"] for tensor in data["tensors"]]
     return PageReport(path, len(page), len(names), tuple(filter(found.is_broken, names)) if found else ())
 

@@ -1,0 +1,334 @@
+"""Decode the ``.metadata`` of ``torch.distributed.checkpoint`` (DCP), which is a pickle, without pickle.
+
+Python's own unpickler restricted to some classes is not enough: it sets attributes of these classes, allocates what a
+file claims, and hashes and prints nested tuples for hours. The decoder here knows the opcodes and classes that DCP
+writes. It calls none of the classes, and its work and memory are bounded by the size of the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickletools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from zarrckpt._errors import UnsafeValueError
+from zarrckpt._format.state_path import CONTAINERS, StatePath, is_key, is_unicode
+from zarrckpt._format.torch_archives import MAX_FILE_DEPTH
+
+MAX_METADATA_BYTES = 1 << 30
+_MAX_STACK = 1 << 17
+"""Objects on the decoder's stack. A pickler writes lists and dicts in portions of 1000 items."""
+_WORK_PER_BYTE = 16
+_MAX_DIMENSIONS = 1000
+_MAX_KEY_PARTS = 100
+
+
+@dataclasses.dataclass
+class FilePart:
+    """The place of an entry in a file, as DCP's ``_StorageInfo``."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: list[str] | None = None
+
+
+_RECORDS: tuple[Any, ...] = (
+    *(BytesStorageMetadata, ChunkStorageMetadata, FilePart, Metadata, MetadataIndex, StorageMeta),
+    *(TensorProperties, TensorStorageMetadata),
+)
+_FIELDS = {record: {field.name for field in dataclasses.fields(record)} for record in _RECORDS}
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_CLASSES: dict[tuple[str, str], Any] = {
+    **{(_METADATA_MODULE, record.__name__): record for record in _RECORDS if record is not FilePart},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): FilePart,
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): TensorProperties,
+}
+"""Classes of which the decoder makes instances and sets the fields."""
+
+_NOT_NEEDED = {
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+}
+"""Classes and functions whose results DCP saves and nobody reads: each becomes None. Paths, too."""
+
+
+def decode_metadata(data: bytes) -> Any:
+    """Return what a ``.metadata`` holds; :func:`check_metadata` makes sure that it is DCP's metadata.
+
+    Takes about 1 s per 2 MB. Raises UnsafeValueError for a class that is not DCP's; other damage may raise any error.
+    """
+    if len(data) > MAX_METADATA_BYTES:
+        raise ValueError(f"{len(data)} bytes, expected at most {MAX_METADATA_BYTES}")
+    return _Decoder(len(data)).decode(data)
+
+
+class _Global:
+    """The name of a class or function in the pickle; it is neither imported nor called."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[[tuple[Any, ...]], Any]) -> None:
+        self.make = make
+
+
+class _Decoder:
+    """The machine that a pickle is a program for."""
+
+    def __init__(self, size: int) -> None:
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._work_left = size * _WORK_PER_BYTE
+
+    def decode(self, data: bytes) -> Any:
+        for opcode, argument, _ in pickletools.genops(data):
+            name = opcode.name
+            if name in _PUSHED:
+                self._stack.append(argument)
+            elif (step := _OPCODES.get(name)) is not None:
+                step(self, argument)
+            elif name == "STOP":
+                return self._stack.pop()
+            elif name not in ("PROTO", "FRAME"):
+                raise ValueError(f"the opcode {name}, which DCP does not write")
+            if len(self._stack) > _MAX_STACK:
+                raise ValueError(f"more than {_MAX_STACK} objects on the stack")
+        raise ValueError("it does not end")
+
+    def constant(self, make: Callable[[], Any]) -> None:
+        self._stack.append(make())
+
+    def mark(self, _: Any) -> None:
+        self._marks.append(len(self._stack))
+
+    def _above_mark(self) -> list[Any]:
+        begin = self._marks.pop()
+        items = self._stack[begin:]
+        del self._stack[begin:]
+        return items
+
+    def tuple_of(self, count: int | None) -> None:
+        items = self._above_mark() if count is None else [self._stack.pop() for _ in range(count)][::-1]
+        self._stack.append(tuple(items))
+
+    def append(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is not list:
+            raise ValueError(f"items for a {type(target).__name__}")
+        target += items
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise ValueError(f"keys and values for a {type(target).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            is_index = type(key) is MetadataIndex and _is_index(key)
+            if type(key) not in (str, int) and not is_index:
+                raise ValueError(f"a {type(key).__name__} as a key")
+            target[key] = value
+
+    def one_item(self, _: Any) -> None:
+        self.append([self._stack.pop()])
+
+    def items(self, _: Any) -> None:
+        self.append(self._above_mark())
+
+    def one_pair(self, _: Any) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self.set_items([key, value])
+
+    def pairs(self, _: Any) -> None:
+        self.set_items(self._above_mark())
+
+    def memoize(self, number: int | None) -> None:
+        self._memo[len(self._memo) if number is None else number] = self._stack[-1]
+
+    def recall(self, number: int) -> None:
+        self._stack.append(self._memo[number])
+
+    def find(self, names: str | None) -> None:
+        """Push a class or function by its module and name, or the dtype of that name."""
+        module, name = (self._stack.pop(-2), self._stack.pop()) if names is None else names.split(" ", 1)
+        if module == "torch" and isinstance(found := getattr(torch, str(name), None), torch.dtype):
+            self._stack.append(found)
+        else:
+            self._stack.append(_Global(self._maker(str(module), str(name))))
+
+    def _maker(self, module: str, name: str) -> Callable[[tuple[Any, ...]], Any]:
+        if (record := _CLASSES.get((module, name))) is not None:
+            return lambda arguments: record.__new__(record)
+        if (module, name) in _NOT_NEEDED or (module.split(".")[0] == "pathlib" and name.endswith("Path")):
+            return lambda arguments: None
+        if (module, name) == ("torch", "Size"):
+            return self._size
+        if (module, name) == ("collections", "OrderedDict"):
+            return lambda arguments: {}
+        if (module, name) == ("zarrckpt._format.state_path", "StatePath"):
+            return self._state_path
+        raise UnsafeValueError(
+            f"the metadata need {module}.{name}, which is none of DCP's own: allow_pickle=True runs its code, if you "
+            "trust the folder"
+        )
+
+    def call(self, _: Any) -> None:
+        arguments, found = self._stack.pop(), self._stack.pop()
+        if type(found) is not _Global or type(arguments) is not tuple:
+            raise ValueError(f"a call of a {type(found).__name__}")
+        self._stack.append(found.make(arguments))
+
+    def build(self, _: Any) -> None:
+        """Set the fields of a record that was made here."""
+        state, target = self._stack.pop(), self._stack[-1]
+        if type(target) is TensorProperties and type(state) is tuple and state:
+            state = {"dtype": state[0]}
+        fields = _FIELDS.get(type(target))
+        if fields is None or type(state) is not dict:
+            raise ValueError(f"a state for a {type(target).__name__}")
+        for name in fields & state.keys():
+            object.__setattr__(target, name, state[name])
+
+    def _spend(self, work: int) -> None:
+        self._work_left -= work
+        if self._work_left < 0:
+            raise ValueError("it uses the same objects too often")
+
+    def _size(self, arguments: tuple[Any, ...]) -> torch.Size:
+        (sizes,) = arguments
+        if type(sizes) is not tuple or len(sizes) > _MAX_DIMENSIONS:
+            raise ValueError("a torch.Size of something else than integers")
+        self._spend(len(sizes))
+        if not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
+            raise ValueError("a torch.Size of something else than integers")
+        return torch.Size(sizes)
+
+    def _state_path(self, arguments: tuple[Any, ...]) -> StatePath:
+        keys, containers, ranks, rank_at = arguments
+        if not all(type(part) is tuple for part in (keys, containers, ranks)) or len(keys) > MAX_FILE_DEPTH:
+            raise ValueError("a StatePath of something else than keys")
+        self._spend(len(keys) + len(ranks) + sum(len(key) for key in keys if type(key) is tuple))
+        for key in keys:
+            is_flat = type(key) is not tuple or not any(type(part) is tuple for part in key)
+            if not is_flat or not is_key(key):
+                raise ValueError(f"a StatePath with a {type(key).__name__} as a key")
+        is_known = all(type(name) is str and name in CONTAINERS for name in containers)
+        is_ranked = rank_at is None or (type(rank_at) is int and 0 <= rank_at < len(keys))
+        if not is_known or not is_ranked or not all(type(rank) is int for rank in ranks):
+            raise ValueError("a StatePath of unknown containers or ranks")
+        return StatePath(keys, containers, ranks, rank_at)
+
+
+_PUSHED = frozenset(
+    {
+        *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+        *("BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES"),
+    }
+)
+_OPCODES: dict[str, Callable[[_Decoder, Any], None]] = {
+    "NONE": lambda decoder, _: decoder.constant(lambda: None),
+    "NEWTRUE": lambda decoder, _: decoder.constant(lambda: True),
+    "NEWFALSE": lambda decoder, _: decoder.constant(lambda: False),
+    "EMPTY_DICT": lambda decoder, _: decoder.constant(dict),
+    "EMPTY_LIST": lambda decoder, _: decoder.constant(list),
+    "EMPTY_TUPLE": lambda decoder, _: decoder.tuple_of(0),
+    "TUPLE1": lambda decoder, _: decoder.tuple_of(1),
+    "TUPLE2": lambda decoder, _: decoder.tuple_of(2),
+    "TUPLE3": lambda decoder, _: decoder.tuple_of(3),
+    "TUPLE": lambda decoder, _: decoder.tuple_of(None),
+    "MARK": _Decoder.mark,
+    "APPEND": _Decoder.one_item,
+    "APPENDS": _Decoder.items,
+    "SETITEM": _Decoder.one_pair,
+    "SETITEMS": _Decoder.pairs,
+    "BINPUT": _Decoder.memoize,
+    "LONG_BINPUT": _Decoder.memoize,
+    "MEMOIZE": lambda decoder, _: decoder.memoize(None),
+    "BINGET": _Decoder.recall,
+    "LONG_BINGET": _Decoder.recall,
+    "GLOBAL": _Decoder.find,
+    "STACK_GLOBAL": lambda decoder, _: decoder.find(None),
+    "REDUCE": _Decoder.call,
+    "NEWOBJ": _Decoder.call,
+    "BUILD": _Decoder.build,
+}
+
+
+def check_metadata(found: object) -> Metadata:
+    """Return DCP's metadata if each part has the type that DCP gives it. Raises ValueError."""
+    if not isinstance(found, Metadata):
+        raise ValueError(f"it holds a {type(found).__name__}, expected Metadata")
+    entries, places = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
+    if not isinstance(entries, Mapping) or not isinstance(places, Mapping | None):
+        raise ValueError("it has no entries")
+    checked: dict[int, set[int]] = {}  # the dimensions in lists of chunks, by identity: entries may share one
+    for fqn, entry in entries.items():
+        if type(fqn) is not str or not is_unicode(fqn):
+            raise ValueError(f"a {type(fqn).__name__} as the name of an entry")
+        if not isinstance(entry, BytesStorageMetadata) and not _is_tensor(entry, checked):
+            raise ValueError(f"{fqn!r:.200} is neither a tensor nor a value")
+    for index, place in (places or {}).items():
+        if not _is_index(index) or not _is_place(place):
+            raise ValueError(f"the place of {getattr(index, 'fqn', None)!r:.200} is not that of a part of a file")
+    return found
+
+
+def paths_of(metadata: Metadata) -> dict[str, StatePath]:
+    """Return the path of each entry in the state dict that was saved, by flat name. Raises ValueError."""
+    known = getattr(metadata, "planner_data", None)
+    nested: Mapping[Any, Any] = known if isinstance(known, Mapping) else {}
+    found: dict[str, StatePath] = {}
+    for fqn in metadata.state_dict_metadata:
+        path = nested.get(fqn, (fqn,))
+        is_path = isinstance(path, tuple) and 0 < len(path) <= MAX_FILE_DEPTH
+        if not is_path or not all(type(part) in (str, int) and is_key(part) for part in path):
+            raise ValueError(f"the path of {fqn!r:.200} is not a tuple of names and positions")
+        found[fqn] = StatePath.of(path)
+    return found
+
+
+def _is_index(index: object) -> bool:
+    offset = getattr(index, "offset", None)
+    return (
+        isinstance(index, MetadataIndex)
+        and type(getattr(index, "fqn", None)) is str
+        and (offset is None or isinstance(offset, torch.Size))
+    )
+
+
+def _is_place(place: object) -> bool:
+    numbers = [getattr(place, name, None) for name in ("offset", "length")]
+    transforms = getattr(place, "transform_descriptors", None) or ()
+    return (
+        type(getattr(place, "relative_path", None)) is str
+        and all(isinstance(number, int) and number >= 0 for number in numbers)
+        and isinstance(transforms, list | tuple)
+        and all(type(name) is str for name in transforms)
+    )
+
+
+def _is_tensor(entry: object, checked: dict[int, set[int]]) -> bool:
+    size, chunks = getattr(entry, "size", None), getattr(entry, "chunks", None)
+    if not isinstance(entry, TensorStorageMetadata) or not isinstance(size, torch.Size) or type(chunks) is not list:
+        return False
+    if not isinstance(getattr(getattr(entry, "properties", None), "dtype", None), torch.dtype):
+        return False
+    if id(chunks) not in checked:
+        boxes = [(getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)) for chunk in chunks]
+        if not all(isinstance(part, torch.Size) for box in boxes for part in box):
+            return False
+        checked[id(chunks)] = {len(part) for box in boxes for part in box if part is not None}
+    return checked[id(chunks)] <= {len(size)}
