@@ -321,13 +321,27 @@ def _is_below(prefix: str) -> Callable[[str], bool]:
 
 
 def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
-    """The entries of a checkpoint, with an entry for each of a rank's parts of stacks."""
+    """The entries of a checkpoint, with an entry for each of a rank's parts of stacks.
+
+    A rank's own entries come in the order of the first rank's, with a part in the place of its stack.
+    """
+    if not parts:
+        return saved
     by_stack: dict[str, list[str]] = {}
+    ranks: dict[str, str] = {}
     for name, part in parts.items():
         by_stack.setdefault(part.stack, []).append(name)
+        level = part.path.rank_at
+        assert level is not None
+        ranks["".join(f"{key}." for key in part.path[:level])] = str(part.path[level])
     entries: dict[str, SavedTensor | None] = {}
     for name, entry in saved.entries.items():
-        entries[name] = entry
+        entries.setdefault(name, entry)
+        for prefix, rank in ranks.items():
+            other, _, rest = name.removeprefix(prefix).partition(".")
+            own = f"{prefix}{rank}.{rest}"
+            if name.startswith(prefix) and other.isdecimal() and own in saved.entries:
+                entries.setdefault(own, saved.entries[own])
         for own in by_stack.get(name, ()):
             assert entry is not None
             entries[own] = SavedTensor(entry.shape[1:], entry.dtype)
