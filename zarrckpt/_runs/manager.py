@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from zarrckpt._commit import protocol
-from zarrckpt._commit.marker import pin_key
+from zarrckpt._commit.marker import pin_id_of, pin_key
 from zarrckpt._commit.pins import put_pin
 from zarrckpt._errors import (
     CheckpointError,
@@ -35,7 +35,7 @@ from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import LoadReport, SaveReport
 from zarrckpt._runs import signals as process_signals
-from zarrckpt._runs.coordinator import Chosen, Coordinator, RunSave, pin_id_of
+from zarrckpt._runs.coordinator import Chosen, Coordinator, RunSave
 from zarrckpt._runs.keep import Keep, checked_metrics
 from zarrckpt._runs.preemption import Preemption
 from zarrckpt._runs.steps import name_of, step_of
@@ -339,7 +339,7 @@ class CheckpointManager:
         """Save a step, due or not; arguments, errors and callers as for :meth:`step`.
 
         A step that this manager has saved already, or is saving, is not saved again: its future is returned. With
-        ``background=False`` the save has ended when the call returns. Three requests more than :func:`save` makes.
+        ``background=False`` the save has ended when the call returns. Four requests more than :func:`save` makes.
         """
         step = self._checked_step(step, self._last_step)
         if self._saved is not None and self._saved[0] == step and not _failed(self._saved[1]):
@@ -355,7 +355,8 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None,
         in_time: bool = False,
     ) -> SaveFuture:
-        request = self._request(step, metrics, metadata)
+        # Deletions get half the time for which the other ranks wait for the coordinator.
+        request = self._request(step, metrics, metadata, 0.0 if in_time else self._options.timeout / 2)
         if in_time:
             assert self._preemption is not None
             # No rank is waited for longer, be it that it is lost.
@@ -373,14 +374,16 @@ class CheckpointManager:
         self._last_step = max(step, self._last_step)
         return future
 
-    def _request(self, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> SaveRequest:
+    def _request(
+        self, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None, patience: float
+    ) -> SaveRequest:
         name = name_of(step)
         own = {"step": step, **checked_metrics(metrics)}
         others = checked_metadata(metadata)
         if twice := sorted({"step", *(metrics or {})} & {*others}) or sorted({"step"} & {*(metrics or {})}):
             raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and as a metric or in metadata")
         known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
-        run = RunSave(self._coordinator, step, name, known)
+        run = RunSave(self._coordinator, step, name, known, patience)
         return SaveRequest(self._spec.child(name), name in self._damaged, known, self._options, None, run)
 
     def _save_preempted(
