@@ -355,8 +355,7 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None,
         in_time: bool = False,
     ) -> SaveFuture:
-        # Deletions get half the time for which the other ranks wait for the coordinator.
-        request = self._request(step, metrics, metadata, 0.0 if in_time else self._options.timeout / 2)
+        request = self._request(step, metrics, metadata)
         if in_time:
             assert self._preemption is not None
             # No rank is waited for longer, be it that it is lost.
@@ -374,16 +373,15 @@ class CheckpointManager:
         self._last_step = max(step, self._last_step)
         return future
 
-    def _request(
-        self, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None, patience: float
-    ) -> SaveRequest:
+    def _request(self, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> SaveRequest:
         name = name_of(step)
         own = {"step": step, **checked_metrics(metrics)}
         others = checked_metadata(metadata)
         if twice := sorted({"step", *(metrics or {})} & {*others}) or sorted({"step"} & {*(metrics or {})}):
             raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and as a metric or in metadata")
         known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
-        run = RunSave(self._coordinator, step, name, known, patience)
+        # Deletions get half the time for which the other ranks wait for the coordinator.
+        run = RunSave(self._coordinator, step, name, known, self._options.timeout / 2)
         return SaveRequest(self._spec.child(name), name in self._damaged, known, self._options, None, run)
 
     def _save_preempted(
@@ -396,6 +394,7 @@ class CheckpointManager:
         """Save within the grace period, after the save under way, if any."""
         assert self._preemption is not None
         self._preempted = True
+        self._coordinator.retention.hurry_saves()
         if self._saving is not None:
             self._end_in_time(self._saving, step)
             if (error := self._saving.exception()) is not None:

@@ -73,6 +73,7 @@ class Retention:
         self._changed = threading.Condition()
         self._awaited = 0
         """The number of deletions for which the next save waits at most."""
+        self._hurried = False
         self._due = False
         self._working = False
         self._ended = False
@@ -124,7 +125,7 @@ class Retention:
         added = 2 if self._keep is not None and self._keep.best else 1
 
         def has_room() -> bool:
-            if self._ended or self._awaited <= 0 or not (self._due or self._working):
+            if self._ended or self._hurried or self._awaited <= 0 or not (self._due or self._working):
                 return True
             waiting = {*self._superfluous()} - self._pinned.keys() - self._refused.keys()
             return len(waiting) + added <= _MOST_SUPERFLUOUS
@@ -135,6 +136,12 @@ class Retention:
             self._log_once("saves wait", "a save waits, since deletions take longer than the time between saves")
             if not self._changed.wait_for(has_room, max(timeout - _LOGGED_SECONDS, 0)):
                 self._log_once("saves go on", f"deletions took more than {timeout:.0f} s: saves go on without them")
+
+    def hurry_saves(self) -> None:
+        """Let no save wait for deletions any more, since this process is to end."""
+        with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
 
     def settle(self, timeout: float) -> None:
         """Wait for deletions under way, at most so many seconds. No save of this job may be under way."""
