@@ -1000,9 +1000,15 @@ def test_a_checkpoint_that_cannot_be_deleted_is_logged_once(tmp_path: Path, capl
             assert {*job.steps()} == left
         watch.rule = lambda _: None
         job.save(12, state(12))
+    assert folders(tmp_path) == {name(12)}
     logged = [record.getMessage() for record in caplog.records]
     assert [sum(name(step) in text for text in logged) for step in (1, 3, 6, 7, 8, 9, 10)] == [1] * len(logged)
-    assert folders(tmp_path) == {name(12)}
+    # In the next job some of them cannot even be read.
+    saved(tmp_path, 13, 14, 15)
+    with watched(tmp_path) as watch, manager(tmp_path, keep=Keep()) as job:
+        watch.rule = lambda call: FAIL if call.key.startswith(f"{name(13)}/") else None
+        job.save(16, state(16))
+    assert folders(tmp_path) == {name(13), name(16)} and name(13) in caplog.messages[-1]
 
 
 RULES: dict[str, Any] = {"newest": 2, "best": 0, "metric": "loss", "mode": "min", "every_steps": None}

@@ -19,6 +19,7 @@ from zarrckpt._errors import (
     CorruptCheckpointError,
     ObjectNotFoundError,
     RunTakenOverError,
+    StorageError,
     log,
 )
 from zarrckpt._format.documents import NODE
@@ -186,13 +187,14 @@ class Retention:
             # It stays pinned until the next time.
             self._release()
         tried: set[str] = set()
+        looked_into: set[str] = set()
         while True:
             # What the checkpoints that are known make superfluous, all of them make superfluous.
             while (name := self._next(tried)) is not None:
                 tried.add(name)
                 if not self._try(name):
                     self._awaited = 0  # the store may refuse all: no save waits for that
-            if not self._read():
+            if not self._read(looked_into):
                 break
         for name in self._held_back(tried):
             # A refused one costs much: after each commit one failure is enough.
@@ -247,34 +249,38 @@ class Retention:
     def _is_pinned(self, name: str) -> bool:
         return bool(protocol.pins(self._spec.child(name).open()))
 
-    def _read(self) -> bool:
-        """Look into some folders that were there when this job began. False if none is left.
-
-        Finds the checkpoints of this run, if there are rules, and the saves that were never finished.
-        """
+    def _read(self, looked_into: set[str]) -> bool:
+        """Look into some folders that were there when this job began. False if all of them were looked into."""
         with self._changed:
-            names = sorted(self._unread)[:_READ_AT_ONCE]
+            names = sorted(self._unread - looked_into)[:_READ_AT_ONCE]
         if not names or self._ended:
             return False
+        looked_into.update(names)
         store = self._spec.open()
-        # Without rules root documents need not be read, which may be large and many.
-        looked_into = names if self._keep is not None else _without_root(store, names)
-        found = protocol.checkpoints_below(store, looked_into, unfinished=True)
-        for below in found:
-            step = step_of(below.name)
-            assert step is not None
-            with self._changed:
-                if below.root is not None and run_of(below.root.metadata) == self._ownership.record.run:
-                    self._own[below.name] = step, below.root.metadata
-                elif below.root is None and below.damage is None:
-                    self._begun[below.name] = step
-        if store.is_local:
-            # A removal that was broken off right before its end has left an empty folder.
-            for name in {*looked_into} - {below.name for below in found}:
-                self._spec.child(name).open().remove_folder()
-        with self._changed:
-            self._unread -= {*names}
+        run_jobs((partial(self._look_into, store, name) for name in names), store.max_concurrency)
         return True
+
+    def _look_into(self, store: Store, name: str) -> None:
+        """Find out whether a folder has a checkpoint of this run, if there are rules, or a save that never finished."""
+        step = step_of(name)
+        assert step is not None
+        try:
+            # Without rules root documents need not be read, which may be large and many.
+            look = self._keep is not None or not _has_root(store, name)
+            found = protocol.checkpoints_below(store, [name], unfinished=True) if look else []
+            if look and not found and store.is_local:
+                # A removal that was broken off right before its end has left an empty folder.
+                self._spec.child(name).open().remove_folder()
+        except StorageError as err:
+            self._log_once(name, f"{name} could not be read, so it is neither counted nor deleted: {_text(err)}")
+            return
+        with self._changed:
+            self._unread.discard(name)
+            for below in found:
+                if below.root is not None and run_of(below.root.metadata) == self._ownership.record.run:
+                    self._own[name] = step, below.root.metadata
+                elif below.root is None and below.damage is None:
+                    self._begun[name] = step
 
     def _delete(self, name: str) -> bool:
         """Delete a checkpoint, or the leftovers of a save. False if it is pinned. It stays if it is not of this run."""
@@ -319,21 +325,15 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _without_root(store: Store, names: Iterable[str]) -> list[str]:
-    """Return the folders in which no root document is. One request of a byte for each."""
-
-    def has_root(name: str) -> bool:
-        try:
-            store.read(f"{name}/{NODE}", 0, 1)
-        except ObjectNotFoundError:
-            return False
-        except CorruptCheckpointError:
-            pass  # an empty document
-        return True
-
-    names = [*names]
-    present = run_jobs((partial(has_root, name) for name in names), store.max_concurrency)
-    return [name for name, there in zip(names, present, strict=True) if not there]
+def _has_root(store: Store, name: str) -> bool:
+    """Whether a root document is in a folder. One request of a byte."""
+    try:
+        store.read(f"{name}/{NODE}", 0, 1)
+    except ObjectNotFoundError:
+        return False
+    except CorruptCheckpointError:
+        pass  # an empty document
+    return True
 
 
 _alive: weakref.WeakSet[Retention] = weakref.WeakSet()
