@@ -74,7 +74,8 @@ class CheckpointManager:
         url: the run's folder, as :func:`save` takes a url.
         keep: which checkpoints are kept, see :class:`Keep`; the others are deleted after the save that makes them
             superfluous, in the background. Default: all are kept. Only checkpoints of this run are ever deleted, and
-            none that is pinned.
+            none that is pinned. A save waits for deletions before it begins if more than two checkpoints would be
+            superfluous after it.
         save_every: :meth:`step` saves each time a multiple of this is reached. Default: only before pre-emption.
         signals: names of signals that announce pre-emption (default: ``SIGTERM``). One on any rank leads to one save of
             one step on all ranks. A second one, more than a second later, ends its process at once. Handlers that were
@@ -86,7 +87,8 @@ class CheckpointManager:
             after 30). They must hold two steps of training and a save.
         background: save with :func:`async_save` (default), or with :func:`save`: no copy in memory, training waits.
         init_from: the url of a checkpoint of another run to begin from, where this run has none: a fork. It is pinned
-            until this run has a checkpoint of its own. ``storage_options`` are used for it, too.
+            until this run has a checkpoint of its own; a restarted job that has another ``init_from``, or none, leaves
+            the pin, with a warning. ``storage_options`` are used for it, too.
         init_keys: load only these keys of it, as ``keys`` of :func:`load`: ``"model"`` for the weights. Default: all.
         process_group: the ranks that save together (default: all).
         no_dist: this process is alone, as in :func:`save`.
@@ -212,7 +214,8 @@ class CheckpointManager:
             step: load the checkpoint of this step, not the newest, and no other one where it is damaged. Saves up to
                 the newest step are refused then.
             rewind: with ``step``: remove all later checkpoints first, so that the run goes on from there. Where one of
-                them is pinned, or not of this run, an error is raised and none is removed.
+                them is pinned, or not of this run, or a save of a later step that is not of this run may still commit,
+                an error is raised and none is removed.
             keys: load a part, as in :func:`load`. Default: everything that has a target.
             rename: load entries under other names, as in :func:`load`.
             strict: as in :func:`load`: targets that the checkpoint lacks, and entries without a target, are an error.
