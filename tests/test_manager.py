@@ -1017,7 +1017,8 @@ RULES: dict[str, Any] = {"newest": 2, "best": 0, "metric": "loss", "mode": "min"
 @pytest.mark.parametrize(("before", "pins", "best"), [(0, 0, 0), (0, 4, 2), (9, 0, 0)])
 def test_at_most_two_checkpoints_are_superfluous(before: int, pins: int, best: int, tmp_path: Path) -> None:
     """Of a store on which a deletion takes longer than a save; more that were there before become fewer."""
-    rules, there = {**RULES, "best": best}, {step: None for step in range(before)}
+    rules = {**RULES, "best": best}
+    there: Known = dict.fromkeys(range(before))
     saved(tmp_path, *there)
     with watched(tmp_path) as watch, manager(tmp_path, keep=Keep(**rules)) as job:
         watch.rule = lambda _: time.sleep(0.001 * (threading.current_thread().name == "zarrckpt-retention"))
@@ -1027,8 +1028,8 @@ def test_at_most_two_checkpoints_are_superfluous(before: int, pins: int, best: i
             if step < pins:
                 job.pin(step)
             superfluous = len(folders(tmp_path)) - len(survivors(there, rules, {*range(pins)}))
-            # Those of before are known a moment after the first commit.
-            assert superfluous <= (before + 3 if step < before + 19 and before else 2), step
+            # Those of before are found out after the first commit, and are fewer from then on.
+            assert superfluous <= (before + 3 if before and step < before + 19 else 2), step
     assert folders(tmp_path) == {name(step) for step in survivors(there, rules, {*range(pins)})}
 
 

@@ -455,6 +455,8 @@ class CheckpointManager:
         self._closed = True
         if self._preemption is not None:
             self._preemption.close()
+        # A signal that comes now leaves the save under way little time, and no save follows it.
+        self._coordinator.retention.hurry_saves()
         try:
             self.wait()
         finally:

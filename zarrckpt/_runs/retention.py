@@ -100,8 +100,10 @@ class Retention:
         """A save of this job has committed: what it makes superfluous is deleted from now on, in the background."""
         with self._changed:
             self._begun.pop(name, None)
-            self._unread.discard(name)
-            self._spared.discard(name)
+            for names in (self._unread, self._spared):
+                names.discard(name)
+            for held_back in (self._pinned, self._refused):
+                held_back.pop(name, None)
             self._own[name] = step, metadata
             self._due, self._awaited = True, _AWAITED
             if self._thread is None and not self._ended:
