@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,11 @@ def marker_key(save_id: str) -> str:
 def pin_key(pin_id: str) -> str:
     """Where a pin is put."""
     return f"{RESERVED_GROUP}/{PINS}/{pin_id}/{NODE}"
+
+
+def pin_id_of(owner: str) -> str:
+    """Return the id of the pin that an owner puts on a checkpoint: the same at every call, in every process."""
+    return hashlib.sha256(f"zarrckpt {owner}".encode()).hexdigest()[:32]
 
 
 def is_pin_key(key: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from zarrckpt._errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ForeignObjectsError,
+    RunTakenOverError,
     StorageError,
     UnsupportedFormatError,
     warn,
@@ -52,6 +52,7 @@ class Coordinator:
         self.ownership = Ownership(spec.open(), keep)
         self.retention = Retention(spec, keep, self.ownership, self._release_source)
         self._released = False
+        """Whether this job has removed the pin of the checkpoint that the run began from."""
         self._greatest = -1
         """The step of the newest sound checkpoint: no save may have this step, or an earlier one."""
 
@@ -132,28 +133,43 @@ class Coordinator:
         if self.ownership.taken:
             self.ownership.check()
             return
-        source = self._source.url if chosen is None else ""
-        self.ownership.take("" if chosen is None else run_of(chosen.root.metadata), source)
-        # Without rules only what a save has left is deleted: that is newer than what it was to follow.
-        self.retention.found(names if self._keep else [name for name in names if _after(name, self._greatest)])
+        inherited = "" if chosen is None else run_of(chosen.root.metadata)
+        self.ownership.take(inherited, self._source.url, begins=chosen is None)
+        self.retention.found(names)
 
     def _remove_after(self, chosen: Found, names: list[str], progressed: Callable[[], None]) -> None:
-        """Remove all checkpoints of later steps, and what saves of later steps left: the last one first."""
+        """Remove all checkpoints of later steps, the last one first.
+
+        Unfinished saves stay: this job has taken the run, so those of the run fail at their commit. Their leftovers are
+        deleted after the commit of a later step. The one of anybody else is refused.
+        """
         later = [self._spec.child(name) for name in names if _after(name, chosen.step)]
         found = [(spec, protocol.leftovers(spec.open(), damaged=True)) for spec in later]
         run = self.ownership.record.run
         for spec, left in found:
             protocol.refuse_pinned(spec.open())
-            if left.root is not None and run_of(left.root.metadata) != run:
+            if left.root is not None:
+                foreign = run_of(left.root.metadata) != run
+            else:
+                foreign = left.root_bytes is not None and any(marker.run != run for marker in left.markers)
+            if foreign:
                 raise ForeignObjectsError(
                     f"{spec.url} is a later checkpoint, but not of the run {run} that goes back to step {chosen.step}. "
                     f"Nothing was removed: remove it, if it is not needed: zarrckpt rm {spec.url}"
                 )
+            others = [marker for marker in left.others if left.may_commit(marker) and marker.run != run]
+            if others:
+                raise ForeignObjectsError(
+                    f"the run {self._spec.url} cannot go back to step {chosen.step}: the save {others[0].save_id} of "
+                    f"a later step, begun {others[0].started} at {spec.url}, is not of the run {run} and may still "
+                    "commit. Nothing was removed: wait for it, or, if no save there is running: "
+                    f"zarrckpt recover {spec.url} --stopped"
+                )
         for spec, left in reversed(found):
             progressed()
-            if left.begun:
+            if left.root_bytes is not None or left.removal:
                 remove_found(spec.open(), left)
-            self.retention.gone(spec.url.rpartition("/")[2])
+                self.retention.gone(spec.url.rpartition("/")[2])
         self._greatest = chosen.step
 
     # -- the checkpoint of another run that this one begins from
@@ -163,23 +179,22 @@ class Coordinator:
         place = self._source.open()
         root = protocol.load_root(place)
         try:
-            put_pin(place, root, self._source_pin(), f"the run {self._spec.url} begins from it")
+            put_pin(place, root, self.ownership.record.pin, f"the run {self._spec.url} begins from it")
         except StorageError as err:
             warn(f"{place.url} cannot be pinned, and may be removed before {self._spec.url} has a checkpoint: {err}")
         step = root.metadata.get("step", protocol.number_in(place.url))
         return step if type(step) is int else None
 
-    def _source_pin(self) -> str:
-        return pin_id_of(self.ownership.record.run)
-
     def _release_source(self) -> None:
-        """Unpin it, once in each job, since the one before may have ended in between. One request."""
-        url = self.ownership.record.source
-        if self._released or not url:
+        """Unpin it, unless an earlier job has done so. Three requests.
+
+        Only what this job's own ``init_from`` names is opened, never a url from the run's document.
+        """
+        if self._released or not self.ownership.record.pin:
             return
-        spec = self._source if self._source.url == url else self._source.at(url)
-        spec.open().delete([pin_key(self._source_pin())])
+        self._source.open().delete([pin_key(self.ownership.record.pin)])
         self._released = True
+        self.ownership.forget_source()
 
     # -- to save
 
@@ -200,6 +215,18 @@ class Coordinator:
         return self.ownership.record.run
 
     def committed(self, step: int, name: str, metadata: Mapping[str, Any]) -> None:
+        """Count a checkpoint that was committed just now. One request.
+
+        Raises RunTakenOverError if another job has taken the run since the look before the commit: it may have seen
+        no checkpoint, and delete the objects of this one.
+        """
+        try:
+            self.ownership.check()
+        except RunTakenOverError as err:
+            url = self._spec.child(name).url
+            raise RunTakenOverError(f"{err}. {url} was committed, and may lack objects: zarrckpt verify {url}") from err
+        except StorageError:
+            pass  # it is committed, and the next save looks again
         self._greatest = step
         self.retention.committed(name, step, metadata)
 
@@ -207,11 +234,18 @@ class Coordinator:
 class RunSave:
     """One save of a run, as the steps of a save use it."""
 
-    def __init__(self, coordinator: Coordinator, step: int, name: str, metadata: Mapping[str, Any]) -> None:
+    def __init__(
+        self, coordinator: Coordinator, step: int, name: str, metadata: Mapping[str, Any], patience: float
+    ) -> None:
+        """``patience``: how many seconds it waits for deletions at most."""
         self._coordinator = coordinator
+        self._patience = patience
         self._step = step
         self._name = name
         self._metadata = metadata
+
+    def wait_for_room(self) -> None:
+        self._coordinator.retention.wait_for_room(self._patience)
 
     def begin(self) -> str:
         return self._coordinator.begin(self._step, self._name)
@@ -224,11 +258,6 @@ class RunSave:
 
     def committed(self) -> None:
         self._coordinator.committed(self._step, self._name, self._metadata)
-
-
-def pin_id_of(who: str) -> str:
-    """The id of the pin that somebody puts once on a checkpoint: the same at every call, in every process."""
-    return hashlib.sha256(f"zarrckpt {who}".encode()).hexdigest()[:32]
 
 
 def _after(name: str, step: int) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from zarrckpt._commit import protocol
-from zarrckpt._commit.marker import pin_key
+from zarrckpt._commit.marker import pin_id_of, pin_key
 from zarrckpt._commit.pins import put_pin
 from zarrckpt._errors import (
     CheckpointError,
@@ -35,7 +35,7 @@ from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import LoadReport, SaveReport
 from zarrckpt._runs import signals as process_signals
-from zarrckpt._runs.coordinator import Chosen, Coordinator, RunSave, pin_id_of
+from zarrckpt._runs.coordinator import Chosen, Coordinator, RunSave
 from zarrckpt._runs.keep import Keep, checked_metrics
 from zarrckpt._runs.preemption import Preemption
 from zarrckpt._runs.steps import name_of, step_of
@@ -74,7 +74,8 @@ class CheckpointManager:
         url: the run's folder, as :func:`save` takes a url.
         keep: which checkpoints are kept, see :class:`Keep`; the others are deleted after the save that makes them
             superfluous, in the background. Default: all are kept. Only checkpoints of this run are ever deleted, and
-            none that is pinned.
+            none that is pinned. A save waits for deletions before it begins if more than two checkpoints would be
+            superfluous after it.
         save_every: :meth:`step` saves each time a multiple of this is reached. Default: only before pre-emption.
         signals: names of signals that announce pre-emption (default: ``SIGTERM``). One on any rank leads to one save of
             one step on all ranks. A second one, more than a second later, ends its process at once. Handlers that were
@@ -86,7 +87,8 @@ class CheckpointManager:
             after 30). They must hold two steps of training and a save.
         background: save with :func:`async_save` (default), or with :func:`save`: no copy in memory, training waits.
         init_from: the url of a checkpoint of another run to begin from, where this run has none: a fork. It is pinned
-            until this run has a checkpoint of its own. ``storage_options`` are used for it, too.
+            until this run has a checkpoint of its own; a restarted job that has another ``init_from``, or none, leaves
+            the pin, with a warning. ``storage_options`` are used for it, too.
         init_keys: load only these keys of it, as ``keys`` of :func:`load`: ``"model"`` for the weights. Default: all.
         process_group: the ranks that save together (default: all).
         no_dist: this process is alone, as in :func:`save`.
@@ -212,7 +214,8 @@ class CheckpointManager:
             step: load the checkpoint of this step, not the newest, and no other one where it is damaged. Saves up to
                 the newest step are refused then.
             rewind: with ``step``: remove all later checkpoints first, so that the run goes on from there. Where one of
-                them is pinned, or not of this run, an error is raised and none is removed.
+                them is pinned, or not of this run, or a save of a later step that is not of this run may still commit,
+                an error is raised and none is removed.
             keys: load a part, as in :func:`load`. Default: everything that has a target.
             rename: load entries under other names, as in :func:`load`.
             strict: as in :func:`load`: targets that the checkpoint lacks, and entries without a target, are an error.
@@ -339,7 +342,7 @@ class CheckpointManager:
         """Save a step, due or not; arguments, errors and callers as for :meth:`step`.
 
         A step that this manager has saved already, or is saving, is not saved again: its future is returned. With
-        ``background=False`` the save has ended when the call returns. Three requests more than :func:`save` makes.
+        ``background=False`` the save has ended when the call returns. Four requests more than :func:`save` makes.
         """
         step = self._checked_step(step, self._last_step)
         if self._saved is not None and self._saved[0] == step and not _failed(self._saved[1]):
@@ -380,7 +383,8 @@ class CheckpointManager:
         if twice := sorted({"step", *(metrics or {})} & {*others}) or sorted({"step"} & {*(metrics or {})}):
             raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and as a metric or in metadata")
         known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
-        run = RunSave(self._coordinator, step, name, known)
+        # Deletions get half the time for which the other ranks wait for the coordinator.
+        run = RunSave(self._coordinator, step, name, known, self._options.timeout / 2)
         return SaveRequest(self._spec.child(name), name in self._damaged, known, self._options, None, run)
 
     def _save_preempted(
@@ -393,6 +397,7 @@ class CheckpointManager:
         """Save within the grace period, after the save under way, if any."""
         assert self._preemption is not None
         self._preempted = True
+        self._coordinator.retention.hurry_saves()
         if self._saving is not None:
             self._end_in_time(self._saving, step)
             if (error := self._saving.exception()) is not None:
@@ -450,6 +455,8 @@ class CheckpointManager:
         self._closed = True
         if self._preemption is not None:
             self._preemption.close()
+        # A signal that comes now leaves the save under way little time, and no save follows it.
+        self._coordinator.retention.hurry_saves()
         try:
             self.wait()
         finally:

@@ -12,8 +12,9 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+from zarrckpt._commit.marker import pin_id_of
 from zarrckpt._commit.protocol import new_id
-from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, RunTakenOverError, StorageError
+from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, RunTakenOverError, StorageError, warn
 from zarrckpt._format.documents import NODE, Json, join
 from zarrckpt._format.metadata import RUN_METADATA
 from zarrckpt._format.root import RUN_GROUP
@@ -37,13 +38,16 @@ class RunRecord:
     keep: Keep | None = None
     """Which checkpoints it keeps; None for all."""
     source: str = ""
-    """The url of the checkpoint that the run began from, "" for none: pinned until the run has one of its own."""
+    """The checkpoint that the run begins from, until it has its own; "" for none. A text that is never opened."""
+    pin: str = ""
+    """The id of the pin on it, "" for none: of this run in this folder, so a copy of the folder has another one."""
 
     def to_bytes(self) -> bytes:
         """The record as it is stored."""
         own: Json = {"run": self.run, "job": self.job, "host": self.host, "started": self.started}
         keep: Json = {} if self.keep is None else {"keep": dataclasses.asdict(self.keep)}
-        return sealed_bytes(own | keep | ({"source": self.source} if self.source else {}))
+        source: Json = {"source": self.source, "pin": self.pin} if self.pin else {}
+        return sealed_bytes(own | keep | source)
 
 
 @nesting_bounded
@@ -65,6 +69,7 @@ def parse_record(data: bytes, where: str) -> RunRecord:
         members.time("started"),
         keep,
         members.text("source") if "source" in members.own else "",
+        members.save_id("pin") if "pin" in members.own else "",
     )
 
 
@@ -95,7 +100,7 @@ class Ownership:
         assert self._record is not None
         return self._record
 
-    def take(self, inherited: str, source: str = "") -> None:
+    def take(self, inherited: str, source: str = "", *, begins: bool = False) -> None:
         """Go on with the run in the place of whoever did before. Two requests.
 
         A plain put: of jobs that take it at the same time the last one goes on, and the others find that when they look
@@ -103,7 +108,10 @@ class Ownership:
 
         Args:
             inherited: the run of the checkpoint that this job goes on from, for a folder without a record.
-            source: the checkpoint of another run that this one begins from.
+            source: the url of the checkpoint of another run that this job was given to begin from.
+            begins: whether the run has no checkpoint, so that it begins from there.
+
+        Warns of a pin that an earlier job may have left elsewhere, and that this one does not remove.
 
         Raises CorruptCheckpointError for a damaged record; StorageError, also if the folder may only be read.
         """
@@ -112,9 +120,14 @@ class Ownership:
         except CorruptCheckpointError as err:
             raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job makes it anew") from err
         run = known.run if known is not None else inherited or new_id()
-        source = source or ("" if known is None else known.source)
+        pin = pin_id_of(f"{run} {self._store.url}") if source else ""
+        left = ("", "") if known is None else (known.source, known.pin)
+        if left[1] and left != (source, pin):
+            _warn_of_pin(self._store, *left)
+        if not begins and left != (source, pin):
+            source = pin = ""
         host = f"{socket.gethostname()}, process {os.getpid()}"
-        own = RunRecord(run, new_id(), host, now(), self._keep, source)
+        own = RunRecord(run, new_id(), host, now(), self._keep, source, pin)
         try:
             self._store.put(RUN_KEY, [own.to_bytes()])
         except StorageError as err:
@@ -124,6 +137,14 @@ class Ownership:
             ) from err
         self._store.sync([RUN_KEY])
         self._record = own
+
+    def forget_source(self) -> None:
+        """Record that the run's source is not pinned any more. Two requests; raises ObjectExistsError after a take."""
+        stored = self._store.get_versioned(RUN_KEY)
+        if parse_record(stored.data, join(self._store.url, RUN_KEY)).job == self.record.job:
+            own = dataclasses.replace(self.record, source="", pin="")
+            self._store.replace(RUN_KEY, own.to_bytes(), stored.version)
+            self._record = own
 
     def check(self) -> None:
         """Raise RunTakenOverError where another job has taken the run. One request."""
@@ -140,3 +161,12 @@ class Ownership:
     def metadata(self) -> dict[str, Any]:
         """What the metadata of the run's checkpoints has."""
         return {RUN_METADATA: {"id": self.record.run, "job": self.record.job}}
+
+
+def _warn_of_pin(store: Store, source: str, pin: str) -> None:
+    # Texts of a stored document: repr leaves no control characters in them.
+    warn(
+        f"the run {store.url} was begun from {source[:1000]!r} by another job, which pinned that checkpoint. This job "
+        "was not given it as init_from, or the run's folder was moved or copied: so the pin stays. If no run needs it: "
+        f"zarrckpt.unpin({source[:1000]!r}, {pin!r})"
+    )

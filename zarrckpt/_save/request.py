@@ -18,6 +18,9 @@ from zarrckpt._store import StoreSpec, Url
 class Run(Protocol):
     """The run that a save belongs to. Used on the coordinator only; any of these may raise why it may not save."""
 
+    def wait_for_room(self) -> None:
+        """Called before the first :meth:`begin` that puts something follows; may wait."""
+
     def begin(self) -> str:
         """Called before anything is put, more than once. Returns the run's id."""
 
@@ -28,7 +31,7 @@ class Run(Protocol):
         """Called right before the commit."""
 
     def committed(self) -> None:
-        """Called right after the commit, which must not look like a failure any more. Raises nothing."""
+        """Called right after the commit. Raises RunTakenOverError if another job may have removed the checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,10 @@ class RankSave:
 
         Raises CheckpointExistsError, ForeignObjectsError.
         """
-        run_id = "" if self.request.run is None else self.request.run.begin()
+        run_id = ""
+        if self.request.run is not None:
+            self.request.run.wait_for_room()
+            run_id = self.request.run.begin()
         marker = dataclasses.replace(layout.marker(protocol.new_id(), now()), run=run_id)
         self._attempt = protocol.begin(self._store, marker, overwrite=self.request.overwrite)
         return AttemptName(self._attempt.save_id, self._attempt.tree, self._attempt.base_id, host_name())
