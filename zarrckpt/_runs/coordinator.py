@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._commit import protocol
-from zarrckpt._commit.marker import pin_key
+from zarrckpt._commit.marker import CLAIM_KEY, pin_key
 from zarrckpt._commit.pins import put_pin
+from zarrckpt._commit.protocol import Below
 from zarrckpt._errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -19,13 +20,18 @@ from zarrckpt._errors import (
     UnsupportedFormatError,
     warn,
 )
+from zarrckpt._format.documents import NODE, join
 from zarrckpt._format.metadata import run_of
+from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP
 from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
-from zarrckpt._runs.record import Ownership
+from zarrckpt._runs.record import RUN_KEY, Ownership, RunRecord
 from zarrckpt._runs.retention import Retention
-from zarrckpt._runs.steps import Found, newest_first, passed_over, step_of
-from zarrckpt._store import StoreSpec
+from zarrckpt._runs.steps import Found, WithoutRoot, newest_first, passed_over, step_of
+from zarrckpt._store import Store, StoreSpec
+
+_SHOWN = 5
+"""How many damaged checkpoints an error names."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class Chosen:
     """The folders of damaged checkpoints: a save to one of them replaces it."""
     from_source: bool = False
     """Whether it is the checkpoint of another run that this one begins from."""
+    others: bool = False
+    """Whether another folder has the same step: its name has another number of zeros."""
 
 
 class Coordinator:
@@ -74,14 +82,19 @@ class Coordinator:
         self.retention.settle(timeout)
         names = self._folders()
         newest, damaged = self._newest(names, unreadable)
-        self.retention.spare(damaged)
-        chosen = newest if step is None else self._of_step(step, names)
-        if chosen is None and damaged:
-            raise CorruptCheckpointError(
-                f"every checkpoint of the run {self._spec.url} is damaged ({', '.join(damaged)}): see "
-                f"what is: zarrckpt verify {self._spec.child(names[-1]).url}"
+        chosen = newest if step is None else self._of_step(step, names, unreadable)
+        known = self.ownership.look()
+        if chosen is None:
+            self._refuse_to_begin_anew(known, damaged)
+        try:
+            self._take(known, chosen, names, newest)
+        except StorageError as err:
+            if rewind:
+                raise
+            warn(
+                f"the run {self._spec.url} cannot be taken over by this job: it reads checkpoints, and saves will fail "
+                f"as long as that is so: {err}"
             )
-        self._take(chosen, names, newest)
         if rewind and chosen is not None:
             self._remove_after(chosen, names, progressed)
         elif chosen is not None and chosen.step < self._greatest:
@@ -90,50 +103,93 @@ class Coordinator:
                 "that are refused. restore(..., rewind=True) removes the later ones"
             )
         if chosen is not None:
-            return Chosen(chosen.name, chosen.step, tuple(damaged))
+            others = any(step_of(name) == chosen.step and name not in {chosen.name, *unreadable} for name in names)
+            return Chosen(chosen.name, chosen.step, tuple(below.name for below in damaged), others=others)
         return Chosen("", self._hold_source(), (), from_source=True) if self._source.url else Chosen("", None, ())
 
     def _folders(self) -> list[str]:
-        """The folders of steps, in their order. The pages of one listing."""
-        folders = [name for name in self._spec.open().list_dir()[1] if not name.startswith("@")]
+        """The folders of steps, in their order. The pages of one listing, and a few requests if there is no run yet.
+
+        Raises ForeignObjectsError for the url of a checkpoint, or of a part of one.
+        """
+        store = self._spec.open()
+        objects, all_folders = store.list_dir()
+        folders = [name for name in all_folders if not name.startswith("@")]
         names = [name for name in folders if step_of(name) is not None]
+        if NODE in objects or RESERVED_GROUP in all_folders:
+            refuse_checkpoint(store, NODE in objects, bool(names) or RUN_GROUP in all_folders)
+        if not names and RUN_GROUP not in all_folders:
+            protocol.refuse_inside(store)
         if folders and not names:
             shown = ", ".join(map(repr, folders[:3]))
             warn(f"{self._spec.url} holds no folder of a step, such as 'step-100', but {shown}: nothing is restored")
         return sorted(names, key=lambda name: (step_of(name), name))
 
-    def _newest(self, names: list[str], unreadable: frozenset[str]) -> tuple[Found | None, list[str]]:
-        """The newest sound checkpoint, and the folders of the damaged ones after it, which are warned of."""
+    def _newest(self, names: list[str], unreadable: frozenset[str]) -> tuple[Found | None, list[Below]]:
+        """The newest sound checkpoint, and the damaged ones after it, which are warned of, and are not deleted."""
         store = self._spec.open()
-        damaged = sorted(unreadable)
+        damaged = [Below(name, damage=CorruptCheckpointError("its data are damaged")) for name in sorted(unreadable)]
+        try:
+            return self._first_sound(store, names, unreadable, damaged), damaged
+        finally:
+            self.retention.spare(below.name for below in damaged)
+
+    def _first_sound(
+        self, store: Store, names: list[str], unreadable: frozenset[str], damaged: list[Below]
+    ) -> Found | None:
         for below in newest_first(store, [name for name in names if name not in unreadable]):
             step = step_of(below.name)
             assert step is not None
             if isinstance(below.damage, UnsupportedFormatError):
                 raise below.damage
             if below.root is not None:
-                return Found(step, below.name, below.root), damaged
-            damaged.append(below.name)
+                return Found(step, below.name, below.root)
+            damaged.append(below)
             warn(passed_over(store, below))
-        return None, damaged
+        return None
 
-    def _of_step(self, step: int, names: list[str]) -> Found:
-        for below in newest_first(self._spec.open(), [name for name in names if step_of(name) == step]):
-            if below.damage is not None:
-                raise below.damage
-            assert below.root is not None
-            return Found(step, below.name, below.root)
+    def _refuse_to_begin_anew(self, known: RunRecord | None, damaged: list[Below]) -> None:
+        """Raise unless nothing was ever committed in the run, as far as its record and its folders show.
+
+        A save of the run may have been killed right before its commit, and then it is no checkpoint.
+        """
+        if damaged and not (
+            known is not None
+            and not known.committed
+            and all(isinstance(below, WithoutRoot) and below.run == known.run for below in damaged)
+        ):
+            shown = "; ".join(f"{below.name}: {below.damage}" for below in damaged[:_SHOWN])
+            more = f"; and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
+            raise CorruptCheckpointError(
+                f"the run {self._spec.url} has no sound checkpoint, but {len(damaged)} damaged: {shown}{more}. Restore "
+                f"the missing objects from a copy. If they are not needed, begin the run at another url, or remove "
+                f"them: zarrckpt rm {self._spec.child(damaged[0].name).url}"
+            )
+        if known is not None and known.committed and not damaged:
+            raise CheckpointNotFoundError(
+                f"the run {self._spec.url} has no checkpoint any more, and its document {RUN_KEY} records that one was "
+                "committed. Check the path and the storage. To begin anew: use another url, or delete the document"
+            )
+
+    def _of_step(self, step: int, names: list[str], unreadable: frozenset[str]) -> Found:
+        store, damage = self._spec.open(), None
+        for below in newest_first(store, [name for name in names if step_of(name) == step and name not in unreadable]):
+            if below.root is not None:
+                return Found(step, below.name, below.root)
+            damage = damage or below.damage
+        if damage is not None:
+            raise damage
         known = ", ".join(str(step_of(name)) for name in names[-8:])
         there = f"the last steps that were begun there: {known}" if known else "no step is there"
         raise CheckpointNotFoundError(f"the run {self._spec.url} has no checkpoint of step {step}; {there}")
 
-    def _take(self, chosen: Found | None, names: list[str], newest: Found | None) -> None:
+    def _take(self, known: RunRecord | None, chosen: Found | None, names: list[str], newest: Found | None) -> None:
         self._greatest = -1 if newest is None else newest.step
         if self.ownership.taken:
-            self.ownership.check()
             return
         source = self._source.url if chosen is None else ""
-        self.ownership.take("" if chosen is None else run_of(chosen.root.metadata), source)
+        inherited = "" if chosen is None else run_of(chosen.root.metadata)
+        self.ownership.take(known, inherited, source, newest is not None)
         # Without rules only what a save has left is deleted: that is newer than what it was to follow.
         self.retention.found(names if self._keep else [name for name in names if _after(name, self._greatest)])
 
@@ -163,7 +219,8 @@ class Coordinator:
         place = self._source.open()
         root = protocol.load_root(place)
         try:
-            put_pin(place, root, self._source_pin(), f"the run {self._spec.url} begins from it")
+            if self.ownership.taken:
+                put_pin(place, root, self._source_pin(), f"the run {self._spec.url} begins from it")
         except StorageError as err:
             warn(f"{place.url} cannot be pinned, and may be removed before {self._spec.url} has a checkpoint: {err}")
         step = root.metadata.get("step", protocol.number_in(place.url))
@@ -190,7 +247,7 @@ class Coordinator:
         else:
             names = self._folders()
             newest, _ = self._newest(names, frozenset())
-            self._take(newest, names, newest)
+            self._take(self.ownership.look(), newest, names, newest)
         if step <= self._greatest:
             raise CheckpointExistsError(
                 f"the run {self._spec.url} has a checkpoint of step {self._greatest}, so step {step} is not saved. To "
@@ -201,6 +258,7 @@ class Coordinator:
 
     def committed(self, step: int, name: str, metadata: Mapping[str, Any]) -> None:
         self._greatest = step
+        self.ownership.note_commit()
         self.retention.committed(name, step, metadata)
 
 
@@ -224,6 +282,32 @@ class RunSave:
 
     def committed(self) -> None:
         self._coordinator.committed(self._step, self._name, self._metadata)
+
+
+def refuse_checkpoint(store: Store, rooted: bool, is_run: bool) -> None:
+    """Raise ForeignObjectsError if a run's url is that of a checkpoint. One request at most.
+
+    ``rooted``: a root document is there; ``is_run``: so are folders of steps, or the document of a run. A save that was
+    begun by mistake in the folder of a run, and did not commit, is no obstacle.
+    """
+    if rooted:
+        try:
+            protocol.read_root(store)
+        except ForeignObjectsError:
+            # Beside a run, somebody's document of a group; else a checkpoint whose root another program replaced.
+            if is_run or not protocol.is_stored(store, CLAIM_KEY):
+                return
+        except (CorruptCheckpointError, UnsupportedFormatError):
+            pass
+        what = "is a checkpoint"
+    elif is_run:
+        return
+    else:
+        what = "is where a save was begun"
+    raise ForeignObjectsError(
+        f"{store.url} {what}, and not the folder of a run: expected a folder that holds checkpoints, such as "
+        f"{join(store.url, 'step-100')}. Nothing was changed; pass the folder above it, or a new one"
+    )
 
 
 def pin_id_of(who: str) -> str:

@@ -9,11 +9,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._commit.protocol import new_id
-from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, RunTakenOverError, StorageError
+from zarrckpt._errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    RunTakenOverError,
+    StorageError,
+)
 from zarrckpt._format.documents import NODE, Json, join
 from zarrckpt._format.metadata import RUN_METADATA
 from zarrckpt._format.root import RUN_GROUP
@@ -38,12 +45,15 @@ class RunRecord:
     """Which checkpoints it keeps; None for all."""
     source: str = ""
     """The url of the checkpoint that the run began from, "" for none: pinned until the run has one of its own."""
+    committed: bool = False
+    """Whether a checkpoint of the run was committed: afterwards the run never begins anew unnoticed."""
 
     def to_bytes(self) -> bytes:
         """The record as it is stored."""
         own: Json = {"run": self.run, "job": self.job, "host": self.host, "started": self.started}
         keep: Json = {} if self.keep is None else {"keep": dataclasses.asdict(self.keep)}
-        return sealed_bytes(own | keep | ({"source": self.source} if self.source else {}))
+        source: Json = {"source": self.source} if self.source else {}
+        return sealed_bytes(own | keep | source | ({"committed": True} if self.committed else {}))
 
 
 @nesting_bounded
@@ -65,6 +75,7 @@ def parse_record(data: bytes, where: str) -> RunRecord:
         members.time("started"),
         keep,
         members.text("source") if "source" in members.own else "",
+        members.own.get("committed") is True,
     )
 
 
@@ -95,26 +106,39 @@ class Ownership:
         assert self._record is not None
         return self._record
 
-    def take(self, inherited: str, source: str = "") -> None:
-        """Go on with the run in the place of whoever did before. Two requests.
+    def look(self) -> RunRecord | None:
+        """Return the run's record, None if there is none. One request.
+
+        Raises RunTakenOverError as :meth:`check`, once this job has taken the run; CorruptCheckpointError for a damaged
+        record, StorageError.
+        """
+        if self._record is not None:
+            self.check()
+            return self._record
+        try:
+            return read_record(self._store)
+        except CorruptCheckpointError as err:
+            raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job makes it anew") from err
+
+    def take(self, known: RunRecord | None, inherited: str, source: str, committed: bool) -> None:
+        """Go on with the run in the place of whoever did before. One request.
 
         A plain put: of jobs that take it at the same time the last one goes on, and the others find that when they look
         again, as they do before they commit or delete anything.
 
         Args:
+            known: the record as it was read just now.
             inherited: the run of the checkpoint that this job goes on from, for a folder without a record.
             source: the checkpoint of another run that this one begins from.
+            committed: whether a checkpoint of the run was found.
 
-        Raises CorruptCheckpointError for a damaged record; StorageError, also if the folder may only be read.
+        Raises StorageError, also if the folder may only be read.
         """
-        try:
-            known = read_record(self._store)
-        except CorruptCheckpointError as err:
-            raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job makes it anew") from err
         run = known.run if known is not None else inherited or new_id()
         source = source or ("" if known is None else known.source)
+        committed = committed or (known is not None and known.committed)
         host = f"{socket.gethostname()}, process {os.getpid()}"
-        own = RunRecord(run, new_id(), host, now(), self._keep, source)
+        own = RunRecord(run, new_id(), host, now(), self._keep, source, committed)
         try:
             self._store.put(RUN_KEY, [own.to_bytes()])
         except StorageError as err:
@@ -124,6 +148,21 @@ class Ownership:
             ) from err
         self._store.sync([RUN_KEY])
         self._record = own
+
+    def note_commit(self) -> None:
+        """Record that a checkpoint of the run was committed. Two requests, at the first commit of a run.
+
+        Conditional, since another job may take the run at the same moment. If it fails, the next commit tries again.
+        """
+        if self.record.committed:
+            return
+        own = dataclasses.replace(self.record, committed=True)
+        with suppress(CheckpointError):
+            stored = self._store.get_versioned(RUN_KEY)
+            if stored.data == self.record.to_bytes():
+                self._store.replace(RUN_KEY, own.to_bytes(), stored.version)
+            if stored.data in (self.record.to_bytes(), own.to_bytes()):
+                self._record = own
 
     def check(self) -> None:
         """Raise RunTakenOverError where another job has taken the run. One request."""

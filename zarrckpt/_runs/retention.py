@@ -8,16 +8,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from zarrckpt._commit import protocol
 from zarrckpt._commit.protocol import Leftovers
 from zarrckpt._errors import CheckpointError, CheckpointPinnedError, RunTakenOverError, StorageError, log
 from zarrckpt._format.metadata import run_of
+from zarrckpt._jobs import run_jobs
 from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership
-from zarrckpt._runs.steps import step_of
+from zarrckpt._runs.steps import look_into, step_of
 from zarrckpt._store import StoreSpec
 
 _END_SECONDS = 5.0
@@ -163,7 +165,8 @@ class Retention:
         for start in range(0, len(unread), _READ_AT_ONCE):
             names = unread[start : start + _READ_AT_ONCE]
             store = self._spec.open()
-            found = protocol.checkpoints_below(store, names, unfinished=True)
+            looked = run_jobs((partial(look_into, store, name) for name in names), store.max_concurrency)
+            found = [below for below in looked if below is not None]
             for below in found:
                 step = step_of(below.name)
                 assert step is not None
