@@ -172,16 +172,19 @@ class Coordinator:
             )
 
     def _of_step(self, step: int, names: list[str], unreadable: frozenset[str]) -> Found:
-        store, damage = self._spec.open(), None
+        store, damage, unfinished = self._spec.open(), None, ""
         for below in newest_first(store, [name for name in names if step_of(name) == step and name not in unreadable]):
             if below.root is not None:
                 return Found(step, below.name, below.root)
-            damage = damage or below.damage
+            if isinstance(below, WithoutRoot):
+                unfinished = f"; {below.damage}"
+            else:
+                damage = damage or below.damage
         if damage is not None:
             raise damage
         known = ", ".join(str(step_of(name)) for name in names[-8:])
         there = f"the last steps that were begun there: {known}" if known else "no step is there"
-        raise CheckpointNotFoundError(f"the run {self._spec.url} has no checkpoint of step {step}; {there}")
+        raise CheckpointNotFoundError(f"the run {self._spec.url} has no checkpoint of step {step}; {there}{unfinished}")
 
     def _take(self, known: RunRecord | None, chosen: Found | None, names: list[str], newest: Found | None) -> None:
         self._greatest = -1 if newest is None else newest.step
