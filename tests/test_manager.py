@@ -723,12 +723,22 @@ def test_a_source_that_cannot_be_pinned(tmp_path: Path) -> None:
         job.restore(state(0))
 
 
-def test_a_folder_that_may_only_be_read_names_how_to_load(tmp_path: Path) -> None:
-    saved(tmp_path / "run", 100)
+def test_a_run_that_may_only_be_read_is_restored(tmp_path: Path) -> None:
+    """Only a save fails; another job that goes on with the run is not stopped."""
+    saved(tmp_path / "run", 90, 100)
     folder = zarr.storage.LocalStore(tmp_path / "run", read_only=True)
     said = r"load\(state, zarrckpt\.latest\('.*run'\)"
-    with manager(folder) as job, pytest.raises(zarrckpt.StorageError, match=said):
-        job.restore(state(0))
+    with manager(folder) as job, manager(tmp_path / "run") as other:
+        assert restored(other) == 100
+        with pytest.warns(UserWarning, match=said):
+            assert restored(job) == 100
+        with pytest.raises(zarrckpt.StorageError, match=said):
+            job.save(101, state(101))
+        with pytest.raises(zarrckpt.StorageError, match=said):
+            job.restore(state(0), step=90, rewind=True)
+        other.save(101, state(101))
+    with manager(tmp_path / "fork", init_from=tmp_path / "run" / name(90)) as job:
+        assert restored(job) == 90
 
 
 # -- saves

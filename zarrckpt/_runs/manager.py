@@ -368,7 +368,7 @@ class CheckpointManager:
         return self._begin(step, state, metrics, metadata)
 
     def _future_of(self, step: int) -> SaveFuture | None:
-        """The future of this manager's save of a step; None if there is none, or if :meth:`wait` has raised its error."""
+        """Return the future of this manager's save of a step; None if there is none, or :meth:`wait` raised its error."""
         if self._saved is None or self._saved[0] != step:
             return None
         future = self._saved[1]
@@ -405,8 +405,8 @@ class CheckpointManager:
         name = name_of(step)
         own = {"step": step, **checked_metrics(metrics)}
         others = checked_metadata(metadata)
-        if twice := sorted({"step", *(metrics or {})} & {*others}) or sorted({"step"} & {*(metrics or {})}):
-            raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and as a metric or in metadata")
+        if twice := sorted({"step", *(metrics or {})} & {*others}):
+            raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and in metadata")
         known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
         run = RunSave(self._coordinator, step, name, known)
         return SaveRequest(self._spec.child(name), name in self._damaged, known, self._options, None, run)

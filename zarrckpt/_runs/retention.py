@@ -19,7 +19,7 @@ from zarrckpt._jobs import run_jobs
 from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership
-from zarrckpt._runs.steps import look_into, step_of
+from zarrckpt._runs.steps import is_own, look_into, step_of
 from zarrckpt._store import StoreSpec
 
 _END_SECONDS = 5.0
@@ -27,6 +27,10 @@ _END_SECONDS = 5.0
 
 _READ_AT_ONCE = 64
 """So many root documents, of a few MB each, are held at a time."""
+
+
+_Known = tuple[int, Mapping[str, Any]]
+"""The step and the metadata of a checkpoint."""
 
 
 class Retention:
@@ -43,7 +47,7 @@ class Retention:
         self._ownership = ownership
         self._release = release
         self._unread: set[str] = set()
-        self._own: dict[str, tuple[int, Mapping[str, Any]]] = {}
+        self._own: dict[str, _Known] = {}
         """The step and the metadata of the run's committed checkpoints, by name."""
         self._begun: dict[str, int] = {}
         """The steps of saves that have not committed, by name."""
@@ -140,6 +144,8 @@ class Retention:
         with suppress(CheckpointError):
             # It stays pinned until the next time.
             self._release()
+        if self._keep is not None and len(own) > self._keep.newest:
+            own = self._still_there(own)
         kept = None if self._keep is None else self._keep.reasons({step: metadata for step, metadata in own.values()})
         newest = max((step for step, _ in own.values()), default=-1)
         unfinished = [(step, name) for name, step in begun.items() if step < newest]
@@ -158,6 +164,13 @@ class Retention:
             except CheckpointError as err:
                 self._say(f"{name} could not be deleted", err)
 
+    def _still_there(self, own: dict[str, _Known]) -> dict[str, _Known]:
+        """Return those that were not removed by hand: only checkpoints that are there count for the rules."""
+        there = {*self._spec.open().list_dir()[1]}
+        for name in own.keys() - there:
+            self.gone(name)
+        return {name: known for name, known in own.items() if name in there}
+
     def _read(self) -> None:
         """Look into the folders that were there: which are checkpoints of this run, and which were never finished."""
         with self._changed:
@@ -170,8 +183,12 @@ class Retention:
             for below in found:
                 step = step_of(below.name)
                 assert step is not None
+                # What is behind a link lies elsewhere: it is restored, and not deleted.
+                linked = store.is_local and os.path.islink(os.path.join(store.url, below.name))
                 with self._changed:
-                    if below.root is not None and run_of(below.root.metadata) == self._ownership.record.run:
+                    if linked:
+                        continue
+                    if below.root is not None and is_own(below.name, below.root, self._ownership.record.run):
                         self._own[below.name] = step, below.root.metadata
                     elif below.root is None and below.damage is None:
                         self._begun[below.name] = step
@@ -211,7 +228,9 @@ class Retention:
     def _is_own(self, found: Leftovers) -> bool:
         run = self._ownership.record.run
         if found.root is not None:
-            return run_of(found.root.metadata) == run
+            # Its root document alone may be that of a copy, which no save of the run has made.
+            saves = [marker for marker in found.markers if marker.save_id == found.root.save_id]
+            return run_of(found.root.metadata) == run and all(marker.run == run for marker in saves)
         # A removal that was broken off is gone on with, whoever began it; a claim without a marker is no one's, and
         # nothing was written under it.
         return found.root_bytes is None and (found.removal or all(marker.run == run for marker in found.markers))

@@ -11,6 +11,7 @@ from zarrckpt._commit.marker import REMOVAL_KEY, REMOVED, Marker, is_table_key, 
 from zarrckpt._commit.protocol import Below, number_in
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._format.documents import NODE, join
+from zarrckpt._format.metadata import run_of
 from zarrckpt._format.root import RESERVED_GROUP, Root
 from zarrckpt._format.sealed import is_save_id
 from zarrckpt._store import Store
@@ -29,6 +30,11 @@ def name_of(step: int) -> str:
     return f"step-{step:0{WIDTH}d}"
 
 
+def is_name_of(name: str, step: object) -> bool:
+    """Whether a manager has given this name to the checkpoint of a step, as its metadata says it."""
+    return type(step) is int and step >= 0 and name == name_of(step)
+
+
 def step_of(name: str) -> int | None:
     """The step of a folder that a :class:`CheckpointManager` has made, padded or not; None for others."""
     match = _STEP.fullmatch(name)
@@ -42,6 +48,11 @@ class Found:
     step: int
     name: str
     root: Root
+
+
+def is_own(name: str, root: Root, run: str) -> bool:
+    """Whether a checkpoint is one that a run has saved, and no copy of one under another name."""
+    return run_of(root.metadata) == run and is_name_of(name, root.metadata.get("step"))
 
 
 @dataclass(frozen=True)
