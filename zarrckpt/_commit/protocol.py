@@ -535,6 +535,10 @@ def _foreign_error(store: Store, names: set[str], *, committed: bool, begun: boo
         return ForeignObjectsError(
             f"{store.url} is no checkpoint: {found}. Nothing was changed: name one of them, or save to a new path below"
         )
+    if not own and RUN_GROUP in names:
+        return ForeignObjectsError(
+            f"{store.url} is the folder of a run without checkpoints. Nothing was changed; save to a path below"
+        )
     inner = [] if not own else checkpoints_below(store, sorted(names, key=_natural)[-_LOOKED_INTO:], unfinished=True)
     if inner:
         url = join(store.url, inner[0].name)

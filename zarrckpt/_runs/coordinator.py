@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from zarrckpt._commit.marker import CLAIM_KEY, pin_key
 from zarrckpt._commit.pins import put_pin
 from zarrckpt._commit.protocol import Below
 from zarrckpt._errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -29,6 +30,9 @@ from zarrckpt._runs.record import RUN_KEY, Ownership, RunRecord
 from zarrckpt._runs.retention import Retention
 from zarrckpt._runs.steps import Found, WithoutRoot, newest_first, passed_over, step_of
 from zarrckpt._store import Store, StoreSpec
+
+_FIRST_SAVES = 5
+"""From so many saves with other metrics on, a save without that of the rules is refused."""
 
 _SHOWN = 5
 """How many damaged checkpoints an error names."""
@@ -60,6 +64,11 @@ class Coordinator:
         self.ownership = Ownership(spec.open(), keep)
         self.retention = Retention(spec, keep, self.ownership, self._release_source)
         self._released = False
+        self._metric_is_known = False
+        """Whether a checkpoint has the metric of the rules."""
+        self._without_metric: set[int] = set()
+        """The steps of saves whose metrics lacked it."""
+        self._warned = False
         self._greatest = -1
         """The step of the newest sound checkpoint: no save may have this step, or an earlier one."""
 
@@ -117,7 +126,7 @@ class Coordinator:
         folders = [name for name in all_folders if not name.startswith("@")]
         names = [name for name in folders if step_of(name) is not None]
         if NODE in objects or RESERVED_GROUP in all_folders:
-            refuse_checkpoint(store, NODE in objects, bool(names) or RUN_GROUP in all_folders)
+            _refuse_checkpoint(store, NODE in objects, bool(names) or RUN_GROUP in all_folders)
         if not names and RUN_GROUP not in all_folders:
             protocol.refuse_inside(store)
         if folders and not names:
@@ -243,8 +252,11 @@ class Coordinator:
 
     # -- to save
 
-    def begin(self, step: int, name: str) -> str:
-        """Refuse a save that may not be made; return the run's id. Three requests for the first save, then one."""
+    def begin(self, step: int, name: str, metric_names: Collection[str] | None) -> str:
+        """Refuse a save that may not be made; return the run's id. Three requests for the first save, then one.
+
+        ``metric_names`` are compared with the metric of the rules; None: they are not.
+        """
         if self.ownership.taken:
             self.ownership.check()
         else:
@@ -256,8 +268,30 @@ class Coordinator:
                 f"the run {self._spec.url} has a checkpoint of step {self._greatest}, so step {step} is not saved. To "
                 "go on from an earlier step: restore(state, step=..., rewind=True); for a new run: another url"
             )
+        if metric_names is not None:
+            self._check_metric(step, metric_names)
         self.retention.begun(name, step)
         return self.ownership.record.run
+
+    def _check_metric(self, step: int, names: Collection[str]) -> None:
+        """Warn once of metrics without that of the rules; refuse the save if no checkpoint has it after some saves."""
+        if self._keep is None or not self._keep.best or self._metric_is_known:
+            return
+        metric = self._keep.metric or ""
+        if metric in names or self.retention.knows_metric(metric):
+            self._metric_is_known = True
+            return
+        given = ", ".join(map(repr, sorted({*names} - {"step"})[:8]))
+        text = (
+            f"the run {self._spec.url} keeps the best by the metric {metric!r}, and the save of step {step} has only "
+            f"{given}. Pass {metric!r} in metrics, as None if it is not known yet, or name another one in Keep(metric=)"
+        )
+        self._without_metric.add(step)
+        if len(self._without_metric) >= _FIRST_SAVES:
+            raise CheckpointError(f"{text}. None of the first {_FIRST_SAVES} saves has it: nothing was saved")
+        if len(self._without_metric) == 1 and not self._warned:
+            self._warned = True
+            warn(text)
 
     def committed(self, step: int, name: str, metadata: Mapping[str, Any]) -> None:
         self._greatest = step
@@ -268,14 +302,17 @@ class Coordinator:
 class RunSave:
     """One save of a run, as the steps of a save use it."""
 
-    def __init__(self, coordinator: Coordinator, step: int, name: str, metadata: Mapping[str, Any]) -> None:
+    def __init__(
+        self, coordinator: Coordinator, step: int, name: str, metadata: Mapping[str, Any], *, check_metric: bool
+    ) -> None:
         self._coordinator = coordinator
+        self._check_metric = check_metric
         self._step = step
         self._name = name
         self._metadata = metadata
 
     def begin(self) -> str:
-        return self._coordinator.begin(self._step, self._name)
+        return self._coordinator.begin(self._step, self._name, self._metadata if self._check_metric else None)
 
     def metadata(self) -> Mapping[str, Any]:
         return self._coordinator.ownership.metadata()
@@ -287,7 +324,7 @@ class RunSave:
         self._coordinator.committed(self._step, self._name, self._metadata)
 
 
-def refuse_checkpoint(store: Store, rooted: bool, is_run: bool) -> None:
+def _refuse_checkpoint(store: Store, rooted: bool, is_run: bool) -> None:
     """Raise ForeignObjectsError if a run's url is that of a checkpoint. One request at most.
 
     ``rooted``: a root document is there; ``is_run``: so are folders of steps, or the document of a run. A save that was

@@ -368,7 +368,7 @@ class CheckpointManager:
         return self._begin(step, state, metrics, metadata)
 
     def _future_of(self, step: int) -> SaveFuture | None:
-        """Return the future of this manager's save of a step; None if there is none, or :meth:`wait` raised its error."""
+        """Return the future of a step's save; None if there is none, or if :meth:`wait` has raised its error."""
         if self._saved is None or self._saved[0] != step:
             return None
         future = self._saved[1]
@@ -383,7 +383,7 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None,
         in_time: bool = False,
     ) -> SaveFuture:
-        request = self._request(step, metrics, metadata)
+        request = self._request(step, metrics, metadata, in_time)
         if in_time:
             assert self._preemption is not None
             # No rank is waited for longer, be it that it is lost.
@@ -401,14 +401,17 @@ class CheckpointManager:
         self._last_step = max(step, self._last_step)
         return future
 
-    def _request(self, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> SaveRequest:
+    def _request(
+        self, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None, in_time: bool
+    ) -> SaveRequest:
         name = name_of(step)
         own = {"step": step, **checked_metrics(metrics)}
         others = checked_metadata(metadata)
         if twice := sorted({"step", *(metrics or {})} & {*others}):
             raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and in metadata")
         known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
-        run = RunSave(self._coordinator, step, name, known)
+        # Before pre-emption a checkpoint is worth more than its metric.
+        run = RunSave(self._coordinator, step, name, known, check_metric=bool(metrics) and not in_time)
         return SaveRequest(self._spec.child(name), name in self._damaged, known, self._options, None, run)
 
     def _save_preempted(

@@ -72,6 +72,11 @@ class Retention:
         with self._changed:
             self._spared |= {*names}
 
+    def knows_metric(self, name: str) -> bool:
+        """Whether a checkpoint of the run that was looked into has a metric of this name."""
+        with self._changed:
+            return any(name in metadata for _, metadata in self._own.values())
+
     def begun(self, name: str, step: int) -> None:
         """A save of this job begins."""
         with self._changed:
