@@ -34,8 +34,7 @@ from zarrckpt._store import Store, StoreSpec
 _FIRST_SAVES = 5
 """From so many saves with other metrics on, a save without that of the rules is refused."""
 
-_SHOWN = 5
-"""How many damaged checkpoints an error names."""
+
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,8 @@ class Coordinator:
     def _newest(self, names: list[str], unreadable: frozenset[str]) -> tuple[Found | None, list[Below]]:
         """The newest sound checkpoint, and the damaged ones after it, which are warned of, and are not deleted."""
         store = self._spec.open()
-        damaged = [Below(name, damage=CorruptCheckpointError("its data are damaged")) for name in sorted(unreadable)]
+        damage = CorruptCheckpointError("its data are damaged")
+        damaged = [Below(name, damage=damage) for name in sorted(unreadable, reverse=True)]
         try:
             return self._first_sound(store, names, unreadable, damaged), damaged
         finally:
@@ -167,12 +167,11 @@ class Coordinator:
             and not known.committed
             and all(isinstance(below, WithoutRoot) and below.run == known.run for below in damaged)
         ):
-            shown = "; ".join(f"{below.name}: {below.damage}" for below in damaged[:_SHOWN])
-            more = f"; and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
+            shown = ", ".join(below.name for below in damaged)
+            url = self._spec.child(damaged[0].name).url
             raise CorruptCheckpointError(
-                f"the run {self._spec.url} has no sound checkpoint, but {len(damaged)} damaged: {shown}{more}. Restore "
-                f"the missing objects from a copy. If they are not needed, begin the run at another url, or remove "
-                f"them: zarrckpt rm {self._spec.child(damaged[0].name).url}"
+                f"every checkpoint of the run {self._spec.url} is damaged ({shown}); the newest: {damaged[0].damage}. "
+                f"See what is: zarrckpt verify {url}. To begin anew: use another url, or remove them: zarrckpt rm {url}"
             )
         if known is not None and known.committed and not damaged:
             raise CheckpointNotFoundError(

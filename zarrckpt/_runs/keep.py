@@ -72,8 +72,8 @@ def comparable_metric(value: object) -> int | float | None:
 def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the metrics of a step, unchanged: numbers, None, and tensors and NumPy values of one element.
 
-    Looks at the types of tensors only, since to read one would wait for its device. Raises TypeError and ValueError that
-    name the metric.
+    Looks at the types of tensors only, since to read one would wait for its device. Raises TypeError and ValueError
+    that name the metric.
     """
     if metrics is None:
         return {}
