@@ -1186,9 +1186,30 @@ RUNS = [
     Fault(
         "_runs/coordinator.py",
         "a run whose checkpoints are all damaged begins anew",
-        "        if chosen is None and damaged:\n",
-        "        if False:\n",
-        ("test_manager.py -k damaged_ones_are_passed_over",),
+        "        if chosen is None:\n            self._refuse_to_begin_anew(known, damaged)\n",
+        "",
+        ("test_manager.py -k begins_anew",),
+    ),
+    Fault(
+        "_runs/retention.py",
+        "checkpoints whose root was lost are deleted as unfinished saves",
+        "elif below.root is None and below.damage is None:",
+        "elif below.root is None:",
+        ("test_manager.py -k begins_anew",),
+    ),
+    Fault(
+        "_runs/steps.py",
+        "copies in a run's folder count as checkpoints of the run",
+        'return run_of(root.metadata) == run and is_name_of(name, root.metadata.get("step"))',
+        "return run_of(root.metadata) == run",
+        ("test_manager.py -k copies_in_the_folder",),
+    ),
+    Fault(
+        "_runs/record.py",
+        "a run does not record that a checkpoint was committed",
+        "        if self.record.committed:\n",
+        "        if True:\n",
+        ("test_manager.py -k are_gone",),
     ),
     Fault(
         "_runs/coordinator.py",

@@ -1048,9 +1048,7 @@ def test_a_retry_before_the_first_checkpoint(tmp_path: Path) -> None:
             assert restored(job) is None
             assert [job.step(step, state(step)) for step in (1, 2, 3)] == [None] * 3
     saved(tmp_path / "source", 100)
-    with manager(
-        tmp_path / "fork", init_from=tmp_path / "source" / name(100), init_keys="deep", save_every=10
-    ) as job:
+    with manager(tmp_path / "fork", init_from=tmp_path / "source" / name(100), init_keys="deep", save_every=10) as job:
         for _ in range(2):
             assert job.restore(state(0)) is None
             assert job.step(1, state(1)) is None

@@ -35,8 +35,6 @@ _FIRST_SAVES = 5
 """From so many saves with other metrics on, a save without that of the rules is refused."""
 
 
-
-
 @dataclass(frozen=True)
 class Chosen:
     """What the ranks restore."""

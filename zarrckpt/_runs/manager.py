@@ -199,22 +199,23 @@ class CheckpointManager:
         allow_cast: bool = False,
         options: LoadOptions | None = None,
     ) -> int | None:
-        """Load the run's newest checkpoint into a state, in place; return its step, None where there is none.
+        """Load the run's newest checkpoint into a state, in place; return its step, None if nothing was committed yet.
 
-        Called on all ranks, which get the same. The newest is the one with the greatest step. Where it is damaged, the
-        next older one is loaded instead, with a warning; where all are, CorruptCheckpointError is raised. From now on
-        this job goes on with the run: another one that still does saves and deletes nothing there any more. To read a
-        checkpoint of a run that a job goes on with, use :func:`latest` and :func:`load`.
+        Called on all ranks, which get the same. The newest is the one with the greatest step. If it is damaged, or its
+        root document is missing, the next older one is loaded instead, with a warning; if all are,
+        CorruptCheckpointError lists them. From now on this job goes on with the run: another one that still does saves
+        and deletes nothing there any more. If nothing can be put into the folder, the checkpoint is loaded all the
+        same, with a warning. To read one of a run that a job goes on with, use :func:`latest` and :func:`load`.
 
         Where the run has no checkpoint and was given ``init_from``, that is loaded: the step is that checkpoint's, or
         None where ``init_keys`` chose a part of it.
 
-        The coordinator looks, and tells the others: the pages of one listing and three requests, one more for each
-        checkpoint that is passed over. The load itself costs what :func:`load` costs.
+        The coordinator looks, and tells the others: the pages of one listing and three requests, a few more for
+        each checkpoint that is passed over, and for a run that has none. The load itself costs what :func:`load` costs.
 
         Args:
             state: as for :func:`load`.
-            step: load the checkpoint of this step, not the newest, and no other one where it is damaged. Saves up to
+            step: load the checkpoint of this step, not the newest, and no other one if it is damaged. Saves up to
                 the newest step are refused then.
             rewind: with ``step``: remove all later checkpoints first, so that the run goes on from there. Where one of
                 them is pinned, or not of this run, an error is raised and none is removed.
@@ -225,7 +226,8 @@ class CheckpointManager:
             allow_cast: convert where dtypes differ, instead of raising (default False).
             options: how bytes are moved, see :class:`LoadOptions`.
 
-        Raises CheckpointNotFoundError for a ``step`` that is not there, and for an ``init_from`` that is not;
+        Raises CheckpointNotFoundError for a ``step`` that is not there, for an ``init_from`` that is not, and if all
+        checkpoints of the run are gone; ForeignObjectsError for the url of a checkpoint, or of a part of one;
         with ``rewind`` CheckpointPinnedError and ForeignObjectsError; RunTakenOverError where another job has taken
         the run since an earlier call; and what :func:`load` raises. An error on one rank is raised on all.
         """
