@@ -109,6 +109,7 @@ def drawn_rules(chance: random.Random) -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:.* keeps the best by the metric:UserWarning")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_kept_is_what_a_model_says(seed: int, background: bool, tmp_path: Path) -> None:
