@@ -1158,8 +1158,8 @@ RUNS = [
     Fault(
         "_runs/retention.py",
         "a job that lost its run goes on deleting",
-        "        self._ownership.check()\n        place = self._spec.child(name).open()",
-        "        place = self._spec.child(name).open()",
+        "        self._ownership.check()\n        pinned, refused = False, False",
+        "        pinned, refused = False, False",
         ("test_manager.py -k taken_before_a_deletion",),
     ),
     Fault(
@@ -1179,16 +1179,37 @@ RUNS = [
     Fault(
         "_runs/retention.py",
         "a deletion that fails ends all deletions of the job",
-        "                if not self._ended:\n                    self._say(",
-        "                self._ended = True\n                if self._ended:\n                    self._say(",
+        "            refused = True\n            if not self._ended:\n",
+        "            refused = self._ended = True\n            if self._ended:\n",
         ("test_manager.py -k deletion_that_is_refused",),
     ),
     Fault(
         "_runs/coordinator.py",
         "a run whose checkpoints are all damaged begins anew",
-        "        if chosen is None and damaged:\n",
-        "        if False:\n",
-        ("test_manager.py -k damaged_ones_are_passed_over",),
+        "        if chosen is None:\n            self._refuse_to_begin_anew(known, damaged)\n",
+        "",
+        ("test_manager.py -k begins_anew",),
+    ),
+    Fault(
+        "_runs/retention.py",
+        "checkpoints whose root was lost are deleted as unfinished saves",
+        "elif below.root is None and below.damage is None:",
+        "elif below.root is None:",
+        ("test_manager.py -k begins_anew",),
+    ),
+    Fault(
+        "_runs/steps.py",
+        "copies in a run's folder count as checkpoints of the run",
+        'return run_of(root.metadata) == run and is_name_of(name, root.metadata.get("step"))',
+        "return run_of(root.metadata) == run",
+        ("test_manager.py -k copies_in_the_folder",),
+    ),
+    Fault(
+        "_runs/record.py",
+        "a run does not record that a checkpoint was committed",
+        "        if self.record.committed:\n",
+        "        if True:\n",
+        ("test_manager.py -k are_gone",),
     ),
     Fault(
         "_runs/coordinator.py",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +111,7 @@ def drawn_rules(chance: random.Random) -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:.* keeps the best by the metric:UserWarning")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_kept_is_what_a_model_says(seed: int, background: bool, tmp_path: Path) -> None:
@@ -172,7 +176,7 @@ def test_without_rules_all_are_kept_but_what_never_committed(tmp_path: Path) -> 
         with pytest.raises(zarrckpt.StorageError):
             job.save(3, state(3))
         assert name(3) in folders(tmp_path)
-    saved(tmp_path, 4)
+        job.save(4, state(4))
     assert sound(tmp_path) == [1, 2, 4] and folders(tmp_path) == {name(1), name(2), name(4)}
 
 
@@ -181,7 +185,7 @@ def test_without_rules_leftovers_of_earlier_jobs_are_deleted(tmp_path: Path) -> 
     run, aside = tmp_path / "run", tmp_path / "aside"
     saved(run, 10, 20)
     with watched(run) as watch, manager(run) as job:
-        watch.rule = lambda call: STOP if call.key == f"{name(30)}/zarr.json" and call.verb == "create" else None
+        watch.rule = lambda call: STOP if call.key.startswith(f"{name(30)}/") and "/c" in call.key else None
         with pytest.raises(Stopped):
             job.save(30, state(30))
     shutil.move(run / name(30), aside)
@@ -268,6 +272,120 @@ def test_damaged_ones_are_passed_over(damage: Callable[[Path], None], tmp_path: 
         job.restore(state(0), step=20)
 
 
+def foreign_root(folder: Path) -> None:
+    """Replace the root document by another program's."""
+    (folder / "zarr.json").write_text("{}")
+
+
+def lost_root(folder: Path) -> None:
+    """Delete the root document."""
+    (folder / "zarr.json").unlink()
+
+
+def lost_root_and_run(folder: Path) -> None:
+    """Delete the root document, and the run's."""
+    lost_root(folder)
+    shutil.rmtree(folder.parent / "@run", ignore_errors=True)
+
+
+@pytest.mark.filterwarnings("ignore:.* is passed over:UserWarning")
+@pytest.mark.parametrize("damage", [foreign_root, lost_root, lost_root_and_run, damage_root])
+def test_a_run_begins_anew_only_if_none_was_committed(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30)
+    damage(tmp_path / name(30))
+    with manager(tmp_path) as job, pytest.warns(UserWarning, match=rf"{name(30)} is passed over"):
+        assert restored(job) == 20
+    with pytest.warns(UserWarning, match=rf"{name(30)} is passed over"):
+        assert zarrckpt.latest(tmp_path) == str(tmp_path / name(20))
+    damage(tmp_path / name(10))
+    damage(tmp_path / name(20))
+    files = {path for path in tmp_path.rglob("*") if "@run" not in path.parts}
+    with manager(tmp_path) as job, pytest.raises(zarrckpt.CorruptCheckpointError) as raised:
+        job.restore(state(0))
+    assert all(name(step) in str(raised.value) for step in (10, 20, 30))
+    assert zarrckpt.latest(tmp_path) is None
+    # Who saves all the same loses nothing.
+    with manager(tmp_path, keep=Keep()) as job:
+        job.save(40, state(40))
+    assert files <= {*tmp_path.rglob("*")} and sound_but(tmp_path, 10, 20, 30) == [40]
+
+
+def test_a_run_whose_checkpoints_are_gone_says_so(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    shutil.rmtree(tmp_path / name(10))
+    with manager(tmp_path) as job, pytest.raises(zarrckpt.CheckpointNotFoundError, match=RUN):
+        job.restore(state(0))
+    (tmp_path / RUN).unlink()
+    with manager(tmp_path) as job:
+        assert restored(job) is None
+
+
+@pytest.mark.parametrize("damage", [foreign_root, lost_root])
+def test_a_step_without_its_root_is_saved_anew(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    damage(tmp_path / name(20))
+    with manager(tmp_path, keep=Keep()) as job:
+        with pytest.warns(UserWarning, match=name(20)):
+            assert restored(job) == 10
+        job.save(20, state(20))
+    assert folders(tmp_path) == {name(20)} and sound(tmp_path) == [20]
+
+
+@pytest.mark.filterwarnings("ignore:.* is passed over:UserWarning")
+def test_a_save_that_was_killed_right_before_its_commit(tmp_path: Path) -> None:
+    """Of the first save no sound one is left either, and the run begins; later jobs never delete what it has left."""
+    for step in (10, 20):
+        with watched(tmp_path) as watch, manager(tmp_path, keep=Keep()) as job:
+            watch.rule = lambda call: STOP if call.verb == "create" and call.key.endswith("0/zarr.json") else None
+            assert restored(job) is None
+            with pytest.raises(Stopped):
+                job.save(step, state(step))
+            watch.begin_anew()
+    saved(tmp_path, 30, 40, keep=Keep())
+    assert folders(tmp_path) == {name(10), name(20), name(40)}
+    with manager(tmp_path) as job:
+        assert restored(job) == 40 and job.steps() == [40]
+    assert len(zarrckpt.recover(tmp_path).kept) == 2
+    assert len(zarrckpt.recover(tmp_path, stopped=True).removed) == 2
+    assert sound_but(tmp_path, 10, 20) == [40]
+
+
+def test_links_to_folders_are_checkpoints_and_stay(tmp_path: Path) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    saved(run, 10, 20)
+    disk.mkdir()
+    for step in (10, 20):
+        (run / name(step)).rename(disk / name(step))
+        (run / name(step)).symlink_to(disk / name(step))
+    (run / name(25)).symlink_to(run / name(25))
+    with manager(run, keep=Keep()) as job:
+        assert restored(job) == 20 and job.steps() == [10, 20]
+        assert zarrckpt.latest(run) == str(run / name(20))
+        job.save(30, state(30))
+        job.save(40, state(40))
+    assert sound(disk) == [10, 20] and folders(run) == {name(step) for step in (10, 20, 25, 40)}
+
+
+def test_the_url_of_a_checkpoint_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        zarrckpt.save(state(3), FaultyStore(tmp_path / "begun", lambda call: STOP if "/c." in call.key else None))
+    for damage in (lambda _: None, damage_root, foreign_root, lost_root):
+        url = tmp_path / getattr(damage, "__name__", "")
+        zarrckpt.save(state(3), url)
+        damage(url)
+        for folder in (url, tmp_path / "begun") if damage is not lost_root else (url,):
+            files = {*folder.rglob("*")}
+            for action in (lambda job: job.restore(state(0)), lambda job: job.save(4, state(4))):
+                with manager(folder) as job, pytest.raises(zarrckpt.ForeignObjectsError, match=str(folder)):
+                    action(job)
+            assert {*folder.rglob("*")} == files
+    zarrckpt.save(state(3), tmp_path / "sound")
+    with manager(tmp_path / "sound" / "deep") as job, pytest.raises(zarrckpt.ForeignObjectsError, match="lies inside"):
+        job.restore(state(0))
+    zarrckpt.save(state(4), tmp_path / "sound", overwrite=True)
+    assert zarrckpt.remove(tmp_path / "sound") > 0
+
+
 @pytest.mark.parametrize("damage", [damage_root, damage_chunk])
 def test_a_sound_one_is_never_deleted_for_a_damaged_one(damage: Callable[[Path], None], tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30)
@@ -290,13 +408,30 @@ def test_a_sound_one_is_never_deleted_for_a_damaged_one(damage: Callable[[Path],
     assert folders(tmp_path) == {name(30)} and sound(tmp_path) == [30]
 
 
-def sound_but(run: Path, broken: int) -> list[int]:
-    """As :func:`sound`, with one left aside."""
-    aside = run.parent / "aside"
-    (run / name(broken)).rename(aside)
+def sound_but(run: Path, *broken: int) -> list[int]:
+    """As :func:`sound`, with some left aside."""
+    for step in broken:
+        (run / name(step)).rename(run.parent / f"aside-{step}-{run.name}")
     found = sound(run)
-    aside.rename(run / name(broken))
+    for step in broken:
+        (run.parent / f"aside-{step}-{run.name}").rename(run / name(step))
     return found
+
+
+@pytest.mark.parametrize("damage", [damage_root, damage_chunk, foreign_root, lost_root])
+def test_a_step_is_restored_from_its_sound_folder(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    for folder in ("step-10", "step-010"):
+        shutil.copytree(tmp_path / name(10), tmp_path / folder)
+        damage(tmp_path / folder)
+    with manager(tmp_path) as job, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert restored(job, step=10) == restored(job) == 10
+    damage(tmp_path / name(10))
+    with manager(tmp_path) as job, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(zarrckpt.CheckpointError, match=r"step-0*10"):
+            job.restore(state(0), step=10)
 
 
 @pytest.mark.parametrize("damage", [damage_root, damage_chunk])
@@ -355,6 +490,7 @@ def test_a_stale_listing_loses_nothing(keep: Keep | None, tmp_path: Path, monkey
         assert restored(job) == 21
 
 
+@pytest.mark.filterwarnings("ignore:.*step-00000020 is passed over:UserWarning")
 def test_an_unfinished_save_is_none(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     with watched(tmp_path) as watch, manager(tmp_path) as job:
@@ -685,6 +821,32 @@ def test_checkpoints_of_others_stay(tmp_path: Path) -> None:
     assert folders(run) == {name(5), name(6), name(7), name(90), name(110), name(120), "best"}
 
 
+def test_copies_in_the_folder_are_not_deleted(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    shutil.copytree(tmp_path / name(10), tmp_path / name(15))
+    shutil.copytree(tmp_path / name(10), tmp_path / "step-10")
+    zarrckpt.open(tmp_path / name(10)).copy_to(tmp_path / "aside")
+    zarrckpt.remove(tmp_path / name(10))
+    zarrckpt.open(tmp_path / "aside").copy_to(tmp_path / name(10))
+    saved(tmp_path, 30, 40, keep=Keep())
+    assert folders(tmp_path) == {name(10), name(15), "step-10", "aside", name(40)}
+    # Nor do they count.
+    shutil.copytree(tmp_path / name(10), tmp_path / name(60))
+    saved(tmp_path, 70, keep=Keep(newest=2))
+    assert folders(tmp_path) >= {name(40), name(60), name(70)}
+
+
+@pytest.mark.parametrize("removed", [zarrckpt.remove, shutil.rmtree])
+def test_a_best_one_that_was_removed_by_hand_counts_no_more(removed: Callable[[Path], Any], tmp_path: Path) -> None:
+    with manager(tmp_path, keep=Keep(newest=1, best=1, metric="loss")) as job:
+        for step, loss in ((1, 0.1), (2, 0.5)):
+            job.save(step, state(step), {"loss": loss})
+        removed(tmp_path / name(1))
+        job.save(3, state(3), {"loss": 3.0})
+        job.save(4, state(4), {"loss": 4.0})
+    assert sound(tmp_path) == [2, 4]
+
+
 def test_a_run_keeps_its_id(tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     saved(run, 10)
@@ -842,12 +1004,22 @@ def test_a_source_that_cannot_be_pinned(tmp_path: Path) -> None:
         job.restore(state(0))
 
 
-def test_a_folder_that_may_only_be_read_names_how_to_load(tmp_path: Path) -> None:
-    saved(tmp_path / "run", 100)
+def test_a_run_that_may_only_be_read_is_restored(tmp_path: Path) -> None:
+    """Only a save fails; another job that goes on with the run is not stopped."""
+    saved(tmp_path / "run", 90, 100)
     folder = zarr.storage.LocalStore(tmp_path / "run", read_only=True)
     said = r"load\(state, zarrckpt\.latest\('.*run'\)"
-    with manager(folder) as job, pytest.raises(zarrckpt.StorageError, match=said):
-        job.restore(state(0))
+    with manager(folder) as job, manager(tmp_path / "run") as other:
+        assert restored(other) == 100
+        with pytest.warns(UserWarning, match=said):
+            assert restored(job) == 100
+        with pytest.raises(zarrckpt.StorageError, match=said):
+            job.save(101, state(101))
+        with pytest.raises(zarrckpt.StorageError, match=said):
+            job.restore(state(0), step=90, rewind=True)
+        other.save(101, state(101))
+    with manager(tmp_path / "fork", init_from=tmp_path / "run" / name(90)) as job:
+        assert restored(job) == 90
 
 
 # -- saves
@@ -889,6 +1061,50 @@ def test_metrics_are_checked_at_once_and_read_when_they_are_saved(tmp_path: Path
     assert zarrckpt.open(tmp_path / name(22)).metadata["loss"] == 0.25
 
 
+class Level(enum.IntEnum):
+    ONE = 1
+
+
+class Loss(float):
+    pass
+
+
+def test_metrics_that_are_accepted_can_be_saved(tmp_path: Path) -> None:
+    values: list[tuple[Any, float]] = [(Level.ONE, 1), (Loss(0.5), 0.5), (np.longdouble(0.5), 0.5), (2**511, 2**511)]
+    values += [(np.float16(2), 2.0), (np.array([[3]], "g"), 3.0)]
+    wrong: list[tuple[str, Any]] = [("loss", 2**600), ("loss", torch.empty(1, device="meta")), ("step", 1)]
+    wrong += [("$loss", 1), ("zarrckpt.loss", 1), ("\ud800", 1)]
+    with manager(tmp_path, save_every=100) as job:
+        for step, (metric, value) in enumerate(wrong, 1):
+            with pytest.raises((TypeError, ValueError), match=re.escape(repr(metric)[1:-1])):
+                job.step(step, state(step), {metric: value})
+        for step, (given, expected) in enumerate(values, 10):
+            job.save(step, state(step), {"loss": given}, {"other": given})
+            found = zarrckpt.open(tmp_path / name(step)).metadata
+            assert found["loss"] == found["other"] == expected
+
+
+def test_a_metric_that_no_save_has_is_refused(tmp_path: Path) -> None:
+    rules = Keep(best=1, metric="val_loss")
+    with manager(tmp_path, keep=rules) as job:
+        with pytest.warns(UserWarning, match=r"'val_loss'.*'loss'"):
+            job.save(1, state(1), {"loss": 1})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(2, 5):
+                job.save(step, state(step), {"loss": 1})
+        job.save(5, state(5))  # without any metric, as before pre-emption
+        with pytest.raises(zarrckpt.CheckpointError, match="'val_loss'"):
+            job.save(6, state(6), {"loss": 1})
+        job.save(6, state(6), {"loss": 1, "val_loss": None})
+        job.save(7, state(7), {"loss": 1})
+    with manager(tmp_path, keep=Keep(newest=20, best=1, metric="loss")) as job, warnings.catch_warnings():
+        job.save(8, state(8), {"loss": 1})
+        warnings.simplefilter("ignore")
+        for step in range(9, 20):
+            job.save(step, state(step), {"accuracy": 1})
+
+
 def test_steps_ascend(tmp_path: Path) -> None:
     with manager(tmp_path, save_every=10) as job:
         assert [job.step(step, state(step)) is not None for step in (0, 3, 9, 10, 11, 19, 35, 39, 40)] == [
@@ -918,6 +1134,46 @@ def test_names_that_are_given_twice(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="'a'" if metadata == {"a": 2} else "'step'"):
                 job.save(3, state(3), metrics, metadata)
         job.save(3, state(3))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_step_that_was_saved_before_it_ends(background: bool, tmp_path: Path) -> None:
+    with manager(tmp_path, save_every=1, background=background) as job:
+        first = job.save(3, state(3))
+        assert job.step(3, state(300)) is first
+        with pytest.raises(ValueError):
+            job.step(3, state(3))
+        assert job.step(4, state(4)) is job.save(4, state(400))
+        assert restored(job, step=3, rewind=True) == 3
+        with pytest.raises(ValueError):
+            job.step(3, state(3))
+    assert sound(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failed_step_is_saved_by_the_same_call(background: bool, tmp_path: Path) -> None:
+    with watched(tmp_path) as watch, manager(tmp_path, save_every=10, background=background) as job:
+        watch.rule = lambda call: FAIL if call.verb == "put" and call.key.startswith(f"{name(10)}/w/") else None
+        with pytest.raises(zarrckpt.StorageError):
+            job.step(10, state(10))
+            job.wait()
+        watch.rule = lambda _: None
+        future = job.save(10, state(10)) if background else job.step(10, state(10))
+        assert future is not None and future.result().objects > 0
+    assert sound(tmp_path) == [10]
+
+
+def test_a_retry_before_the_first_checkpoint(tmp_path: Path) -> None:
+    with manager(tmp_path, save_every=10) as job:
+        for _ in range(2):
+            assert restored(job) is None
+            assert [job.step(step, state(step)) for step in (1, 2, 3)] == [None] * 3
+    saved(tmp_path / "source", 100)
+    with manager(tmp_path / "fork", init_from=tmp_path / "source" / name(100), init_keys="deep", save_every=10) as job:
+        for _ in range(2):
+            assert job.restore(state(0)) is None
+            assert job.step(1, state(1)) is None
+    assert zarrckpt.recover(tmp_path / "fork").objects == 0
 
 
 def test_a_closed_manager(tmp_path: Path) -> None:
@@ -966,6 +1222,10 @@ def test_a_failed_save_in_the_background_is_raised_where_the_next_one_is_due(tmp
         assert future is not None and isinstance(future.exception(), zarrckpt.StorageError)
         assert job.step(15, state(15)) is None
         with pytest.raises(zarrckpt.StorageError, match=name(10)):
+            job.step(20, state(20))
+        # The same call again saves it: one failure costs one checkpoint.
+        assert job.step(20, state(20)) is not None
+        with pytest.raises(ValueError):
             job.step(20, state(20))
         assert job.step(25, state(25)) is None
         job.step(30, state(30))

@@ -104,6 +104,8 @@ def test_errors_of_the_coordinator_are_raised_on_all_ranks(tmp_path: Path) -> No
     run_ranks(_train, str(run), None, 1, 10, world_size=3)
     said = all_ranks_raise(zarrckpt.RunTakenOverError, _save_after_another_job, str(run), world_size=3)
     assert str(run) in said and folders(run) == {name(10)}
+    (run / name(10) / "zarr.json").rename(tmp_path / "aside")
+    assert name(10) in all_ranks_raise(zarrckpt.CorruptCheckpointError, _restore, str(run), world_size=3)
     (run / RUN).write_bytes(b"{}")
     assert RUN in all_ranks_raise(zarrckpt.CheckpointError, _restore, str(run), world_size=3)
 

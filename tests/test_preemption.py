@@ -92,6 +92,18 @@ def test_a_signal_leads_to_a_save_of_the_next_step_and_handlers_come_back(tmp_pa
     assert [state["step"]] == manager.steps()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_step_that_was_saved_already_is_not_saved_again(background: bool, tmp_path: Path) -> None:
+    state = {"w": torch.ones(8)}
+    with managed(tmp_path, background=background) as manager:
+        assert manager.step(2, state) is None
+        future = manager.save(3, state)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert until(lambda: manager._preemption is not None and manager._preemption._agreed)
+        assert manager.step(3, state) is future and manager.preempted
+        assert manager.steps() == [3]
+
+
 def test_a_signal_before_the_first_step_saves_that(tmp_path: Path) -> None:
     with managed(tmp_path, signals=("SIGUSR1",)) as manager:
         os.kill(os.getpid(), signal.SIGUSR1)

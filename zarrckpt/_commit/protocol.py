@@ -369,6 +369,14 @@ def _look(store: Store, *, above: int = 0) -> _Seen:
     return _Seen(base, claimed, names, attempt_ids, in_order=False, inside=refused)
 
 
+def refuse_inside(store: Store) -> None:
+    """Raise ForeignObjectsError for a url inside a checkpoint, as a save there would. Three small requests or more."""
+    looks = [partial(_inside, store, levels) for levels in range(1, _LEVELS + 1)]
+    for error in run_jobs(looks, 1 if store.is_local else len(looks)):
+        if error is not None:
+            raise error
+
+
 def _inside(store: Store, levels: int) -> ForeignObjectsError | None:
     """Why no save may be made below the folder that is ``levels`` above a url; None where one may.
 
@@ -444,6 +452,11 @@ def _base_root(store: Store, base: Versioned, damaged: bool) -> Root | None:
     except CorruptCheckpointError as err:
         if not damaged:
             raise CorruptCheckpointError(f"{err}; overwrite=True replaces it, zarrckpt.remove deletes it") from err
+        return None
+    except ForeignObjectsError:
+        # Beside a claim it was the root of a checkpoint, until another program replaced it.
+        if not (damaged and is_stored(store, CLAIM_KEY)):
+            raise
         return None
 
 
@@ -521,6 +534,10 @@ def _foreign_error(store: Store, names: set[str], *, committed: bool, begun: boo
     if not own and (found := _folder_of_checkpoints(store, names)):
         return ForeignObjectsError(
             f"{store.url} is no checkpoint: {found}. Nothing was changed: name one of them, or save to a new path below"
+        )
+    if not own and RUN_GROUP in names:
+        return ForeignObjectsError(
+            f"{store.url} is the folder of a run without checkpoints. Nothing was changed; save to a path below"
         )
     inner = [] if not own else checkpoints_below(store, sorted(names, key=_natural)[-_LOOKED_INTO:], unfinished=True)
     if inner:

@@ -34,12 +34,29 @@ def checked_metadata(given: Mapping[str, Any] | None, most: int = MAX_METADATA) 
     if not isinstance(given, Mapping):
         raise TypeError(f"metadata must be a dict such as {{'step': 7}}, got a {type(given).__name__}")
     plain: dict[str, Any] = _plain(given, "metadata", 0, iter(range(MAX_METADATA)))
-    reserved = [name for name in plain if name.startswith(RESERVED)]
-    if reserved:
-        raise ValueError(f"metadata[{reserved[0]!r}]: names that begin with {RESERVED!r} are reserved")
+    for name in plain:
+        check_name(name, "metadata")
     if (size := json_values.json_size(json_values.encode_json(plain))) > most:
         raise _too_large(f"{size:,} bytes", most)
     return plain
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise ValueError for a name of the metadata that is reserved, TypeError for one that JSON cannot hold."""
+    _check_run_key(name, where)
+    if name.startswith(RESERVED):
+        raise ValueError(f"{where}[{name!r}]: names that begin with {RESERVED!r} are reserved")
+
+
+def check_int(value: int, where: str) -> None:
+    """Raise ValueError for a number with more bits than the format has."""
+    if value.bit_length() > KEY_BITS:
+        raise ValueError(f"{where} is an int of {value.bit_length()} bits, more than {KEY_BITS}")
+
+
+def _check_run_key(key: object, where: str) -> None:
+    if not isinstance(key, str) or not json_values.is_plain_key(str(key)):
+        raise TypeError(f"{where}: the key {key!r} must be a str of Unicode that does not begin with '$'")
 
 
 def run_of(metadata: Mapping[str, Any]) -> str:
@@ -53,23 +70,32 @@ def _plain(value: Any, where: str, depth: int, room: Iterator[int]) -> Any:
     """A value as plain JSON types; ``room`` has an element for each value that there may be."""
     if next(room, None) is None:
         raise _too_large(f"more than {MAX_METADATA:,} values")
-    if type(value) is int and value.bit_length() > KEY_BITS:
-        raise ValueError(f"{where} is an int of {value.bit_length()} bits, more than {KEY_BITS}")
+    if isinstance(value, int):
+        check_int(value, where)
     if value is None or type(value) in (bool, int, float, str):
         return value
+    # Members of enumerations, NumPy's float64, and others that are numbers by their base class.
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, Mapping | list | tuple) and depth == json_values.MAX_DEPTH:
         raise ValueError(f"metadata nests deeper than {json_values.MAX_DEPTH} levels")
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, str) or not json_values.is_plain_key(str(key)):
-                raise TypeError(f"{where}: the key {key!r} must be a str of Unicode that does not begin with '$'")
+            _check_run_key(key, where)
         return {str(key): _plain(item, f"{where}[{key!r}]", depth + 1, room) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{place}]", depth + 1, room) for place, item in enumerate(value)]
     # Losses and other metrics are tensors and numpy numbers as often as floats.
     if callable(getattr(value, "item", None)) and getattr(value, "size", None) is not None:
         with suppress(RuntimeError, ValueError):  # more than one element
-            return _plain(value.item(), where, depth, room)
+            item = value.item()
+            if type(item) is not type(value):
+                return _plain(item, where, depth, room)
+            # NumPy's longdouble: Python has no such number.
+            if getattr(getattr(item, "dtype", None), "kind", "") == "f":
+                return float(item)
     raise TypeError(
         f"{where} is a {type(value).__name__}: metadata takes None, bools, numbers, strings, lists and dicts of them"
     )

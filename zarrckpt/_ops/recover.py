@@ -12,6 +12,7 @@ from zarrckpt._commit import protocol
 from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY, removal_bytes
 from zarrckpt._commit.protocol import Leftovers
 from zarrckpt._errors import CheckpointError, CheckpointNotFoundError
+from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP
 from zarrckpt._jobs import run_jobs
 from zarrckpt._ops.verify import verify
 from zarrckpt._read.catalog import Catalog
@@ -70,6 +71,9 @@ def recover(
     spec = StoreSpec(url, storage_options)
     names = protocol.places_below(spec.open())
     if not names:
+        folders = spec.open().list_dir()[1]
+        if RUN_GROUP in folders and RESERVED_GROUP not in folders:
+            return RecoverReport(spec.url, 0, (), ())  # a run that has saved nothing yet
         return _recovered(spec, stopped)
     reports = run_jobs((partial(_recovered_if_any, spec.child(name), stopped) for name in names), _PLACES_AT_ONCE)
     return RecoverReport(

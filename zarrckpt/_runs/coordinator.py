@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._commit import protocol
-from zarrckpt._commit.marker import pin_key
+from zarrckpt._commit.marker import CLAIM_KEY, pin_key
 from zarrckpt._commit.pins import put_pin
+from zarrckpt._commit.protocol import Below
 from zarrckpt._errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -19,13 +21,18 @@ from zarrckpt._errors import (
     UnsupportedFormatError,
     warn,
 )
+from zarrckpt._format.documents import NODE, join
 from zarrckpt._format.metadata import run_of
+from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP
 from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
-from zarrckpt._runs.record import Ownership
+from zarrckpt._runs.record import RUN_KEY, Ownership, RunRecord
 from zarrckpt._runs.retention import Retention
-from zarrckpt._runs.steps import Found, newest_first, passed_over, step_of
-from zarrckpt._store import StoreSpec
+from zarrckpt._runs.steps import Found, WithoutRoot, newest_first, passed_over, step_of
+from zarrckpt._store import Store, StoreSpec
+
+_FIRST_SAVES = 5
+"""From so many saves with other metrics on, a save without that of the rules is refused."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ class Chosen:
     """The folders of damaged checkpoints: a save to one of them replaces it."""
     from_source: bool = False
     """Whether it is the checkpoint of another run that this one begins from."""
+    others: bool = False
+    """Whether another folder has the same step: its name has another number of zeros."""
 
 
 class Coordinator:
@@ -53,6 +62,11 @@ class Coordinator:
         self.retention = Retention(spec, keep, self.ownership, self._release_source)
         self._released = False
         """Whether this job has removed the pin of the checkpoint that the run began from."""
+        self._metric_is_known = False
+        """Whether a checkpoint has the metric of the rules."""
+        self._without_metric: set[int] = set()
+        """The steps of saves whose metrics lacked it."""
+        self._warned = False
         self._greatest = -1
         """The step of the newest sound checkpoint: no save may have this step, or an earlier one."""
 
@@ -75,14 +89,19 @@ class Coordinator:
         self.retention.settle(timeout)
         names = self._folders()
         newest, damaged = self._newest(names, unreadable)
-        self.retention.spare(damaged)
-        chosen = newest if step is None else self._of_step(step, names)
-        if chosen is None and damaged:
-            raise CorruptCheckpointError(
-                f"every checkpoint of the run {self._spec.url} is damaged ({', '.join(damaged)}): see "
-                f"what is: zarrckpt verify {self._spec.child(names[-1]).url}"
+        chosen = newest if step is None else self._of_step(step, names, unreadable)
+        known = self.ownership.look()
+        if chosen is None:
+            self._refuse_to_begin_anew(known, damaged)
+        try:
+            self._take(known, chosen, names, newest)
+        except StorageError as err:
+            if rewind:
+                raise
+            warn(
+                f"the run {self._spec.url} cannot be taken over by this job: it reads checkpoints, and saves will fail "
+                f"as long as that is so: {err}"
             )
-        self._take(chosen, names, newest)
         if rewind and chosen is not None:
             self._remove_after(chosen, names, progressed)
         elif chosen is not None and chosen.step < self._greatest:
@@ -91,50 +110,96 @@ class Coordinator:
                 "that are refused. restore(..., rewind=True) removes the later ones"
             )
         if chosen is not None:
-            return Chosen(chosen.name, chosen.step, tuple(damaged))
+            others = any(step_of(name) == chosen.step and name not in {chosen.name, *unreadable} for name in names)
+            return Chosen(chosen.name, chosen.step, tuple(below.name for below in damaged), others=others)
         return Chosen("", self._hold_source(), (), from_source=True) if self._source.url else Chosen("", None, ())
 
     def _folders(self) -> list[str]:
-        """The folders of steps, in their order. The pages of one listing."""
-        folders = [name for name in self._spec.open().list_dir()[1] if not name.startswith("@")]
+        """The folders of steps, in their order. The pages of one listing, and a few requests if there is no run yet.
+
+        Raises ForeignObjectsError for the url of a checkpoint, or of a part of one.
+        """
+        store = self._spec.open()
+        objects, all_folders = store.list_dir()
+        folders = [name for name in all_folders if not name.startswith("@")]
         names = [name for name in folders if step_of(name) is not None]
+        if NODE in objects or RESERVED_GROUP in all_folders:
+            _refuse_checkpoint(store, NODE in objects, bool(names) or RUN_GROUP in all_folders)
+        if not names and RUN_GROUP not in all_folders:
+            protocol.refuse_inside(store)
         if folders and not names:
             shown = ", ".join(map(repr, folders[:3]))
             warn(f"{self._spec.url} holds no folder of a step, such as 'step-100', but {shown}: nothing is restored")
         return sorted(names, key=lambda name: (step_of(name), name))
 
-    def _newest(self, names: list[str], unreadable: frozenset[str]) -> tuple[Found | None, list[str]]:
-        """The newest sound checkpoint, and the folders of the damaged ones after it, which are warned of."""
+    def _newest(self, names: list[str], unreadable: frozenset[str]) -> tuple[Found | None, list[Below]]:
+        """The newest sound checkpoint, and the damaged ones after it, which are warned of, and are not deleted."""
         store = self._spec.open()
-        damaged = sorted(unreadable)
+        damage = CorruptCheckpointError("its data are damaged")
+        damaged = [Below(name, damage=damage) for name in sorted(unreadable, reverse=True)]
+        try:
+            return self._first_sound(store, names, unreadable, damaged), damaged
+        finally:
+            self.retention.spare(below.name for below in damaged)
+
+    def _first_sound(
+        self, store: Store, names: list[str], unreadable: frozenset[str], damaged: list[Below]
+    ) -> Found | None:
         for below in newest_first(store, [name for name in names if name not in unreadable]):
             step = step_of(below.name)
             assert step is not None
             if isinstance(below.damage, UnsupportedFormatError):
                 raise below.damage
             if below.root is not None:
-                return Found(step, below.name, below.root), damaged
-            damaged.append(below.name)
+                return Found(step, below.name, below.root)
+            damaged.append(below)
             warn(passed_over(store, below))
-        return None, damaged
+        return None
 
-    def _of_step(self, step: int, names: list[str]) -> Found:
-        for below in newest_first(self._spec.open(), [name for name in names if step_of(name) == step]):
-            if below.damage is not None:
-                raise below.damage
-            assert below.root is not None
-            return Found(step, below.name, below.root)
+    def _refuse_to_begin_anew(self, known: RunRecord | None, damaged: list[Below]) -> None:
+        """Raise unless nothing was ever committed in the run, as far as its record and its folders show.
+
+        A save of the run may have been killed right before its commit, and then it is no checkpoint.
+        """
+        if damaged and not (
+            known is not None
+            and not known.committed
+            and all(isinstance(below, WithoutRoot) and below.run == known.run for below in damaged)
+        ):
+            shown = ", ".join(below.name for below in damaged)
+            url = self._spec.child(damaged[0].name).url
+            raise CorruptCheckpointError(
+                f"every checkpoint of the run {self._spec.url} is damaged ({shown}); the newest: {damaged[0].damage}. "
+                f"See what is: zarrckpt verify {url}. To begin anew: use another url, or remove them: zarrckpt rm {url}"
+            )
+        if known is not None and known.committed and not damaged:
+            raise CheckpointNotFoundError(
+                f"the run {self._spec.url} has no checkpoint any more, and its document {RUN_KEY} records that one was "
+                "committed. Check the path and the storage. To begin anew: use another url, or delete the document"
+            )
+
+    def _of_step(self, step: int, names: list[str], unreadable: frozenset[str]) -> Found:
+        store, damage, unfinished = self._spec.open(), None, ""
+        for below in newest_first(store, [name for name in names if step_of(name) == step and name not in unreadable]):
+            if below.root is not None:
+                return Found(step, below.name, below.root)
+            if isinstance(below, WithoutRoot):
+                unfinished = f"; {below.damage}"
+            else:
+                damage = damage or below.damage
+        if damage is not None:
+            raise damage
         known = ", ".join(str(step_of(name)) for name in names[-8:])
         there = f"the last steps that were begun there: {known}" if known else "no step is there"
-        raise CheckpointNotFoundError(f"the run {self._spec.url} has no checkpoint of step {step}; {there}")
+        raise CheckpointNotFoundError(f"the run {self._spec.url} has no checkpoint of step {step}; {there}{unfinished}")
 
-    def _take(self, chosen: Found | None, names: list[str], newest: Found | None) -> None:
+    def _take(self, known: RunRecord | None, chosen: Found | None, names: list[str], newest: Found | None) -> None:
         self._greatest = -1 if newest is None else newest.step
         if self.ownership.taken:
-            self.ownership.check()
             return
         inherited = "" if chosen is None else run_of(chosen.root.metadata)
-        self.ownership.take(inherited, self._source.url, begins=chosen is None)
+        source = self._source.url
+        self.ownership.take(known, inherited, source, begins=chosen is None, committed=newest is not None)
         self.retention.found(names)
 
     def _remove_after(self, chosen: Found, names: list[str], progressed: Callable[[], None]) -> None:
@@ -179,7 +244,8 @@ class Coordinator:
         place = self._source.open()
         root = protocol.load_root(place)
         try:
-            put_pin(place, root, self.ownership.record.pin, f"the run {self._spec.url} begins from it")
+            if self.ownership.taken:
+                put_pin(place, root, self.ownership.record.pin, f"the run {self._spec.url} begins from it")
         except StorageError as err:
             warn(f"{place.url} cannot be pinned, and may be removed before {self._spec.url} has a checkpoint: {err}")
         step = root.metadata.get("step", protocol.number_in(place.url))
@@ -198,21 +264,46 @@ class Coordinator:
 
     # -- to save
 
-    def begin(self, step: int, name: str) -> str:
-        """Refuse a save that may not be made; return the run's id. Three requests for the first save, then one."""
+    def begin(self, step: int, name: str, metric_names: Collection[str] | None) -> str:
+        """Refuse a save that may not be made; return the run's id. Three requests for the first save, then one.
+
+        ``metric_names`` are compared with the metric of the rules; None: they are not.
+        """
         if self.ownership.taken:
             self.ownership.check()
         else:
             names = self._folders()
             newest, _ = self._newest(names, frozenset())
-            self._take(newest, names, newest)
+            self._take(self.ownership.look(), newest, names, newest)
         if step <= self._greatest:
             raise CheckpointExistsError(
                 f"the run {self._spec.url} has a checkpoint of step {self._greatest}, so step {step} is not saved. To "
                 "go on from an earlier step: restore(state, step=..., rewind=True); for a new run: another url"
             )
+        if metric_names is not None:
+            self._check_metric(step, metric_names)
         self.retention.begun(name, step)
         return self.ownership.record.run
+
+    def _check_metric(self, step: int, names: Collection[str]) -> None:
+        """Warn once of metrics without that of the rules; refuse the save if no checkpoint has it after some saves."""
+        if self._keep is None or not self._keep.best or self._metric_is_known:
+            return
+        metric = self._keep.metric or ""
+        if metric in names or self.retention.knows_metric(metric):
+            self._metric_is_known = True
+            return
+        given = ", ".join(map(repr, sorted({*names} - {"step"})[:8]))
+        text = (
+            f"the run {self._spec.url} keeps the best by the metric {metric!r}, and the save of step {step} has only "
+            f"{given}. Pass {metric!r} in metrics, as None if it is not known yet, or name another one in Keep(metric=)"
+        )
+        self._without_metric.add(step)
+        if len(self._without_metric) >= _FIRST_SAVES:
+            raise CheckpointError(f"{text}. None of the first {_FIRST_SAVES} saves has it: nothing was saved")
+        if len(self._without_metric) == 1 and not self._warned:
+            self._warned = True
+            warn(text)
 
     def committed(self, step: int, name: str, metadata: Mapping[str, Any]) -> None:
         """Count a checkpoint that was committed just now. One request.
@@ -228,6 +319,7 @@ class Coordinator:
         except StorageError:
             pass  # it is committed, and the next save looks again
         self._greatest = step
+        self.ownership.note_commit()
         self.retention.committed(name, step, metadata)
 
 
@@ -235,11 +327,19 @@ class RunSave:
     """One save of a run, as the steps of a save use it."""
 
     def __init__(
-        self, coordinator: Coordinator, step: int, name: str, metadata: Mapping[str, Any], patience: float
+        self,
+        coordinator: Coordinator,
+        step: int,
+        name: str,
+        metadata: Mapping[str, Any],
+        patience: float,
+        *,
+        check_metric: bool,
     ) -> None:
         """``patience``: how many seconds it waits for deletions at most."""
         self._coordinator = coordinator
         self._patience = patience
+        self._check_metric = check_metric
         self._step = step
         self._name = name
         self._metadata = metadata
@@ -248,7 +348,7 @@ class RunSave:
         self._coordinator.retention.wait_for_room(self._patience)
 
     def begin(self) -> str:
-        return self._coordinator.begin(self._step, self._name)
+        return self._coordinator.begin(self._step, self._name, self._metadata if self._check_metric else None)
 
     def metadata(self) -> Mapping[str, Any]:
         return self._coordinator.ownership.metadata()
@@ -258,6 +358,32 @@ class RunSave:
 
     def committed(self) -> None:
         self._coordinator.committed(self._step, self._name, self._metadata)
+
+
+def _refuse_checkpoint(store: Store, rooted: bool, is_run: bool) -> None:
+    """Raise ForeignObjectsError if a run's url is that of a checkpoint. One request at most.
+
+    ``rooted``: a root document is there; ``is_run``: so are folders of steps, or the document of a run. A save that was
+    begun by mistake in the folder of a run, and did not commit, is no obstacle.
+    """
+    if rooted:
+        try:
+            protocol.read_root(store)
+        except ForeignObjectsError:
+            # Beside a run, somebody's document of a group; else a checkpoint whose root another program replaced.
+            if is_run or not protocol.is_stored(store, CLAIM_KEY):
+                return
+        except (CorruptCheckpointError, UnsupportedFormatError):
+            pass
+        what = "is a checkpoint"
+    elif is_run:
+        return
+    else:
+        what = "is where a save was begun"
+    raise ForeignObjectsError(
+        f"{store.url} {what}, and not the folder of a run: expected a folder that holds checkpoints, such as "
+        f"{join(store.url, 'step-100')}. Nothing was changed; pass the folder above it, or a new one"
+    )
 
 
 def _after(name: str, step: int) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from zarrckpt._format.metadata import check_int, check_name
 from zarrckpt._jobs import check_limits
 
 Mode = Literal["min", "max"]
@@ -69,9 +70,10 @@ def comparable_metric(value: object) -> int | float | None:
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The metrics of a step, unchanged: numbers, None, and tensors and NumPy values of one element.
+    """Return the metrics of a step, unchanged: numbers, None, and tensors and NumPy values of one element.
 
-    Looks at types only, since to read a tensor would wait for its device. Raises TypeError that names the metric.
+    Looks at the types of tensors only, since to read one would wait for its device. Raises TypeError and ValueError
+    that name the metric.
     """
     if metrics is None:
         return {}
@@ -80,16 +82,21 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise TypeError(f"metrics: the name {name!r} must be a str")
+        check_name(name, "metrics")
+        if name == "step":
+            raise ValueError("'step' is given twice: as the step and as a metric")
         if not (value is None or type(value) in (float, int) or _is_one_number(value)):
             raise TypeError(
                 f"metrics[{name!r}] is a {type(value).__name__}, which is no number: metrics take numbers, tensors and "
                 "NumPy values of one element, and None; what else describes a checkpoint belongs into metadata"
             )
+        if isinstance(value, int):
+            check_int(value, f"metrics[{name!r}]")
     return metrics
 
 
 def _is_one_number(value: object) -> bool:
-    if isinstance(value, bool | str | bytes):
+    if isinstance(value, bool | str | bytes) or getattr(value, "is_meta", False):
         return False
     if isinstance(value, int | float):
         return True

@@ -34,8 +34,9 @@ def latest(
     Of a ready store in place of the url: the path below it.
 
     The newest is the one whose folder, right below the prefix, ends in the greatest number: its step, as in
-    ``<prefix>/step-100``. Unfinished saves, and what is no checkpoint, are skipped; damaged root documents, too, with a
-    warning. Where no folder with a number has a checkpoint: the one that was committed last among the others.
+    ``<prefix>/step-100``. Unfinished saves, and what is no checkpoint, are skipped. So are damaged root documents,
+    those of other programs, and missing ones beside the tables of a save: a warning names them. If no folder with a
+    number has a checkpoint: the one that was committed last among the others.
 
     Under ``torch.distributed`` every rank of the group calls it; the coordinator (rank 0 of the group) looks, and tells
     the others. Costs the pages of one listing, a request for each folder that is skipped, and one for the checkpoint

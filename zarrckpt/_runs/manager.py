@@ -132,6 +132,11 @@ class CheckpointManager:
         self._save_every = save_every
         self._background = background
         self._last_step = -1
+        """The greatest step that was saved or passed to :meth:`step`."""
+        self._step_before = -1
+        """The same before the last call of :meth:`step`."""
+        self._done_step = -1
+        """The step of the last call of :meth:`step` that raised nothing."""
         self._last_report: LoadReport | None = None
         self._damaged: frozenset[str] = frozenset()
         self._saving: SaveFuture | None = None
@@ -196,22 +201,23 @@ class CheckpointManager:
         allow_cast: bool = False,
         options: LoadOptions | None = None,
     ) -> int | None:
-        """Load the run's newest checkpoint into a state, in place; return its step, None where there is none.
+        """Load the run's newest checkpoint into a state, in place; return its step, None if nothing was committed yet.
 
-        Called on all ranks, which get the same. The newest is the one with the greatest step. Where it is damaged, the
-        next older one is loaded instead, with a warning; where all are, CorruptCheckpointError is raised. From now on
-        this job goes on with the run: another one that still does saves and deletes nothing there any more. To read a
-        checkpoint of a run that a job goes on with, use :func:`latest` and :func:`load`.
+        Called on all ranks, which get the same. The newest is the one with the greatest step. If it is damaged, or its
+        root document is missing, the next older one is loaded instead, with a warning; if all are,
+        CorruptCheckpointError lists them. From now on this job goes on with the run: another one that still does saves
+        and deletes nothing there any more. If nothing can be put into the folder, the checkpoint is loaded all the
+        same, with a warning. To read one of a run that a job goes on with, use :func:`latest` and :func:`load`.
 
         Where the run has no checkpoint and was given ``init_from``, that is loaded: the step is that checkpoint's, or
         None where ``init_keys`` chose a part of it.
 
-        The coordinator looks, and tells the others: the pages of one listing and three requests, one more for each
-        checkpoint that is passed over. The load itself costs what :func:`load` costs.
+        The coordinator looks, and tells the others: the pages of one listing and three requests, a few more for
+        each checkpoint that is passed over, and for a run that has none. The load itself costs what :func:`load` costs.
 
         Args:
             state: as for :func:`load`.
-            step: load the checkpoint of this step, not the newest, and no other one where it is damaged. Saves up to
+            step: load the checkpoint of this step, not the newest, and no other one if it is damaged. Saves up to
                 the newest step are refused then.
             rewind: with ``step``: remove all later checkpoints first, so that the run goes on from there. Where one of
                 them is pinned, or not of this run, or a save of a later step that is not of this run may still commit,
@@ -223,7 +229,8 @@ class CheckpointManager:
             allow_cast: convert where dtypes differ, instead of raising (default False).
             options: how bytes are moved, see :class:`LoadOptions`.
 
-        Raises CheckpointNotFoundError for a ``step`` that is not there, and for an ``init_from`` that is not;
+        Raises CheckpointNotFoundError for a ``step`` that is not there, for an ``init_from`` that is not, and if all
+        checkpoints of the run are gone; ForeignObjectsError for the url of a checkpoint, or of a part of one;
         with ``rewind`` CheckpointPinnedError and ForeignObjectsError; RunTakenOverError where another job has taken
         the run since an earlier call; and what :func:`load` raises. An error on one rank is raised on all.
         """
@@ -243,21 +250,27 @@ class CheckpointManager:
         while True:
             chosen = self._chosen(step, rewind, unreadable, request.options.timeout)
             if not chosen.name:
-                return self._restore_source(state, request, chosen)
+                found = self._restore_source(state, request, chosen)
+                self._go_on_from(found, chosen)
+                return found
             spec = self._spec.child(chosen.name)
             try:
                 self._last_report = run_load(state, dataclasses.replace(request, spec=spec), self._ranks)
             except (CorruptCheckpointError, CheckpointRemovedError, CheckpointNotFoundError) as err:
-                if step is not None or chosen.step is None:
+                if chosen.step is None or (step is not None and not chosen.others):
                     raise
-                unreadable |= {chosen.name, *chosen.damaged}
-                warn(f"{spec.url} is not restored, but the checkpoint before it: {type(err).__name__}: {err}")
+                unreadable |= {chosen.name, *(chosen.damaged if step is None else ())}
+                which = "the checkpoint before it" if step is None else "another one of this step"
+                warn(f"{spec.url} is not restored, but {which}: {type(err).__name__}: {err}")
                 continue
-            assert chosen.step is not None
-            self._damaged = frozenset(chosen.damaged)
-            # A step that is done anew is saved anew.
-            self._last_step, self._saved = chosen.step, None
+            self._go_on_from(chosen.step, chosen)
             return chosen.step
+
+    def _go_on_from(self, step: int | None, chosen: Chosen) -> None:
+        self._damaged = frozenset(chosen.damaged)
+        # A step that is done anew is saved anew.
+        self._last_step = self._step_before = self._done_step = -1 if step is None else step
+        self._saved = None
 
     def _chosen(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> Chosen:
         with joined(self._ranks, f"the restore of {self._spec.url}", timeout) as rounds:
@@ -274,10 +287,7 @@ class CheckpointManager:
         patterns = request.keys if keys is None else [*keys]
         request = dataclasses.replace(request, spec=self._source, keys=patterns)
         self._last_report = run_load(state, request, self._ranks)
-        if keys is not None or chosen.step is None:
-            return None
-        self._last_step = chosen.step
-        return chosen.step
+        return None if keys is not None else chosen.step
 
     # -- to save
 
@@ -290,8 +300,9 @@ class CheckpointManager:
     ) -> SaveFuture | None:
         """Say that a step is done: saves it where that is due, or where the ranks are to be pre-empted.
 
-        Called on all ranks, after each step, with ascending numbers that are the same on all of them. Where nothing is
-        saved it takes microseconds, and makes no request.
+        Called on all ranks, after each step, with ascending numbers that are the same on all of them. If nothing is
+        saved, it takes microseconds, and makes no request. The step that :meth:`save` has saved just now is not saved
+        again. A step whose call raised an error may be passed again.
 
         Args:
             step: the number of steps that are done.
@@ -302,23 +313,30 @@ class CheckpointManager:
             metadata: what else is to be kept with the checkpoint, as in :func:`save`. It has a member ``step`` and the
                 metrics anyway.
 
-        Returns the future of the save that it began, None where it began none. When ``preempted`` is true after the
+        Returns the future of the save of this step, None if it was not saved. When ``preempted`` is true after the
         call, the save has ended.
 
-        Raises TypeError for a metric that is no number; ValueError for a step that is not greater than the last one.
-        Where a save is due: what went wrong in the one before, since that is the first moment that is the same on all
-        ranks; RunTakenOverError where another job goes on with the run; CheckpointExistsError where the run has a
+        Raises TypeError for a metric that is no number, ValueError for one that cannot be stored, and for a step that
+        is not greater than the last one. If a save is due: what went wrong in the one before, since that is the first
+        moment that is the same on all ranks. Nothing is saved then, and the same call, made once more, saves the step.
+        RunTakenOverError where another job goes on with the run; CheckpointExistsError where the run has a
         checkpoint of this step, or of a later one; and what :func:`save` raises, with ``background`` in the future.
         CheckpointError where the save before pre-emption failed, or did not end within the grace period.
         """
-        step = self._checked_step(step, self._last_step + 1)
+        again = step == self._last_step > self._done_step
+        step = self._checked_step(step, self._last_step + (not again))
         checked_metrics(metrics)
-        before, self._last_step = self._last_step, step
+        if not again:
+            self._step_before, self._last_step = self._last_step, step
+        future = None
         if self._preemption is not None and not self._preempted and self._preemption.came_to(step):
-            return self._save_preempted(step, state, metrics, metadata)
-        if self._save_every is not None and step // self._save_every > max(before, 0) // self._save_every:
-            return self.save(step, state, metrics, metadata)
-        return None
+            future = self._save_preempted(step, state, metrics, metadata)
+        elif (saved := self._future_of(step)) is not None:
+            future = saved
+        elif self._save_every is not None and step // self._save_every > max(self._step_before, 0) // self._save_every:
+            future = self.save(step, state, metrics, metadata)
+        self._done_step = step
+        return future
 
     def _checked_step(self, step: int, least: int) -> int:
         self._refuse_other_process()
@@ -341,14 +359,26 @@ class CheckpointManager:
     ) -> SaveFuture:
         """Save a step, due or not; arguments, errors and callers as for :meth:`step`.
 
-        A step that this manager has saved already, or is saving, is not saved again: its future is returned. With
-        ``background=False`` the save has ended when the call returns. Four requests more than :func:`save` makes.
+        A step that this manager has saved already, or is saving, is not saved again: this waits for the save, and
+        returns its future. With ``background=False`` the save has ended when the call returns. Four requests more than
+        :func:`save` makes, and two for the first checkpoint of a run.
         """
         step = self._checked_step(step, self._last_step)
-        if self._saved is not None and self._saved[0] == step and not _failed(self._saved[1]):
-            return self._saved[1]
+        if self._saved is not None and self._saved[0] == step:
+            # Before it has ended, a failure may be known on some ranks only, and all must do the same.
+            Future.exception(self._saved[1])
+            if not _failed(self._saved[1]):
+                return self._saved[1]
         self.wait()
         return self._begin(step, state, metrics, metadata)
+
+    def _future_of(self, step: int) -> SaveFuture | None:
+        """Return the future of a step's save; None if there is none, or if :meth:`wait` has raised its error."""
+        if self._saved is None or self._saved[0] != step:
+            return None
+        future = self._saved[1]
+        # Under way, a failure may be known on some ranks only, and all must do the same.
+        return None if self._saving is not future and _failed(future) else future
 
     def _begin(
         self,
@@ -358,7 +388,7 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None,
         in_time: bool = False,
     ) -> SaveFuture:
-        request = self._request(step, metrics, metadata)
+        request = self._request(step, metrics, metadata, in_time)
         if in_time:
             assert self._preemption is not None
             # No rank is waited for longer, be it that it is lost.
@@ -376,15 +406,20 @@ class CheckpointManager:
         self._last_step = max(step, self._last_step)
         return future
 
-    def _request(self, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> SaveRequest:
+    def _request(
+        self, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None, in_time: bool
+    ) -> SaveRequest:
         name = name_of(step)
         own = {"step": step, **checked_metrics(metrics)}
         others = checked_metadata(metadata)
-        if twice := sorted({"step", *(metrics or {})} & {*others}) or sorted({"step"} & {*(metrics or {})}):
-            raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and as a metric or in metadata")
+        if twice := sorted({"step", *(metrics or {})} & {*others}):
+            raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and in metadata")
         known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
         # Deletions get half the time for which the other ranks wait for the coordinator.
-        run = RunSave(self._coordinator, step, name, known, self._options.timeout / 2)
+        patience = self._options.timeout / 2
+        # Before pre-emption a checkpoint is worth more than its metric.
+        check_metric = bool(metrics) and not in_time
+        run = RunSave(self._coordinator, step, name, known, patience, check_metric=check_metric)
         return SaveRequest(self._spec.child(name), name in self._damaged, known, self._options, None, run)
 
     def _save_preempted(
@@ -404,6 +439,8 @@ class CheckpointManager:
                 # It is no reason not to save now.
                 log.error("the run %s: the save before failed: %s: %s", self._spec.url, type(error).__name__, error)
             self._saving = None
+        if (saved := self._future_of(step)) is not None:
+            return saved
         future = self._begin(step, state, metrics, metadata, in_time=True)
         self._end_in_time(future, step)
         self._saving = None

@@ -9,12 +9,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._commit.marker import pin_id_of
 from zarrckpt._commit.protocol import new_id
-from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, RunTakenOverError, StorageError, warn
+from zarrckpt._errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    RunTakenOverError,
+    StorageError,
+    warn,
+)
+from zarrckpt._forks import ForkSafeLock
 from zarrckpt._format.documents import NODE, Json, join
 from zarrckpt._format.metadata import RUN_METADATA
 from zarrckpt._format.root import RUN_GROUP
@@ -41,13 +50,15 @@ class RunRecord:
     """The checkpoint that the run begins from, until it has its own; "" for none. A text that is never opened."""
     pin: str = ""
     """The id of the pin on it, "" for none: of this run in this folder, so a copy of the folder has another one."""
+    committed: bool = False
+    """Whether a checkpoint of the run was committed: afterwards the run never begins anew unnoticed."""
 
     def to_bytes(self) -> bytes:
         """The record as it is stored."""
         own: Json = {"run": self.run, "job": self.job, "host": self.host, "started": self.started}
         keep: Json = {} if self.keep is None else {"keep": dataclasses.asdict(self.keep)}
         source: Json = {"source": self.source, "pin": self.pin} if self.pin else {}
-        return sealed_bytes(own | keep | source)
+        return sealed_bytes(own | keep | source | ({"committed": True} if self.committed else {}))
 
 
 @nesting_bounded
@@ -70,6 +81,7 @@ def parse_record(data: bytes, where: str) -> RunRecord:
         keep,
         members.text("source") if "source" in members.own else "",
         members.save_id("pin") if "pin" in members.own else "",
+        members.own.get("committed") is True,
     )
 
 
@@ -88,6 +100,8 @@ class Ownership:
         self._store = store
         self._keep = keep
         self._record: RunRecord | None = None
+        self._updating = ForkSafeLock()
+        """Held while the record is changed: the thread that deletes does so, too."""
 
     @property
     def taken(self) -> bool:
@@ -100,25 +114,45 @@ class Ownership:
         assert self._record is not None
         return self._record
 
-    def take(self, inherited: str, source: str = "", *, begins: bool = False) -> None:
-        """Go on with the run in the place of whoever did before. Two requests.
+    def look(self) -> RunRecord | None:
+        """Return the run's record, None if there is none. One request.
+
+        Raises RunTakenOverError as :meth:`check`, once this job has taken the run; CorruptCheckpointError for a damaged
+        record, StorageError.
+        """
+        if self._record is not None:
+            self.check()
+            return self._record
+        try:
+            return read_record(self._store)
+        except CorruptCheckpointError as err:
+            raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job makes it anew") from err
+
+    def take(
+        self,
+        known: RunRecord | None,
+        inherited: str,
+        source: str = "",
+        *,
+        begins: bool = False,
+        committed: bool = False,
+    ) -> None:
+        """Go on with the run in the place of whoever did before. One request.
 
         A plain put: of jobs that take it at the same time the last one goes on, and the others find that when they look
         again, as they do before they commit or delete anything.
 
         Args:
+            known: the record as it was read just now.
             inherited: the run of the checkpoint that this job goes on from, for a folder without a record.
             source: the url of the checkpoint of another run that this job was given to begin from.
             begins: whether the run has no checkpoint, so that it begins from there.
+            committed: whether a checkpoint of the run was found.
 
         Warns of a pin that an earlier job may have left elsewhere, and that this one does not remove.
 
-        Raises CorruptCheckpointError for a damaged record; StorageError, also if the folder may only be read.
+        Raises StorageError, also if the folder may only be read.
         """
-        try:
-            known = read_record(self._store)
-        except CorruptCheckpointError as err:
-            raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job makes it anew") from err
         run = known.run if known is not None else inherited or new_id()
         pin = pin_id_of(f"{run} {self._store.url}") if source else ""
         left = ("", "") if known is None else (known.source, known.pin)
@@ -127,7 +161,8 @@ class Ownership:
         if not begins and left != (source, pin):
             source = pin = ""
         host = f"{socket.gethostname()}, process {os.getpid()}"
-        own = RunRecord(run, new_id(), host, now(), self._keep, source, pin)
+        committed = committed or (known is not None and known.committed)
+        own = RunRecord(run, new_id(), host, now(), self._keep, source, pin, committed)
         try:
             self._store.put(RUN_KEY, [own.to_bytes()])
         except StorageError as err:
@@ -140,11 +175,27 @@ class Ownership:
 
     def forget_source(self) -> None:
         """Record that the run's source is not pinned any more. Two requests; raises ObjectExistsError after a take."""
-        stored = self._store.get_versioned(RUN_KEY)
-        if parse_record(stored.data, join(self._store.url, RUN_KEY)).job == self.record.job:
-            own = dataclasses.replace(self.record, source="", pin="")
-            self._store.replace(RUN_KEY, own.to_bytes(), stored.version)
-            self._record = own
+        with self._updating:
+            stored = self._store.get_versioned(RUN_KEY)
+            if parse_record(stored.data, join(self._store.url, RUN_KEY)).job == self.record.job:
+                own = dataclasses.replace(self.record, source="", pin="")
+                self._store.replace(RUN_KEY, own.to_bytes(), stored.version)
+                self._record = own
+
+    def note_commit(self) -> None:
+        """Record that a checkpoint of the run was committed. Two requests, at the first commit of a run.
+
+        Conditional, since another job may take the run at the same moment. If it fails, the next commit tries again.
+        """
+        if self.record.committed:
+            return
+        with self._updating, suppress(CheckpointError):
+            own = dataclasses.replace(self.record, committed=True)
+            stored = self._store.get_versioned(RUN_KEY)
+            if stored.data == self.record.to_bytes():
+                self._store.replace(RUN_KEY, own.to_bytes(), stored.version)
+            if stored.data in (self.record.to_bytes(), own.to_bytes()):
+                self._record = own
 
     def check(self) -> None:
         """Raise RunTakenOverError where another job has taken the run. One request."""

@@ -28,7 +28,7 @@ from zarrckpt._jobs import run_jobs
 from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership
-from zarrckpt._runs.steps import step_of
+from zarrckpt._runs.steps import is_own, look_into, step_of
 from zarrckpt._store import Store, StoreSpec
 
 _END_SECONDS = 5.0
@@ -40,11 +40,15 @@ _READ_AT_ONCE = 64
 _MOST_SUPERFLUOUS = 2
 """Maximum number of superfluous checkpoints that a commit leaves, those aside that cannot be deleted."""
 
-_AWAITED = 3
+_AWAITED_DELETIONS = 3
 """Deletions after which a save goes on, however many are left: one more than a commit makes necessary."""
 
 _LOGGED_SECONDS = 10.0
 """Seconds that a save waits for deletions before this is logged."""
+
+
+_Known = tuple[int, Mapping[str, Any]]
+"""The step and the metadata of a checkpoint."""
 
 
 class Retention:
@@ -61,7 +65,7 @@ class Retention:
         self._ownership = ownership
         self._release = release
         self._unread: set[str] = set()
-        self._own: dict[str, tuple[int, Mapping[str, Any]]] = {}
+        self._own: dict[str, _Known] = {}
         """The step and the metadata of the run's committed checkpoints, by name."""
         self._begun: dict[str, int] = {}
         """The steps of saves that have not committed, by name."""
@@ -91,6 +95,11 @@ class Retention:
         with self._changed:
             self._spared |= {*names}
 
+    def knows_metric(self, name: str) -> bool:
+        """Whether a checkpoint of the run that was looked into has a metric of this name."""
+        with self._changed:
+            return any(name in metadata for _, metadata in self._own.values())
+
     def begun(self, name: str, step: int) -> None:
         """A save of this job begins."""
         with self._changed:
@@ -105,7 +114,7 @@ class Retention:
             for held_back in (self._pinned, self._refused):
                 held_back.pop(name, None)
             self._own[name] = step, metadata
-            self._due, self._awaited = True, _AWAITED
+            self._due, self._awaited = True, _AWAITED_DELETIONS
             if self._thread is None and not self._ended:
                 self._thread = threading.Thread(target=self._work, name="zarrckpt-retention", daemon=True)
                 self._thread.start()
@@ -171,12 +180,12 @@ class Retention:
             try:
                 self._pass()
             except RunTakenOverError as err:
-                self._log_once("taken over", f"nothing is deleted any more: {_text(err)}")
+                self._log_once("taken over", f"nothing is deleted any more: {_cause(err)}")
                 self._ended = True
             except Exception as err:
                 # If the process has ended, the next job goes on with it.
                 if not self._ended:
-                    text = f"superfluous checkpoints could not be deleted; the next save tries again: {_text(err)}"
+                    text = f"superfluous checkpoints could not be deleted; the next save tries again: {_cause(err)}"
                     self._log_once(type(err).__name__, text)
             finally:
                 with self._changed:
@@ -188,6 +197,8 @@ class Retention:
         with suppress(CheckpointError):
             # It stays pinned until the next time.
             self._release()
+        with suppress(StorageError):
+            self._forget_removed()
         tried: set[str] = set()
         looked_into: set[str] = set()
         while True:
@@ -208,6 +219,14 @@ class Retention:
         with self._changed:
             known = tried | self._pinned.keys() | self._refused.keys()
             return None if self._ended else next((name for name in self._superfluous() if name not in known), None)
+
+    def _forget_removed(self) -> None:
+        """Forget checkpoints that were removed by hand: only those that are there count for the rules."""
+        with self._changed:
+            known = {*self._own}
+        if self._keep is not None and len(known) > self._keep.newest:
+            for name in known - {*self._spec.open().list_dir()[1]}:
+                self.gone(name)
 
     def _held_back(self, tried: set[str]) -> list[str]:
         """The superfluous checkpoints that were pinned or refused: they may be so no more."""
@@ -235,7 +254,9 @@ class Retention:
         except CheckpointError as err:
             refused = True
             if not self._ended:
-                self._log_once(name, f"{name} could not be deleted, and is tried again after later saves: {_text(err)}")
+                self._log_once(
+                    name, f"{name} could not be deleted, and is tried again after later saves: {_cause(err)}"
+                )
         with self._changed:
             self._pinned.pop(name, None)
             self._refused.pop(name, None)
@@ -266,23 +287,29 @@ class Retention:
         """Find out whether a folder has a checkpoint of this run, if there are rules, or a save that never finished."""
         step = step_of(name)
         assert step is not None
+        # What is behind a link lies elsewhere: it is restored, and not deleted.
+        if store.is_local and os.path.islink(os.path.join(store.url, name)):
+            with self._changed:
+                self._unread.discard(name)
+            return
         try:
             # Without rules root documents need not be read, which may be large and many.
             look = self._keep is not None or not _has_root(store, name)
-            found = protocol.checkpoints_below(store, [name], unfinished=True) if look else []
-            if look and not found and store.is_local:
+            below = look_into(store, name) if look else None
+            if look and below is None and store.is_local:
                 # A removal that was broken off right before its end has left an empty folder.
                 self._spec.child(name).open().remove_folder()
         except StorageError as err:
-            self._log_once(name, f"{name} could not be read, so it is neither counted nor deleted: {_text(err)}")
+            self._log_once(name, f"{name} could not be read, so it is neither counted nor deleted: {_cause(err)}")
             return
         with self._changed:
             self._unread.discard(name)
-            for below in found:
-                if below.root is not None and run_of(below.root.metadata) == self._ownership.record.run:
-                    self._own[name] = step, below.root.metadata
-                elif below.root is None and below.damage is None:
-                    self._begun[name] = step
+            if below is None:
+                return
+            if below.root is not None and is_own(name, below.root, self._ownership.record.run):
+                self._own[name] = step, below.root.metadata
+            elif below.root is None and below.damage is None:
+                self._begun[name] = step
 
     def _delete(self, name: str) -> bool:
         """Delete a checkpoint, or the leftovers of a save. False if it is pinned. It stays if it is not of this run."""
@@ -311,7 +338,9 @@ class Retention:
     def _is_own(self, found: Leftovers) -> bool:
         run = self._ownership.record.run
         if found.root is not None:
-            return run_of(found.root.metadata) == run
+            # Its root document alone may be that of a copy, which no save of the run has made.
+            saves = [marker for marker in found.markers if marker.save_id == found.root.save_id]
+            return run_of(found.root.metadata) == run and all(marker.run == run for marker in saves)
         # A removal that was broken off is gone on with, whoever began it; a claim without a marker is no one's, and
         # nothing was written under it.
         return found.root_bytes is None and (found.removal or all(marker.run == run for marker in found.markers))
@@ -323,7 +352,7 @@ class Retention:
             log.warning("the run %s: %s", self._spec.url, text)
 
 
-def _text(error: Exception) -> str:
+def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -209,7 +209,10 @@ class LocalStore(Store):
                     yield ObjectInfo(key, size)
 
     def list_dir(self, prefix: str = "") -> Listing:
+        """As for any store. A link to a folder counts as a folder: a run's checkpoint may lie on another disk."""
         entries = self._scan(prefix)
+        links = {name for name, is_folder, _ in entries if not is_folder and self._links_to_folder(prefix, name)}
+        entries = [(name, is_folder or name in links, size) for name, is_folder, size in entries]
         objects = sorted(name for name, is_folder, _ in entries if not is_folder)
         return objects, sorted(name for name, is_folder, _ in entries if is_folder)
 
@@ -219,6 +222,10 @@ class LocalStore(Store):
         for opened in (os.path.dirname(self._root), *reversed([*self._parents(path)]), path):
             with suppress(OSError), os.scandir(opened):
                 pass
+
+    def _links_to_folder(self, prefix: str, name: str) -> bool:
+        path = os.path.join(self._root, prefix, name)
+        return os.path.islink(path) and os.path.isdir(path)
 
     def sync(self, keys: Iterable[str]) -> None:
         if not self._durable:
@@ -384,8 +391,10 @@ def _entry(item: os.DirEntry[str]) -> tuple[str, bool, int] | None:
         if files.is_silly_name(item.name):
             return None
         return item.name, False, item.stat().st_size
-    except FileNotFoundError:
-        # Deleted since the folder was read, or a link that leads nowhere.
+    except OSError as error:
+        # A link that leads nowhere, or to itself; or deleted since the folder was read.
+        if not item.is_symlink() and not isinstance(error, FileNotFoundError):
+            raise
         return (item.name, False, 0) if item.is_symlink() else None
 
 

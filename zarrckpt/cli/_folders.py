@@ -105,7 +105,7 @@ def _add_reasons(spec: StoreSpec, listing: FolderListing) -> None:
     from zarrckpt._errors import CheckpointError
     from zarrckpt._jobs import run_jobs
     from zarrckpt._runs.record import read_record
-    from zarrckpt._runs.steps import step_of
+    from zarrckpt._runs.steps import is_name_of, step_of
 
     store = spec.open()
     try:
@@ -118,20 +118,21 @@ def _add_reasons(spec: StoreSpec, listing: FolderListing) -> None:
     listing.metric = None if record.keep is None else record.keep.metric
     committed = [row for row in listing.rows if row["state"] == "committed"]
     own = {
-        step: row["metadata"]
+        row["metadata"]["step"]: row["metadata"]
         for row in committed
-        if row["run"] == record.run and (step := step_of(row["name"])) is not None
+        if row["run"] == record.run and is_name_of(row["name"], row["metadata"].get("step"))
     }
     reasons = {} if record.keep is None else record.keep.reasons(own)
     looks = (partial(pins, spec.child(row["name"]).open()) for row in committed)
     for row, pinned in zip(committed, run_jobs(looks, store.max_concurrency), strict=True):
-        step = step_of(row["name"])
         if row["run"] != record.run:
             kept = ["not of this run"]
-        elif step is None:
+        elif step_of(row["name"]) is None:
             kept = ["no name of a step"]
+        elif not is_name_of(row["name"], row["metadata"].get("step")):
+            kept = ["a copy"]
         else:
-            kept = ["no rules"] if record.keep is None else reasons.get(step, [])
+            kept = ["no rules"] if record.keep is None else reasons.get(row["metadata"]["step"], [])
         row["kept"] = [*kept, *(["pinned"] if pinned else [])]
 
 
