@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from zarrckpt._commit import protocol
 from zarrckpt._commit.protocol import Below, number_in
+from zarrckpt._errors import one_line
 from zarrckpt._format.documents import join
 from zarrckpt._format.root import Root
 from zarrckpt._store import Store
@@ -66,4 +67,4 @@ def newest_below(store: Store, names: Iterable[str]) -> tuple[str | None, list[B
 
 def passed_over(store: Store, below: Below) -> str:
     """That a damaged checkpoint was passed over, for a warning."""
-    return f"the checkpoint {join(store.url, below.name)} is passed over, since it is damaged: {below.damage}"
+    return f"the checkpoint {join(store.url, one_line(below.name))} is passed over, since it is damaged: {below.damage}"

@@ -190,9 +190,9 @@ def _refuse_instantiators(checkpoint: Mapping[str, Any], url: str) -> None:
     """Raise UnsafeValueError for hyperparameters that name a function and classes for Lightning to import and call."""
     for key, parameters in checkpoint.items():
         # Lightning also takes a list of pairs.
-        pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
-        names = [pair[0] for pair in pairs if pair] if isinstance(parameters, Mapping | list | tuple) else []
-        if "_instantiator" in names:
+        listed = isinstance(parameters, list | tuple | set | frozenset)
+        pairs = [pair for pair in parameters if isinstance(pair, list | tuple) and pair] if listed else []
+        if "_instantiator" in (parameters if isinstance(parameters, Mapping) else [pair[0] for pair in pairs]):
             raise zarrckpt.UnsafeValueError(
                 f"{url}: {key!r} names code that builds the model (_instantiator), as LightningCLI saves it. If you "
                 "trust the checkpoint, pass allow_pickle=True"
