@@ -155,7 +155,7 @@ def test_a_url_that_is_opened_through_others_is_refused(form: str, tmp_path: Pat
     """Templates in what a reference filesystem reads can run code."""
     fsspec.register_implementation("aliased", "fsspec.implementations.reference.ReferenceFileSystem", clobber=True)
     evil, ran = tmp_path / "evil.json", tmp_path / "ran"
-    code = "{{ cycler.__init__.__globals__.os.system('touch %s') }}" % ran
+    code = f"{{{{ cycler.__init__.__globals__.os.system('touch {ran}') }}}}"
     made = [{"key": code, "url": "x", "dimensions": {"i": {"stop": 1}}}]
     evil.write_text(json.dumps({"version": 1, "templates": {}, "gen": made, "refs": {}}))
     url = form.format(evil)

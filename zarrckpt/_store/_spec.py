@@ -50,7 +50,8 @@ class StoreSpec:
             ``zarr.storage.StorePath``. A store that is read-only is never changed. None until :meth:`at` gives one.
         storage_options: obstore's options, and a few of the names of s3fs, gcsfs and adlfs; an unknown name is an
             error. For fsspec's protocols they go to the filesystem as they are. ``{"backend": "fsspec"}`` takes
-            fsspec's own filesystem (s3fs, gcsfs, adlfs) for a cloud's url, too. ``credential_provider``, for ``s3://``,
+            fsspec's own filesystem (s3fs, gcsfs, adlfs) for a cloud's url, too, and ``"allow_chains": True`` with it
+            opens urls through other urls (``simplecache::s3://...``, ``reference://``). ``credential_provider``, for ``s3://``,
             ``gs://`` and ``az://``: a callable that returns credentials in obstore's form with the time when they
             expire; it is asked again then. It must pickle to go to other processes.
         durable: False leaves out the fsyncs of local files. The conditional puts of a commit keep theirs.

@@ -149,8 +149,8 @@ def _refuse_mistyped(text: str) -> None:
     """Raise StorageError for a text that was most likely meant as a url."""
     if meant := _meant_url(text):
         raise StorageError(
-            f"{redact_url(text)!r} is no url, and looks like one: expected {redact_url(meant)!r}. For a local folder of "
-            "this name, pass its absolute path"
+            f"{redact_url(text)!r} is no url, and looks like one: expected {redact_url(meant)!r}. For a local folder "
+            "of this name, pass its absolute path"
         )
 
 

@@ -54,7 +54,8 @@ def load_pretrained(
         prefix: the model's name in the state that was saved: of ``{"model": model}``, ``"model"``.
         dtype: of floating parameters and buffers. Default: each as it was saved.
         device: where parameters and buffers are to be. Default: the CPU.
-        config: the model's configuration. Default: the one that ``ZarrTrainer`` has saved.
+        config: the model's configuration. Default: the one that ``ZarrTrainer`` has saved, without members that name
+            code or a repository, such as ``auto_map`` and ``attn_implementation``.
         no_dist: this process loads alone, as in :func:`zarrckpt.load`.
         storage_options, options: as in :func:`zarrckpt.load`.
 

@@ -66,6 +66,9 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if stage == "fit":
             _require_zarr(trainer.strategy, self.dirpath)
         super().setup(trainer, pl_module, stage)
+        if isinstance(plugin := trainer.strategy.checkpoint_io, ZarrCheckpointIO):
+            # Only there may a checkpoint name others that Lightning opens and deletes.
+            plugin.folders |= {folder_text(f"{one.dirpath}") for one in trainer.checkpoint_callbacks if one.dirpath}
 
     @property
     def state_key(self) -> str:
@@ -75,12 +78,6 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """As Lightning's, and a sign that it is not Lightning's own."""
         return {**super().state_dict(), FINDS_LAST: True}
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """As Lightning's; the plugin takes over what a checkpoint says of the folders of the Trainer's callbacks."""
-        super().setup(trainer, pl_module, stage)
-        if isinstance(plugin := trainer.strategy.checkpoint_io, ZarrCheckpointIO):
-            plugin.folders |= {folder_text(f"{one.dirpath}") for one in trainer.checkpoint_callbacks if one.dirpath}
 
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
         """Whether a name is taken, as rank 0 sees it: by a checkpoint, not by a save that was broken off."""
