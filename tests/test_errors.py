@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
+from click.testing import CliRunner
+from s3_stub import S3Stub
 
 import zarrckpt
 from zarrckpt import _errors
+from zarrckpt.cli import main
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "errors.md"
 ROW = re.compile(r"^\| `(\w+)` \|(.*?)\|.+\|.*\|$", re.MULTILINE)
@@ -39,6 +44,44 @@ def test_errors_travel_and_make_sense_alone(error: type[zarrckpt.CheckpointError
     for copied in (pickle.loads(pickle.dumps(raised)), copy.copy(raised)):
         assert type(copied) is error and str(copied) == "found a\nexpected b"
     assert issubclass(error, zarrckpt.CheckpointError) and (error.__doc__ or "").strip()
+
+
+CONTROLS = "\x1b[2J\x07\x9b\u202e\u2066\u2028\x00"
+"""Sequences that terminals obey: erase, ring, turn the direction of text, break lines."""
+
+
+def test_no_message_commands_a_terminal(tmp_path: Path, s3_stub: S3Stub, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither texts from servers and folders nor the notes, causes, warnings, log lines and output made of them."""
+    shown, evil = [], CONTROLS[:-1]
+    error = zarrckpt.StorageError(f"one\n{CONTROLS}")
+    error.add_note(f"note {CONTROLS}")
+    shown += [str(error), *error.__notes__]
+    assert str(error).startswith("one\n\\x1b[2J\\x07\\x9b\\u202e")
+    _errors.log.error("%s %d", CONTROLS, 7)
+    assert caplog.text.rstrip().endswith("\\x00 7")
+    shown.append(caplog.text)
+
+    s3_stub.faults.refusal = f"<Error><Code>Denied{evil}\n</Code><Message>{evil}\n</Message></Error>"
+    place = s3_stub.bucket()
+    with pytest.raises(zarrckpt.StorageError) as refused:
+        zarrckpt.open(place.url("x"), storage_options=place.storage_options)
+    shown += traceback.format_exception(refused.value)
+
+    run = tmp_path / f"run{evil}\n"
+    zarrckpt.save({"w": torch.ones(1)}, run / "step-1")
+    (run / f"{evil}\nx-9").mkdir()
+    (run / f"{evil}\nx-9" / "zarr.json").write_bytes(b"{")
+    with pytest.warns(UserWarning, match="passed over") as warned:
+        assert zarrckpt.latest(run) == str(run / "step-1")
+    shown.append(str(warned[0].message))
+    with pytest.raises(zarrckpt.CheckpointNotFoundError) as missing:
+        zarrckpt.open(run)
+    shown.append(str(missing.value))
+    assert "\n" not in str(warned[0].message) + str(missing.value)
+    for words in (["ls", run], ["ls", run, "--json"], ["info", run / "step-1", "--json"], ["verify", run], ["ls", "x"]):
+        found = CliRunner().invoke(main, [*map(str, words), *(["-o", f"{evil}=1"] if words[-1] == "x" else [])])
+        shown += [found.stdout, found.stderr]
+    assert not {*"".join(shown)} & {*CONTROLS[:1], *CONTROLS[4:]}
 
 
 def test_a_notebook_shows_the_message_and_the_callers_frames(tmp_path: Path) -> None:

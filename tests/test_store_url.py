@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import re
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+import torch
 import zarr
 
+import zarrckpt
 from zarrckpt._errors import StorageError
 from zarrckpt._store import StoreSpec, join_url, open_store
 from zarrckpt._store._url import Place, normalize, parse
@@ -101,6 +109,82 @@ def test_parses(typed: str, expected: Place) -> None:
 def test_refuses(typed: str, reason: str) -> None:
     with pytest.raises(StorageError, match=reason):
         parse(typed)
+
+
+@pytest.mark.parametrize("path", ["lr::0.1/step-1", "data::a", "run:1::2", "a//b::c", "C:\\x"])
+def test_a_path_without_a_protocol_is_local_as_a_whole(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate((path, f"{path}::2")):
+        zarrckpt.save({"w": torch.full((1,), number)}, name)
+    assert zarrckpt.open(path)["w"][:] == 0 and Path(path, "zarr.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("arn:aws:s3:::bucket/x", "'s3://bucket/x'"),
+        ("arn:aws-cn:s3:::bucket", "'s3://bucket'"),
+        ("arn:aws:s3:eu-west-1:123:accesspoint/a/x", "'s3://bucket/path'"),
+        ("s3:bkt/x", "'s3://bkt/x'"),
+        ("s3//bkt/x", "'s3://bkt/x'"),
+        ("S3::bkt/x", "'s3://bkt/x'"),
+        (" s3://bkt/x", "'s3://bkt/x'"),
+        ("run/gs://bkt/x", "'gs://bkt/x'"),
+        ("file:x", "'file:///x'"),
+    ],
+)
+def test_a_mistyped_url_is_refused_with_the_right_form(
+    typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for use in (zarrckpt.open, zarrckpt.latest, partial(zarrckpt.save, {})):
+        with pytest.raises(StorageError, match=re.escape(meant)):
+            use(typed)
+    assert not [*tmp_path.iterdir()]
+
+
+RESOLVED = ["reference://::file://{}", "reference://{}", "zip://::file://{}", "zip://{}", "simplecache::file://{}"]
+RESOLVED += ["filecache::file://{}", "blockcache://{}", "dir://{}", "generic://{}", "async_wrapper://{}", "dask://{}"]
+RESOLVED += ["memory://a::file://{}", "Reference://{}", "reference:/{}", "aliased://{}"]
+
+
+@pytest.mark.parametrize("form", RESOLVED)
+def test_a_url_that_is_opened_through_others_is_refused(form: str, tmp_path: Path) -> None:
+    """Templates in what a reference filesystem reads can run code."""
+    fsspec.register_implementation("aliased", "fsspec.implementations.reference.ReferenceFileSystem", clobber=True)
+    evil, ran = tmp_path / "evil.json", tmp_path / "ran"
+    code = f"{{{{ cycler.__init__.__globals__.os.system('touch {ran}') }}}}"
+    made = [{"key": code, "url": "x", "dimensions": {"i": {"stop": 1}}}]
+    evil.write_text(json.dumps({"version": 1, "templates": {}, "gen": made, "refs": {}}))
+    url = form.format(evil)
+    for use in (zarrckpt.open, zarrckpt.latest, partial(zarrckpt.save, {})):
+        with pytest.raises(StorageError, match="allow_chains"):
+            use(url)
+    with pytest.raises(StorageError, match="allow_chains"):
+        zarrckpt.open("s3://bucket/a::file:///x", storage_options={"backend": "fsspec", "anon": True})
+    assert not ran.exists()
+
+
+def test_chains_are_opened_if_they_are_asked_for(tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.ones(2)}, tmp_path / "one")
+    shutil.make_archive(str(tmp_path / "two"), "zip", tmp_path / "one")
+    for url in (f"simplecache::file://{tmp_path}/one", f"zip://::file://{tmp_path}/two.zip"):
+        options = {"backend": "fsspec", "allow_chains": True}
+        assert pickle.loads(pickle.dumps(StoreSpec(url, options))).open().get("zarr.json")
+        assert zarrckpt.open(url, storage_options=options)["w"][:].tolist() == [1, 1]
+    for wrong in ("yes", 1, None):
+        with pytest.raises(StorageError, match="allow_chains"):
+            open_store("memory://x", storage_options={"allow_chains": wrong})
+
+
+def test_two_colons_in_a_url_of_one_protocol_are_part_of_a_name() -> None:
+    for number in (1, 2):
+        zarrckpt.save({"w": torch.full((1,), number)}, f"memory://colons/lr::0.{number}/step-1")
+    assert zarrckpt.latest("memory://colons/lr::0.1") == "memory://colons/lr::0.1/step-1"
+    assert zarrckpt.open("memory://colons/lr::0.1/step-1")["w"][:] == 1
+    assert StoreSpec("http://[::1]:9/x").open().url == "http://[::1]:9/x"
 
 
 @pytest.mark.parametrize("text", ["/tmp/a\0b", "/tmp/\ud800", "s3://b/\ud800", "memory://x\0y", "file:///tmp/a%00b"])

@@ -7,15 +7,49 @@ The classes are grouped by what the caller can do next. Errors cross ranks pickl
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import traceback
 import warnings
 
 log = logging.getLogger("zarrckpt")
 
+_CONTROLS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""Characters that terminals and editors obey: controls, line separators, directions of text; and lone surrogates."""
+
+
+def one_line(text: str) -> str:
+    """Return a text with escapes in the place of control characters: names, paths and servers' answers may have any."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable(text: str) -> str:
+    """Return a text as :func:`one_line` does, with its line breaks."""
+    return "\n".join(map(one_line, text.split("\n")))
+
+
+def _clean_record(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), ()
+    return True
+
+
+log.addFilter(_clean_record)
+
 
 class CheckpointError(Exception):
-    """Base of every error that zarrckpt raises on purpose."""
+    """Base of every error that zarrckpt raises on purpose.
+
+    Its text and its notes hold no control characters but line breaks, whatever is in names, paths and servers' answers.
+    """
+
+    def __str__(self) -> str:
+        # The bare message: KeyError would show its repr, and so escape the line breaks of a list.
+        return printable("".join(map(str, self.args[:1])))
+
+    def add_note(self, note: str) -> None:
+        super().add_note(printable(note))
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython and Jupyter show: the message, then the caller's frames alone."""
@@ -66,10 +100,6 @@ class UnsafeValueError(CheckpointError):
 
 class KeyMismatchError(CheckpointError, KeyError):
     """Keys, shapes or dtypes of the target and of the checkpoint do not fit; all of them are listed."""
-
-    def __str__(self) -> str:
-        # KeyError shows the repr of its argument, which would escape the line breaks of a list.
-        return str(self.args[0]) if self.args else ""
 
 
 class LoadMismatchError(CheckpointError):
@@ -127,4 +157,4 @@ def warn(text: str) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("zarrckpt", "torch"):
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(printable(text), stacklevel=level)

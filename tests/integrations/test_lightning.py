@@ -369,6 +369,44 @@ def test_in_object_stores_the_run_that_another_has_begun_from_stays_whole(
     assert not caplog.text
 
 
+def test_stored_paths_of_checkpoints_elsewhere_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lightning deletes and opens what a ModelCheckpoint's state names."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    run, victim, io = str(tmp_path / "run"), "memory://victim/last.ckpt", ZarrCheckpointIO()
+    zarrckpt.save({"epoch": 1}, victim)
+
+    def fit_here(kind: type[ModelCheckpoint], folder: str, epochs: int, start: str | None = None) -> Trainer:
+        trainer = Trainer(plugins=[io], callbacks=[kind(folder, save_last=True)], max_epochs=epochs, **quiet)
+        trainer.fit(Tiny("auto", {}), torch.utils.data.DataLoader(torch.ones(8, 8), batch_size=8), ckpt_path=start)
+        return trainer
+
+    fit_here(ModelCheckpoint, run, 1)
+    forged = io.load_checkpoint(f"{run}/last.ckpt")
+    (state,) = (state for state in forged["callbacks"].values() if "best_model_path" in state)
+    state |= dict.fromkeys(("best_model_path", "kth_best_model_path", "last_model_path"), victim)
+    state["best_k_models"] = {victim: torch.tensor(0.0)}
+    io.save_checkpoint(forged, f"{run}/forged.ckpt")
+    for epochs, kind in enumerate((ModelCheckpoint, ZarrModelCheckpoint), start=2):
+        caplog.clear()
+        found = fit_here(kind, run, epochs, f"{run}/forged.ckpt").checkpoint_callback
+        assert victim in caplog.text
+        for path in (found.best_model_path, found.last_model_path, *found.best_k_models):
+            assert Path(path).parent == Path(run)
+        assert zarrckpt.open(victim).load() == {"epoch": 1}
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_hyperparameters_that_name_code_are_refused(pairs: bool, tmp_path: Path) -> None:
+    named, url = {"_instantiator": "os.system", "strategy": "auto"}, str(tmp_path / "a.ckpt")
+    listed = {"hparams": [[*pair] for pair in named.items()], "hyper_parameters": {}}
+    state = {**(listed if pairs else {"hyper_parameters": named}), "pytorch-lightning_version": "2.6.6"}
+    ZarrCheckpointIO().save_checkpoint({**state, "state_dict": {}}, url)
+    with pytest.raises(zarrckpt.UnsafeValueError, match="hparams" if pairs else "hyper_parameters"):
+        load_from_checkpoint(Tiny, url)
+    with pytest.raises(ValueError, match="allowlist"):  # Lightning's own
+        load_from_checkpoint(Tiny, url, allow_pickle=True)
+
+
 def test_a_model_is_built_of_a_checkpoint_alone(tmp_path: Path) -> None:
     fit(2, folder=str(tmp_path), strategy="fsdp2", epochs=1, hyperparameters={"sizes": {1, 2}})
     url = f"{tmp_path}/last.ckpt"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +227,23 @@ def test_the_last_step_is_saved_as_torchtitan_says(tmp_path: Path) -> None:
     assert run.manager.save(5, last_step=True)
     run.manager.close()
     assert [*(tmp_path / "hf" / "step-5").glob("*.safetensors")] and steps_of(tmp_path / "hf") == []
+
+
+def test_a_pickle_in_the_data_loaders_state_runs_no_code(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    for name, value in (("evil", Evil()), ("plain", {"a": [1, OrderedDict(b={2.0, "c"})]})):
+        made = Run(tmp_path / name, 1.0)
+        made.manager.states["dataloader"].state_dict()["dp_rank_0"] = pickle.dumps(value)
+        made.manager.load()
+        assert made.manager.save(1)
+        made.manager.close()
+    with pytest.raises(zarrckpt.UnsafeValueError, match="mkdir"):
+        loaded(tmp_path / "evil")
+    assert not (tmp_path / "ran").exists()
+    assert loaded(tmp_path / "plain") == loaded(tmp_path / "evil", allow_pickle=True) == (1.0, 1.0, 1)
 
 
 def test_a_manager_that_is_not_enabled_does_nothing(tmp_path: Path) -> None:

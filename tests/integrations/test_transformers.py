@@ -194,6 +194,39 @@ def test_the_best_is_kept_and_loaded(limit: int, background: bool, kept: list[in
     assert 4 in steps("moved") and 14 in steps("moved")
 
 
+class NamesBest(TrainerCallback):
+    """Has the next save keep another text as the best checkpoint's."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        state.best_model_checkpoint = self.text
+
+
+@pytest.mark.parametrize("form", ["{}", "../evil/step-00000001", "simplecache::file://{}"])
+def test_a_stored_best_outside_of_the_run_is_not_opened(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    evil = form.format(Path("evil/step-00000001").resolve())
+    model = LlamaForCausalLM(transformers_run.config())
+    zarrckpt.save({"model": LlamaForCausalLM(transformers_run.config())}, "evil/step-00000001")
+    best = {"metric_for_best_model": "score", "greater_is_better": True, "load_best_model_at_end": True}
+    args = transformers_run.arguments(max_steps=3, save_steps=1, eval_strategy="steps", eval_steps=1, **best)
+    sets = {"train_dataset": transformers_run.dataset(), "eval_dataset": transformers_run.dataset(8)}
+    trainer = Scripted(model, args, **sets, checkpoint_dir="run", callbacks=[NamesBest(evil)])
+    trainer.scores = {1: 0.9, 2: 0.1, 3: 0.1}
+    trainer.train()
+    assert evil in caplog.text  # not at the end of the run that saved it, either
+
+    caplog.clear()
+    again = Scripted(model, dataclasses.replace(args, max_steps=5), **sets, checkpoint_dir="run")
+    again.scores = {4: 0.3, 5: 0.2}
+    again.train(resume_from_checkpoint=True)
+    assert evil in caplog.text
+    assert again.state.best_model_checkpoint == str(Path("run/step-00000004").resolve())
+    saved = zarrckpt.open("run/step-00000004").load("model")["model"]
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
 def test_where_the_best_is_the_newest_as_many_are_kept() -> None:
     best = {"metric_for_best_model": "score", "load_best_model_at_end": True, "save_total_limit": 2}
     args = transformers_run.arguments(save_steps=2, max_steps=8, eval_strategy="steps", eval_steps=2, **best)
@@ -384,6 +417,23 @@ def test_models_come_from_checkpoints_and_go_to_folders(kind: Any, tied: bool) -
         load_pretrained(kind, "ckpt", prefix="net.model")
     with pytest.raises(zarrckpt.KeyMismatchError, match="no place for"):
         load_pretrained(kind, "ckpt", prefix="net", config=config)
+
+
+def test_a_saved_configuration_names_no_code() -> None:
+    config = transformers_run.config()
+    code = {"auto_map": {"AutoModelForCausalLM": "evil/repo--modeling.Evil"}, "trust_remote_code": True}
+    kernel = {"attn_implementation": "evil/kernel", "_attn_implementation": "evil/kernel", "_name_or_path": "evil/repo"}
+    known = {**config.to_dict(), **code, **kernel, "architectures": ["LlamaForCausalLM"], "inner": [{**code, "a": 1}]}
+    model = LlamaForCausalLM(config)
+    zarrckpt.save({"model": model, "trainer": {"config": json.dumps(known)}}, "ckpt")
+    loaded = load_pretrained(AutoModelForCausalLM, "ckpt")
+    assert type(loaded) is LlamaForCausalLM and loaded.config._attn_implementation == model.config._attn_implementation
+    export_pretrained("ckpt", "folder")
+    text = Path("folder/config.json").read_text()
+    assert "evil" not in text and json.loads(text)["inner"] == [{"a": 1}]
+    zarrckpt.save({"model": model, "trainer": {"config": '{"model_type": "evil"}'}}, "unknown")
+    with pytest.raises(zarrckpt.CorruptCheckpointError, match="evil"):
+        load_pretrained(AutoModelForCausalLM, "unknown")
 
 
 @pytest.mark.parametrize("adapters_only", [True, False])

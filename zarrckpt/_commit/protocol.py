@@ -46,6 +46,7 @@ from zarrckpt._errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     StorageError,
+    one_line,
 )
 from zarrckpt._format.chunk_codec import encode_chunk
 from zarrckpt._format.chunk_layout import RawArray
@@ -247,7 +248,7 @@ def _folder_of_checkpoints(store: Store, names: Iterable[str] | None = None) -> 
     if not found:
         return ""
     last = newest(found)
-    which = "none of them is committed" if last is None else f"the newest is {join(store.url, last.name)}"
+    which = "none of them is committed" if last is None else f"the newest is {join(store.url, one_line(last.name))}"
     return f"it is a folder of {len(found)} checkpoint{'s'[: len(found) > 1]}; {which}"
 
 
@@ -280,7 +281,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def parse_committed(data: bytes, url: str) -> Root:
     """The root of stored bytes; errors name the url."""
-    return parse_root(data, f"the root document {join(url, NODE)}")
+    return parse_root(data, f"the root document {one_line(join(url, NODE))}")
 
 
 def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
@@ -541,7 +542,7 @@ def _foreign_error(store: Store, names: set[str], *, committed: bool, begun: boo
         )
     inner = [] if not own else checkpoints_below(store, sorted(names, key=_natural)[-_LOOKED_INTO:], unfinished=True)
     if inner:
-        url = join(store.url, inner[0].name)
+        url = join(store.url, one_line(inner[0].name))
         more = f" (and {len(inner) - 1} more)" if len(inner) > 1 else ""
         if not committed:
             return ForeignObjectsError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zarrckpt._commit import protocol
 from zarrckpt._commit.marker import REMOVAL_KEY, REMOVED, Marker, is_table_key, marker_key, parse_marker
 from zarrckpt._commit.protocol import Below, number_in
-from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError
+from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError, one_line
 from zarrckpt._format.documents import NODE, join
 from zarrckpt._format.metadata import run_of
 from zarrckpt._format.root import RESERVED_GROUP, Root
@@ -85,7 +85,9 @@ def look_into(store: Store, name: str) -> Below | None:
         # A save that goes on may have committed since its root was looked for.
         if found is None or found.damage is None or not protocol.is_stored(store, f"{name}/{NODE}"):
             return found
-    raise StorageError(f"{join(store.url, name)} changes whenever it is read: try again when its saves have ended")
+    raise StorageError(
+        f"{join(store.url, one_line(name))} changes whenever it is read: try again when its saves have ended"
+    )
 
 
 def _without_root(store: Store, name: str) -> Below | None:
@@ -98,7 +100,7 @@ def _without_root(store: Store, name: str) -> Below | None:
             marker = _stored_marker(store, name, save_id)
             if marker is None or not marker.failed:
                 error = CorruptCheckpointError(
-                    f"{join(store.url, name)} has the tables of the save {save_id} and no root document {NODE}: the "
+                    f"{join(store.url, one_line(name))} has the tables of the save {save_id} and no root document {NODE}: the "
                     "save was killed right before its commit, or the root was deleted since"
                 )
                 return WithoutRoot(name, damage=error, run="" if marker is None else marker.run)
@@ -146,4 +148,4 @@ def newest_below(store: Store, names: Iterable[str]) -> tuple[str | None, list[B
 
 def passed_over(store: Store, below: Below) -> str:
     """Return the warning that a damaged checkpoint was passed over."""
-    return f"the checkpoint {join(store.url, below.name)} is passed over, since it is damaged: {below.damage}"
+    return f"the checkpoint {join(store.url, one_line(below.name))} is passed over, since it is damaged: {below.damage}"

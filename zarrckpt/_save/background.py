@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from zarrckpt._errors import CheckpointError, log
+from zarrckpt._errors import CheckpointError, log, printable
 from zarrckpt._jobs import Progress, in_thread
 from zarrckpt._options import SaveOptions
 from zarrckpt._ranks.group import Ranks
@@ -193,7 +193,7 @@ class _Saver:
             # Without handlers, logging itself would write a second line to stderr.
             if log.hasHandlers():
                 log.error("%s", failure)
-            print(f"zarrckpt: {failure}", file=sys.stderr, flush=True)
+            print(printable(f"zarrckpt: {failure}"), file=sys.stderr, flush=True)
 
 
 _savers: dict[int, _Saver] = {}

@@ -7,7 +7,14 @@ import html
 import re
 from collections.abc import Iterator, Sequence
 
-from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
+from zarrckpt._errors import (
+    CorruptCheckpointError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+    one_line,
+    printable,
+)
 from zarrckpt._store._secrets import scrub
 
 _BEGIN, _END = 300, 700
@@ -130,7 +137,7 @@ def reason(error: BaseException, known: Sequence[str]) -> str:
         text = f"{text} ({error.__cause__})"
     if not _is_system_s(error):
         text = _cut(" ".join(_PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_said, scrub(text, known))).split()))
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return one_line(f"{type(error).__name__}: {text}") if text else type(error).__name__
 
 
 def _cut(text: str) -> str:
@@ -151,9 +158,9 @@ def _titled(page: re.Match[str]) -> str:
 
 
 def clean_cause(error: BaseException, known: Sequence[str]) -> BaseException:
-    """The exception itself, or a stand-in where it or one that it came from quotes a secret."""
+    """The exception itself, or a stand-in where it or one that it came from quotes a secret or control characters."""
     texts = (text for item in _chain(error) for text in (str(item), repr(item)))
-    if _is_system_s(error) or all(scrub(text, known) == text for text in texts):
+    if _is_system_s(error) or all(printable(scrub(text, known)) == text for text in texts):
         return error
     return RuntimeError(reason(error, known))
 

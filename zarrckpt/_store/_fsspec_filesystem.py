@@ -17,6 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 
+from zarrckpt._errors import StorageError
+from zarrckpt._store._secrets import redact_url
+from zarrckpt._store._url import RESOLVERS, is_chain
+
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
 
@@ -29,6 +33,13 @@ _CREATES = _S3 | {"gcs", "gs", "abfs", "abfss", "az", "adl"}
 _SHARED = {"memory", "file", "local"}
 # HDFS renames over no file; webhdfs does not even say so, and hdfs has one error for everything.
 _HDFS = {"hdfs", "webhdfs"}
+
+_RESOLVING_MODULES = {
+    "fsspec.archive",
+    "fsspec.generic",
+    *(f"fsspec.implementations.{name}" for name in ("asyn_wrapper", "cached", "chained", "dask", "dirfs", "reference")),
+}
+"""Where the classes of filesystems that take other urls are, whatever protocol is registered for them."""
 
 _CONNECTIONS = 8
 _FSSPEC_TRIES = 5
@@ -77,7 +88,12 @@ class Filesystems:
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
         self._address = address
         self._options = dict(options)
-        first, root = fsspec.core.url_to_fs(address, **self._options)
+        self._chains = self._options.pop("allow_chains", False)
+        if not isinstance(self._chains, bool):
+            raise StorageError(f"the option allow_chains must be True or False, got {self._chains!r}")
+        if not self._chains:
+            refuse_chain(address)
+        first, root = self._open_shared()
         self.root: str = root.rstrip("/")
         self.traits = Traits.of(first)
         self._begin(first)
@@ -123,8 +139,35 @@ class Filesystems:
         return FsspecStore(fs, path=self.root, read_only=True)
 
     def _open(self) -> Any:
-        fresh = {} if self.traits.shared else {"skip_instance_cache": True}
-        return fsspec.core.url_to_fs(self._address, **{**self._options, **fresh})[0]
+        return self._open_shared(**({} if self.traits.shared else {"skip_instance_cache": True}))[0]
+
+    def _open_shared(self, **more: Any) -> tuple[Any, str]:
+        """A filesystem and the path in it. Where chains are not allowed, "::" is a part of a name."""
+        options = {**self._options, **more}
+        if self._chains:
+            fs, path = fsspec.core.url_to_fs(self._address, **options)
+            return fs, path
+        kind = fsspec.get_filesystem_class(_protocol_of(self._address))
+        return kind(**{**kind._get_kwargs_from_urls(self._address), **options}), kind._strip_protocol(self._address)
+
+
+def refuse_chain(address: str) -> None:
+    """Raise StorageError for a url whose filesystem opens other urls: these may come from what is stored there."""
+    protocol = _protocol_of(address)
+    resolves = protocol in RESOLVERS or is_chain(address)
+    if not resolves:
+        bases = inspect.getmro(fsspec.get_filesystem_class(protocol))
+        resolves = any(base.__module__ in _RESOLVING_MODULES for base in bases)
+    if resolves:
+        raise StorageError(
+            f"{redact_url(address)!r} is opened through other urls, which can run code or read local files: expected a "
+            'url of one protocol, without "::". If you trust all that is stored there, pass '
+            "storage_options={'backend': 'fsspec', 'allow_chains': True}"
+        )
+
+
+def _protocol_of(address: str) -> str:
+    return address.partition("::")[0].partition("://")[0].lower()
 
 
 def is_part(path: str) -> bool:

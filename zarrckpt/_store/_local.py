@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from zarrckpt._errors import StorageError
+from zarrckpt._errors import StorageError, one_line
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store import _failures
 from zarrckpt._store import _local_commit as files
@@ -85,7 +85,7 @@ class LocalStore(Store):
     max_concurrency = max(2, min(8, os.cpu_count() or 1))
 
     def __init__(self, root: str, durable: bool = True) -> None:
-        self.url = root
+        self.url = one_line(root)
         self._root = root
         self._durable = durable
         self._folders: set[str] = set()

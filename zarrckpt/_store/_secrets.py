@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
+from zarrckpt._errors import one_line
+
 MARKER = "<secret, not pickled>"
 """Stands where a secret was, in a pickled or printed recipe."""
 
@@ -75,8 +77,8 @@ def redact(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def redact_url(url: str) -> str:
-    """A url whose password or signature, if any, gave way to :data:`HIDDEN`."""
-    return scrub(url)
+    """A url for messages: its password or signature, if any, gave way to :data:`HIDDEN`, control characters escaped."""
+    return one_line(scrub(url))
 
 
 def _url_secrets(text: str) -> Iterator[str]:

@@ -11,9 +11,9 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from zarrckpt._errors import StorageError
+from zarrckpt._errors import StorageError, one_line
 from zarrckpt._store._base import Store
-from zarrckpt._store._secrets import MARKER, has_marker, redact, redact_url
+from zarrckpt._store._secrets import MARKER, has_marker, redact, redact_url, scrub
 from zarrckpt._store._url import has_protocol, join_url, normalize, parse, text_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class StoreSpec:
             ``zarr.storage.StorePath``. A store that is read-only is never changed. None until :meth:`at` gives one.
         storage_options: obstore's options, and a few of the names of s3fs, gcsfs and adlfs; an unknown name is an
             error. For fsspec's protocols they go to the filesystem as they are. ``{"backend": "fsspec"}`` takes
-            fsspec's own filesystem (s3fs, gcsfs, adlfs) for a cloud's url, too. ``credential_provider``, for ``s3://``,
+            fsspec's own filesystem (s3fs, gcsfs, adlfs) for a cloud's url, too, and ``"allow_chains": True`` with it
+            opens urls through other urls (``simplecache::s3://...``, ``reference://``). ``credential_provider``, for ``s3://``,
             ``gs://`` and ``az://``: a callable that returns credentials in obstore's form with the time when they
             expire; it is asked again then. It must pickle to go to other processes.
         durable: False leaves out the fsyncs of local files. The conditional puts of a commit keep theirs.
@@ -97,7 +98,7 @@ class StoreSpec:
     def url(self) -> str:
         """The url for messages: normalised, without credentials; "" where none is given yet."""
         if self._store is not None:
-            return f"{type(self._store).__name__}/{self._address}".rstrip("/")
+            return one_line(f"{type(self._store).__name__}/{self._address}".rstrip("/"))
         return redact_url(self._address.removeprefix(MARKER))
 
     def at(self, url: str | os.PathLike[str]) -> StoreSpec:
@@ -146,8 +147,8 @@ class StoreSpec:
                 "the credential_provider cannot be pickled, and this store goes to another process: use a function or "
                 f"a class of a module ({type(error).__name__}: {error})"
             ) from error
-        address = self._address if redact_url(self._address) == self._address else MARKER + self.url
-        hidden = {"_options": redact(self._options), "_address": address, "_root": redact_url(self._root)}
+        address = self._address if scrub(self._address) == self._address else MARKER + self.url
+        hidden = {"_options": redact(self._options), "_address": address, "_root": scrub(self._root)}
         return _rebuild, ({**self.__dict__, **hidden, "_opened": None},)
 
     # -- inside

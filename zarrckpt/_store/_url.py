@@ -10,8 +10,14 @@ from urllib.parse import unquote
 from zarrckpt._errors import StorageError
 from zarrckpt._store._secrets import redact_url
 
-_PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)://", re.DOTALL)
-_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/(?!/)(.*)", re.DOTALL)
+_NAME = r"[A-Za-z][A-Za-z0-9+.\-_]+"
+_PROTOCOL = re.compile(rf"({_NAME})://")
+_ONE_SLASH = re.compile(rf"({_NAME}):/(?!/)(.*)", re.DOTALL)
+_CHAIN = re.compile(rf"({_NAME})::")
+"""How a chain of fsspec's urls may begin: ``simplecache::s3://bucket/run``."""
+_TYPO = re.compile(rf"\s*({_NAME})\s*(?::|//)(.*)", re.DOTALL)
+_ARN = re.compile(r"arn:[^:]*:s3:(?:::)?(.*)", re.DOTALL)
+_LATE_URL = re.compile(rf"{_NAME}://.*", re.DOTALL)
 
 CLOUD = {
     "s3": "s3",
@@ -27,6 +33,14 @@ CLOUD = {
 """Protocols that obstore serves -> the cloud's short name."""
 
 _LOCAL = ("file", "local")
+
+_TYPED = {*CLOUD, "file", "hf", "http", "https", "memory", "sftp"}
+"""Protocols that people type: "s3:bucket/x" is a mistake, "lr:0.1/x" is a folder."""
+
+RESOLVERS = {"async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "chained", "dask", "dir", "dvc"} | {
+    *("filecache", "generic", "kerchunk", "libarchive", "reference", "simplecache", "tar", "zip")
+}
+"""Protocols of fsspec whose filesystem takes another url: it opens it, unpacks it, or follows references in it."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +60,17 @@ class Place:
 def normalize(url: str | os.PathLike[str]) -> str:
     """A url as it is, less trailing "/"; a local path made absolute.
 
-    ``str(Path("s3://b/x"))`` is "s3:/b/x": one slash behind a known protocol is repaired.
+    ``str(Path("s3://b/x"))`` is "s3:/b/x": one slash behind a known protocol is repaired. A text without a known
+    protocol is a local path as a whole, also with "::" in it. Raises StorageError for a text that looks like a mistyped
+    url, such as "s3//bucket/x".
     """
     text = text_of(url)
     if not text:
         raise StorageError("the url is empty; expected a local path or a url such as 's3://bucket/run/step-7'")
     text = _repair(text)
     found = _PROTOCOL.match(text)
-    if found is None and "::" not in text:
+    if found is None and not _begins_chain(text):
+        _refuse_mistyped(text)
         return os.path.abspath(os.path.expanduser(text))
     if found is not None and found[1].lower() in _LOCAL:
         return _local_path(text, text[found.end() :])
@@ -65,7 +82,7 @@ def parse(url: str | os.PathLike[str]) -> Place:
     """What a url names. Raises StorageError for a url that no store can serve."""
     address = normalize(url)
     found = _PROTOCOL.match(address)
-    if found is None and "::" not in address:
+    if found is None and not _begins_chain(address):
         return Place("local", address, path=address)
     protocol = found[1].lower() if found else ""
     if found is None or protocol not in CLOUD:
@@ -86,6 +103,13 @@ def parse(url: str | os.PathLike[str]) -> Place:
 def has_protocol(text: str) -> bool:
     """Whether a text is a url and no plain path."""
     return _PROTOCOL.match(_repair(text)) is not None
+
+
+def is_chain(url: str) -> bool:
+    """Whether a url is several of fsspec's, joined by "::". In a url of one protocol, "::" is a part of a name."""
+    found = _PROTOCOL.match(url)
+    _, colons, rest = url[found.end() if found else 0 :].partition("::")
+    return _begins_chain(url) or (bool(colons) and "://" in rest)
 
 
 def join_url(url: str | os.PathLike[str], name: str) -> str:
@@ -114,6 +138,30 @@ def _checked(text: str) -> str:
     if not valid:
         raise StorageError(f"{redact_url(text)!r} holds a NUL or a lone surrogate: expected a path or a url without")
     return text
+
+
+def _begins_chain(text: str) -> bool:
+    found = _CHAIN.match(text)
+    return found is not None and found[1].lower() in RESOLVERS
+
+
+def _refuse_mistyped(text: str) -> None:
+    """Raise StorageError for a text that was most likely meant as a url."""
+    if meant := _meant_url(text):
+        raise StorageError(
+            f"{redact_url(text)!r} is no url, and looks like one: expected {redact_url(meant)!r}. For a local folder "
+            "of this name, pass its absolute path"
+        )
+
+
+def _meant_url(text: str) -> str:
+    """The url that a text without a protocol at its beginning looks like; "" for a path."""
+    if found := _ARN.fullmatch(text):
+        return f"s3://{found[1]}" if found[1] and ":" not in found[1] else "s3://bucket/path"
+    if (found := _TYPO.fullmatch(text)) and (protocol := found[1].lower()) in _TYPED:
+        return f"{protocol}://{'/' if protocol in _LOCAL else ''}{found[2].lstrip(':/ ')}"
+    found = None if text[0] in "/~" else _LATE_URL.search(text)
+    return found[0] if found else ""
 
 
 def _repair(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from zarrckpt._errors import CheckpointError
+from zarrckpt._errors import CheckpointError, printable
 from zarrckpt._version import __version__
 
 # Command -> its module, so that one command does not import what the others need.
@@ -120,7 +120,7 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             _leave()
         except ModuleNotFoundError as err:
-            click.echo(f"zarrckpt: {err}", err=True)
+            click.echo(f"zarrckpt: {printable(str(err))}", err=True)
             ctx.exit(3)
         except BrokenPipeError:
             # Whoever read our output has seen enough (`| head`); nothing more is flushed there at exit.

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from zarrckpt._errors import one_line
+
 if TYPE_CHECKING:
     from zarrckpt._checkpoint import Checkpoint
     from zarrckpt._jobs import Progress
@@ -146,8 +148,8 @@ def say(text: str, **more: Any) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Strict JSON on one line; numbers that JSON lacks as strings."""
-    click.echo(json.dumps(_jsonable(value), ensure_ascii=False, allow_nan=False))
+    """Strict JSON on one line, in ASCII; numbers that JSON lacks as strings."""
+    click.echo(json.dumps(_jsonable(value), allow_nan=False))
 
 
 _MOST_BITS = 10_000
@@ -217,11 +219,6 @@ def _shortened(text: str, width: int) -> str:
     while text and _width(text) >= width:
         text = text[:-1]
     return f"{text}…"
-
-
-def one_line(text: str) -> str:
-    """Control characters as escapes: names come from the checkpoint, and terminals obey them."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def shown(number: float) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt.cli._common import hints, json_option, print_json, progress_bar, store_options
+from zarrckpt.cli._common import hints, json_option, print_json, progress_bar, say, store_options
 from zarrckpt.cli.copy import by_pattern, dtype, say_uncast, warnings_as_lines
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def export_command(
     values = f", {count_text(report.values, 'value')}" if report.values else ""
     files = ", ".join(report.files) if len(report.files) <= 3 else count_text(len(report.files), "file")
     where = files if report.folder == "." else f"{report.folder}: {files}"
-    click.echo(f"{count_text(report.tensors, 'tensor')}{values}, {size_text(report.nbytes)}, in {where}")
+    say(f"{count_text(report.tensors, 'tensor')}{values}, {size_text(report.nbytes)}, in {where}")
     say_uncast(report.uncast)
 
 
@@ -164,4 +164,4 @@ def import_command(
     if as_json:
         print_json(dataclasses.asdict(report))
     else:
-        click.echo(f"{size_text(report.nbytes)} saved to {report.url}")
+        say(f"{size_text(report.nbytes)} saved to {report.url}")

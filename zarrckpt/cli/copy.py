@@ -136,7 +136,7 @@ def cp_command(
     if as_json:
         print_json(dataclasses.asdict(report))
         return
-    click.echo(f"{report.objects:,} chunks, {size_text(report.nbytes)}, copied to {report.url}")
+    say(f"{report.objects:,} chunks, {size_text(report.nbytes)}, copied to {report.url}")
     say_uncast(report.uncast)
 
 
@@ -165,4 +165,4 @@ def warnings_as_lines() -> Iterator[None]:
     except ValueError as err:
         raise click.UsageError(str(err)) from err
     for warning in caught:
-        click.echo(f"warning: {warning.message}", err=True)
+        say(f"warning: {warning.message}", err=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zarrckpt._errors import printable
 from zarrckpt.cli._common import (
     header_option,
     json_option,
@@ -323,7 +324,7 @@ def cat_command(url: str, key: str, slice_: str | None, as_json: bool, storage_o
 
     text = value_text(found)
     more = f"\n... {len(text) - _LONGEST:,} characters more; --json has them all" if len(text) > _LONGEST else ""
-    click.echo(text[:_LONGEST] + more)
+    click.echo(printable(text[:_LONGEST]) + more)
 
 
 _LONGEST = 4000

@@ -63,6 +63,8 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self.allow_pickle = allow_pickle
         self.storage_options = storage_options
         self.options = options
+        self.folders: set[str] = set()
+        """Folders of the Trainer's callbacks: see :meth:`without_foreign_paths`."""
         self._future: zarrckpt.SaveFuture | None = None
         self._followers: list[threading.Thread] = []
 
@@ -92,7 +94,8 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         except zarrckpt.CheckpointNotFoundError:
             if not get_filesystem(url).isfile(url):
                 raise
-            return dict(TorchCheckpointIO().load_checkpoint(path, map_location or "cpu", weights_only))
+            loaded = TorchCheckpointIO().load_checkpoint(path, map_location or "cpu", weights_only)
+            return self.without_foreign_paths(loaded, url)
         checkpoint = found.load(device=map_location if isinstance(map_location, str | torch.device) else "cpu")
         for key, value in checkpoint.items():
             if isinstance(value, dict) and value.keys() >= {"state", "param_groups"}:
@@ -100,7 +103,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         optimizers = sorted(filter(OPTIMIZER.fullmatch, checkpoint), key=lambda key: int(key.rpartition("_")[2]))
         if optimizers and "pytorch-lightning_version" in checkpoint:
             checkpoint["optimizer_states"] = [checkpoint.pop(key) for key in optimizers]
-        return checkpoint
+        return self.without_foreign_paths(checkpoint, url)
 
     def remove_checkpoint(self, path: str | PurePath) -> None:
         """Delete a checkpoint. Called on rank 0 alone. One that cannot be deleted, or is pinned, stays, and is logged.
@@ -172,9 +175,53 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         if PurePath(url).name.startswith("hpc_ckpt_"):  # Lightning ends the job next, for SLURM to start it again
             self.wait()
 
+    def without_foreign_paths(self, checkpoint: Mapping[str, Any], url: str) -> dict[str, Any]:
+        """Return a Trainer's checkpoint without the paths of checkpoints elsewhere, which Lightning opens and deletes.
+
+        The state of a ModelCheckpoint may name checkpoints in the folder of the one that is loaded, and in
+        :attr:`folders`. If it names others, which is logged, the best are counted anew.
+        """
+        folders = {folder_text(url.rpartition("/")[0]), *self.folders}
+        states = checkpoint.get("callbacks") if "pytorch-lightning_version" in checkpoint else None
+        cleaned = {}
+        for name, state in states.items() if isinstance(states, Mapping) else ():
+            if not isinstance(state, Mapping) or "best_model_path" not in state:
+                continue
+            top = state.get("best_k_models")
+            paths = [state[key] for key in ("kth_best_model_path", "last_model_path") if state.get(key)]
+            foreign = [path for path in (*paths, *(top or ())) if not _lies_below(path, folders)]
+            if foreign:
+                state = {key: value for key, value in state.items() if key not in _COUNTED} | {"best_model_score": None}
+            if (best := state["best_model_path"]) and not _lies_below(best, folders):
+                foreign.append(best)
+                state = {**state, "best_model_path": ""}
+            if foreign:
+                log.warning(
+                    "%s names the checkpoint %r, outside of the folders of this run (%s): it is ignored",
+                    *(url, foreign[0], ", ".join(sorted(folders))),
+                )
+                cleaned[name] = state
+        return {**checkpoint, **({"callbacks": {**states, **cleaned}} if cleaned and states else {})}
+
     def faults(self, state: Mapping[str, Any]) -> list[str]:
         """What in a state is no data, by name, as far as these settings refuse it."""
         return [*objects_in(state, allow_pickle=self.allow_pickle)]
+
+
+_COUNTED = ("best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
+"""What a ModelCheckpoint keeps of its best and last checkpoints, all of it or nothing."""
+
+
+def folder_text(folder: str) -> str:
+    """A folder as text to compare: Lightning resolves the links in local ones."""
+    return folder.rstrip("/") if "://" in folder else os.path.realpath(folder)
+
+
+def _lies_below(path: Any, folders: set[str]) -> bool:
+    if not isinstance(path, str) or ".." in path.split("/") or not (path.startswith("/") or "://" in path):
+        return False
+    own = f"{folder_text(path.rpartition('/')[0])}/"
+    return any(own.startswith(f"{folder}/") for folder in folders)
 
 
 def url_of(path: str | PurePath) -> str:

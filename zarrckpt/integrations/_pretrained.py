@@ -54,7 +54,8 @@ def load_pretrained(
         prefix: the model's name in the state that was saved: of ``{"model": model}``, ``"model"``.
         dtype: of floating parameters and buffers. Default: each as it was saved.
         device: where parameters and buffers are to be. Default: the CPU.
-        config: the model's configuration. Default: the one that ``ZarrTrainer`` has saved.
+        config: the model's configuration. Default: the one that ``ZarrTrainer`` has saved, without members that name
+            code or a repository, such as ``auto_map`` and ``attn_implementation``.
         no_dist: this process loads alone, as in :func:`zarrckpt.load`.
         storage_options, options: as in :func:`zarrckpt.load`.
 
@@ -258,7 +259,7 @@ def _config_of(ckpt: zarrckpt.Checkpoint, config: Any) -> Any:
 def _from_document(ckpt: zarrckpt.Checkpoint, text: str, make: Callable[[dict[str, Any]], Any]) -> Any:
     """Make an object of a JSON document in the checkpoint. Raises CorruptCheckpointError if it is another one."""
     try:
-        document = json.loads(ckpt[text])
+        document = _without_code(json.loads(ckpt[text]))
         if not isinstance(document, dict):
             raise TypeError(f"a {type(document).__name__}, expected an object")
         return make(document)
@@ -269,6 +270,23 @@ def _from_document(ckpt: zarrckpt.Checkpoint, text: str, make: Callable[[dict[st
             f"{ckpt.url}: {text!r} is no configuration that this version of transformers takes: {type(err).__name__}: "
             f"{err!s:.200}"
         ) from err
+
+
+_NAMES_OF_CODE = {
+    *("attn_implementation", "auto_map", "code_revision", "custom_pipelines", "experts_implementation"),
+    *("kernel_config", "name_or_path", "trust_remote_code", "use_kernels"),
+}
+"""Members of a configuration that name code or a repository, which transformers would fetch from the Hub and run."""
+
+
+def _without_code(value: Any) -> Any:
+    """Return a saved configuration without the members that name code, in all configurations inside it, too."""
+    if isinstance(value, list):
+        return [_without_code(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    names = {name: name.removeprefix("_").removesuffix("_internal") for name in value}
+    return {name: _without_code(item) for name, item in value.items() if names[name] not in _NAMES_OF_CODE}
 
 
 def _allocate(

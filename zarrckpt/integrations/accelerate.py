@@ -188,6 +188,9 @@ def restoring(accelerator: Accelerator, *, strict: bool = True, dataloaders: boo
                 f"the checkpoint is of {saved['kept']}, and this accelerator has {own['kept']}: prepare and register "
                 "the same as at the save, or load with strict=False"
             )
+        for name in ("step", "iteration"):  # the iteration becomes a part of the next url
+            if type(saved[name]) is not int:
+                raise zarrckpt.CorruptCheckpointError(f"the saved {name} is {saved[name]!r:.80}: expected an integer")
         accelerator.step = saved["step"]
         accelerator.project_configuration.iteration = saved["iteration"]
         for i, loader in enumerate(loaders):

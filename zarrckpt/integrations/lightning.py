@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import zarrckpt
 from zarrckpt.integrations import _framework
 
-_framework.require("lightning", "2.6", "2.7", "lightning")
+_framework.require("lightning", "2.6.6", "2.7", "lightning")
 
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy  # noqa: E402
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy  # noqa: E402
@@ -32,6 +32,7 @@ from zarrckpt.integrations._lightning_io import (  # noqa: E402
     OPTIMIZER,
     ROOT,
     ZarrCheckpointIO,
+    folder_text,
     place_in_run,
 )
 from zarrckpt.integrations._lightning_sharded import Sharded  # noqa: E402
@@ -65,6 +66,9 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if stage == "fit":
             _require_zarr(trainer.strategy, self.dirpath)
         super().setup(trainer, pl_module, stage)
+        if isinstance(plugin := trainer.strategy.checkpoint_io, ZarrCheckpointIO):
+            # Only there may a checkpoint name others that Lightning opens and deletes.
+            plugin.folders |= {folder_text(f"{one.dirpath}") for one in trainer.checkpoint_callbacks if one.dirpath}
 
     @property
     def state_key(self) -> str:
@@ -162,17 +166,34 @@ def load_from_checkpoint(
         storage_options, allow_pickle: as for :class:`ZarrCheckpointIO`.
         hyperparameters: arguments of the model's that replace those in the checkpoint.
 
-    Raises what :func:`zarrckpt.open` does, and RuntimeError for a model with other weights.
+    Raises what :func:`zarrckpt.open` does; UnsafeValueError without ``allow_pickle`` for hyperparameters that name code
+    which builds the model (``_instantiator``, by LightningCLI); RuntimeError for a model with other weights.
     """
     found = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
     keys = {str(found.path(fqn)[0]) for fqn in found} - {"optimizer_states"}
+    checkpoint = found.load(keys=[key for key in keys if not OPTIMIZER.fullmatch(key)])
+    if not allow_pickle:
+        _refuse_instantiators(checkpoint, found.url)
     stream = io.BytesIO()
-    torch.save(found.load(keys=[key for key in keys if not OPTIMIZER.fullmatch(key)]), stream)
+    torch.save(checkpoint, stream)
     stream.seek(0)
     options = {} if strict is None else {"strict": strict}
     # Its bytes are made here: what the checkpoint may hold has been decided above.
     made = model.load_from_checkpoint(stream, map_location=device, weights_only=False, **options, **hyperparameters)  # type: ignore[attr-defined]
     return cast(_Module, made)
+
+
+def _refuse_instantiators(checkpoint: Mapping[str, Any], url: str) -> None:
+    """Raise UnsafeValueError for hyperparameters that name a function and classes for Lightning to import and call."""
+    for key, parameters in checkpoint.items():
+        # Lightning also takes a list of pairs.
+        listed = isinstance(parameters, list | tuple | set | frozenset)
+        pairs = [pair for pair in parameters if isinstance(pair, list | tuple) and pair] if listed else []
+        if "_instantiator" in (parameters if isinstance(parameters, Mapping) else [pair[0] for pair in pairs]):
+            raise zarrckpt.UnsafeValueError(
+                f"{url}: {key!r} names code that builds the model (_instantiator), as LightningCLI saves it. If you "
+                "trust the checkpoint, pass allow_pickle=True"
+            )
 
 
 class _TrainerSharded(Sharded):
@@ -213,7 +234,7 @@ class _TrainerSharded(Sharded):
         """Load the model, when fitting the optimizers, and return the rest; every rank calls."""
         url, found = self._contents(checkpoint_path)
         if found is None:
-            return dict(super().load_checkpoint(url, weights_only))  # type: ignore[misc]
+            return self.checkpoint_io.without_foreign_paths(super().load_checkpoint(url, weights_only), url)  # type: ignore[misc]
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers: dict[str, Any] = {f"optimizer_{i}": one for i, one in enumerate(self.optimizers if fitting else [])}
         rest = {key: None for key in found.keys if not OPTIMIZER.fullmatch(key)}
@@ -229,7 +250,7 @@ class _TrainerSharded(Sharded):
             optimizers = {}
         state = {**rest, "state_dict": self.model, **optimizers}
         self._load(state, url, weights_only, strict=self.lightning_module.strict_loading)
-        return {key: state[key] for key in rest}
+        return self.checkpoint_io.without_foreign_paths({key: state[key] for key in rest}, url)
 
     def teardown(self) -> None:
         """Wait for the save in the background, too, and raise its errors."""

@@ -7,7 +7,10 @@ and torchtitan's own settings mean what they mean there.
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +20,7 @@ from zarrckpt.integrations._framework import require
 
 require("torchtitan", "0.3", "0.4", "torchtitan")
 
-from torchtitan.components.checkpointer import MODEL, OPTIMIZER, AsyncMode, CheckpointManager  # noqa: E402
+from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, AsyncMode, CheckpointManager  # noqa: E402
 
 import zarrckpt  # noqa: E402
 
@@ -46,6 +49,8 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
     - ``initial_load_path``: a checkpoint of zarrckpt, or one of DCP.
     - ``last_save_in_hf``, ``initial_load_in_hf``: torchtitan's own files.
     - ``load_only``: reads a folder that another job goes on with, and leaves it alone.
+    - ``allow_pickle``: torchtitan's data loader unpickles its own state. Without it (the default) a state that holds
+      more than plain values is an UnsafeValueError: unpickling it can run any code that the checkpoint holds.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -54,6 +59,8 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
         rewind: bool = False
         """With load_step: remove all later checkpoints of the run first, so that it goes on from there."""
+        allow_pickle: bool = False
+        """Unpickle any state of the data loader, which runs the code that it holds."""
 
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
@@ -73,6 +80,11 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
         self.states[OPTIMIZER] = SimpleNamespace(
             state_dict=container.state_dict, load_state_dict=container.load_state_dict
         )
+        loader = self.states[DATALOADER]
+        if not config.allow_pickle and hasattr(loader, "load_state_dict"):
+            self.states[DATALOADER] = SimpleNamespace(
+                state_dict=loader.state_dict, load_state_dict=partial(_load_plain, loader)
+            )
         self._rewind = config.rewind
         self.async_mode = AsyncMode(config.async_mode)
         self._run = zarrckpt.CheckpointManager(
@@ -146,6 +158,34 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
     def _close(self) -> None:
         if hasattr(self, "_run"):
             self._run.close()
+
+
+_PLAIN = {"builtins": {"bytearray", "complex", "frozenset", "set"}, "collections": {"OrderedDict", "deque"}}
+"""Classes whose instances are plain values, by module."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Raises UnsafeValueError for a pickle that names anything but the classes of plain values."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _PLAIN.get(module, ()):
+            raise zarrckpt.UnsafeValueError(
+                f"the state of the data loader needs {module}.{name}, which is no plain value. If you trust the "
+                'checkpoint, set allow_pickle=True, or leave it out: exclude_from_loading=["dataloader"]'
+            )
+        return super().find_class(module, name)
+
+
+def _load_plain(loader: Any, state: dict[str, Any]) -> None:
+    """Have a data loader load its state, which it unpickles. Raises UnsafeValueError for more than plain values."""
+    for value in state.values():
+        try:
+            _PlainUnpickler(io.BytesIO(value)).load()
+        except zarrckpt.UnsafeValueError:
+            raise
+        except Exception:  # no bytes, or no pickle: the loader's own error tells more
+            continue
+    loader.load_state_dict(state)
 
 
 def _step_of(url: str) -> int:

@@ -221,8 +221,12 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         assert self._manager is not None
         self._manager.wait()
         url = self.state.best_model_checkpoint
-        if os.path.isfile(os.path.join(url, _STATE_FILE)):
+        trainers = self._resumed.get("folder")
+        if trainers and trainers == _folder_of(url) and os.path.isfile(os.path.join(url, _STATE_FILE)):
             super()._load_best_model()  # from before the run became one of zarrckpt
+            return
+        if self._step_in_run(url) is None and url != self._resumed.get("best"):
+            log.warning("the best checkpoint, %r, is no checkpoint of this run: the model stays as it is", url)
             return
         try:
             zarrckpt.load({"model": self._module()}, url, storage_options=self._storage_options)
@@ -234,6 +238,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
     def _begin(self, resume: Any, manager: zarrckpt.CheckpointManager, folder: str) -> str | None:
         """Find what is resumed from, and lay out in a folder what the Trainer itself reads of it."""
         if isinstance(resume, str | os.PathLike) and os.path.isfile(os.path.join(resume, _STATE_FILE)):
+            self._resumed = {"folder": _folder_of(resume)}
             return os.fspath(resume)
         newest = zarrckpt.latest(self.checkpoint_dir, storage_options=self._storage_options)
         if resume == "auto":
@@ -265,9 +270,11 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
     def _lay_out(self, found: Mapping[str, Any], run: str, folder: str) -> None:
         """Write what the Trainer itself reads of a checkpoint of a run into a folder."""
         trainer_state = json.loads(found["state"])
-        best = trainer_state["best_model_checkpoint"]
-        if best is not None and "/" not in best:
-            best = f"{run}/{best}"  # the run may have been moved
+        saved = trainer_state["best_model_checkpoint"]
+        best = _best_in_run(run, saved)
+        if saved is not None and best is None:
+            log.warning("the best checkpoint, %r, is no step of the run %s: the best is looked for anew", saved, run)
+            trainer_state |= {"best_metric": None, "best_global_step": None}
         self._resumed = {"saved": found["saved"], "state": found["state"], "best": best, "run": run}
         trainer_state["best_model_checkpoint"] = None  # the Trainer would look for it on the disk
         Path(folder, _STATE_FILE).write_text(json.dumps(trainer_state))
@@ -291,6 +298,19 @@ def _plain_url(url: str | os.PathLike[str]) -> str:
     """A url as :func:`zarrckpt.latest` returns it, so that two can be compared."""
     text = os.fspath(url).removeprefix("file://")
     return text.rstrip("/") if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def _folder_of(path: str | os.PathLike[str]) -> str:
+    return os.path.dirname(os.path.abspath(path))
+
+
+def _best_in_run(run: str, saved: Any) -> str | None:
+    """Return the url of the step of a run that a saved state names as its best; None for any other text.
+
+    The text comes from the checkpoint, so it is never opened as a url. The run may have been moved.
+    """
+    named = isinstance(saved, str) and re.fullmatch(r"step-\d+", saved, re.ASCII)
+    return f"{run}/{saved}" if named else None
 
 
 class ZarrTrainer(ZarrCheckpointMixin, Trainer):  # type: ignore[misc]
