@@ -25,11 +25,13 @@ from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_state import listed, tensor_entry
 from zarrckpt._state.optimizers import SavedEntries, SavedTensor
 from zarrckpt._state.per_rank import LoadedRanks, OwnPart
+from zarrckpt._wire import record
 
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
 """Prefix of the names of options of an optimizer's parameter group."""
 
 
+@record
 @dataclasses.dataclass(frozen=True)
 class Findings:
     """What one rank tells the coordinator of a load, about names that need a target on some rank.

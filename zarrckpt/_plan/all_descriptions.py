@@ -11,8 +11,10 @@ import numpy as np
 from zarrckpt._plan.description import DescribedEntry, Description
 from zarrckpt._plan.group_numbers import GroupNumbers, renumber_groups, renumbered
 from zarrckpt._plan.owners import Numbers
+from zarrckpt._wire import record
 
 
+@record
 @dataclass(frozen=True)
 class Asked:
     """Which ranks are to send their descriptions: the lowest of those that have one digest."""

@@ -26,6 +26,7 @@ from zarrckpt._plan.chunking import (
 from zarrckpt._plan.holders import GlobalState, GlobalTensor
 from zarrckpt._plan.owners import Dealt, Holders, Spread, deal
 from zarrckpt._plan.rank_plan import RankPlan, rank_plan
+from zarrckpt._wire import record
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Layout:
         return Marker(save_id, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
 
 
+@record
 @dataclass(frozen=True)
 class Sizes:
     """The numbers of bytes that steer a plan, see :class:`zarrckpt.SaveOptions`. None: chosen from ranks and state."""
@@ -54,6 +56,7 @@ class Sizes:
     fill: int | None = None
 
 
+@record
 @dataclass(frozen=True)
 class PlanOptions:
     """What the coordinator decides for all ranks."""

@@ -26,8 +26,10 @@ from zarrckpt._runs.record import Ownership
 from zarrckpt._runs.retention import Retention
 from zarrckpt._runs.steps import Found, newest_first, passed_over, step_of
 from zarrckpt._store import StoreSpec
+from zarrckpt._wire import record
 
 
+@record
 @dataclass(frozen=True)
 class Chosen:
     """What the ranks restore."""
@@ -39,6 +41,10 @@ class Chosen:
     """The folders of damaged checkpoints: a save to one of them replaces it."""
     from_source: bool = False
     """Whether it is the checkpoint of another run that this one begins from."""
+
+    def __post_init__(self) -> None:
+        if self.name and step_of(self.name) is None:
+            raise ValueError(f"no folder of a step: {self.name!r:.100}")
 
 
 class Coordinator:

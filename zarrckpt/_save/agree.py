@@ -25,6 +25,7 @@ from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds
 from zarrckpt._state.local_state import LocalState
+from zarrckpt._wire import record
 
 A = TypeVar("A")
 
@@ -92,6 +93,7 @@ class _Hello(NamedTuple):
         return cls(data[:_DIGEST_BYTES], plan, int.from_bytes(data[-8:], "little"))
 
 
+@record
 @dataclass(frozen=True)
 class _Begun(Generic[A]):
     """The answer where there is a plan."""
@@ -99,6 +101,7 @@ class _Begun(Generic[A]):
     attempt: A
 
 
+@record
 @dataclass(frozen=True)
 class _Compare:
     """What is compared between ranks, and what is known to differ."""
@@ -112,6 +115,7 @@ class _Compare:
     ended: bool = False
 
 
+@record
 class _Checked(NamedTuple):
     """What a rank says of the plan that it has computed."""
 

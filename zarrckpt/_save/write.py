@@ -31,11 +31,13 @@ from zarrckpt._save.items import Items, Source
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._state.tensors import transfer_memory
 from zarrckpt._store import Store
+from zarrckpt._wire import record
 
 _LITTLE_BYTES = 64 << 10
 """One small tensor is in a local file before another thread has started."""
 
 
+@record
 @dataclass(frozen=True)
 class ArrayResult:
     """What one rank wrote of one array: chunk numbers (int64), and their subchunks' checksums (uint32, C order).
@@ -49,6 +51,7 @@ class ArrayResult:
     nbytes: int
 
 
+@record
 @dataclass(frozen=True)
 class ObjectResult:
     """What became of a non-tensor entry: its JSON value, or a blob and the chunks that hold it."""
