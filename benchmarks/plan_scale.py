@@ -32,6 +32,7 @@ import numpy as np
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.state_path import RANKS, StatePath
+from zarrckpt._format.wire import decode, encode
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES
 from zarrckpt._load.shared_reads import _shared_runs, plan_shares
 from zarrckpt._plan.all_descriptions import AllDescriptions
@@ -44,7 +45,6 @@ from zarrckpt._ranks.control_messages import Message, decode_message, encode_mes
 from zarrckpt._ranks.mesh import FANOUT
 from zarrckpt._save import agree
 from zarrckpt._save.plan_report import report_of
-from zarrckpt._wire import decode, encode
 
 MODELS = {
     "1B": (2048, 16, 512, 8192),

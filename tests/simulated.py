@@ -35,8 +35,8 @@ import zarrckpt._dcp.reader
 import zarrckpt._dcp.writer
 import zarrckpt._save.plan_report  # noqa: F401
 from zarrckpt import ObjectExistsError, ObjectNotFoundError
-from zarrckpt import _wire as wire
 from zarrckpt._dcp.channel import ChannelName
+from zarrckpt._format import wire
 from zarrckpt._jobs import in_thread
 from zarrckpt._ranks.errors import Failure, PeerLost, StoppedByOthers, causes, failure_of, raise_together
 from zarrckpt._ranks.group import Ranks

@@ -7,10 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zarrckpt._wire import record
 
-
-@record
 @dataclass(frozen=True)
 class SaveReport:
     """One committed save, the same on every rank.

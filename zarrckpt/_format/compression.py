@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zarrckpt._wire import record
+from zarrckpt._format.wire import record
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ from zarrckpt._format import dtypes, json_values
 from zarrckpt._format.compression import Compression
 from zarrckpt._format.dtypes import DType
 from zarrckpt._format.grid import Grid, Ints, is_run
-from zarrckpt._wire import record
+from zarrckpt._format.wire import record
 
 Json = dict[str, Any]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from zarrckpt._errors import UnsupportedValueError
-from zarrckpt._wire import record
+from zarrckpt._format.wire import record
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from zarrckpt._wire import record
+from zarrckpt._format.wire import record
 
 Ints = tuple[int, ...]
 

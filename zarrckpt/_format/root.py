@@ -17,7 +17,7 @@ from zarrckpt._format.grid import Grid, Ints
 from zarrckpt._format.metadata import parse_metadata
 from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, one_nan
-from zarrckpt._wire import record
+from zarrckpt._format.wire import record
 
 RESERVED_GROUP = "@zarrckpt"
 """The group that holds the claim, a group for each attempt (its marker and its tables), records and pins."""

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from zarrckpt._wire import record
+from zarrckpt._format.wire import record
 
 DICT, LIST, ORDERED_DICT = "dict", "list", "OrderedDict"
 CONTAINERS = (DICT, LIST, ORDERED_DICT)

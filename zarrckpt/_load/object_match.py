@@ -14,6 +14,7 @@ from zarrckpt._errors import KeyMismatchError, warn
 from zarrckpt._format.grid import Box
 from zarrckpt._format.matching import did_you_mean, hint, matches
 from zarrckpt._format.state_path import DICT, StatePath
+from zarrckpt._format.wire import record
 from zarrckpt._load.fill import TensorTarget
 from zarrckpt._load.match import Match, Saved, without_target
 from zarrckpt._load.recheck import ReadEntries
@@ -25,7 +26,6 @@ from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_state import listed, tensor_entry
 from zarrckpt._state.optimizers import SavedEntries, SavedTensor
 from zarrckpt._state.per_rank import LoadedRanks, OwnPart
-from zarrckpt._wire import record
 
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
 """Prefix of the names of options of an optimizer's parameter group."""

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
+from zarrckpt._format.wire import record
 from zarrckpt._plan.description import DescribedEntry, Description
 from zarrckpt._plan.group_numbers import GroupNumbers, renumber_groups, renumbered
 from zarrckpt._plan.owners import Numbers
-from zarrckpt._wire import record
 
 
 @record

@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 from zarrckpt._errors import CheckpointError
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import StatePath
+from zarrckpt._format.wire import decode, encode, record
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._version import __version__
-from zarrckpt._wire import decode, encode, record
 
 EntryKind = Literal["tensor", "value", "opaque", "empty"]
 """``value``: compared between ranks by its contents. ``opaque``: cannot be. ``empty``: a dict without entries."""

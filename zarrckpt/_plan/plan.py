@@ -17,6 +17,7 @@ from zarrckpt._format.documents import ArrayNode, compressible
 from zarrckpt._format.grid import Box, Grid, Ints
 from zarrckpt._format.root import parent_groups
 from zarrckpt._format.state_path import StatePath
+from zarrckpt._format.wire import record
 from zarrckpt._plan.chunking import (
     MAX_CHUNK_BYTES,
     choose_grid,
@@ -26,7 +27,6 @@ from zarrckpt._plan.chunking import (
 from zarrckpt._plan.holders import GlobalState, GlobalTensor
 from zarrckpt._plan.owners import Dealt, Holders, Spread, deal
 from zarrckpt._plan.rank_plan import RankPlan, rank_plan
-from zarrckpt._wire import record
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zarrckpt._format.grid import Box, Ints
-from zarrckpt._wire import record
+from zarrckpt._format.wire import record
 
 
 @record

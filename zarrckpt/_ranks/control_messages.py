@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from zarrckpt._errors import CheckpointError
+from zarrckpt._format.wire import decode, encode, type_check
 from zarrckpt._ranks.errors import Failure, received
-from zarrckpt._wire import decode, encode, type_check
 
 FAILED, STOPPED, RESULT = "failed", "stopped", "result"
 Item = tuple[str, Any]

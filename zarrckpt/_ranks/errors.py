@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from zarrckpt import _errors
 from zarrckpt._errors import CheckpointError
-from zarrckpt._wire import record
+from zarrckpt._format.wire import record
 
 MAX_TEXT = 1 << 15
 """The longest text of another rank that is shown."""

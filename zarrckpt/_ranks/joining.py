@@ -96,7 +96,7 @@ class _Lobby:
             lambda: self._absent(self._places),
         )
         if self._store.check([mine]):
-            answer = _text(self._store.get(mine))
+            answer = _shown_text(self._store.get(mine))
             self._store.delete_key(mine)
             if answer.startswith("!"):
                 raise Refused(answer[1:])
@@ -130,7 +130,7 @@ class _Lobby:
 
         self._until(over, joined, known, lambda: self._absent(here))
         if not self._store.check([done]):
-            raise Refused(_text(self._store.get(failed)))
+            raise Refused(_shown_text(self._store.get(failed)))
         self._store.delete_key(here[self._party.position])
 
     @contextlib.contextmanager
@@ -215,7 +215,7 @@ class _Lobby:
         # A get of a key that was deleted just now would wait for it.
         if not self._store.check([key]):
             return None
-        return _text(self._store.get(key))
+        return _shown_text(self._store.get(key))
 
     def _withdraw(self) -> None:
         place = self._places[self._party.position]
@@ -224,7 +224,7 @@ class _Lobby:
                 self._store.delete_key(place)
 
 
-def _text(value: bytes) -> str:
+def _shown_text(value: bytes) -> str:
     """Return a value of the store, which any process that reaches it may have put, as it may be shown."""
     return cleaned(str(value[: 4 * MAX_TEXT], "utf-8", "replace"))
 

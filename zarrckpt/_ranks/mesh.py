@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError
+from zarrckpt._format.wire import MAX_MESSAGE_BYTES
 from zarrckpt._ranks.control_messages import UNREADABLE, Message, decode_message, encode_message
 from zarrckpt._ranks.group import default_group
 from zarrckpt._ranks.joining import Party, connected
 from zarrckpt._ranks.links import CONNECT_TIMEOUT, Addresses, default_store, hang_up
-from zarrckpt._wire import MAX_BYTES
 
 FANOUT = 32
 """Children of a rank in the tree: up to 33 ranks it is a star."""
@@ -226,7 +226,7 @@ class Mesh:
                 receive.wait(FOREVER)
                 data = frame.numpy().tobytes()
                 length, known = _HEAD.unpack_from(data)
-                if length > MAX_BYTES:
+                if length > MAX_MESSAGE_BYTES:
                     self._refuse(peer, f"a message of {length} bytes")
                     break
                 self._forget_sent(peer, known)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from zarrckpt._errors import CheckpointError, log
+from zarrckpt._format.wire import decode, encode
 from zarrckpt._ranks import joining
 from zarrckpt._ranks.control_messages import FAILED, RESULT, STOPPED, UNREADABLE, Item, Message
 from zarrckpt._ranks.errors import (
@@ -29,7 +30,6 @@ from zarrckpt._ranks.group import Ranks, default_group, errors_as_ours, global_r
 from zarrckpt._ranks.joining import Party, ranks_text
 from zarrckpt._ranks.mesh import Mesh, MeshPlace, made, place_of, started
 from zarrckpt._ranks.pieces import Pieces
-from zarrckpt._wire import decode, encode
 
 DRAIN_SECONDS = 60.0
 """How long the coordinator waits, once it knows of an error, for the work of the others to end."""
@@ -108,7 +108,7 @@ class Rounds:
 
         An error in any of them is raised on every rank, once the work of all of them has ended. ``stop`` is called,
         once and in another thread, where this rank is in ``mine`` when another's error, or its loss, is known: what
-        ``mine`` raises then is not reported. Results and answers must be such as ``_wire.encode`` takes.
+        ``mine`` raises then is not reported. Results and answers must be such as ``_format.wire.encode`` takes.
         """
         self._begin(what, stop)
         item, error = self._work(mine)

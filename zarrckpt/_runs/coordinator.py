@@ -20,13 +20,13 @@ from zarrckpt._errors import (
     warn,
 )
 from zarrckpt._format.metadata import run_of
+from zarrckpt._format.wire import record
 from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership
 from zarrckpt._runs.retention import Retention
 from zarrckpt._runs.steps import Found, newest_first, passed_over, step_of
 from zarrckpt._store import StoreSpec
-from zarrckpt._wire import record
 
 
 @record

@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from zarrckpt._errors import CheckpointError, UnsupportedLayoutError, warn
+from zarrckpt._format.wire import record
 from zarrckpt._plan.all_descriptions import AllDescriptions, Asked
 from zarrckpt._plan.group_numbers import GroupNumbers
 from zarrckpt._plan.holders import ReplicaPart, gather_state
@@ -25,7 +26,6 @@ from zarrckpt._plan.plan import Layout, PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.rank_plan import RankPlan
 from zarrckpt._ranks.rounds import Rounds
 from zarrckpt._state.local_state import LocalState
-from zarrckpt._wire import record
 
 A = TypeVar("A")
 

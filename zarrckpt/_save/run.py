@@ -13,6 +13,7 @@ from zarrckpt._commit.shared_storage import host_name, refuse_separate_storage
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError, warn
 from zarrckpt._format.root import Root
 from zarrckpt._format.sealed import is_save_id, now
+from zarrckpt._format.wire import record
 from zarrckpt._jobs import in_thread
 from zarrckpt._plan.plan import Layout
 from zarrckpt._plan.rank_plan import RankPlan
@@ -26,7 +27,6 @@ from zarrckpt._save.items import Source
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.write import RankWork, Results
 from zarrckpt._state.local_state import LocalState
-from zarrckpt._wire import record
 
 
 @record
@@ -43,6 +43,9 @@ class AttemptName:
     def __post_init__(self) -> None:
         if not is_save_id(self.save_id) or self.tree not in ("", f"@{self.save_id}"):
             raise ValueError(f"no tree of the attempt {self.save_id!r:.100}: {self.tree!r:.100}")
+
+
+record(SaveReport)
 
 
 def run_save(read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks) -> SaveReport:

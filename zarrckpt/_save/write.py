@@ -21,6 +21,7 @@ from zarrckpt._format.dtypes import by_name
 from zarrckpt._format.grid import Box, Grid, Ints, intersect
 from zarrckpt._format.root import BlobEntry, ValueEntry
 from zarrckpt._format.values import EncodedValue
+from zarrckpt._format.wire import record
 from zarrckpt._jobs import run_jobs
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
 from zarrckpt._plan.rank_plan import ChunkPiece, ChunkPlan, RankPlan
@@ -31,7 +32,6 @@ from zarrckpt._save.items import Items, Source
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._state.tensors import transfer_memory
 from zarrckpt._store import Store
-from zarrckpt._wire import record
 
 _LITTLE_BYTES = 64 << 10
 """One small tensor is in a local file before another thread has started."""

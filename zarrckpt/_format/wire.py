@@ -36,18 +36,18 @@ from zarrckpt._errors import CheckpointError
 
 T = TypeVar("T")
 
-MAX_BYTES = 2**32 - 1
+MAX_MESSAGE_BYTES = 2**32 - 1
 """The longest message."""
 
 MAX_LEVELS = 160
 """Nesting of a message: more than the 128 levels of a JSON value in a checkpoint."""
 
-_HEAD = struct.Struct("<I")
+_TREE_LENGTH = struct.Struct("<I")
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _DTYPE = re.compile(r"[<>|](?:b1|[iu][1248]|f[248])")
 _KEY_LIMIT = 2**31
 """Integers that are keys of a dict are below: many large ones could be chosen to have one hash."""
-_PLAIN = json.JSONEncoder(separators=(",", ":"), check_circular=False)
+_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
 class _Record(NamedTuple):
@@ -101,11 +101,11 @@ def _checked_object(cls: Any, *fields: Any) -> Any:
 def encode(value: object) -> bytes:
     """Return the bytes of a value. Raises CheckpointError for an object of a class that is not registered."""
     raw: list[Any] = []
-    text = _PLAIN.encode(_tree_of(value, raw, MAX_LEVELS)).encode()
-    length = _HEAD.size + len(text) + sum(map(len, raw))
-    if length > MAX_BYTES:
-        raise CheckpointError(f"a message to another rank has {length} bytes, at most {MAX_BYTES} can be sent")
-    return b"".join((_HEAD.pack(len(text)), text, *raw))
+    text = _ENCODER.encode(_tree_of(value, raw, MAX_LEVELS)).encode()
+    length = _TREE_LENGTH.size + len(text) + sum(map(len, raw))
+    if length > MAX_MESSAGE_BYTES:
+        raise CheckpointError(f"a message to another rank has {length} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
+    return b"".join((_TREE_LENGTH.pack(len(text)), text, *raw))
 
 
 def _tree_of(value: Any, raw: list[Any], levels: int) -> Any:
@@ -167,10 +167,10 @@ def decode(data: bytes, expected: Any = Any) -> Any:
 
 
 def _decoded(data: bytes, expected: Any) -> Any:
-    end = _HEAD.size + _HEAD.unpack_from(data)[0]
+    end = _TREE_LENGTH.size + _TREE_LENGTH.unpack_from(data)[0]
     if end > len(data):
         raise ValueError("the bytes are cut short")
-    tree = json.loads(str(data[_HEAD.size : end], "utf-8"))
+    tree = json.loads(str(data[_TREE_LENGTH.size : end], "utf-8"))
     reader = _Reader(data, end)
     value = reader.value(tree, MAX_LEVELS)
     if reader.at != len(data):
@@ -224,7 +224,7 @@ class _Reader:
         return self._data[begin : self.at]
 
     def _array(self, name: Any, *shape: Any) -> Any:
-        if type(name) is not str or not _DTYPE.fullmatch(name) or not _counts(shape) or len(shape) > 32:
+        if type(name) is not str or not _DTYPE.fullmatch(name) or not _are_counts(shape) or len(shape) > 32:
             raise ValueError("an array of another form")
         import numpy as np
 
@@ -233,7 +233,7 @@ class _Reader:
         return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-def _counts(numbers: Collection[Any]) -> bool:
+def _are_counts(numbers: Collection[Any]) -> bool:
     return all(type(number) is int and 0 <= number < 2**63 for number in numbers)
 
 
