@@ -217,10 +217,7 @@ class _Reader:
         return _by_name[tag].make(*tree)
 
     def _bytes(self, length: Any) -> bytes:
-        begin, left = self.at, len(self._data) - self.at
-        if type(length) is not int or not 0 <= length <= left:
-            raise ValueError(f"{length!r:.100} bytes, {left} are there")
-        self.at += length
+        begin = self._taken(length)
         return self._data[begin : self.at]
 
     def _array(self, name: Any, *shape: Any) -> Any:
@@ -228,9 +225,17 @@ class _Reader:
             raise ValueError("an array of another form")
         import numpy as np
 
-        dtype = np.dtype(name)
-        data = self._bytes(math.prod(shape) * dtype.itemsize)
-        return np.frombuffer(data, dtype).reshape(shape).copy()
+        dtype, count = np.dtype(name), math.prod(shape)
+        begin = self._taken(count * dtype.itemsize)
+        return np.frombuffer(self._data, dtype, count, begin).reshape(shape).copy() if count else np.empty(shape, dtype)
+
+    def _taken(self, length: Any) -> int:
+        """Return where so many bytes begin, after all that were taken before."""
+        begin, left = self.at, len(self._data) - self.at
+        if type(length) is not int or not 0 <= length <= left:
+            raise ValueError(f"{length!r:.100} bytes, {left} are there")
+        self.at += length
+        return begin
 
 
 def _are_counts(numbers: Collection[Any]) -> bool:
@@ -238,9 +243,8 @@ def _are_counts(numbers: Collection[Any]) -> bool:
 
 
 def _checked_keys(keys: list[Any]) -> list[Any]:
-    for key in keys:
-        if type(key) is int and not 0 <= key < _KEY_LIMIT:
-            raise ValueError("a key that is no small number")
+    if int in map(type, keys) and not all(0 <= key < _KEY_LIMIT for key in keys if type(key) is int):
+        raise ValueError("a key that is no small number")
     return keys
 
 
