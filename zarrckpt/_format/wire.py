@@ -70,15 +70,15 @@ def record(
 
     ``fields_of`` and ``make`` take an object apart and make one, for other classes and for further checks.
     """
-    if fields_of is None:
-        dataclass: Any = cls
-        names = [field.name for field in dataclasses.fields(dataclass)] if not issubclass(cls, tuple) else None
-        fields_of = tuple if names is None else partial(_attributes, names)  # type: ignore[assignment]
-    assert fields_of is not None
-    found = _Record(cls.__name__, fields_of, make or partial(_checked_object, cls))
-    assert found.name not in _by_name and len(found.name) > 1, found.name
+    found = _Record(
+        cls.__name__, fields_of or partial(_attributes, _field_names(cls)), make or partial(_checked_object, cls)
+    )
     _by_name[found.name] = _by_class[cls] = found
     return cls
+
+
+def _field_names(cls: Any) -> Sequence[str]:
+    return cls._fields if issubclass(cls, tuple) else [field.name for field in dataclasses.fields(cls)]
 
 
 def _attributes(names: Sequence[str], value: object) -> list[Any]:
@@ -255,8 +255,7 @@ Check = Callable[[Any], bool]
 
 @lru_cache(maxsize=1024)
 def _field_checks(cls: Any) -> tuple[Sequence[str], Sequence[Check]]:
-    hints = get_type_hints(cls)
-    names = cls._fields if issubclass(cls, tuple) else [field.name for field in dataclasses.fields(cls)]
+    names, hints = _field_names(cls), get_type_hints(cls)
     return names, [type_check(hints[name]) for name in names]
 
 
