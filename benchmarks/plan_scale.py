@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import pickle
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ import numpy as np
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.state_path import RANKS, StatePath
+from zarrckpt._format.wire import decode, encode
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES
 from zarrckpt._load.shared_reads import _shared_runs, plan_shares
 from zarrckpt._plan.all_descriptions import AllDescriptions
@@ -41,7 +41,8 @@ from zarrckpt._plan.holders import GlobalState, gather_state, wanted
 from zarrckpt._plan.owners import Numbers
 from zarrckpt._plan.plan import PlanOptions, SavePlan, plan_save
 from zarrckpt._plan.shards import Cut, CutMesh, Sharding, mesh_boxes
-from zarrckpt._ranks.mesh import FANOUT, Message
+from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
+from zarrckpt._ranks.mesh import FANOUT
 from zarrckpt._save import agree
 from zarrckpt._save.plan_report import report_of
 
@@ -271,22 +272,22 @@ class Coordinator:
         """One round: what all ranks say comes up the tree, and the answer goes down."""
         self._round += 1
         below = [list(_below(child, self.size)) for child in _children(0, self.size)]
-        items = [("result", pickle.dumps(one, protocol=5)) for one in said]
+        items = [("result", encode(one)) for one in said]
         calls = "the save to s3://bucket/runs/step-001000"
         bodies = [
             ({place: items[place] for place in places}, {calls: places} if self._round == 1 else {}, False)
             for places in below
         ]
-        messages = [pickle.dumps(tuple(Message("final", 1, self._round, body)), protocol=5) for body in bodies]
+        messages = [encode_message(Message("final", 1, self._round, body)) for body in bodies]
         self.received += sum(map(len, messages))
         gc.collect()
         began = time.process_time()
         finals = {0: items[0]}
         for message in messages:
-            finals.update(pickle.loads(message)[3][0])
-        answer = decide([pickle.loads(finals[place][1]) for place in range(self.size)])
-        body = ("result", pickle.dumps(answer, protocol=5), False)
-        down = [pickle.dumps(("answer", 1, self._round, body), protocol=5) for _ in below]
+            finals.update(decode_message(message).body[0])
+        answer = decide([decode(finals[place][1]) for place in range(self.size)])
+        body = ("result", encode(answer), False)
+        down = [encode_message(Message("answer", 1, self._round, body)) for _ in below]
         self.seconds += time.process_time() - began
         self.sent += sum(map(len, down))
         return answer
@@ -341,7 +342,7 @@ def next_save(told: AllDescriptions, plan: SavePlan) -> tuple[Coordinator, int]:
     hellos = [agree._Hello(digests[number], b"the plan", balance).packed() for number, balance in rows]
     began = coordinator.decide(hellos, agreement._answer_to_hellos)
     assert isinstance(began, agree._Begun)
-    return coordinator, max(len(pickle.dumps(hello, protocol=5)) for hello in hellos)
+    return coordinator, max(len(encode(hello)) for hello in hellos)
 
 
 def folds_of(held: GlobalState) -> list[bytes]:

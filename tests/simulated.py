@@ -1,7 +1,7 @@
 """Many ranks in one process: each is a thread, and between the threads are messages and nothing else.
 
 ``simulate(function, world_size)`` calls ``function(rank)`` on each of that many threads. Inside it the rounds of
-``zarrckpt.save`` and ``zarrckpt.load`` go from thread to thread, pickled, and so do DCP's collectives; pieces that
+``zarrckpt.save`` and ``zarrckpt.load`` go from thread to thread as bytes, and so do DCP's collectives; pieces that
 ranks hand each other go from thread to thread too. There is no process group and no second process: a save and a
 load by six ranks take some hundredths of a second.
 
@@ -36,6 +36,7 @@ import zarrckpt._dcp.writer
 import zarrckpt._save.plan_report  # noqa: F401
 from zarrckpt import ObjectExistsError, ObjectNotFoundError
 from zarrckpt._dcp.channel import ChannelName
+from zarrckpt._format import wire
 from zarrckpt._jobs import in_thread
 from zarrckpt._ranks.errors import Failure, PeerLost, StoppedByOthers, causes, failure_of, raise_together
 from zarrckpt._ranks.group import Ranks
@@ -317,7 +318,7 @@ class Rounds:
     def merge(self, what: str, mine: Callable[[], Any], decide: Callable[[list[Any]], Any], stop: Any = None) -> Any:
         error: BaseException | None = None
         try:
-            said: Any = pickle.dumps(mine())
+            said: Any = wire.encode(mine())
         except Exception as err:
             error, said = err, failure_of(err, self.members[self.rank])
             if self._pieces is not None:
@@ -331,7 +332,7 @@ class Rounds:
             answer = _world().receive(self.rank, ("down", self.rank))
         if isinstance(answer, list):
             raise_together(answer, self.members[self.rank], error)
-        return pickle.loads(answer)
+        return wire.decode(answer)
 
     def _answer(
         self, decide: Callable[[list[Any]], Any], error: BaseException | None
@@ -342,7 +343,7 @@ class Rounds:
         if failures:
             return causes(failures), error
         try:
-            return pickle.dumps(decide([pickle.loads(said) for _, said in found])), None
+            return wire.encode(decide([wire.decode(said) for _, said in found])), None
         except Exception as err:
             return [failure_of(err, self.members[0])], err
 

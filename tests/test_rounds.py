@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -254,9 +257,9 @@ def test_another_error_becomes_the_text_and_on_its_rank_the_cause() -> None:
     assert run_ranks(_foreign_error) == [nowhere, nowhere, (text, "IndexError", False), nowhere]
 
 
-def _decide_fails(unpicklable: bool) -> Any:
+def _decide_fails(unsendable: bool) -> Any:
     def decide(parts: list[int]) -> Any:
-        if unpicklable:
+        if unsendable:
             return lambda: parts
         raise StorageError("not committed")
 
@@ -270,7 +273,7 @@ def _decide_fails(unpicklable: bool) -> Any:
 def test_an_error_of_the_coordinators_decision_is_raised_on_every_rank() -> None:
     assert run_ranks(_decide_fails, False) == [("not committed\n(failed on rank 0)", True)] * 4
     answers = run_ranks(_decide_fails, True)
-    assert all(answer == answers[0] and answer[0].startswith("rank 0 failed with ") for answer in answers)
+    assert all(answer == answers[0] and "sent to another rank" in answer[0] for answer in answers)
 
 
 def _stopped() -> Any:
@@ -424,6 +427,53 @@ def _stale_token() -> Any:
 
 def test_a_token_of_a_rank_that_is_gone_does_no_harm() -> None:
     assert run_ranks(_stale_token) == [True] * 4
+
+
+# What a process that takes a rank's place may send.
+
+
+class Bomb:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+def _impostor(who: int, module: str, function: str, folder: str) -> Any:
+    assert works()
+    forged = patch.object(importlib.import_module(module), function, lambda _: pickle.dumps(Bomb(folder)))
+    with forged if me() == who else contextlib.nullcontext():
+        text = error_of(lambda: in_call(lambda: 1))
+    dist.barrier()
+    return text, works(), os.path.exists(folder)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("what", ["mesh.encode_message", "rounds.encode"])
+def test_a_pickle_in_a_ranks_place_is_refused(who: int, what: str, tmp_path: Path) -> None:
+    module, _, function = f"zarrckpt._ranks.{what}".rpartition(".")
+    answers = run_ranks(_impostor, who, module, function, str(tmp_path / "ran"))
+    assert all(works and not ran for _, works, ran in answers)
+    others = [text for rank, (text, _, _) in enumerate(answers) if rank != who]
+    assert all(f"what rank {who} has sent" in text for text in others), others
+
+
+def _forged_name(forged: str) -> Any:
+    answer = joining._Lobby._answer
+    with patch.object(joining._Lobby, "_answer", lambda lobby, _: answer(lobby, forged)):
+        text = error_of(lambda: in_call(lambda: 1, timeout=2.0 if me() == 0 else 20.0))
+    dist.barrier()
+    return text, works()
+
+
+@pytest.mark.parametrize("forged", ["../default_pg", "!\x1b[2Jx"])
+def test_a_forged_answer_in_the_store_is_refused(forged: str) -> None:
+    answers = run_ranks(_forged_name, forged)
+    for text, works_after in answers[1:]:
+        assert works_after and "\x1b" not in text and ascii(forged)[2:-1] in text
 
 
 def _progress(reports: bool) -> Any:

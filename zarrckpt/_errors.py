@@ -1,7 +1,7 @@
 """Every error that this package raises for a caller to handle, in one tree.
 
-The classes are grouped by what the caller can do next. Errors cross ranks pickled, inside DCP's
-``CheckpointException``, so each one is rebuilt from its message alone and makes sense alone.
+The classes are grouped by what the caller can do next. Errors cross ranks as text, or pickled inside
+DCP's ``CheckpointException``, so each one is rebuilt from its message alone and makes sense alone.
 """
 
 from __future__ import annotations

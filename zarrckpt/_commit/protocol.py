@@ -121,8 +121,14 @@ def load_root(store: Store) -> Root:
     Raises CheckpointNotFoundError saying what is there instead: nothing, a save or a removal that has not ended, other
     checkpoints below.
     """
+    return load_root_document(store)[1]
+
+
+def load_root_document(store: Store) -> tuple[bytes, Root]:
+    """Read the committed root document: its bytes, and the root. As :func:`load_root`."""
     try:
-        return read_root(store)
+        document = store.get(NODE)
+        return document, parse_committed(document, store.url)
     except ObjectNotFoundError as err:
         raise CheckpointNotFoundError(_checkpoint_above(store) or _why_absent(store)) from err
     except ForeignObjectsError as err:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from zarrckpt._format.wire import record
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -36,6 +38,7 @@ def most_stored(nbytes: int) -> int:
     return nbytes + nbytes // 256 + 64
 
 
+@record
 @dataclass(frozen=True)
 class Zstd:
     """Zarr's ``zstd`` codec: one Zstandard frame that names its content size.
@@ -80,6 +83,7 @@ class Zstd:
             raise DecodeError(str(err)) from err
 
 
+@record
 @dataclass(frozen=True)
 class Blosc:
     """Zarr's ``blosc`` codec: elements shuffled, then compressed in blocks.

@@ -14,6 +14,7 @@ from zarrckpt._format import dtypes, json_values
 from zarrckpt._format.compression import Compression
 from zarrckpt._format.dtypes import DType
 from zarrckpt._format.grid import Grid, Ints, is_run
+from zarrckpt._format.wire import record
 
 Json = dict[str, Any]
 
@@ -64,6 +65,7 @@ def group_document(attributes: Json | None = None) -> Json:
     return {"zarr_format": 3, "node_type": "group", "attributes": attributes or {}}
 
 
+@record
 @dataclass(frozen=True)
 class ArrayNode:
     """One stored array: where it is, its geometry and its type.

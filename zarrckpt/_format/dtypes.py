@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._format.wire import record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -142,3 +143,6 @@ def by_torch_name(name: str) -> DType:
         f"Convert the tensor to one of: {', '.join(DTYPES)}.",
     )
     raise UnsupportedValueError(f"No Zarr data type can hold a tensor of dtype torch.{bare}. {way_out}")
+
+
+record(DType, lambda dtype: (dtype.name,), by_name)

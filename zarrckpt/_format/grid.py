@@ -12,9 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from zarrckpt._format.wire import record
+
 Ints = tuple[int, ...]
 
 
+@record
 class Box(NamedTuple):
     """A half-open region ``[offset, offset + shape)`` of a tensor, in elements."""
 
@@ -44,6 +47,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     return None if any(n <= 0 for n in shape) else Box(lo, shape)
 
 
+@record
 class Grid(NamedTuple):
     """A regular chunk grid: the array's shape, its chunks' shape, and their subchunks' shape if they have any."""
 

@@ -17,6 +17,7 @@ from zarrckpt._format.grid import Grid, Ints
 from zarrckpt._format.metadata import parse_metadata
 from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, one_nan
+from zarrckpt._format.wire import record
 
 RESERVED_GROUP = "@zarrckpt"
 """The group that holds the claim, a group for each attempt (its marker and its tables), records and pins."""
@@ -45,6 +46,7 @@ _BLOB_KINDS = {"raw": True, "npy": True, "tree": False, "torch": True, "pickle":
 """The encodings of blobs, and whether each names a kind."""
 
 
+@record
 @dataclass(frozen=True)
 class BlobEntry:
     """A non-tensor entry kept as a uint8 array, and how its bytes are to be understood."""
@@ -54,6 +56,7 @@ class BlobEntry:
     kind: str | None = None
 
 
+@record
 @dataclass(frozen=True)
 class ValueEntry:
     """A non-tensor entry kept as JSON in the root document."""
@@ -139,7 +142,7 @@ class Root:
         return found if found is not None else self._state_paths.setdefault(fqn, self._state_path(fqn))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Ranks are sent what the document says, and not what was made of it.
+        # A pickle holds what the document says, and not what was made of it.
         return {member.name: getattr(self, member.name) for member in fields(self)}
 
     @cached_property

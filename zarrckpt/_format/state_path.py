@@ -6,6 +6,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from zarrckpt._format.wire import record
+
 DICT, LIST, ORDERED_DICT = "dict", "list", "OrderedDict"
 CONTAINERS = (DICT, LIST, ORDERED_DICT)
 
@@ -96,3 +98,24 @@ class StatePath(tuple[str | int, ...]):
         if isinstance(path, StatePath):
             return path
         return cls(path, [LIST if isinstance(part, int) else DICT for part in path])
+
+
+def _fields(path: StatePath) -> tuple[object, ...]:
+    """Take a path apart for a message: mostly texts alone, which are cheap to read."""
+    return (",".join(path.containers), path.rank_at, path.ranks or None, *path.keys)
+
+
+def _checked_path(containers: Any, rank_at: Any, ranks: Any, *keys: Any) -> StatePath:
+    """Make a path of what another rank has sent. Raises an error if it is none."""
+    held_by = containers.split(",") if containers else []
+    if not (
+        all(map(CONTAINERS.__contains__, held_by))
+        and all(map(is_key, keys))
+        and (rank_at is None or (type(rank_at) is int and 0 <= rank_at < len(keys)))
+        and (ranks is None or (type(ranks) is tuple and all(type(rank) is int for rank in ranks)))
+    ):
+        raise ValueError("a path of another form")
+    return StatePath(keys, held_by, ranks or (), rank_at)
+
+
+record(StatePath, _fields, _checked_path)

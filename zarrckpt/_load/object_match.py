@@ -14,6 +14,7 @@ from zarrckpt._errors import KeyMismatchError, warn
 from zarrckpt._format.grid import Box
 from zarrckpt._format.matching import did_you_mean, hint, matches
 from zarrckpt._format.state_path import DICT, LIST, StatePath
+from zarrckpt._format.wire import record
 from zarrckpt._load.fill import TensorTarget
 from zarrckpt._load.match import Match, Saved, without_target
 from zarrckpt._load.recheck import ReadEntries
@@ -30,6 +31,7 @@ _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
 """Prefix of the names of options of an optimizer's parameter group."""
 
 
+@record
 @dataclasses.dataclass(frozen=True)
 class Findings:
     """What one rank tells the coordinator of a load, about names that need a target on some rank.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from zarrckpt._commit import protocol
 from zarrckpt._errors import LoadMismatchError, warn
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import Root
@@ -94,7 +95,7 @@ def run_load(state: dict[str, Any], request: LoadRequest, ranks: Ranks) -> LoadR
 
 
 def _load_together(state: dict[str, Any], request: LoadRequest, rounds: Rounds) -> _Load:
-    root: Root = rounds.merge("the root document", lambda: None, lambda _: Catalog(request.spec).root)
+    root = _root_of_all(request, rounds)
     load = _Load(state, request, root, rounds)
     asked, taken = rounds.merge("what they load", load.matched, load.check_all)
     shares = _shares(load, asked, rounds) if asked is not None else None
@@ -106,6 +107,19 @@ def _load_together(state: dict[str, Any], request: LoadRequest, rounds: Rounds) 
         rounds.merge("the comparison with what they read", load.check, lambda _: None)
     load.warn_of_dropped()
     return load
+
+
+def _root_of_all(request: LoadRequest, rounds: Rounds) -> Root:
+    """Return the root that the coordinator reads. The others parse the document, and make no request."""
+    read: list[Root] = []
+
+    def read_document(_: object) -> bytes:
+        document, root = protocol.load_root_document(request.spec.open())
+        read.append(root)
+        return bytes(document)
+
+    document = rounds.merge("the root document", lambda: None, read_document)
+    return read[0] if read else protocol.parse_committed(document, request.spec.url)
 
 
 def _shares(load: _Load, asked: Asked, rounds: Rounds) -> Shares:

@@ -8,11 +8,13 @@ from functools import cached_property
 
 import numpy as np
 
+from zarrckpt._format.wire import record
 from zarrckpt._plan.description import DescribedEntry, Description
 from zarrckpt._plan.group_numbers import GroupNumbers, renumber_groups, renumbered
 from zarrckpt._plan.owners import Numbers
 
 
+@record
 @dataclass(frozen=True)
 class Asked:
     """Which ranks are to send their descriptions: the lowest of those that have one digest."""

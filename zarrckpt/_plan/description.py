@@ -7,25 +7,30 @@ from which anybody knows what each of them holds. Descriptions are compared by t
 from __future__ import annotations
 
 import hashlib
-import pickle
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from zarrckpt._errors import CheckpointError
 from zarrckpt._format.grid import Box, Ints
 from zarrckpt._format.state_path import StatePath
+from zarrckpt._format.wire import decode, encode, record
 from zarrckpt._plan.shards import Sharding
 from zarrckpt._version import __version__
 
 EntryKind = Literal["tensor", "value", "opaque", "empty"]
 """``value``: compared between ranks by its contents. ``opaque``: cannot be. ``empty``: a dict without entries."""
 
+_MAX_BYTES = 1 << 28
+"""The longest description, before it is compressed."""
+
 REPLICATED = -1
 """In the place of a sharding: every rank that describes the tensor holds all of it."""
 
 
+@record
 class DescribedEntry(NamedTuple):
     """One entry of a rank's state."""
 
@@ -42,6 +47,7 @@ class DescribedEntry(NamedTuple):
     """This rank's parts of the tensor, where no sharding tells them."""
 
 
+@record
 class ParameterGroup(NamedTuple):
     """The parameters of one group of an optimizer, as one rank has it."""
 
@@ -88,10 +94,28 @@ class Description:
     @property
     def packed(self) -> bytes:
         """As it is sent."""
-        fields = (self.entries, self.shardings, self.compared, self.lowest_rank_saves, self.version, self.groups)
-        return zlib.compress(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL), 1)
+        flags = (self.compared, self.lowest_rank_saves, self.version)
+        fields = (tuple(self.entries), tuple(self.shardings), *flags, tuple(self.groups))
+        data = encode(fields)
+        if len(data) > _MAX_BYTES:
+            raise CheckpointError(
+                f"the description of the {len(self.entries)} entries of this rank's state has {len(data)} bytes, at "
+                f"most {_MAX_BYTES} can be sent to other ranks: save the state in several checkpoints"
+            )
+        return zlib.compress(data, 1)
 
     @classmethod
     def unpacked(cls, data: bytes) -> Description:
-        """What packed bytes stand for."""
-        return cls(*pickle.loads(zlib.decompress(data)))
+        """Return the description that packed bytes stand for. Raises CheckpointError."""
+        try:
+            unzip = zlib.decompressobj()
+            unpacked = unzip.decompress(data, _MAX_BYTES)
+        except zlib.error as err:
+            raise CheckpointError(f"the description of a rank's state cannot be read: {err}") from None
+        if not unzip.eof or unzip.unused_data:
+            raise CheckpointError("the description of a rank's state is cut short, or has other bytes after it")
+        return cls(*decode(unpacked, _PACKED))
+
+
+_PACKED = tuple[tuple[DescribedEntry, ...], tuple[Sharding, ...], bool, bool, str, tuple[ParameterGroup, ...]]
+"""The fields of a description as they are sent."""

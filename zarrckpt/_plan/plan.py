@@ -17,6 +17,7 @@ from zarrckpt._format.documents import ArrayNode, compressible
 from zarrckpt._format.grid import Box, Grid, Ints
 from zarrckpt._format.root import parent_groups
 from zarrckpt._format.state_path import StatePath
+from zarrckpt._format.wire import record
 from zarrckpt._plan.chunking import (
     MAX_CHUNK_BYTES,
     choose_grid,
@@ -45,6 +46,7 @@ class Layout:
         return Marker(save_id, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
 
 
+@record
 @dataclass(frozen=True)
 class Sizes:
     """The numbers of bytes that steer a plan, see :class:`zarrckpt.SaveOptions`. None: chosen from ranks and state."""
@@ -54,6 +56,7 @@ class Sizes:
     fill: int | None = None
 
 
+@record
 @dataclass(frozen=True)
 class PlanOptions:
     """What the coordinator decides for all ranks."""

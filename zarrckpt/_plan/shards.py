@@ -14,8 +14,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zarrckpt._format.grid import Box, Ints
+from zarrckpt._format.wire import record
 
 
+@record
 class Cut(NamedTuple):
     """How one mesh dimension shards a tensor: along ``dim``, in ``factor`` interleaved strides (1: in one piece)."""
 
@@ -52,6 +54,7 @@ def held_boxes(shape: Ints, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | N
     return held
 
 
+@record
 class Sharding(NamedTuple):
     """A mesh of ranks, and how it cuts a tensor."""
 

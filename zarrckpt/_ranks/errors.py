@@ -1,12 +1,33 @@
-"""Errors that cross ranks: as text and type name. Only this package's own classes are rebuilt."""
+"""Errors that cross ranks: as text and type name. Only this package's own classes are rebuilt.
+
+Texts of other ranks are shown, so they are cut and cleaned before.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from zarrckpt import _errors
 from zarrckpt._errors import CheckpointError
+from zarrckpt._format.wire import record
+
+MAX_TEXT = 1 << 15
+"""The longest text of another rank that is shown."""
+
+_MAX_NOTES = 16
+_MAX_KIND = 100
+
+# Characters that a terminal obeys, or that reorder the text around them; a line break and a tab are neither.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def cleaned(text: str, most: int = MAX_TEXT) -> str:
+    """Return a text of another rank as it may be shown: not too long, with escapes for control characters."""
+    if len(text) > most:
+        text = f"{text[:most]}... ({len(text) - most} more characters)"
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class PeerLost(Exception):
@@ -20,6 +41,7 @@ class StoppedByOthers(Exception):
     """Work that ended early since another rank failed. Never raised to users."""
 
 
+@record
 class Failure(NamedTuple):
     """What went wrong on a rank (global number), or, without one, what is wrong with the ranks as a whole."""
 
@@ -33,11 +55,17 @@ class Failure(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+def received(failure: Failure) -> Failure:
+    """Return another rank's failure with texts that may be shown."""
+    notes = tuple(map(cleaned, failure.notes[:_MAX_NOTES]))
+    return failure._replace(kind=cleaned(failure.kind, _MAX_KIND), text=cleaned(failure.text), notes=notes)
+
+
 def failure_of(error: BaseException, rank: int | None) -> Failure:
     """An error in the form in which it crosses ranks."""
     known = [cls.__name__ for cls in type(error).__mro__ if getattr(_errors, cls.__name__, None) is cls]
     if known:
-        return Failure(rank, known[0], str(error), notes=tuple(getattr(error, "__notes__", ())))
+        return Failure(rank, known[0], str(error), notes=tuple(map(str, getattr(error, "__notes__", ()))))
     return Failure(rank, type(error).__name__, str(error), own=False, lost=isinstance(error, PeerLost))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._errors import CheckpointError, log
+from zarrckpt._ranks.errors import MAX_TEXT, cleaned
 from zarrckpt._ranks.links import Addresses, cloned, default_store, gloo_group
 
 WARN_SECONDS = 30.0
 """Who is waited for longer than this is named in the log."""
+
+
+_NAME = re.compile(r"zarrckpt/[0-9a-f]{32}")
+"""The name of a mesh."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +96,16 @@ class _Lobby:
             lambda: self._absent(self._places),
         )
         if self._store.check([mine]):
-            answer: str = self._store.get(mine).decode()
+            answer = _shown_text(self._store.get(mine))
             self._store.delete_key(mine)
             if answer.startswith("!"):
                 raise Refused(answer[1:])
+            if not _NAME.fullmatch(answer):
+                raise CheckpointError(
+                    f"{self._party.call}: the process group's store names the connections {answer!r:.200}, expected "
+                    "zarrckpt/ and 32 hexadecimal digits. No other process may reach that store, and all ranks need "
+                    "the same version of zarrckpt"
+                )
             name = answer
         else:
             name = f"zarrckpt/{uuid.uuid4().hex}"
@@ -118,7 +130,7 @@ class _Lobby:
 
         self._until(over, joined, known, lambda: self._absent(here))
         if not self._store.check([done]):
-            raise Refused(self._store.get(failed).decode())
+            raise Refused(_shown_text(self._store.get(failed)))
         self._store.delete_key(here[self._party.position])
 
     @contextlib.contextmanager
@@ -132,7 +144,8 @@ class _Lobby:
         except BaseException as err:
             rank = self._party.members[self._party.position]
             own = isinstance(err, CheckpointError)
-            said = str(err) if own else f"{self._party.call}: rank {rank} was interrupted ({type(err).__name__})"
+            said = f"{self._party.call}: rank {rank} was interrupted ({type(err).__name__})"
+            said = str(err)[:MAX_TEXT] if own else said
             with contextlib.suppress(RuntimeError):
                 self._answer("!" + said)
                 if self._name is not None:
@@ -202,14 +215,18 @@ class _Lobby:
         # A get of a key that was deleted just now would wait for it.
         if not self._store.check([key]):
             return None
-        value: str = self._store.get(key).decode()
-        return value
+        return _shown_text(self._store.get(key))
 
     def _withdraw(self) -> None:
         place = self._places[self._party.position]
         with contextlib.suppress(RuntimeError):
             if self._value(place) == self._token:
                 self._store.delete_key(place)
+
+
+def _shown_text(value: bytes) -> str:
+    """Return a value of the store, which any process that reaches it may have put, as it may be shown."""
+    return cleaned(str(value[: 4 * MAX_TEXT], "utf-8", "replace"))
 
 
 class Refused(Exception):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
 import struct
 import threading
 import time
@@ -19,13 +18,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from zarrckpt._errors import CheckpointError
+from zarrckpt._format.wire import MAX_MESSAGE_BYTES
+from zarrckpt._ranks.control_messages import UNREADABLE, Message, decode_message, encode_message
 from zarrckpt._ranks.group import default_group
 from zarrckpt._ranks.joining import Party, connected
 from zarrckpt._ranks.links import CONNECT_TIMEOUT, Addresses, default_store, hang_up
@@ -61,13 +62,6 @@ def started(name: str, work: Callable[..., object], *args: Any) -> threading.Thr
     return thread
 
 
-class Message(NamedTuple):
-    kind: str
-    call: int
-    round: int
-    body: Any
-
-
 Sink = Callable[["Mesh", int, Message | None], None]
 """What takes an edge's messages: the mesh, the peer's position, and None where its connection is closed."""
 
@@ -77,10 +71,9 @@ class Mesh:
 
     def __init__(self, party: Party, group: Any, addresses: Addresses) -> None:
         self.position = party.position
-        size = len(party.members)
+        self._size, self._fanout = len(party.members), FANOUT
         self.parent = None if self.position == 0 else (self.position - 1) // FANOUT
-        first = self.position * FANOUT + 1
-        self.children = range(min(first, size), min(first + FANOUT, size))
+        self.children = self._children(self.position)
         self.edges = [*([] if self.parent is None else [self.parent]), *self.children]
         self.calls = 0
         """Calls that were begun on it: the same number on all ranks."""
@@ -111,6 +104,19 @@ class Mesh:
             self.close()
             raise
 
+    def below(self, peer: int) -> set[int]:
+        """Return the positions that a child speaks for: its own, and those below it in the tree. None for others."""
+        found = {peer} if peer in self.children else set()
+        level = [*found]
+        while level:
+            level = [child for position in level for child in self._children(position)]
+            found.update(level)
+        return found
+
+    def _children(self, position: int) -> range:
+        first = position * self._fanout + 1
+        return range(min(first, self._size), min(first + self._fanout, self._size))
+
     def fit(self) -> bool:
         """Whether it was made in this process, within the default group of now."""
         world = self._world()
@@ -125,7 +131,9 @@ class Mesh:
             for message in messages
         ):
             return self.fit()
-        left = self._left or any(message is not None and message.kind in ("abort", "rejoin") for message in messages)
+        left = self._left or any(
+            message is not None and message.kind in ("abort", "rejoin", UNREADABLE) for message in messages
+        )
         return self.fit() and not left
 
     def attach(self, sink: Sink) -> None:
@@ -154,7 +162,7 @@ class Mesh:
 
     def send(self, peers: Iterable[int], message: Message) -> None:
         """Send along edges. Never waits; that a peer is gone is told by what is received from it."""
-        data = pickle.dumps(tuple(message), protocol=5)
+        data = encode_message(message)
         inline = min(len(data), _FRAME - _HEAD.size)
         rest = np.frombuffer(data[inline:], np.uint8).copy()
         for peer in peers:
@@ -210,7 +218,7 @@ class Mesh:
     def _read(self, group: Any, peer: int, began: Callable[[None], None]) -> None:
         """Take what comes along an edge, until it is closed; a receive is pending all the time."""
         frame = torch.empty(_FRAME, dtype=torch.uint8, device="cpu")
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, MemoryError):
             receive = group.recv([frame], peer, _CONTROL)
             self._connected.add(peer)
             began(None)
@@ -218,6 +226,9 @@ class Mesh:
                 receive.wait(FOREVER)
                 data = frame.numpy().tobytes()
                 length, known = _HEAD.unpack_from(data)
+                if length > MAX_MESSAGE_BYTES:
+                    self._refuse(peer, f"a message of {length} bytes")
+                    break
                 self._forget_sent(peer, known)
                 data = data[_HEAD.size : _HEAD.size + length]
                 if len(data) < length:
@@ -225,12 +236,21 @@ class Mesh:
                     group.recv([torch.from_numpy(rest)], peer, _CONTROL).wait(FOREVER)
                     data += rest.tobytes()
                 self._received[peer] += 1
-                self._deliver(peer, Message(*pickle.loads(data)))
+                try:
+                    message = decode_message(data)
+                except CheckpointError as err:
+                    self._refuse(peer, str(err))
+                    break
+                self._deliver(peer, message)
                 receive = group.recv([frame], peer, _CONTROL)
         began(None)
         self._connected.discard(peer)
         self._forget_sent(peer, self._numbers[peer])
         self._deliver(peer, None)
+
+    def _refuse(self, peer: int, reason: str) -> None:
+        """Another rank has sent what cannot be read: what follows cannot be, either."""
+        self._deliver(peer, Message(UNREADABLE, self.calls, 0, reason))
 
     def _deliver(self, peer: int, message: Message | None) -> None:
         with self._lock:

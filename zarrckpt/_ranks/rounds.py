@@ -8,18 +8,27 @@ or out of step breaks the mesh: whoever notices tells all its neighbours, and so
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-from zarrckpt._errors import log
+from zarrckpt._errors import CheckpointError, log
+from zarrckpt._format.wire import decode, encode
 from zarrckpt._ranks import joining
-from zarrckpt._ranks.errors import Failure, StoppedByOthers, causes, common, failure_of, raise_together
+from zarrckpt._ranks.control_messages import FAILED, RESULT, STOPPED, UNREADABLE, Item, Message
+from zarrckpt._ranks.errors import (
+    Failure,
+    StoppedByOthers,
+    causes,
+    cleaned,
+    common,
+    failure_of,
+    raise_together,
+)
 from zarrckpt._ranks.group import Ranks, default_group, errors_as_ours, global_rank
 from zarrckpt._ranks.joining import Party, ranks_text
-from zarrckpt._ranks.mesh import Mesh, MeshPlace, Message, made, place_of, started
+from zarrckpt._ranks.mesh import Mesh, MeshPlace, made, place_of, started
 from zarrckpt._ranks.pieces import Pieces
 
 DRAIN_SECONDS = 60.0
@@ -29,10 +38,6 @@ BEAT_SECONDS = 10.0
 
 A = TypeVar("A")
 B = TypeVar("B")
-
-_FAILED, _STOPPED, _RESULT = "failed", "stopped", "result"
-Item = tuple[str, Any]
-"""What one rank has to say in a round: its result (pickled), its failure, or that it stopped."""
 
 
 @contextlib.contextmanager
@@ -103,7 +108,7 @@ class Rounds:
 
         An error in any of them is raised on every rank, once the work of all of them has ended. ``stop`` is called,
         once and in another thread, where this rank is in ``mine`` when another's error, or its loss, is known: what
-        ``mine`` raises then is not reported. Results and answers are pickled.
+        ``mine`` raises then is not reported. Results and answers must be such as ``_format.wire.encode`` takes.
         """
         self._begin(what, stop)
         item, error = self._work(mine)
@@ -118,8 +123,8 @@ class Rounds:
         if answer is None:
             answer, value, error = self._decided(decide, error)
         kind, body, used = answer
-        if kind == _RESULT:
-            return value if self.rank == 0 else pickle.loads(body)  # type: ignore[no-any-return]
+        if kind == RESULT:
+            return value if self.rank == 0 else self._decoded(0, body)  # type: ignore[no-any-return]
         self._in_step = True
         self._discard = self._discard or used
         raise_together(body, self.members[self.rank], error)
@@ -183,13 +188,13 @@ class Rounds:
         try:
             if self._is_to_stop():
                 raise StoppedByOthers
-            return (_RESULT, pickle.dumps(mine(), protocol=5)), None
+            return (RESULT, encode(mine())), None
         except Exception as err:
             with self._changed:
                 if self._is_to_stop():
-                    return (_STOPPED, None), None
+                    return (STOPPED, None), None
                 failure = failure_of(err, self.members[self.rank])
-                item = (_FAILED, failure)
+                item = (FAILED, failure)
                 self._say(item)  # first: its own work needs no stop
                 self._error_known(failure)
                 return item, err
@@ -214,20 +219,34 @@ class Rounds:
         if not failures:
             try:
                 items = [self._finals[position][1] for position in range(self.size)]
-                value = decide([pickle.loads(item) for item in items])
-                body = pickle.dumps(value, protocol=5)
+                value = decide([self._decoded(position, item) for position, item in enumerate(items)])
+                body = encode(value)
             except Exception as err:
                 failures, error = [failure_of(err, self.members[self.rank])], err
         with self._changed:
-            answer = (_FAILED, causes(failures), self._used) if failures else (_RESULT, body, self._used)
+            answer = (FAILED, causes(failures), self._used) if failures else (RESULT, body, self._used)
             self._answered(answer)
         return answer, value, error
 
+    def _decoded(self, position: int, data: bytes) -> Any:
+        """Return what a rank has sent. Raises CheckpointError that names it."""
+        try:
+            return decode(data)
+        except CheckpointError as err:
+            raise CheckpointError(self._unreadable(position, str(err))) from None
+
+    def _unreadable(self, position: int, reason: str) -> str:
+        return (
+            f"{self._party.call}: what rank {self.members[position]} has sent ({self._what}) cannot be read: "
+            f"{cleaned(reason, 1000)}. All ranks need the same version of zarrckpt, and no other process may reach the "
+            "store of the default process group"
+        )
+
     def _failed(self) -> list[Failure]:
-        failures = [item[1] for _, item in sorted(self._finals.items()) if item[0] == _FAILED]
+        failures = [item[1] for _, item in sorted(self._finals.items()) if item[0] == FAILED]
         if not failures and self._number == 1 and len(self._calls) > 1:
             said = [
-                f"{self._party.named(sorted(positions))} in {call!r}"
+                f"{self._party.named(sorted(positions))} in {call!r:.1000}"
                 for call, positions in sorted(self._calls.items(), key=lambda entry: min(entry[1]))
             ]
             return [
@@ -261,6 +280,8 @@ class Rounds:
                 return
             if message is None:
                 self._lost(peer)
+            elif message.kind == UNREADABLE:
+                self._refuse(peer, message.body)
             elif message.call == mesh.calls:
                 self._seen[peer] = time.monotonic()
                 self._here.add(peer)
@@ -281,6 +302,8 @@ class Rounds:
                 self._told = body
             else:
                 self._reported[peer] = body
+        elif kind in ("answer", "stop") and peer != self._mesh_now().parent:
+            self._refuse(peer, f"the kind {kind!r} comes from the coordinator alone")
         elif number > self._number:
             self._ahead.append((peer, message))
             if self._open and kind in ("final", "error", "answer"):
@@ -296,6 +319,10 @@ class Rounds:
                 self._answered(body)
 
     def _final(self, peer: int, items: dict[int, Item], calls: dict[str, list[int]], used: bool) -> None:
+        below = self._mesh_now().below(peer)
+        if items.keys() != below or not all(below.issuperset(positions) for positions in calls.values()):
+            self._refuse(peer, "it is not about this rank and those below it in the tree")
+            return
         self._arrived.add(peer)
         self._finals.update(items)
         for call, positions in calls.items():
@@ -325,7 +352,7 @@ class Rounds:
             self._send(self._mesh.children, "answer", answer)
         self._answer = answer
         self._open = False
-        if answer[0] == _FAILED and self._pieces is not None:
+        if answer[0] == FAILED and self._pieces is not None:
             self._pieces.close()
         self._changed.notify_all()
 
@@ -386,6 +413,10 @@ class Rounds:
             "killed, or has ended, or its host is gone: see its log"
         )
         self._break([failure for failure in known if not failure.lost] or [gone], None, self._party.call)
+
+    def _refuse(self, peer: int, reason: str) -> None:
+        """A peer has sent what no rank sends."""
+        self._break([common(self._unreadable(peer, reason))], None, self._party.call)
 
     def _out_of_step(self, peer: int) -> Failure:
         return common(
@@ -508,7 +539,7 @@ class Rounds:
             self._since = time.monotonic()
         self._use(mesh)
         with self._changed:
-            if self._own is not None and self._own[0] == _FAILED:
+            if self._own is not None and self._own[0] == FAILED:
                 self._error_known(self._own[1])
             self._advance()
 

@@ -24,6 +24,7 @@ from zarrckpt._errors import (
 from zarrckpt._format.documents import NODE, join
 from zarrckpt._format.metadata import run_of
 from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP
+from zarrckpt._format.wire import record
 from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import RUN_KEY, Ownership, RunRecord
@@ -35,6 +36,7 @@ _FIRST_SAVES = 5
 """From so many saves with other metrics on, a save without that of the rules is refused."""
 
 
+@record
 @dataclass(frozen=True)
 class Chosen:
     """What the ranks restore."""
@@ -48,6 +50,10 @@ class Chosen:
     """Whether it is the checkpoint of another run that this one begins from."""
     others: bool = False
     """Whether another folder has the same step: its name has another number of zeros."""
+
+    def __post_init__(self) -> None:
+        if self.name and step_of(self.name) is None:
+            raise ValueError(f"no folder of a step: {self.name!r:.100}")
 
 
 class Coordinator:

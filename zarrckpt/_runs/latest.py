@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zarrckpt._commit.protocol import Below, checkpoints_below, newest
-from zarrckpt._errors import warn
+from zarrckpt._errors import CheckpointError, warn
 from zarrckpt._format.matching import hint
 from zarrckpt._format.metadata import RESERVED
 from zarrckpt._format.root import RESERVED_GROUP
@@ -112,6 +112,10 @@ def _find(
 
         with joined(Ranks(process_group), f"{caller}({spec.url!r})", TIMEOUT) as rounds:
             name = rounds.merge(f"the {caller} checkpoint", lambda: None, lambda _: _look_below(spec, caller, choose))
+            if name is not None and (type(name) is not str or name in ("", ".", "..") or "/" in name or "\\" in name):
+                raise CheckpointError(
+                    f"{caller}({spec.url!r}): rank 0 names {name!r:.200}, which is no folder right there"
+                )
     if name is None:
         return None
     return join_url(prefix, name) if isinstance(prefix, str | os.PathLike) else name

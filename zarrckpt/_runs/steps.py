@@ -100,8 +100,8 @@ def _without_root(store: Store, name: str) -> Below | None:
             marker = _stored_marker(store, name, save_id)
             if marker is None or not marker.failed:
                 error = CorruptCheckpointError(
-                    f"{join(store.url, one_line(name))} has the tables of the save {save_id} and no root document {NODE}: the "
-                    "save was killed right before its commit, or the root was deleted since"
+                    f"{join(store.url, one_line(name))} has the tables of the save {save_id} and no root document "
+                    f"{NODE}: the save was killed right before its commit, or the root was deleted since"
                 )
                 return WithoutRoot(name, damage=error, run="" if marker is None else marker.run)
     return Below(name) if objects or folders else None

@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from zarrckpt._errors import CheckpointError, UnsupportedLayoutError, warn
+from zarrckpt._format.wire import record
 from zarrckpt._plan.all_descriptions import AllDescriptions, Asked
 from zarrckpt._plan.group_numbers import GroupNumbers
 from zarrckpt._plan.holders import ReplicaPart, gather_state
@@ -92,6 +93,7 @@ class _Hello(NamedTuple):
         return cls(data[:_DIGEST_BYTES], plan, int.from_bytes(data[-8:], "little"))
 
 
+@record
 @dataclass(frozen=True)
 class _Begun(Generic[A]):
     """The answer where there is a plan."""
@@ -99,6 +101,7 @@ class _Begun(Generic[A]):
     attempt: A
 
 
+@record
 @dataclass(frozen=True)
 class _Compare:
     """What is compared between ranks, and what is known to differ."""
@@ -112,6 +115,7 @@ class _Compare:
     ended: bool = False
 
 
+@record
 class _Checked(NamedTuple):
     """What a rank says of the plan that it has computed."""
 

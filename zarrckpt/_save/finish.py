@@ -40,6 +40,8 @@ def finish_save(
     """
     values, blobs, written = _collect(results)
     _check_entries(layout, {*written, *values})
+    _check_paths(layout, {fqn: value.path for fqn, value in values.items()})
+    _check_paths(layout, {fqn: blob.array.path for fqn, blob in blobs.items()})
     entries: dict[str, ArrayNode | ValueEntry | BlobEntry] = {**layout.tensors, **values, **blobs}
     nodes = {**layout.tensors, **{fqn: blob.array for fqn, blob in blobs.items()}}
     numbers = _tables_of_results(nodes, written)
@@ -103,6 +105,16 @@ def _check_entries(layout: Layout, written: set[str]) -> None:
             f"nothing was committed: {len(missing)} entries were not written ({missing[:5]}) and {len(unknown)} were "
             f"not planned ({unknown[:5]}); save again"
         )
+
+
+def _check_paths(layout: Layout, paths: Mapping[str, str]) -> None:
+    """Values and blobs must be where they were planned to be: documents are put there."""
+    for fqn, path in paths.items():
+        if path != layout.node_paths[fqn]:
+            raise IncompleteSaveError(
+                f"nothing was committed: a rank has written {fqn!r} at {path!r:.200}, and {layout.node_paths[fqn]!r} "
+                "was planned; do all ranks run the same version of zarrckpt?"
+            )
 
 
 def _tables_of_results(

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 from zarrckpt._commit import protocol
 from zarrckpt._commit.shared_storage import host_name, refuse_separate_storage
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError, warn
 from zarrckpt._format.root import Root
-from zarrckpt._format.sealed import now
+from zarrckpt._format.sealed import is_save_id, now
+from zarrckpt._format.wire import record
 from zarrckpt._jobs import in_thread
 from zarrckpt._plan.plan import Layout
 from zarrckpt._plan.rank_plan import RankPlan
@@ -29,7 +29,9 @@ from zarrckpt._save.write import RankWork, Results
 from zarrckpt._state.local_state import LocalState
 
 
-class AttemptName(NamedTuple):
+@record
+@dataclasses.dataclass(frozen=True)
+class AttemptName:
     """Which attempt a save is, as all ranks know it."""
 
     save_id: str
@@ -37,6 +39,13 @@ class AttemptName(NamedTuple):
     base_id: str
     host: str
     """The name of the coordinator's host."""
+
+    def __post_init__(self) -> None:
+        if not is_save_id(self.save_id) or self.tree not in ("", f"@{self.save_id}"):
+            raise ValueError(f"no tree of the attempt {self.save_id!r:.100}: {self.tree!r:.100}")
+
+
+record(SaveReport)
 
 
 def run_save(read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks) -> SaveReport:

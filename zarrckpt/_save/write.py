@@ -21,6 +21,7 @@ from zarrckpt._format.dtypes import by_name
 from zarrckpt._format.grid import Box, Grid, Ints, intersect
 from zarrckpt._format.root import BlobEntry, ValueEntry
 from zarrckpt._format.values import EncodedValue
+from zarrckpt._format.wire import record
 from zarrckpt._jobs import run_jobs
 from zarrckpt._plan.chunking import MAX_CHUNK_BYTES
 from zarrckpt._plan.rank_plan import ChunkPiece, ChunkPlan, RankPlan
@@ -36,6 +37,7 @@ _LITTLE_BYTES = 64 << 10
 """One small tensor is in a local file before another thread has started."""
 
 
+@record
 @dataclass(frozen=True)
 class ArrayResult:
     """What one rank wrote of one array: chunk numbers (int64), and their subchunks' checksums (uint32, C order).
@@ -49,6 +51,7 @@ class ArrayResult:
     nbytes: int
 
 
+@record
 @dataclass(frozen=True)
 class ObjectResult:
     """What became of a non-tensor entry: its JSON value, or a blob and the chunks that hold it."""

@@ -1,0 +1,238 @@
+"""Bytes of messages between ranks: they come back as they were, and other bytes are errors, and never code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zarrckpt import CheckpointError, SaveReport
+from zarrckpt._format import wire
+from zarrckpt._format.compression import Blosc, Zstd
+from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.dtypes import by_name
+from zarrckpt._format.grid import Box, Grid
+from zarrckpt._format.root import BlobEntry, ValueEntry
+from zarrckpt._format.state_path import DICT, LIST, StatePath
+from zarrckpt._load.object_match import Findings
+from zarrckpt._plan import description
+from zarrckpt._plan.all_descriptions import Asked
+from zarrckpt._plan.description import DescribedEntry, Description, ParameterGroup
+from zarrckpt._plan.plan import PlanOptions, Sizes
+from zarrckpt._plan.shards import Cut, Sharding
+from zarrckpt._ranks.control_messages import Message, decode_message, encode_message
+from zarrckpt._ranks.errors import MAX_TEXT, Failure
+from zarrckpt._runs.coordinator import Chosen
+from zarrckpt._save.agree import _Begun, _Checked, _Compare
+from zarrckpt._save.run import AttemptName
+from zarrckpt._save.write import ArrayResult, ObjectResult
+
+ID = "3f1c6a0e9b7d4c52a8e0f6b1d2c3a495"
+NODE = ArrayNode("a/b", Grid((4, 6), (2, 6), (1, 6)), by_name("bfloat16"), True, Zstd(3))
+RECORDS = [
+    Box((0, 1), (2, 3)),
+    NODE,
+    StatePath(("a", 1, None, (2.5, "b")), (DICT, LIST, DICT, DICT), (0, 5), 2),
+    StatePath((), ()),
+    DescribedEntry(StatePath(("w",), (DICT,)), "tensor", (3,), "torch.float32", 0, (Box((0,), (3,)),)),
+    ParameterGroup(StatePath(("g",), (DICT,)), b"\0\1", True, False),
+    Sharding((0, 1), (2,), (Cut(0), None)),
+    PlanOptions(Blosc(), Sizes(min_piece=1)),
+    Asked(frozenset({0, 3}), np.array([0, 0, 1], np.uint8)),
+    _Begun(AttemptName(ID, f"@{ID}", "", "host")),
+    _Compare(frozenset({b"x"}), {("w", (0, 1)): 3, ("v", None): 1}, {"w": [0, 1]}, True),
+    _Checked(b"plan", b"", {("w", None): b"digest"}),
+    ArrayResult(np.arange(3), np.arange(6, dtype="<u4"), np.zeros(0, "<u4"), 24),
+    ObjectResult(value=ValueEntry("v", {"$tuple": [1, "\ud800", [2.5, None, True]]})),
+    ObjectResult(blob=BlobEntry(NODE, "npy", "ndarray")),
+    SaveReport("s3://b/c", ID, 24, 1, (24, 0), 1.5),
+    Findings(["*.w"], *[np.zeros(2, np.uint8)] * 3),
+    Chosen("step-100", 100, ("step-200",)),
+    Failure(3, "StorageError", "no space", notes=("a", "b")),
+]
+"""One of each record that ranks send."""
+
+
+def test_every_record_comes_back_as_it_was() -> None:
+    shown = repr(RECORDS)
+    assert not [name for name in wire._by_name if f"{name}(" not in shown and name != "StatePath"]
+    for one in RECORDS:
+        assert repr(wire.decode(wire.encode(one))) == repr(one) and type(one) is type(wire.decode(wire.encode(one)))
+
+
+numbers = st.integers() | st.floats(allow_nan=False)
+scalars = st.none() | st.booleans() | numbers | st.text(st.characters(), max_size=5) | st.binary(max_size=9)
+keys = st.text(max_size=3) | st.binary(max_size=3) | st.integers(0, 2**31 - 1) | st.tuples(st.text(max_size=2))
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.frozensets(keys, max_size=1)
+        | st.sets(keys, max_size=1)
+    ),
+    max_leaves=20,
+)
+
+
+@given(values)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    found = wire.decode(wire.encode(value))
+    assert found == value and repr(found) == repr(value)
+
+
+@pytest.mark.parametrize("dtype", ["?", "<u1", "<u4", ">i8", "<f2", "<f8"])
+def test_arrays_come_back_as_they_were(dtype: str) -> None:
+    for array in (np.zeros((), dtype), np.zeros((2, 0), dtype), np.arange(6).astype(dtype).reshape(2, 3).T):
+        found = wire.decode(wire.encode({"a": [array]}))["a"][0]
+        assert found.dtype == array.dtype and found.shape == array.shape and (found == array).all()
+        assert found.flags.writeable
+
+
+@given(st.binary(max_size=200))
+def test_other_bytes_are_errors(data: bytes) -> None:
+    _refused(data)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_altered_messages_are_errors_or_messages(data: st.DataObject) -> None:
+    encoded = bytearray(wire.encode(data.draw(st.sampled_from(RECORDS))))
+    for _ in range(data.draw(st.integers(1, 3))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    _refused(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
+
+
+def _refused(data: bytes) -> None:
+    """Only CheckpointError is raised, if any."""
+    for decode in (wire.decode, decode_message, Description.unpacked):
+        with contextlib.suppress(CheckpointError):
+            decode(data)
+
+
+def tree(text: str, raw: bytes = b"") -> bytes:
+    """A message with this JSON."""
+    return struct.pack("<I", len(text.encode())) + text.encode() + raw
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xff\xff\xff{}",
+        tree("[" * 100_000),
+        tree('["l",' * 100_000 + "1" + "]" * 100_000),
+        tree('["l",' * 200 + "1" + "]" * 200),
+        tree("1" * 100_000),
+        tree('["b",1099511627776]'),
+        tree('["b",-1]', b"x"),
+        tree('["b",true]', b"x"),
+        tree('["b"]'),
+        tree("1", b"more"),
+        tree('["a","<f8",1099511627776,1099511627776]'),
+        tree('["a","<f8",-1,-1]', b"8 bytes."),
+        tree('["a","|O",1]', b"8 bytes."),
+        tree('["a","<f8",2]', b"8 bytes."),
+        tree(json.dumps(["a", "<f8", *[0] * 70])),
+        tree('{"a":1}'),
+        tree("[]"),
+        tree("[1]"),
+        tree('["d",1]'),
+        tree('["d",["l"],1]'),
+        tree('["d",4611686018427387904,1]'),
+        tree('["f",["d"]]'),
+        tree('["Unknown",1]'),
+        tree('["os.system","true"]'),
+        tree('["Box",["t",1]]'),
+        tree('["Box",["t",1],["t","1"]]'),
+        tree('["Box",["l",1],["l",1]]'),
+        tree('["DType","object"]'),
+        tree('["DType",["l"]]'),
+        tree('["Zstd",99,true]'),
+        tree('["StatePath","set",null,null,"a"]'),
+        tree('["StatePath","dict",1,null,"a"]'),
+        tree('["Chosen","../other",1,["t"],false]'),
+        tree(f'["AttemptName","{ID}","@../..","","host"]'),
+    ],
+    ids=lambda data: repr(data[4:40]),
+)
+def test_forged_messages_are_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointError):
+        wire.decode(data)
+
+
+def test_objects_of_other_classes_are_not_sent() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    for value in (print, Path("x"), np.array([None]), 1j, loop, np.dtype("f4")):
+        with pytest.raises(CheckpointError):
+            wire.encode([value])
+
+
+class Bomb:
+    """Leaves a mark where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return pytest.fail, ("code ran",)
+
+
+def test_pickles_are_refused() -> None:
+    bomb = pickle.dumps(Bomb())
+    for decode in (wire.decode, decode_message, Description.unpacked):
+        for data in (bomb, struct.pack("<I", len(bomb)) + bomb):
+            with pytest.raises(CheckpointError):
+                decode(data)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ("unreadable", 1, 1, "x"),
+        ("final", 1, 1, ({0: ("result", None)}, {}, False)),
+        ("final", 1, 1, ({"0": ("result", b"")}, {}, False)),
+        ("answer", 1, 1, ("failed", [], False)),
+        ("answer", 1, 1, ("stopped", None, False)),
+        ("abort", 1, 1, ([], None)),
+        ("error", 1, 1, None),
+        ("beat", 1, 1, ["x"]),
+        ("beat", 1.0, 1, []),
+        ("stop", 1, 1),
+    ],
+)
+def test_control_messages_of_another_form_are_refused(message: Any) -> None:
+    with pytest.raises(CheckpointError):
+        decode_message(wire.encode(message))
+
+
+def test_texts_of_peers_are_cut_and_cleaned() -> None:
+    text = "a\nb\t\x1b]0;x\x07\x9b\u202e\u2028\ud800\r"
+    failure = Failure(1, "K\x1b[2J" * 99, text + "x" * 2**20, notes=("\x1b",) * 99)
+    bodies = {
+        "answer": ("failed", [failure], False),
+        "abort": ([failure], None),
+        "error": failure,
+        "final": ({1: ("failed", failure)}, {}, False),
+    }
+    for kind, body in bodies.items():
+        found = repr(decode_message(encode_message(Message(kind, 1, 1, body))).body)
+        assert repr(r"]0;x\x07\x9b\u202e\u2028\ud800\rxx")[1:-1] in found
+        assert len(found) < 2 * MAX_TEXT
+
+
+def test_a_description_does_not_grow_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = Description((), version="x" * 1000).packed
+    assert Description.unpacked(packed).version == "x" * 1000
+    monkeypatch.setattr(description, "_MAX_BYTES", 500)
+    for refused in (lambda: Description.unpacked(packed), lambda: Description((), version="x" * 1000).packed):
+        with pytest.raises(CheckpointError):
+            refused()

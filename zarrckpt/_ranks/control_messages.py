@@ -1,0 +1,78 @@
+"""Control messages between ranks: their kinds, the forms of their bodies, and their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from zarrckpt._errors import CheckpointError
+from zarrckpt._format.wire import decode, encode, type_check
+from zarrckpt._ranks.errors import Failure, received
+
+FAILED, STOPPED, RESULT = "failed", "stopped", "result"
+Item = tuple[str, Any]
+"""The outcome of one rank in a round: its result (encoded), its failure, or that it stopped."""
+
+UNREADABLE = "unreadable"
+"""The kind that a message has here if what a peer has sent cannot be read; the body is the reason. Never sent."""
+
+_Failed = Literal["failed"]
+_Stopped = Literal["stopped"]
+_Result = Literal["result"]
+_is_body: dict[str, Callable[[Any], bool]] = {
+    "abort": type_check(tuple[list[Failure], str | None]),
+    "answer": type_check(tuple[_Failed, list[Failure], bool] | tuple[_Result, bytes, bool]),
+    "beat": type_check(list[int]),
+    "error": type_check(Failure),
+    "final": type_check(
+        tuple[
+            dict[int, tuple[_Failed, Failure] | tuple[_Stopped, None] | tuple[_Result, bytes]],
+            dict[str, list[int]],
+            bool,
+        ]
+    ),
+    "here": type_check(None),
+    "rejoin": type_check(None),
+    "stop": type_check(None),
+}
+"""The forms of bodies, by the kind of message."""
+
+
+class Message(NamedTuple):
+    """One control message."""
+
+    kind: str
+    call: int
+    round: int
+    body: Any
+
+
+def encode_message(message: Message) -> bytes:
+    """Return the bytes of a message. Raises CheckpointError if they are too many."""
+    return encode(tuple(message))
+
+
+def decode_message(data: bytes) -> Message:
+    """Return the message that a peer has sent, with texts that may be shown. Raises CheckpointError."""
+    kind, call, number, body = decode(data, tuple[str, int, int, Any])
+    if kind not in _is_body or not _is_body[kind](body):
+        raise CheckpointError(f"no message of zarrckpt (of the kind {kind!r:.100}, with another body)")
+    if kind == "abort":
+        body = (_received(body[0]), body[1])
+    elif kind == "error":
+        body = received(body)
+    elif kind == "answer" and body[0] == FAILED:
+        body = (FAILED, _received(body[1]), body[2])
+    elif kind == "final":
+        items = {
+            position: (outcome, received(said) if outcome == FAILED else said)
+            for position, (outcome, said) in body[0].items()
+        }
+        body = (items, *body[1:])
+    return Message(kind, call, number, body)
+
+
+def _received(failures: list[Failure]) -> list[Failure]:
+    if not failures:
+        raise CheckpointError("no message of zarrckpt (the failure of no rank)")
+    return [*map(received, failures)]
