@@ -8,9 +8,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
-from zarrckpt._store._secrets import scrub
+from zarrckpt._store._secrets import hide, scrub
 
 _BEGIN, _END = 300, 700
+_KEPT = 4096
+"""Characters of a client's error that are looked at, at each end: a server may send any number of them."""
 # obstore appends the same facts once more, as a Rust structure over many lines.
 _DETAILS = "\n\nDebug source"
 
@@ -24,6 +26,13 @@ _SERVER = re.compile(r"https?://[^/\s\"]+")
 _FAULTS = [
     (re.compile(words), sentence)
     for words, sentence in (
+        (
+            # The proxy for all hosts but the client's own: see _redirects.
+            r"connect error\",\s+127\.0\.0\.1:0,",
+            "{} redirects the request to another host, and redirects lead there only if that is asked for. Check the "
+            "endpoint; if it is right, pass storage_options={{'redirect_hosts': [...]}} with the other host's name, or "
+            "'*' for any",
+        ),
         (r"ConnectionRefused", "nothing listens at {}. Check the endpoint's host and port, and that the server runs"),
         (r"dns error|gaierror", "the host of {} is not known. Check the endpoint's name, and the network"),
         (r"InvalidContentType", "{} does not speak TLS. Check the endpoint: for plain HTTP it begins with http://"),
@@ -74,7 +83,12 @@ def storage_error(what: str, url: str, error: BaseException, known: Sequence[str
 
 def no_answer(error: BaseException) -> bool:
     """Whether a request failed before any server answered it: nobody is there, or nobody that speaks this protocol."""
-    return _NO_ANSWER.search(str(error)) is not None
+    return _NO_ANSWER.search(_ends(str(error))) is not None
+
+
+def is_redirect(error: BaseException) -> bool:
+    """Whether a server sent a request on to a host that it is not meant for."""
+    return _FAULTS[0][0].search(_ends(str(error))) is not None
 
 
 def not_implemented(error: BaseException) -> bool:
@@ -89,7 +103,7 @@ def never_sent(error: BaseException) -> bool:
 
 def _address_fault(error: BaseException, known: Sequence[str]) -> str:
     """A sentence for what is usually a wrong address, with the next step; "" for anything else."""
-    text = scrub(f"{error} {error.__cause__ or ''}", known)
+    text = _scrubbed(f"{error} {error.__cause__ or ''}", known)
     server = _SERVER.search(text)
     found = (sentence for words, sentence in _FAULTS if words.search(text))
     return next(found, "").format(server[0] if server else "the server")
@@ -117,6 +131,11 @@ def short_object(key: str, url: str, expected: int, found: int) -> CorruptCheckp
     )
 
 
+def long_object(key: str, url: str, most: int) -> CorruptCheckpointError:
+    """The object, or what a server sends of it, is longer than it may be."""
+    return CorruptCheckpointError(f"object {key!r} in {url} is too long: at most {most} bytes were expected")
+
+
 def is_full(error: StorageError) -> bool:
     """Whether a disk was full, or its quota used up: then nothing of what was asked for is done, now or later."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -129,8 +148,22 @@ def reason(error: BaseException, known: Sequence[str]) -> str:
         # s3fs puts the server's error code into the cause only.
         text = f"{text} ({error.__cause__})"
     if not _is_system_s(error):
-        text = _cut(" ".join(_PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_said, scrub(text, known))).split()))
+        text = _cut(" ".join(_PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_said, _scrubbed(text, known))).split()))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _scrubbed(text: str, known: Sequence[str]) -> str:
+    """A client's error without secrets, and without its middle if it is very long."""
+    return scrub(_ends(hide(text, known)))
+
+
+def _ends(text: str) -> str:
+    """A text without its middle if it is very long. The end begins with a word, not within a secret."""
+    if len(text) <= 2 * _KEPT:
+        return text
+    end = text[-_KEPT:]
+    begin = re.search(r"[\s<]|$", end)
+    return f"{text[:_KEPT]} ... {end[begin.start() if begin else 0 :]}"
 
 
 def _cut(text: str) -> str:
@@ -153,7 +186,7 @@ def _titled(page: re.Match[str]) -> str:
 def clean_cause(error: BaseException, known: Sequence[str]) -> BaseException:
     """The exception itself, or a stand-in where it or one that it came from quotes a secret."""
     texts = (text for item in _chain(error) for text in (str(item), repr(item)))
-    if _is_system_s(error) or all(scrub(text, known) == text for text in texts):
+    if _is_system_s(error) or all(len(text) <= 8 * _KEPT and scrub(text, known) == text for text in texts):
         return error
     return RuntimeError(reason(error, known))
 
