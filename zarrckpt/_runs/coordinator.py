@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._commit import protocol
+from zarrckpt._commit.listings import list_folders
 from zarrckpt._commit.marker import pin_key
 from zarrckpt._commit.pins import put_pin
 from zarrckpt._errors import (
@@ -95,7 +96,7 @@ class Coordinator:
 
     def _folders(self) -> list[str]:
         """The folders of steps, in their order. The pages of one listing."""
-        folders = [name for name in self._spec.open().list_dir()[1] if not name.startswith("@")]
+        folders = [name for name in list_folders(self._spec.open()) if not name.startswith("@")]
         names = [name for name in folders if step_of(name) is not None]
         if folders and not names:
             shown = ", ".join(map(repr, folders[:3]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import inspect
 import os
 import queue
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 
+from zarrckpt._errors import StorageError
+
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
 
@@ -29,6 +32,8 @@ _CREATES = _S3 | {"gcs", "gs", "abfs", "abfss", "az", "adl"}
 _SHARED = {"memory", "file", "local"}
 # HDFS renames over no file; webhdfs does not even say so, and hdfs has one error for everything.
 _HDFS = {"hdfs", "webhdfs"}
+
+_REGION = "x-amz-bucket-region"
 
 _CONNECTIONS = 8
 _FSSPEC_TRIES = 5
@@ -76,7 +81,7 @@ class Filesystems:
 
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
         self._address = address
-        self._options = dict(options)
+        self._options = _without_redirects(address, options)
         first, root = fsspec.core.url_to_fs(address, **self._options)
         self.root: str = root.rstrip("/")
         self.traits = Traits.of(first)
@@ -125,6 +130,38 @@ class Filesystems:
     def _open(self) -> Any:
         fresh = {} if self.traits.shared else {"skip_instance_cache": True}
         return fsspec.core.url_to_fs(self._address, **{**self._options, **fresh})[0]
+
+
+def _without_redirects(address: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for a filesystem; s3fs follows no redirects then, which would take the session token to other hosts."""
+    if fsspec.utils.get_protocol(address) not in _S3:
+        return dict(options)
+    config = options.get("config_kwargs")
+    return {**options, "config_kwargs": {"http_session_cls": _session_class(), **(config or {})}}
+
+
+@functools.cache
+def _session_class() -> type:
+    from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
+
+    class Direct:
+        """An aiohttp session that fails with a redirect, unless that names a bucket's region: the client asks there."""
+
+        def __init__(self, session: Any) -> None:
+            self._session = session
+
+        async def request(self, *args: Any, **options: Any) -> Any:
+            answer = await self._session.request(*args, **options, allow_redirects=False)
+            if 300 < answer.status < 400 and "location" in answer.headers and _REGION not in answer.headers:
+                answer.close()
+                raise StorageError("the server redirects the request, which s3fs must not follow")
+            return answer
+
+    class DirectSession(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: str | None) -> Direct:
+            return Direct(await super()._get_session(proxy_url))
+
+    return DirectSession
 
 
 def is_part(path: str) -> bool:
