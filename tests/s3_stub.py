@@ -81,6 +81,14 @@ class Faults:
     """Folders are listed also when all their objects are deleted, as SeaweedFS does."""
     most_of_a_range: int | None = None
     """Of longer ranges only so many bytes are sent."""
+    redirect_to: str = ""
+    """Every request is sent on to this server (302)."""
+    announced: int | None = None
+    """The length that is announced of every object."""
+    endless: bool = False
+    """Objects are sent in pieces, without an end."""
+    listing: bytes | None = None
+    """The answer to every listing."""
 
 
 @dataclass
@@ -198,6 +206,8 @@ class Handler(BaseHTTPRequestHandler):
         stub.requests.append(Request(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
         if faults.stall_seconds:
             time.sleep(faults.stall_seconds)
+        if faults.redirect_to:
+            return self._answer(302, headers={"Location": f"{faults.redirect_to}{self.path}"})
         if faults.refusal:
             return self._answer(faults.refusal_status, faults.refusal.encode())
         if faults.refuse_deletes and (self.command == "DELETE" or "delete" in self._query):
@@ -289,6 +299,14 @@ class Handler(BaseHTTPRequestHandler):
                 return self._answer(416, b"<Error><Code>InvalidRange</Code></Error>")
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
             data, status = data[start:end], 206
+        if self.server_stub.faults.announced is not None:
+            self.close_connection = True
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(self.server_stub.faults.announced)}.items():
+                self.send_header(name, value)
+            return self.end_headers()
+        if self.server_stub.faults.endless:
+            return self._send_without_end(status, {**headers, "Content-Length": str(len(data))})
         if self.command == "HEAD":
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(data))}.items():
@@ -296,6 +314,15 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             return
         self._answer(status, data, headers)
+
+    def _send_without_end(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Transfer-Encoding": "chunked"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        piece = bytes(2**16)
+        for _ in range(2**30 // len(piece)):
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def _delete(self) -> None:
         with self.server_stub.lock:
@@ -332,6 +359,8 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(200, body.encode())
 
     def _list(self) -> None:
+        if self.server_stub.faults.listing is not None:
+            return self._answer(200, self.server_stub.faults.listing)
         bucket = self._key.rstrip("/") + "/"
         prefix = self._query.get("prefix", [""])[0]
         delimiter = self._query.get("delimiter", [""])[0]
