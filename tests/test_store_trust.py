@@ -1,4 +1,4 @@
-"""Servers that redirect, announce, list or complain what they must not: no secret leaves, and memory and time are bounded."""
+"""Servers that redirect, announce, list or complain without bounds: no secret leaves, memory and time stay bounded."""
 
 from __future__ import annotations
 
