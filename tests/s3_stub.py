@@ -47,6 +47,10 @@ class Faults:
     """That many puts are carried out, and then the connection is cut instead of an answer."""
     server_errors: int = 0
     """That many requests get a 503."""
+    refused_once: tuple[int, str] | None = None
+    """The next request gets an error of this status and code."""
+    cut_answers: int = 0
+    """That many listings and deletions of many are answered by half, and then the connection is cut."""
     resets: int = 0
     """That many connections are closed before a request is read."""
     lose_ends: int = 0
@@ -216,6 +220,9 @@ class Handler(BaseHTTPRequestHandler):
             if faults.server_errors > 0:
                 faults.server_errors -= 1
                 return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
+            if faults.refused_once is not None:
+                (status, code), faults.refused_once = faults.refused_once, None
+                return self._answer(status, f"<Error><Code>{code}</Code></Error>".encode())
         work()
         if faults.hang_up or faults.parting_words:
             self.close_connection = True
@@ -227,6 +234,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if self.server_stub.faults.cut_answers > 0 and (self._query.keys() & {"list-type", "delete"}):
+            self.server_stub.faults.cut_answers -= 1
+            self.wfile.write(body[: len(body) // 2])
+            return self._cut()
         if status == 206 and self.server_stub.faults.cut_bodies > 0:
             self.server_stub.faults.cut_bodies -= 1
             self.wfile.write(body[: len(body) // 2])
@@ -383,6 +394,8 @@ class Handler(BaseHTTPRequestHandler):
                 f"<Contents><Key>{escape(key)}</Key><Size>{len(item.data)}</Size><ETag>{escape(item.e_tag)}</ETag>"
                 "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
             )
+        after = self._query.get("start-after", [""])[0]
+        lines = {key: line for key, line in lines.items() if key > after}
         first = int(self._query.get("continuation-token", ["0"])[0])
         last = first + self.server_stub.faults.page
         more = f"<NextContinuationToken>{last}</NextContinuationToken>" if last < len(lines) else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import html
 import re
+import sys
 from collections.abc import Iterator, Sequence
 
 from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError
@@ -67,6 +68,21 @@ _FAULTS = [
 _NO_ANSWER = re.compile(r"kind: (Connect|Interrupted|Timeout)\b|IncompleteMessage|connection was not ready|\bParse\(")
 """In what obstore writes: no server has answered."""
 
+_PASSING = re.compile(
+    r"status code: 40[039]\b(?s:.)*?<Code>(RequestTimeout|IncompleteBody|Throttling(Exception)?|ThrottledException"
+    r"|RequestThrottled|SlowDown|TooManyRequests(Exception)?|RequestLimitExceeded|BandwidthLimitExceeded"
+    r"|OperationAborted|ConditionalRequestConflict)</Code>"
+)
+"""In a server's answer: the same request may succeed soon. obstore repeats those with status 429, 500 and above."""
+_SKEWED = "<Code>RequestTimeTooSkewed</Code>"
+"""A request that waited long has an old signature. A clock that is wrong stays wrong."""
+_LOST = re.compile(
+    r"kind: Interrupted\b|IncompleteMessage|UnexpectedEof|ConnectionReset|error decoding response body|"
+    r"[Ii]nvalid (list|DeleteObjects) response"
+)
+"""In what obstore writes: the answer did not arrive, or not as a whole."""
+_FEW = 2
+
 _PAGE = re.compile(r"<(!doctype html|html)\b.*?(</html>|$)", re.DOTALL | re.IGNORECASE)
 _TITLE = re.compile(r"<title>\s*(.*?)\s*</title>", re.DOTALL | re.IGNORECASE)
 
@@ -94,6 +110,17 @@ def is_redirect(error: BaseException) -> bool:
 def not_implemented(error: BaseException) -> bool:
     """Whether the server has not got what the request asks for (501)."""
     return getattr(error, "errno", None) == errno.ENOSYS or "501 Not Implemented" in str(error)
+
+
+def most_repeats(error: BaseException, idempotent: bool) -> int:
+    """How often a request may be made again that failed with this error, and that obstore does not repeat itself.
+
+    It is signed anew then. An ``idempotent`` one is also repeated if its answer was lost.
+    """
+    text = _ends(str(error))
+    if _PASSING.search(text):
+        return sys.maxsize
+    return _FEW if never_sent(error) or _SKEWED in text or (idempotent and _LOST.search(text)) else 0
 
 
 def never_sent(error: BaseException) -> bool:

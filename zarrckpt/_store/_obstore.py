@@ -157,7 +157,8 @@ class ObstoreStore(ClientStore):
         if not self._client.bulk_delete:
             return super().delete(keys)
         if names := [self.name(key) for key in keys]:
-            self.call(f"deleting {len(names)} objects", lambda: obstore.delete(self._bucket.store, names))
+            what = f"deleting {len(names)} objects"
+            self.call(what, lambda: obstore.delete(self._bucket.store, names), idempotent=True)
 
     def delete_named(self, name: str) -> None:
         try:
@@ -166,13 +167,20 @@ class ObstoreStore(ClientStore):
             return
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        what = f"listing {prefix!r}"
+        what, last = f"listing {prefix!r}", None
 
         def begin() -> tuple[Any, Any]:
-            stream = obstore.list(self._bucket.store, self.folder(prefix) or None, chunk_size=_PAGE)
+            stream = obstore.list(self._bucket.store, self.folder(prefix) or None, offset=last, chunk_size=_PAGE)
             return stream, self._awaited_page(lambda: anext(stream, None))
 
-        stream, batch = self.call(what, begin)
+        def go_on() -> tuple[Any, Any]:
+            try:
+                return stream, self._awaited_page(lambda: anext(stream, None))
+            except client_errors.BaseError:
+                # The stream is at its end then, and the rest would be missing.
+                return self.call(what, begin, idempotent=True)
+
+        stream, batch = self.call(what, begin, idempotent=True)
         first_paths: set[str] = set()
         while batch:
             if batch[0]["path"] in first_paths:
@@ -183,15 +191,15 @@ class ObstoreStore(ClientStore):
             first_paths.add(batch[0]["path"])
             for item in batch:
                 yield ObjectInfo(item["path"].removeprefix(f"{self._client.prefix}/"), item["size"])
-            # Not with our own repeats: after an error a stream is at its end, and the rest would be missing.
-            batch = super().call(what, lambda: self._awaited_page(lambda: anext(stream, None)))
+            last = batch[-1]["path"]
+            stream, batch = super().call(what, go_on)
 
     def list_dir(self, prefix: str = "") -> Listing:
         def fetch() -> Any:
             folder = self.folder(prefix) or None
             return self._awaited_page(lambda: obstore.list_with_delimiter_async(self._bucket.store, folder))
 
-        found = self.call(f"listing {prefix!r}", fetch)
+        found = self.call(f"listing {prefix!r}", fetch, idempotent=True)
         objects = sorted(item["path"].rpartition("/")[2] for item in found["objects"])
         return objects, sorted(path.rpartition("/")[2] for path in found["common_prefixes"])
 
@@ -218,10 +226,10 @@ class ObstoreStore(ClientStore):
             return "Check that the bucket (or container) exists and that the endpoint and the region are its own"
         return "Check the endpoint, the region and the network, and after a refusal the credentials"
 
-    def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
+    def call(self, what: str, request: Callable[[], T], key: str | None = None, idempotent: bool = False) -> T:
         check_fork()
         ask = self._bucket.send if self._bucket.answered else self._bucket.reach
-        return super().call(what, partial(ask, request), key)
+        return super().call(what, partial(ask, request, idempotent), key)
 
 
 def _take_whole(answer: Any, name: str, most: int) -> bytes:

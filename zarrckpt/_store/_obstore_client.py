@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,7 +15,7 @@ from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import GenericError, UnknownConfigurationKeyError
+from obstore.exceptions import BaseError, GenericError, UnknownConfigurationKeyError
 
 from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._forks import ForkSafeLock
@@ -41,8 +43,6 @@ _FIRST_RETRY = {
 """How a server is asked that has not answered this process yet: its address may be wrong."""
 _FIRST_ANSWER = timedelta(seconds=10)
 """So long it may be silent."""
-_SENDS = 3
-"""How often a request is made that could not be sent."""
 _answered: set[str] = set()
 """The servers and buckets that have answered this process."""
 
@@ -135,7 +135,7 @@ class Bucket:
             client.setdefault("read_timeout", _FIRST_ANSWER)
         return self._make(client_options=client, retry_config=_FIRST_RETRY)
 
-    def reach(self, call: Callable[[], T]) -> T:
+    def reach(self, call: Callable[[], T], idempotent: bool) -> T:
         """A call to a server that has not answered yet: a wrong address is told in a second or so, silence in ten."""
         try:
             result = call()
@@ -143,21 +143,24 @@ class Bucket:
             if _failures.no_answer(error):
                 raise
             _answered.add(self._server)
-            if not isinstance(error, GenericError):
+            if not isinstance(error, GenericError) and not _failures.most_repeats(error, idempotent):
                 raise
             # It is there, and busy: from now on as ``retry_config`` says.
-            return call()
+            return self.send(call, idempotent)
         _answered.add(self._server)
         return result
 
-    def send(self, call: Callable[[], T]) -> T:
-        """A call whose request was sent: obstore does not repeat one whose connection was closed before that."""
-        for _ in range(_SENDS - 1 if self.repeats else 0):
+    def send(self, call: Callable[[], T], idempotent: bool) -> T:
+        """A call that is made again, with a new signature, after failures that pass and obstore does not repeat."""
+        deadline = time.monotonic() + _seconds(self._out.retry["retry_timeout"])
+        for repeat in range(self._out.retry["max_retries"]):
             try:
                 return call()
-            except GenericError as error:
-                if not _failures.never_sent(error):
+            except BaseError as error:
+                if repeat >= _failures.most_repeats(error, idempotent) or time.monotonic() > deadline:
                     raise
+                pause = 0.0 if _failures.never_sent(error) else random.uniform(0.1, min(5.0, 0.2 * 2**repeat))
+            time.sleep(pause)
         return call()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from zarrckpt._errors import StorageError
-from zarrckpt._store._url import Place
+from zarrckpt._store._url import Place, check_endpoint
 
 # obstore's own default bounds a whole request, body included, by 30 s: too short for 16 MiB over a slow line. A request
 # that hangs still gets one more try within the retry_timeout.
@@ -314,7 +314,9 @@ def _is_plain_http(endpoint: str | None) -> bool:
 
 
 def _allow_plain_http(out: Translated, endpoint: str | None) -> None:
-    """An endpoint that begins with http:// is meant so."""
+    """An endpoint that begins with http:// is meant so. Raises StorageError if it is no address."""
+    if endpoint:
+        check_endpoint(endpoint)
     if _is_plain_http(endpoint):
         out.client.setdefault("allow_http", True)
 
@@ -449,4 +451,4 @@ def _complete_az(out: Translated, account: str) -> None:
         raise StorageError(f"the url names the account {account!r}, and the option account_name {named!r}: give one")
     emulator = is_true(out.config.get("use_emulator", os.environ.get("AZURE_STORAGE_USE_EMULATOR")))
     endpoint = out.config.get("endpoint") or _variable("AZURE_STORAGE_ENDPOINT")
-    _allow_plain_http(out, "http://" if emulator else endpoint)
+    _allow_plain_http(out, "http://127.0.0.1" if emulator else endpoint)
