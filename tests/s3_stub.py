@@ -49,6 +49,8 @@ class Faults:
     """That many requests get a 503."""
     refused_once: tuple[int, str] | None = None
     """The next request gets an error of this status and code."""
+    refused_parts: bool = False
+    """Each part of an upload gets a 400, and each abort of an upload a 404."""
     cut_answers: int = 0
     """That many listings and deletions of many are answered by half, and then the connection is cut."""
     resets: int = 0
@@ -220,6 +222,9 @@ class Handler(BaseHTTPRequestHandler):
             if faults.server_errors > 0:
                 faults.server_errors -= 1
                 return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
+            if faults.refused_parts and "uploadId" in self._query:
+                status, code = (404, "NoSuchUpload") if self.command == "DELETE" else (400, "Refused")
+                return self._answer(status, f"<Error><Code>{code}</Code></Error>".encode())
             if faults.refused_once is not None:
                 (status, code), faults.refused_once = faults.refused_once, None
                 return self._answer(status, f"<Error><Code>{code}</Code></Error>".encode())

@@ -657,6 +657,13 @@ def test_failures_that_pass_are_repeated_with_a_new_signature(status: int, code:
         assert s3_stub.faults.refused_once is None
 
 
+def test_an_abort_that_fails_is_not_called_the_reason(s3_stub: S3Stub) -> None:
+    store = stub_store(s3_stub)
+    s3_stub.faults.refused_parts = True
+    with pytest.raises(StorageError, match="upload in parts"):
+        store.put("k", [bytes(_obstore.SPLIT)])
+
+
 def test_a_clock_that_stays_wrong_is_told_soon(s3_stub: S3Stub) -> None:
     s3_stub.faults.refusal = "<Error><Code>RequestTimeTooSkewed</Code></Error>"
     with pytest.raises(StorageError, match="RequestTimeTooSkewed"):

@@ -34,6 +34,11 @@ _FAULTS = [
             "endpoint; if it is right, pass storage_options={{'redirect_hosts': [...]}} with the other host's name, or "
             "'*' for any",
         ),
+        (
+            r"performing DELETE \S*uploadId=",
+            "{} failed during an upload in parts, and failed to abort it as well. obstore keeps only the second error. "
+            "Check the server's log, and what the credentials allow, and try again",
+        ),
         (r"ConnectionRefused", "nothing listens at {}. Check the endpoint's host and port, and that the server runs"),
         (r"dns error|gaierror", "the host of {} is not known. Check the endpoint's name, and the network"),
         (r"InvalidContentType", "{} does not speak TLS. Check the endpoint: for plain HTTP it begins with http://"),
