@@ -677,7 +677,7 @@ def test_answers_that_are_cut_end_no_listing_and_no_deletion(s3_stub: S3Stub) ->
     for name in names:
         store.put(name, [b"x"])
     s3_stub.faults.page = 10
-    with patch.object(_obstore, "_PAGE", 10):
+    with patch.object(_obstore, "_LISTED_AT_ONCE", 10):
         listed = store.list()
         found = [next(listed).key]
         s3_stub.faults.cut_answers = 1

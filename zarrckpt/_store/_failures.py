@@ -12,7 +12,7 @@ from zarrckpt._errors import CorruptCheckpointError, ObjectExistsError, ObjectNo
 from zarrckpt._store._secrets import hide, scrub
 
 _BEGIN, _END = 300, 700
-_KEPT = 4096
+_EXAMINED = 4096
 """Characters of a client's error that are looked at, at each end: a server may send any number of them."""
 # obstore appends the same facts once more, as a Rust structure over many lines.
 _DETAILS = "\n\nDebug source"
@@ -191,11 +191,11 @@ def _scrubbed(text: str, known: Sequence[str]) -> str:
 
 def _ends(text: str) -> str:
     """A text without its middle if it is very long. The end begins with a word, not within a secret."""
-    if len(text) <= 2 * _KEPT:
+    if len(text) <= 2 * _EXAMINED:
         return text
-    end = text[-_KEPT:]
+    end = text[-_EXAMINED:]
     begin = re.search(r"[\s<]|$", end)
-    return f"{text[:_KEPT]} ... {end[begin.start() if begin else 0 :]}"
+    return f"{text[:_EXAMINED]} ... {end[begin.start() if begin else 0 :]}"
 
 
 def _cut(text: str) -> str:
@@ -218,7 +218,7 @@ def _titled(page: re.Match[str]) -> str:
 def clean_cause(error: BaseException, known: Sequence[str]) -> BaseException:
     """The exception itself, or a stand-in where it or one that it came from quotes a secret."""
     texts = (text for item in _chain(error) for text in (str(item), repr(item)))
-    if _is_system_s(error) or all(len(text) <= 8 * _KEPT and scrub(text, known) == text for text in texts):
+    if _is_system_s(error) or all(len(text) <= 8 * _EXAMINED and scrub(text, known) == text for text in texts):
         return error
     return RuntimeError(reason(error, known))
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PAGE = 1000
+_LISTED_AT_ONCE = 1000
 """Objects of a listing that are taken at a time: as many as a server sends in one answer."""
 
 CONCURRENCY = 64
@@ -170,7 +170,9 @@ class ObstoreStore(ClientStore):
         what, last = f"listing {prefix!r}", None
 
         def begin() -> tuple[Any, Any]:
-            stream = obstore.list(self._bucket.store, self.folder(prefix) or None, offset=last, chunk_size=_PAGE)
+            stream = obstore.list(
+                self._bucket.store, self.folder(prefix) or None, offset=last, chunk_size=_LISTED_AT_ONCE
+            )
             return stream, self._awaited_page(lambda: anext(stream, None))
 
         def go_on() -> tuple[Any, Any]:

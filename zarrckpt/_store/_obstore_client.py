@@ -77,7 +77,7 @@ def awaited(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
     return asyncio.run_coroutine_threadsafe(answer(), loop).result()
 
 
-def _seconds(value: Any) -> float:
+def _as_seconds(value: Any) -> float:
     """An option of obstore's as seconds: a text with units, which it reads itself, counts as the default."""
     return (value if isinstance(value, timedelta) else REQUEST_TIMEOUT).total_seconds()
 
@@ -89,7 +89,7 @@ class Bucket:
         self.persistent = make(client_options=out.client, retry_config=out.retry)
         """Repeats failed requests as ``retry_config`` says."""
         self.repeats = out.retry["max_retries"] > 0
-        self.patience = max(_seconds(out.retry["retry_timeout"]), _seconds(out.client["timeout"]))
+        self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
         """Seconds after which a listing is given up: a server may send pages for ever."""
         self._make, self._out, self._server = make, out, server
         self._objects = f"{server}, objects without redirects but to {out.client.get('proxy_excludes')}"
@@ -152,7 +152,7 @@ class Bucket:
 
     def send(self, call: Callable[[], T], idempotent: bool) -> T:
         """A call that is made again, with a new signature, after failures that pass and obstore does not repeat."""
-        deadline = time.monotonic() + _seconds(self._out.retry["retry_timeout"])
+        deadline = time.monotonic() + _as_seconds(self._out.retry["retry_timeout"])
         for repeat in range(self._out.retry["max_retries"]):
             try:
                 return call()

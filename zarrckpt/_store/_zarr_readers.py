@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-import obstore
 from zarr.abc.store import ByteRequest, OffsetByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import ObjectStore
@@ -102,6 +101,8 @@ class ForkCheckedStore(PrefixStore):
         if byte_range is not None and not isinstance(byte_range, OffsetByteRequest):
             return await super().get(key, prototype, byte_range)
         check_fork()
+        import obstore
+
         options: Any = {} if byte_range is None else {"range": {"offset": byte_range.offset}}
         try:
             answer = await obstore.get_async(self._client, self._full(key), options=options)
