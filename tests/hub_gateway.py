@@ -13,6 +13,7 @@ import hashlib
 import re
 import uuid
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from botocore.auth import S3SigV4Auth
@@ -22,6 +23,8 @@ from s3_stub import Handler, S3Stub
 from store_servers import REGION, S3Place
 
 NAMESPACE = "some-org"
+EDGE_HOST = "localhost"
+"""Another host than the gateway's, 127.0.0.1, to every client."""
 _KEYS = Credentials("HFAKTEST", "not-so-secret")
 _PROXIED = ("aws-cli", "botocore", "aws-sdk-rust")
 _NO_KEY = re.compile(r"^/|/$|//|\.\./|^\./|\.\.$|[\\\0]")
@@ -50,11 +53,27 @@ class HubGateway(S3Stub):
 
     def bucket(self) -> S3Place:
         name = f"hub-{uuid.uuid4().hex}"
-        return S3Place(f"{self.endpoint}/{NAMESPACE}", name, _KEYS.access_key, _KEYS.secret_key)
+        return HubPlace(f"{self.endpoint}/{NAMESPACE}", name, _KEYS.access_key, _KEYS.secret_key)
+
+
+class HubPlace(S3Place):
+    """A bucket whose objects another host sends."""
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        return {**super().storage_options, "redirect_hosts": [EDGE_HOST]}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**super().environment, "ZARRCKPT_REDIRECT_HOSTS": EDGE_HOST}
 
 
 class _Edge(S3Stub):
     signature = uuid.uuid4().hex
+
+    @property
+    def endpoint(self) -> str:
+        return super().endpoint.replace("127.0.0.1", EDGE_HOST)
 
     @property
     def handler(self) -> type[Handler]:

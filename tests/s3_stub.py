@@ -47,6 +47,12 @@ class Faults:
     """That many puts are carried out, and then the connection is cut instead of an answer."""
     server_errors: int = 0
     """That many requests get a 503."""
+    refused_once: tuple[int, str] | None = None
+    """The next request gets an error of this status and code."""
+    refused_parts: bool = False
+    """Each part of an upload gets a 400, and each abort of an upload a 404."""
+    cut_answers: int = 0
+    """That many listings and deletions of many are answered by half, and then the connection is cut."""
     resets: int = 0
     """That many connections are closed before a request is read."""
     lose_ends: int = 0
@@ -81,6 +87,14 @@ class Faults:
     """Folders are listed also when all their objects are deleted, as SeaweedFS does."""
     most_of_a_range: int | None = None
     """Of longer ranges only so many bytes are sent."""
+    redirect_to: str = ""
+    """Every request is sent on to this server (302)."""
+    announced: int | None = None
+    """The length that is announced of every object."""
+    endless: bool = False
+    """Objects are sent in pieces, without an end."""
+    listing: bytes | None = None
+    """The answer to every listing."""
 
 
 @dataclass
@@ -198,6 +212,8 @@ class Handler(BaseHTTPRequestHandler):
         stub.requests.append(Request(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
         if faults.stall_seconds:
             time.sleep(faults.stall_seconds)
+        if faults.redirect_to:
+            return self._answer(302, headers={"Location": f"{faults.redirect_to}{self.path}"})
         if faults.refusal:
             return self._answer(faults.refusal_status, faults.refusal.encode())
         if faults.refuse_deletes and (self.command == "DELETE" or "delete" in self._query):
@@ -206,6 +222,12 @@ class Handler(BaseHTTPRequestHandler):
             if faults.server_errors > 0:
                 faults.server_errors -= 1
                 return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
+            if faults.refused_parts and "uploadId" in self._query:
+                status, code = (404, "NoSuchUpload") if self.command == "DELETE" else (400, "Refused")
+                return self._answer(status, f"<Error><Code>{code}</Code></Error>".encode())
+            if faults.refused_once is not None:
+                (status, code), faults.refused_once = faults.refused_once, None
+                return self._answer(status, f"<Error><Code>{code}</Code></Error>".encode())
         work()
         if faults.hang_up or faults.parting_words:
             self.close_connection = True
@@ -217,6 +239,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if self.server_stub.faults.cut_answers > 0 and (self._query.keys() & {"list-type", "delete"}):
+            self.server_stub.faults.cut_answers -= 1
+            self.wfile.write(body[: len(body) // 2])
+            return self._cut()
         if status == 206 and self.server_stub.faults.cut_bodies > 0:
             self.server_stub.faults.cut_bodies -= 1
             self.wfile.write(body[: len(body) // 2])
@@ -289,6 +315,14 @@ class Handler(BaseHTTPRequestHandler):
                 return self._answer(416, b"<Error><Code>InvalidRange</Code></Error>")
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
             data, status = data[start:end], 206
+        if self.server_stub.faults.announced is not None:
+            self.close_connection = True
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(self.server_stub.faults.announced)}.items():
+                self.send_header(name, value)
+            return self.end_headers()
+        if self.server_stub.faults.endless:
+            return self._send_without_end(status, {**headers, "Content-Length": str(len(data))})
         if self.command == "HEAD":
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(data))}.items():
@@ -296,6 +330,15 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             return
         self._answer(status, data, headers)
+
+    def _send_without_end(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Transfer-Encoding": "chunked"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        piece = bytes(2**16)
+        for _ in range(2**30 // len(piece)):
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def _delete(self) -> None:
         with self.server_stub.lock:
@@ -332,6 +375,8 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(200, body.encode())
 
     def _list(self) -> None:
+        if self.server_stub.faults.listing is not None:
+            return self._answer(200, self.server_stub.faults.listing)
         bucket = self._key.rstrip("/") + "/"
         prefix = self._query.get("prefix", [""])[0]
         delimiter = self._query.get("delimiter", [""])[0]
@@ -354,6 +399,8 @@ class Handler(BaseHTTPRequestHandler):
                 f"<Contents><Key>{escape(key)}</Key><Size>{len(item.data)}</Size><ETag>{escape(item.e_tag)}</ETag>"
                 "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
             )
+        after = self._query.get("start-after", [""])[0]
+        lines = {key: line for key, line in lines.items() if key > after}
         first = int(self._query.get("continuation-token", ["0"])[0])
         last = first + self.server_stub.faults.page
         more = f"<NextContinuationToken>{last}</NextContinuationToken>" if last < len(lines) else ""

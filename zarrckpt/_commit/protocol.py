@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from zarrckpt._commit.listings import list_folders
 from zarrckpt._commit.marker import (
     CLAIM_KEY,
     PINS,
@@ -195,7 +196,7 @@ def checkpoints_below(store: Store, names: Iterable[str] | None = None, *, unfin
     A request for each folder; with ``unfinished``, which adds those where nothing is committed, another one for each of
     these and of those that are no checkpoints.
     """
-    folders = store.list_dir()[1] if names is None else names
+    folders = list_folders(store) if names is None else names
     looks = (partial(_below, store, name, unfinished) for name in folders if not name.startswith("@"))
     return [found for found in run_jobs(looks, store.max_concurrency) if found is not None]
 
@@ -218,7 +219,7 @@ def places_below(store: Store) -> list[str]:
 
     A request for each folder there.
     """
-    folders = store.list_dir()[1]
+    folders = list_folders(store)
     if RESERVED_GROUP in folders:
         return []
     names = [name for name in folders if not name.startswith("@")]

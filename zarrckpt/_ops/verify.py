@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from zarrckpt._commit import protocol
+from zarrckpt._commit.listings import refuse_false_listing
 from zarrckpt._commit.marker import CLAIM_KEY, marker_key, parse_claim, parse_marker
 from zarrckpt._errors import (
     CorruptCheckpointError,
@@ -117,6 +118,8 @@ class _Verification:
 
     def run(self, quick: bool) -> _Verification:
         listed = {info.key: info.size for info in self._store.list()}
+        if NODE not in listed:
+            refuse_false_listing(self._store, NODE)
         expected = [*self._documents(), *self._tables()]
         # Their damage is found by their own checks; chunks have to speak for themselves then.
         tables = (quick and self._catalog.root.sizes is None) or self._can_read_tables()

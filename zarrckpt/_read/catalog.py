@@ -177,7 +177,7 @@ class Catalog:
         key = table_node(self.root.save_id, name, length).chunk_key((0,))
         with self.explaining_damage():
             try:
-                data = self.store.get(key)
+                data = self.store.get_bounded(key, 4 * length + CRC_BYTES)
             except ObjectNotFoundError as err:
                 raise CorruptCheckpointError(f"the {name} table {key!r} is missing in {self.store.url}") from err
             stored = np.frombuffer(data, np.uint8)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._commit import protocol
+from zarrckpt._commit.listings import RUN_KEY, list_below
 from zarrckpt._commit.marker import CLAIM_KEY, pin_key
 from zarrckpt._commit.pins import put_pin
 from zarrckpt._commit.protocol import Below
@@ -27,7 +28,7 @@ from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP
 from zarrckpt._format.wire import record
 from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
-from zarrckpt._runs.record import RUN_KEY, Ownership, RunRecord
+from zarrckpt._runs.record import Ownership, RunRecord
 from zarrckpt._runs.retention import Retention
 from zarrckpt._runs.steps import Found, WithoutRoot, newest_first, passed_over, step_of
 from zarrckpt._store import Store, StoreSpec
@@ -126,7 +127,7 @@ class Coordinator:
         Raises ForeignObjectsError for the url of a checkpoint, or of a part of one.
         """
         store = self._spec.open()
-        objects, all_folders = store.list_dir()
+        objects, all_folders = list_below(store)
         folders = [name for name in all_folders if not name.startswith("@")]
         names = [name for name in folders if step_of(name) is not None]
         if NODE in objects or RESERVED_GROUP in all_folders:

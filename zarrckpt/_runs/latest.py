@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from zarrckpt._commit.listings import list_folders
 from zarrckpt._commit.protocol import Below, checkpoints_below, newest
 from zarrckpt._errors import CheckpointError, warn
 from zarrckpt._format.matching import hint
@@ -123,7 +124,7 @@ def _find(
 
 def _look_below(spec: StoreSpec, caller: str, choose: _ChooseBelow) -> str | None:
     store = spec.open()
-    folders = store.list_dir()[1]
+    folders = list_folders(store)
     if RESERVED_GROUP in folders:
         warn(f"{caller}({store.url!r}) looks below a checkpoint: pass the folder that holds it")
     name, damaged = choose(store, [folder for folder in folders if not folder.startswith("@")])

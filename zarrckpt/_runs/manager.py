@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from zarrckpt._commit import protocol
+from zarrckpt._commit.listings import list_folders
 from zarrckpt._commit.marker import pin_id_of, pin_key
 from zarrckpt._commit.pins import put_pin
 from zarrckpt._errors import (
@@ -536,7 +537,7 @@ class CheckpointManager:
         them. Raises StorageError.
         """
         store = self._spec.open()
-        names = [name for name in store.list_dir()[1] if step_of(name) is not None]
+        names = [name for name in list_folders(store) if step_of(name) is not None]
         found = protocol.checkpoints_below(store, names)
         return sorted({step for below in found if below.root and (step := step_of(below.name)) is not None})
 
@@ -562,7 +563,7 @@ class CheckpointManager:
         step = operator.index(step)
         padded = self._spec.child(name_of(step)).open()
         store = self._spec.open()
-        names = [name for name in store.list_dir()[1] if step_of(name) == step]
+        names = [name for name in list_folders(store) if step_of(name) == step]
         found = [below.name for below in protocol.checkpoints_below(store, names) if below.root is not None]
         return self._spec.child(found[-1]).open() if found else padded
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from zarrckpt._commit.listings import RUN_KEY
 from zarrckpt._commit.marker import pin_id_of
 from zarrckpt._commit.protocol import new_id
 from zarrckpt._errors import (
@@ -24,14 +25,11 @@ from zarrckpt._errors import (
     warn,
 )
 from zarrckpt._forks import ForkSafeLock
-from zarrckpt._format.documents import NODE, Json, join
+from zarrckpt._format.documents import Json, join
 from zarrckpt._format.metadata import RUN_METADATA
-from zarrckpt._format.root import RUN_GROUP
 from zarrckpt._format.sealed import nesting_bounded, now, parse_sealed, sealed_bytes
 from zarrckpt._runs.keep import Keep
 from zarrckpt._store import Store
-
-RUN_KEY = f"{RUN_GROUP}/{NODE}"
 
 
 @dataclass(frozen=True)

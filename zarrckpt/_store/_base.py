@@ -37,6 +37,10 @@ Buffer = bytes | bytearray | memoryview
 """What is written: any C-contiguous buffer of bytes. It must not change until the call returns."""
 
 
+MOST_WHOLE = 2**30
+"""Bytes of the longest object that is read as a whole: documents are much shorter."""
+
+
 def _own_processors() -> int:
     """How many processors a process has, where the ranks of its machine share them alike."""
     every = os.cpu_count() or 1
@@ -174,7 +178,20 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def get(self, key: str) -> bytes:
-        """Return a whole object. One request."""
+        """Return a whole object. One request.
+
+        S3, Google Cloud Storage and Azure read at most :data:`MOST_WHOLE` bytes.
+        """
+
+    def get_bounded(self, key: str, most: int) -> bytes:
+        """Return a whole object; raise :class:`~zarrckpt.CorruptCheckpointError` if it has more than ``most`` bytes.
+
+        S3, Google Cloud Storage and Azure read no more than that; other stores read the object first. One request.
+        """
+        data = self.get(key)
+        if len(data) > most:
+            raise _failures.long_object(key, self.url, most)
+        return data
 
     def get_above(self, levels: int, key: str) -> bytes:
         """Return an object of the folder so many levels (from 1 on) above the url, in the same store. One request.

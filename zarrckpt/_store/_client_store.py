@@ -12,7 +12,7 @@ from typing import Any
 from zarrckpt._errors import ObjectNotFoundError, StorageError
 from zarrckpt._jobs import run_jobs
 from zarrckpt._store import _failures
-from zarrckpt._store._base import Buffer, check_key
+from zarrckpt._store._base import MOST_WHOLE, Buffer, check_key
 from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
 
 _DELETES_AT_ONCE = 16
@@ -48,8 +48,8 @@ class ClientStore(ConditionalStore):
     # -- what subclasses know
 
     @abc.abstractmethod
-    def get_named(self, name: str) -> bytes:
-        """A whole object."""
+    def get_named(self, name: str, most: int) -> bytes:
+        """Return a whole object, or one that is longer than ``most`` bytes, of which a part is enough."""
 
     @abc.abstractmethod
     def fetch_named(self, name: str, start: int, end: int) -> Buffer:
@@ -74,15 +74,23 @@ class ClientStore(ConditionalStore):
         return self.name(prefix) if prefix else self._folder
 
     def get(self, key: str) -> bytes:
-        return self.call(f"reading {key!r}", lambda: self.get_named(self.name(key)), key)
+        return self._get(key, self.name(key), MOST_WHOLE)
+
+    def get_bounded(self, key: str, most: int) -> bytes:
+        return self._get(key, self.name(key), most)
+
+    def _get(self, key: str, name: str, most: int) -> bytes:
+        data = self.call(f"reading {key!r}", lambda: self.get_named(name, most), key)
+        if len(data) > most:
+            raise _failures.long_object(key, self.url, most)
+        return data
 
     def get_above(self, levels: int, key: str) -> bytes:
         above = self._folder.split("/") if self._folder else []
         if levels > len(above) - self.lowest_levels:
             return super().get_above(levels, key)
         name = "/".join([*above[:-levels], check_key(key)])
-        key = f"{'../' * levels}{key}"
-        return self.call(f"reading {key!r}", lambda: self.get_named(name), key)
+        return self._get(f"{'../' * levels}{key}", name, MOST_WHOLE)
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         buffer[:] = self.read(key, byte_offset, len(buffer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import html
 import re
+import sys
 from collections.abc import Iterator, Sequence
 
 from zarrckpt._errors import (
@@ -15,9 +16,11 @@ from zarrckpt._errors import (
     one_line,
     printable,
 )
-from zarrckpt._store._secrets import scrub
+from zarrckpt._store._secrets import hide, scrub
 
 _BEGIN, _END = 300, 700
+_EXAMINED = 4096
+"""Characters of a client's error that are looked at, at each end: a server may send any number of them."""
 # obstore appends the same facts once more, as a Rust structure over many lines.
 _DETAILS = "\n\nDebug source"
 
@@ -31,6 +34,18 @@ _SERVER = re.compile(r"https?://[^/\s\"]+")
 _FAULTS = [
     (re.compile(words), sentence)
     for words, sentence in (
+        (
+            # The proxy for all hosts but the client's own: see _redirects.
+            r"connect error\",\s+127\.0\.0\.1:0,",
+            "{} redirects the request to another host, and redirects lead there only if that is asked for. Check the "
+            "endpoint; if it is right, pass storage_options={{'redirect_hosts': [...]}} with the other host's name, or "
+            "'*' for any",
+        ),
+        (
+            r"performing DELETE \S*uploadId=",
+            "{} failed during an upload in parts, and failed to abort it as well. obstore keeps only the second error. "
+            "Check the server's log, and what the credentials allow, and try again",
+        ),
         (r"ConnectionRefused", "nothing listens at {}. Check the endpoint's host and port, and that the server runs"),
         (r"dns error|gaierror", "the host of {} is not known. Check the endpoint's name, and the network"),
         (r"InvalidContentType", "{} does not speak TLS. Check the endpoint: for plain HTTP it begins with http://"),
@@ -65,6 +80,21 @@ _FAULTS = [
 _NO_ANSWER = re.compile(r"kind: (Connect|Interrupted|Timeout)\b|IncompleteMessage|connection was not ready|\bParse\(")
 """In what obstore writes: no server has answered."""
 
+_PASSING = re.compile(
+    r"status code: 40[039]\b(?s:.)*?<Code>(RequestTimeout|IncompleteBody|Throttling(Exception)?|ThrottledException"
+    r"|RequestThrottled|SlowDown|TooManyRequests(Exception)?|RequestLimitExceeded|BandwidthLimitExceeded"
+    r"|OperationAborted|ConditionalRequestConflict)</Code>"
+)
+"""In a server's answer: the same request may succeed soon. obstore repeats those with status 429, 500 and above."""
+_SKEWED = "<Code>RequestTimeTooSkewed</Code>"
+"""A request that waited long has an old signature. A clock that is wrong stays wrong."""
+_LOST = re.compile(
+    r"kind: Interrupted\b|IncompleteMessage|UnexpectedEof|ConnectionReset|error decoding response body|"
+    r"[Ii]nvalid (list|DeleteObjects) response"
+)
+"""In what obstore writes: the answer did not arrive, or not as a whole."""
+_FEW = 2
+
 _PAGE = re.compile(r"<(!doctype html|html)\b.*?(</html>|$)", re.DOTALL | re.IGNORECASE)
 _TITLE = re.compile(r"<title>\s*(.*?)\s*</title>", re.DOTALL | re.IGNORECASE)
 
@@ -81,12 +111,28 @@ def storage_error(what: str, url: str, error: BaseException, known: Sequence[str
 
 def no_answer(error: BaseException) -> bool:
     """Whether a request failed before any server answered it: nobody is there, or nobody that speaks this protocol."""
-    return _NO_ANSWER.search(str(error)) is not None
+    return _NO_ANSWER.search(_ends(str(error))) is not None
+
+
+def is_redirect(error: BaseException) -> bool:
+    """Whether a server sent a request on to a host that it is not meant for."""
+    return _FAULTS[0][0].search(_ends(str(error))) is not None
 
 
 def not_implemented(error: BaseException) -> bool:
     """Whether the server has not got what the request asks for (501)."""
     return getattr(error, "errno", None) == errno.ENOSYS or "501 Not Implemented" in str(error)
+
+
+def most_repeats(error: BaseException, idempotent: bool) -> int:
+    """How often a request may be made again that failed with this error, and that obstore does not repeat itself.
+
+    It is signed anew then. An ``idempotent`` one is also repeated if its answer was lost.
+    """
+    text = _ends(str(error))
+    if _PASSING.search(text):
+        return sys.maxsize
+    return _FEW if never_sent(error) or _SKEWED in text or (idempotent and _LOST.search(text)) else 0
 
 
 def never_sent(error: BaseException) -> bool:
@@ -96,7 +142,7 @@ def never_sent(error: BaseException) -> bool:
 
 def _address_fault(error: BaseException, known: Sequence[str]) -> str:
     """A sentence for what is usually a wrong address, with the next step; "" for anything else."""
-    text = scrub(f"{error} {error.__cause__ or ''}", known)
+    text = _scrubbed(f"{error} {error.__cause__ or ''}", known)
     server = _SERVER.search(text)
     found = (sentence for words, sentence in _FAULTS if words.search(text))
     return next(found, "").format(server[0] if server else "the server")
@@ -124,6 +170,11 @@ def short_object(key: str, url: str, expected: int, found: int) -> CorruptCheckp
     )
 
 
+def long_object(key: str, url: str, most: int) -> CorruptCheckpointError:
+    """The object, or what a server sends of it, is longer than it may be."""
+    return CorruptCheckpointError(f"object {key!r} in {url} is too long: at most {most} bytes were expected")
+
+
 def is_full(error: StorageError) -> bool:
     """Whether a disk was full, or its quota used up: then nothing of what was asked for is done, now or later."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -136,8 +187,22 @@ def reason(error: BaseException, known: Sequence[str]) -> str:
         # s3fs puts the server's error code into the cause only.
         text = f"{text} ({error.__cause__})"
     if not _is_system_s(error):
-        text = _cut(" ".join(_PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_said, scrub(text, known))).split()))
+        text = _cut(" ".join(_PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_said, _scrubbed(text, known))).split()))
     return one_line(f"{type(error).__name__}: {text}") if text else type(error).__name__
+
+
+def _scrubbed(text: str, known: Sequence[str]) -> str:
+    """A client's error without secrets, and without its middle if it is very long."""
+    return scrub(_ends(hide(text, known)))
+
+
+def _ends(text: str) -> str:
+    """A text without its middle if it is very long. The end begins with a word, not within a secret."""
+    if len(text) <= 2 * _EXAMINED:
+        return text
+    end = text[-_EXAMINED:]
+    begin = re.search(r"[\s<]|$", end)
+    return f"{text[:_EXAMINED]} ... {end[begin.start() if begin else 0 :]}"
 
 
 def _cut(text: str) -> str:
@@ -160,7 +225,9 @@ def _titled(page: re.Match[str]) -> str:
 def clean_cause(error: BaseException, known: Sequence[str]) -> BaseException:
     """The exception itself, or a stand-in where it or one that it came from quotes a secret or control characters."""
     texts = (text for item in _chain(error) for text in (str(item), repr(item)))
-    if _is_system_s(error) or all(printable(scrub(text, known)) == text for text in texts):
+    if _is_system_s(error) or all(
+        len(text) <= 8 * _EXAMINED and printable(scrub(text, known)) == text for text in texts
+    ):
         return error
     return RuntimeError(reason(error, known))
 

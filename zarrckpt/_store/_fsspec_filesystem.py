@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import inspect
 import os
 import queue
@@ -40,6 +41,8 @@ _RESOLVING_MODULES = {
     *(f"fsspec.implementations.{name}" for name in ("asyn_wrapper", "cached", "chained", "dask", "dirfs", "reference")),
 }
 """Where the classes of filesystems that take other urls are, whatever protocol is registered for them."""
+
+_REGION = "x-amz-bucket-region"
 
 _CONNECTIONS = 8
 _FSSPEC_TRIES = 5
@@ -87,12 +90,13 @@ class Filesystems:
 
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
         self._address = address
-        self._options = dict(options)
-        self._chains = self._options.pop("allow_chains", False)
+        options = dict(options)
+        self._chains = options.pop("allow_chains", False)
         if not isinstance(self._chains, bool):
             raise StorageError(f"the option allow_chains must be True or False, got {self._chains!r}")
         if not self._chains:
             refuse_chain(address)
+        self._options = _without_redirects(address, options)
         first, root = self._open_shared()
         self.root: str = root.rstrip("/")
         self.traits = Traits.of(first)
@@ -168,6 +172,38 @@ def refuse_chain(address: str) -> None:
 
 def _protocol_of(address: str) -> str:
     return address.partition("::")[0].partition("://")[0].lower()
+
+
+def _without_redirects(address: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for a filesystem; s3fs follows no redirects then, which would take the session token to other hosts."""
+    if fsspec.utils.get_protocol(address) not in _S3:
+        return dict(options)
+    config = options.get("config_kwargs")
+    return {**options, "config_kwargs": {"http_session_cls": _session_class(), **(config or {})}}
+
+
+@functools.cache
+def _session_class() -> type:
+    from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
+
+    class Direct:
+        """An aiohttp session that fails with a redirect, unless that names a bucket's region: the client asks there."""
+
+        def __init__(self, session: Any) -> None:
+            self._session = session
+
+        async def request(self, *args: Any, **options: Any) -> Any:
+            answer = await self._session.request(*args, **options, allow_redirects=False)
+            if 300 < answer.status < 400 and "location" in answer.headers and _REGION not in answer.headers:
+                answer.close()
+                raise StorageError("the server redirects the request, which s3fs must not follow")
+            return answer
+
+    class DirectSession(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: str | None) -> Direct:
+            return Direct(await super()._get_session(proxy_url))
+
+    return DirectSession
 
 
 def is_part(path: str) -> bool:

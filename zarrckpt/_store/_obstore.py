@@ -8,16 +8,16 @@ ten seconds for an answer: its address may be wrong.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
 from obstore import exceptions as client_errors
 
-from zarrckpt._errors import ObjectNotFoundError, StorageError
+from zarrckpt._errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from zarrckpt._store import _failures
-from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views, version_of
+from zarrckpt._store._base import MOST_WHOLE, Buffer, Listing, ObjectInfo, Versioned, byte_views, version_of
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import NoConditionsError
 from zarrckpt._store._fork import check_fork
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
 
 T = TypeVar("T")
+
+_LISTED_AT_ONCE = 1000
+"""Objects of a listing that are taken at a time: as many as a server sends in one answer."""
 
 CONCURRENCY = 64
 """As many objects at once as a distant server needs; to one nearby the threads only wait for each other."""
@@ -51,24 +54,34 @@ class ObstoreStore(ClientStore):
         self._client = client
         self._bucket = client.bucket
 
-    def get_named(self, name: str) -> bytes:
-        return obstore.get(self._bucket.store, name).bytes().to_bytes()
+    def get_named(self, name: str, most: int) -> bytes:
+        return self._bucket.read(lambda store: _take_whole(obstore.get(store, name), name, most))
 
     def get_versioned(self, key: str) -> Versioned:
-        def fetch() -> Versioned:
-            answer = obstore.get(self._bucket.store, self.name(key))
+        def fetch(store: Any) -> Versioned:
+            answer = obstore.get(store, self.name(key))
             # None is not taken back as a part of the version.
             version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta.get(name) is not None}
-            data = answer.bytes().to_bytes()
+            data = _take_whole(answer, key, MOST_WHOLE)
             return Versioned(data, version or version_of(data))
 
-        return self.call(f"reading {key!r}", fetch, key)
+        return self.call(f"reading {key!r}", lambda: self._bucket.read(fetch), key)
 
     def fetch_named(self, name: str, start: int, end: int) -> memoryview:
-        store = self._bucket.store
-        if end - start < _AWAITED:
-            return memoryview(obstore.get_range(store, name, start=start, end=end))
-        return memoryview(awaited(lambda: obstore.get_range_async(store, name, start=start, end=end)))
+        options: Any = {"range": (start, end)}
+        nbytes = end - start
+
+        async def fetch_later(store: Any) -> memoryview:
+            answer = await obstore.get_async(store, name, options=options)
+            return _checked_length(await anext(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes)
+
+        def fetch(store: Any) -> memoryview:
+            if nbytes >= _AWAITED:
+                return awaited(partial(fetch_later, store))
+            answer = obstore.get(store, name, options=options)
+            return _checked_length(next(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes)
+
+        return self._bucket.read(fetch)
 
     def size_named(self, name: str) -> int:
         return int(obstore.head(self._bucket.store, name)["size"])
@@ -144,7 +157,8 @@ class ObstoreStore(ClientStore):
         if not self._client.bulk_delete:
             return super().delete(keys)
         if names := [self.name(key) for key in keys]:
-            self.call(f"deleting {len(names)} objects", lambda: obstore.delete(self._bucket.store, names))
+            what = f"deleting {len(names)} objects"
+            self.call(what, lambda: obstore.delete(self._bucket.store, names), idempotent=True)
 
     def delete_named(self, name: str) -> None:
         try:
@@ -153,26 +167,53 @@ class ObstoreStore(ClientStore):
             return
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        what = f"listing {prefix!r}"
+        what, last = f"listing {prefix!r}", None
 
         def begin() -> tuple[Any, Any]:
-            stream = obstore.list(self._bucket.store, self.folder(prefix) or None)
-            return stream, next(stream, None)
+            stream = obstore.list(
+                self._bucket.store, self.folder(prefix) or None, offset=last, chunk_size=_LISTED_AT_ONCE
+            )
+            return stream, self._awaited_page(lambda: anext(stream, None))
 
-        stream, batch = self.call(what, begin)
+        def go_on() -> tuple[Any, Any]:
+            try:
+                return stream, self._awaited_page(lambda: anext(stream, None))
+            except client_errors.BaseError:
+                # The stream is at its end then, and the rest would be missing.
+                return self.call(what, begin, idempotent=True)
+
+        stream, batch = self.call(what, begin, idempotent=True)
+        first_paths: set[str] = set()
         while batch:
+            if batch[0]["path"] in first_paths:
+                raise StorageError(
+                    f"{what} in {self.url} failed: the server lists {batch[0]['path']!r} again and again. Check the "
+                    "endpoint and the server"
+                )
+            first_paths.add(batch[0]["path"])
             for item in batch:
                 yield ObjectInfo(item["path"].removeprefix(f"{self._client.prefix}/"), item["size"])
-            # Not with our own repeats: after an error a stream is at its end, and the rest would be missing.
-            batch = super().call(what, lambda: next(stream, None))
+            last = batch[-1]["path"]
+            stream, batch = super().call(what, go_on)
 
     def list_dir(self, prefix: str = "") -> Listing:
         def fetch() -> Any:
-            return obstore.list_with_delimiter(self._bucket.store, self.folder(prefix) or None)
+            folder = self.folder(prefix) or None
+            return self._awaited_page(lambda: obstore.list_with_delimiter_async(self._bucket.store, folder))
 
-        found = self.call(f"listing {prefix!r}", fetch)
+        found = self.call(f"listing {prefix!r}", fetch, idempotent=True)
         objects = sorted(item["path"].rpartition("/")[2] for item in found["objects"])
         return objects, sorted(path.rpartition("/")[2] for path in found["common_prefixes"])
+
+    def _awaited_page(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Wait for a part of a listing, which obstore asks for until the server names no further page."""
+        try:
+            return awaited(ask, self._bucket.patience)
+        except TimeoutError:
+            raise StorageError(
+                f"a listing in {self.url} did not end within {self._bucket.patience:.0f} s, and was given up. Check "
+                "the endpoint and the server; to wait longer, pass timeout"
+            ) from None
 
     def zarr_store(self) -> ZarrStore:
         check_fork()
@@ -187,7 +228,27 @@ class ObstoreStore(ClientStore):
             return "Check that the bucket (or container) exists and that the endpoint and the region are its own"
         return "Check the endpoint, the region and the network, and after a refusal the credentials"
 
-    def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
+    def call(self, what: str, request: Callable[[], T], key: str | None = None, idempotent: bool = False) -> T:
         check_fork()
         ask = self._bucket.send if self._bucket.answered else self._bucket.reach
-        return super().call(what, partial(ask, request), key)
+        return super().call(what, partial(ask, request, idempotent), key)
+
+
+def _take_whole(answer: Any, name: str, most: int) -> bytes:
+    """Return the bytes of an answer, if it announces at most ``most``. obstore would allocate what is announced."""
+    nbytes = answer.meta["size"]
+    if nbytes > most:
+        raise CorruptCheckpointError(
+            f"object {name!r} is too long: the server announces {nbytes} bytes, expected at most {most}"
+        )
+    return bytes(_checked_length(next(answer.stream(min_chunk_size=nbytes + 1), b""), name, nbytes))
+
+
+def _checked_length(data: Any, name: str, nbytes: int) -> memoryview:
+    """Refuse an answer that is longer than announced: a body in pieces has no end of its own."""
+    if len(data) > nbytes:
+        raise StorageError(
+            f"reading {name!r} was given up: the server sends more than the {nbytes} bytes that it announces. Check "
+            "the endpoint and the server"
+        )
+    return memoryview(data)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,7 +15,7 @@ from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import GenericError, UnknownConfigurationKeyError
+from obstore.exceptions import BaseError, GenericError, UnknownConfigurationKeyError
 
 from zarrckpt._errors import CheckpointError, StorageError
 from zarrckpt._forks import ForkSafeLock
@@ -21,6 +23,7 @@ from zarrckpt._store import _failures, _options
 from zarrckpt._store._conditional_puts import Honoured, honoured_by
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, Translated
+from zarrckpt._store._redirects import restrict_redirects
 from zarrckpt._store._secrets import redact_url, scrub, secret_values
 from zarrckpt._store._url import Place
 
@@ -40,8 +43,6 @@ _FIRST_RETRY = {
 """How a server is asked that has not answered this process yet: its address may be wrong."""
 _FIRST_ANSWER = timedelta(seconds=10)
 """So long it may be silent."""
-_SENDS = 3
-"""How often a request is made that could not be sent."""
 _answered: set[str] = set()
 """The servers and buckets that have answered this process."""
 
@@ -59,19 +60,26 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def awaited(ask: Callable[[], Awaitable[T]]) -> T:
+def awaited(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
     """Wait in the calling thread for what an asynchronous call of obstore's gives.
+
+    Raises TimeoutError, and cancels the call, if it takes longer than ``seconds``.
 
     Its synchronous calls wake the calling thread for every 16 KiB that come over TLS, 60,000 times a GB: each is a
     switch between threads, and where Python works in another one a wait for the interpreter.
     """
 
     async def answer() -> T:
-        return await ask()
+        return await asyncio.wait_for(ask(), seconds) if seconds is not None else await ask()
 
     with _keeping:
         loop = _loop()
     return asyncio.run_coroutine_threadsafe(answer(), loop).result()
+
+
+def _as_seconds(value: Any) -> float:
+    """An option of obstore's as seconds: a text with units, which it reads itself, counts as the default."""
+    return (value if isinstance(value, timedelta) else REQUEST_TIMEOUT).total_seconds()
 
 
 class Bucket:
@@ -81,13 +89,37 @@ class Bucket:
         self.persistent = make(client_options=out.client, retry_config=out.retry)
         """Repeats failed requests as ``retry_config`` says."""
         self.repeats = out.retry["max_retries"] > 0
+        self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
+        """Seconds after which a listing is given up: a server may send pages for ever."""
         self._make, self._out, self._server = make, out, server
+        self._objects = f"{server}, objects without redirects but to {out.client.get('proxy_excludes')}"
 
     @property
     def answered(self) -> bool:
         """Whether the server has answered this process: then it is there, and failures are worth repeating."""
         # Who says how often to repeat means the first request, too.
         return self._server in _answered or self._out.retry != RETRY
+
+    @property
+    def has_sent_objects(self) -> bool:
+        """Whether the server has sent an object: then it does not redirect those who read to other hosts."""
+        return self._objects in _answered or self._out.retry != RETRY
+
+    def read(self, fetch: Callable[[Any], T]) -> T:
+        """Call with a client to read from. A refused redirect is a lost connection to obstore, which it repeats long.
+
+        So the first read is made with the impatient client, even if the server has answered other requests.
+        """
+        if self.has_sent_objects:
+            return fetch(self.store)
+        try:
+            found = fetch(self.impatient)
+        except GenericError as error:
+            if not self.answered or _failures.is_redirect(error):
+                raise
+            return fetch(self.store)
+        _answered.add(self._objects)
+        return found
 
     @property
     def store(self) -> Any:
@@ -103,7 +135,7 @@ class Bucket:
             client.setdefault("read_timeout", _FIRST_ANSWER)
         return self._make(client_options=client, retry_config=_FIRST_RETRY)
 
-    def reach(self, call: Callable[[], T]) -> T:
+    def reach(self, call: Callable[[], T], idempotent: bool) -> T:
         """A call to a server that has not answered yet: a wrong address is told in a second or so, silence in ten."""
         try:
             result = call()
@@ -111,21 +143,24 @@ class Bucket:
             if _failures.no_answer(error):
                 raise
             _answered.add(self._server)
-            if not isinstance(error, GenericError):
+            if not isinstance(error, GenericError) and not _failures.most_repeats(error, idempotent):
                 raise
             # It is there, and busy: from now on as ``retry_config`` says.
-            return call()
+            return self.send(call, idempotent)
         _answered.add(self._server)
         return result
 
-    def send(self, call: Callable[[], T]) -> T:
-        """A call whose request was sent: obstore does not repeat one whose connection was closed before that."""
-        for _ in range(_SENDS - 1 if self.repeats else 0):
+    def send(self, call: Callable[[], T], idempotent: bool) -> T:
+        """A call that is made again, with a new signature, after failures that pass and obstore does not repeat."""
+        deadline = time.monotonic() + _as_seconds(self._out.retry["retry_timeout"])
+        for repeat in range(self._out.retry["max_retries"]):
             try:
                 return call()
-            except GenericError as error:
-                if not _failures.never_sent(error):
+            except BaseError as error:
+                if repeat >= _failures.most_repeats(error, idempotent) or time.monotonic() > deadline:
                     raise
+                pause = 0.0 if _failures.never_sent(error) else random.uniform(0.1, min(5.0, 0.2 * 2**repeat))
+            time.sleep(pause)
         return call()
 
 
@@ -168,6 +203,7 @@ def open_client(place: Place, options: Mapping[str, Any], provider: Callable[...
 
 def _open(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
     out = _options.translate(place, options, provider)
+    restrict_redirects(place.kind, out)
     server = f"{place.kind} {out.config.get('endpoint')} {place.bucket}"
     if place.kind != "s3":
         return Client(_new_bucket(place, out, server), place.path, out.put, known_secrets=known)

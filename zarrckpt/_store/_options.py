@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from zarrckpt._errors import StorageError
-from zarrckpt._store._url import Place
+from zarrckpt._store._url import Place, check_endpoint
 
 # obstore's own default bounds a whole request, body included, by 30 s: too short for 16 MiB over a slow line. A request
 # that hangs still gets one more try within the retry_timeout.
@@ -80,7 +80,7 @@ _CLIENT = """
 """
 _SECONDS = ("connect_timeout", "read_timeout", "timeout", "pool_idle_timeout", "http2_keep_alive_timeout")
 
-_COMMON = "anon endpoint_url storage_class tags retry_config client_options"
+_COMMON = "anon endpoint_url storage_class tags retry_config client_options redirect_hosts"
 _OFTEN_MEANT = {
     "s3": f"""
         {_COMMON} key secret token profile region request_payer server_side_encryption sse_kms_key_id
@@ -127,6 +127,8 @@ class Translated:
     credential_provider: Callable[..., Any] | None = None
     keys: tuple[str, ...] | None = None
     """The keys that the provider gives, where they were given as options."""
+    redirect_hosts: tuple[str, ...] = ()
+    """Hosts (and all below them) that redirects may lead to, beside the endpoint's own; "*" for all."""
 
 
 def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Translated:
@@ -175,7 +177,7 @@ def _signs_in(cloud: str, given: Mapping[str, tuple[str, Any]], provider: object
     found = {} if provider is None else {"provider": "credential_provider"}
     for way in _WAYS[cloud]:
         for name, value in (given[bare] for bare in way.split() if bare in given):
-            if way not in _SWITCHES or _is_true(value):
+            if way not in _SWITCHES or is_true(value):
                 found.setdefault(way, name)
     if len(found) > 1:
         one, other, *_ = found.values()
@@ -218,6 +220,8 @@ def _apply(out: Translated, cloud: str, bare: str, name: str, value: Any) -> Non
             out.client[inner] = _client_value(inner, item)
     elif bare == "retry_config":
         out.retry = _retry(value)
+    elif bare == "redirect_hosts":
+        out.redirect_hosts = _names(bare, value)
     elif bare == "storage_class":
         out.put["attributes"] = {"Storage-Class": str(value)}
     elif bare == "tags":
@@ -249,6 +253,13 @@ def _table(name: str, value: Any, example: Mapping[str, Any]) -> Mapping[str, An
     if not isinstance(value, Mapping):
         raise _unlike(name, value, f"a mapping such as {dict(example)}")
     return value
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    names = re.split("[ ,]+", value.strip(" ,")) if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(item, str) for item in names):
+        raise _unlike(name, value, "a list of host names, such as ['cdn.example.com'], or '*'")
+    return tuple(filter(None, names))
 
 
 def _client_value(name: str, value: Any) -> Any:
@@ -288,7 +299,7 @@ def _pem(value: Any) -> str:
         raise StorageError(f"the certificate file {text!r} cannot be read: {error}") from error
 
 
-def _is_true(value: Any) -> bool:
+def is_true(value: Any) -> bool:
     """A switch, as a bool or as the text of an environment variable."""
     return value is True or str(value).strip().lower() in ("1", "true", "yes", "on")
 
@@ -303,7 +314,9 @@ def _is_plain_http(endpoint: str | None) -> bool:
 
 
 def _allow_plain_http(out: Translated, endpoint: str | None) -> None:
-    """An endpoint that begins with http:// is meant so."""
+    """An endpoint that begins with http:// is meant so. Raises StorageError if it is no address."""
+    if endpoint:
+        check_endpoint(endpoint)
     if _is_plain_http(endpoint):
         out.client.setdefault("allow_http", True)
 
@@ -320,7 +333,7 @@ def is_amazon(out: Translated) -> bool:
 def _complete_s3(out: Translated, bucket: str, profile: str | None) -> None:
     config, found = out.config, None
     key, secret, token = (config.pop(name, None) for name in ("access_key_id", "secret_access_key", "session_token"))
-    anonymous = _is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE")))
+    anonymous = is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE")))
     if key or secret or token:
         _use_keys(out, key, secret, token)
     elif profile is not None or not (out.credential_provider or anonymous or _obstore_finds_credentials(config)):
@@ -396,7 +409,7 @@ def _use_endpoint(out: Translated, endpoint: str, bucket: str) -> None:
     scheme, separator, host = endpoint.partition("://")
     if not separator:
         raise StorageError(f"the endpoint {endpoint!r} names no protocol: begin it with 'https://' or 'http://'")
-    if _is_true(out.config.get("virtual_hosted_style_request")) and not host.startswith(f"{bucket}."):
+    if is_true(out.config.get("virtual_hosted_style_request")) and not host.startswith(f"{bucket}."):
         # obstore wants the bucket inside the endpoint then.
         endpoint = f"{scheme}://{bucket}.{host}"
     # obstore prefers the variable AWS_ENDPOINT_URL_S3 to an ``endpoint`` that is passed; not to this one.
@@ -436,6 +449,6 @@ def _complete_az(out: Translated, account: str) -> None:
     named = out.config.setdefault("account_name", account) if account else ""
     if named != account:
         raise StorageError(f"the url names the account {account!r}, and the option account_name {named!r}: give one")
-    emulator = _is_true(out.config.get("use_emulator", os.environ.get("AZURE_STORAGE_USE_EMULATOR")))
+    emulator = is_true(out.config.get("use_emulator", os.environ.get("AZURE_STORAGE_USE_EMULATOR")))
     endpoint = out.config.get("endpoint") or _variable("AZURE_STORAGE_ENDPOINT")
-    _allow_plain_http(out, "http://" if emulator else endpoint)
+    _allow_plain_http(out, "http://127.0.0.1" if emulator else endpoint)

@@ -43,7 +43,7 @@ _PUBLIC_VALUES = {"anon", "cloud", "google_default", "browser", "cache"}
 # Servers quote what was signed and by whom in their refusals; presigned urls carry their signature.
 _TAGS = "AWSAccessKeyId|SignatureProvided|StringToSign(?:Bytes)?|CanonicalRequest(?:Bytes)?|AuthenticationErrorDetail"
 _PATTERNS = [
-    (re.compile(rf"<({_TAGS})>.*?</\1>", re.IGNORECASE | re.DOTALL), rf"<\1>{HIDDEN}</\1>"),
+    (re.compile(rf"<({_TAGS})>.*?(?:</\1>|\Z)", re.IGNORECASE | re.DOTALL), rf"<\1>{HIDDEN}</\1>"),
     (
         re.compile(
             r"\b(X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|sig|token|password)"
@@ -105,12 +105,21 @@ def secret_values(options: Mapping[str, Any]) -> list[str]:
     return [*_secrets_in(options), *_secrets_in(clouds)]
 
 
-def scrub(text: str, known: Iterable[str] = ()) -> str:
-    """``text`` without the ``known`` secrets and without whatever looks like one."""
+def hide(text: str, known: Iterable[str]) -> str:
+    """``text`` without the ``known`` secrets, in a time that grows with its length."""
     for secret in sorted(set(known), key=len, reverse=True):
-        # A very short one would tear words apart; the patterns below still hide the usual places.
+        # A very short one would tear words apart; the patterns of :func:`scrub` still hide the usual places.
         if len(secret) >= 6:
             text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
+    return text
+
+
+def scrub(text: str, known: Iterable[str] = ()) -> str:
+    """``text`` without the ``known`` secrets and without whatever looks like one.
+
+    Takes a time that grows with the square of the length at worst: servers' texts are cut before.
+    """
+    text = hide(text, known)
     for pattern, instead in _PATTERNS:
         text = pattern.sub(instead, text)
     text = _LOGIN.sub(f"://{HIDDEN}@", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store._secrets import redact_url
@@ -118,6 +118,20 @@ def join_url(url: str | os.PathLike[str], name: str) -> str:
     if not tail:
         return base
     return f"{base}{tail}" if base.endswith("/") else f"{base}/{tail}"
+
+
+def check_endpoint(text: str) -> None:
+    """Raise StorageError for what is no server's address: obstore panics at some of them."""
+    try:
+        found = urlsplit(text)
+        valid = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:
+        valid = False
+    if not valid or not re.fullmatch("[!-~]+", text):
+        raise StorageError(
+            f"the endpoint {redact_url(text)!r} is no address of a server: expected https://host or http://host:port, "
+            "in ASCII and without spaces"
+        )
 
 
 def text_of(url: str | os.PathLike[str]) -> str:

@@ -40,7 +40,7 @@ class WrappedZarrStore(ClientStore):
         self._in_memory = in_memory
         self._buffers = default_buffer_prototype()
 
-    def get_named(self, name: str) -> bytes:
+    def get_named(self, name: str, most: int) -> bytes:
         answer = self._wait(lambda: self._store.get(name, self._buffers))
         if answer is None:
             raise FileNotFoundError(name)

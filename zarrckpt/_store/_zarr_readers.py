@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-from zarr.abc.store import ByteRequest, Store
+from zarr.abc.store import ByteRequest, OffsetByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import ObjectStore
 
+from zarrckpt._errors import StorageError
+from zarrckpt._store._failures import ABSENT
 from zarrckpt._store._fork import check_fork
 
 
@@ -93,6 +95,25 @@ class ForkCheckedStore(PrefixStore):
 
     def __init__(self, client: Any, prefix: str) -> None:
         super().__init__(ObjectStore(client, read_only=True), prefix)
+        self._client = client
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        if byte_range is not None and not isinstance(byte_range, OffsetByteRequest):
+            return await super().get(key, prototype, byte_range)
+        check_fork()
+        import obstore
+
+        options: Any = {} if byte_range is None else {"range": {"offset": byte_range.offset}}
+        try:
+            answer = await obstore.get_async(self._client, self._full(key), options=options)
+            # Not as a whole: obstore would allocate what the server announces.
+            start, end = answer.range
+            data = await anext(answer.stream(min_chunk_size=end - start + 1), b"")
+        except ABSENT:
+            return None
+        if len(data) > end - start:
+            raise StorageError(f"the server sends more than the {end - start} bytes that it announces of {key!r}")
+        return prototype.buffer.from_bytes(bytes(data))
 
     async def _opened(self) -> Store:
         check_fork()

@@ -56,6 +56,7 @@ def list_checkpoints(url: str, storage_options: Any) -> FolderListing:
 
 def list_runs(url: str, storage_options: Any) -> FolderListing:
     """List the folders of checkpoints right below a url by name, each with its newest checkpoint."""
+    from zarrckpt._commit.listings import list_folders
     from zarrckpt._errors import StorageError
     from zarrckpt._jobs import run_jobs
     from zarrckpt._store import StoreSpec
@@ -63,7 +64,7 @@ def list_runs(url: str, storage_options: Any) -> FolderListing:
     spec = StoreSpec(url, storage_options)
     try:
         store = spec.open()
-        names = [name for name in store.list_dir()[1] if not name.startswith("@")]
+        names = [name for name in list_folders(store) if not name.startswith("@")]
     except StorageError:
         return FolderListing("run", [])
     looks = (partial(_run_below, spec.child(name), name) for name in names)

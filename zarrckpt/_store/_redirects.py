@@ -1,0 +1,201 @@
+"""Keep what obstore sends on the hosts that it is meant for.
+
+obstore follows redirects to any host and has no option against it. Its HTTP library takes ``Authorization`` off the
+first request to another host only: a second redirect of that host sends it there. All other headers (session tokens,
+customer keys of encryption, ``default_headers``) go along, and the address with its query as ``Referer``.
+
+A client without a proxy therefore gets one that cannot be connected to, for all hosts but its own. Then a redirect to
+another host fails before a byte is sent there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import ipaddress
+import os
+import re
+import socket
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from zarrckpt._errors import StorageError
+from zarrckpt._store._options import Translated, is_true
+
+NO_PROXY_THERE = "http://127.0.0.1:0"
+"""No server can listen on port 0."""
+
+HOSTS_VARIABLE = "ZARRCKPT_REDIRECT_HOSTS"
+
+_ENDPOINTS = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
+_ENDPOINT_VARIABLES = {"gs": ("GOOGLE_BASE_URL",), "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")}
+_CLOUD_HOSTS = {
+    "s3": ("amazonaws.com", "amazonaws.com.cn"),
+    "gs": ("googleapis.com",),
+    "az": ("core.windows.net", "fabric.microsoft.com"),
+}
+"""The domains of storage, where no endpoint is given."""
+_SIGN_IN_HOSTS = {
+    "s3": ("amazonaws.com", "amazonaws.com.cn"),
+    "gs": ("googleapis.com", "google.internal", "accounts.google.com"),
+    "az": ("login.microsoftonline.com", "login.microsoftonline.us", "login.partner.microsoftonline.cn"),
+}
+"""The servers that obstore itself gets credentials from, beside those of the machine."""
+_MACHINE_HOSTS = ("169.254.0.0/16", "fd00:ec2::/32")
+_OTHER_CLIENT = ", or take s3fs, which follows no redirects: storage_options={'backend': 'fsspec', ...}"
+_CLOUD_VARIABLE = re.compile("(AWS|GOOGLE|AZURE|AZURITE|IDENTITY|MSI)_")
+_OWN_CREDENTIALS = {
+    "s3": "",
+    "gs": "bearer_token service_account_key",
+    "az": "account_key sas_token token",
+}
+"""Options that need no server to sign in."""
+
+
+def restrict_redirects(kind: str, out: Translated) -> None:
+    """Let a client of a cloud (``s3``, ``gs``, ``az``) follow redirects to its own hosts and ``redirect_hosts`` alone.
+
+    Raises StorageError if redirects to other hosts may be followed, and requests hold secrets that these would get.
+    """
+    allowed = out.redirect_hosts or tuple(re.split("[ ,]+", os.environ.get(HOSTS_VARIABLE, "").strip(" ,")))
+    allowed = tuple(name for name in allowed if name)
+    endpoint = _endpoint(kind, out)
+    proxied = _is_proxied(kind, out, endpoint)
+    if not proxied and "*" not in allowed:
+        hosts = dict.fromkeys((*_own_hosts(kind, out, endpoint), *map(_host, allowed)))
+        out.client["proxy_url"], out.client["proxy_excludes"] = NO_PROXY_THERE, ",".join(hosts)
+    if allowed or (proxied and endpoint and not _is_of(endpoint, _CLOUD_HOSTS[kind])):
+        why = (
+            f"redirects to other hosts are allowed (redirect_hosts, {HOSTS_VARIABLE})"
+            if allowed
+            else ("behind a proxy zarrckpt cannot stop redirects to other hosts (NO_PROXY leaves hosts out)")
+        )
+        _refuse_secret_headers(kind, out, why)
+
+
+def _endpoint(kind: str, out: Translated) -> str:
+    """The url of a server that is not the cloud's own; "" for the cloud's own."""
+    variables = (os.environ.get(name) for name in _ENDPOINT_VARIABLES.get(kind, ()))
+    return str(out.config.get(_ENDPOINTS[kind]) or next(filter(None, variables), ""))
+
+
+def _own_hosts(kind: str, out: Translated, endpoint: str) -> Iterator[str]:
+    """The hosts that requests are meant for: storage, and where obstore gets credentials itself. Domains include all
+    hosts below."""
+    if endpoint:
+        yield _host(endpoint)
+    else:
+        yield from _CLOUD_HOSTS[kind]
+    if not _has_credentials(kind, out):
+        yield from (*_SIGN_IN_HOSTS[kind], *_MACHINE_HOSTS)
+    # Endpoints for credentials, emulators and the like have many names.
+    named = [*out.config.values(), *(value for name, value in os.environ.items() if _CLOUD_VARIABLE.match(name))]
+    yield from (_host(text) for text in map(str, named) if re.match("https?://", text, re.IGNORECASE))
+    if kind == "az":
+        yield "127.0.0.1"  # the emulator
+
+
+def _has_credentials(kind: str, out: Translated) -> bool:
+    """Whether obstore makes no request to sign in."""
+    if out.credential_provider is not None or _is_anonymous(kind, out):
+        return True
+    given = any(out.config.get(name) for name in _OWN_CREDENTIALS[kind].split())
+    return given or (kind == "s3" and _keys_in_environment())
+
+
+def _is_anonymous(kind: str, out: Translated) -> bool:
+    variable = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}[kind]
+    return is_true(out.config.get("skip_signature", os.environ.get(f"{variable}_SKIP_SIGNATURE")))
+
+
+def _keys_in_environment() -> bool:
+    return bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
+
+
+def _is_proxied(kind: str, out: Translated, endpoint: str) -> bool:
+    """Whether requests go through a proxy: then obstore takes no second one for the other hosts."""
+    if out.client.get("proxy_url"):
+        return True
+    proxies = urllib.request.getproxies()
+    found = urlsplit(endpoint or "https://")
+    if not any(name in proxies for name in ("http", "https", "all")):
+        return False
+    direct = not (found.scheme in proxies or "all" in proxies)
+    direct = direct or bool(found.hostname and urllib.request.proxy_bypass(found.hostname))
+    # The servers that obstore gets credentials from may be behind the proxy although the endpoint is not.
+    return not (direct and _has_credentials(kind, out))
+
+
+def _is_of(endpoint: str, domains: tuple[str, ...]) -> bool:
+    host = _host(endpoint)
+    return any(host == domain or host.endswith(f".{domain}") for domain in domains)
+
+
+def _host(text: str) -> str:
+    """A url's host, or a host's name, in the form in which requests name it."""
+    host = urlsplit(text if "://" in text else f"//{text}").hostname or text
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        # "127.1" is an address as well.
+        return socket.inet_ntoa(socket.inet_aton(host))
+    except (OSError, UnicodeError):
+        pass
+    try:
+        return host.encode("idna").decode()
+    except UnicodeError:
+        return host
+
+
+def _refuse_secret_headers(kind: str, out: Translated, why: str) -> None:
+    """Raise StorageError if requests hold secrets that another host would get with a redirect."""
+    found = ["default_headers"] if out.client.get("default_headers") else []
+    if kind == "s3":
+        if out.config.get("sse_customer_key_base64") or os.environ.get("AWS_SSE_CUSTOMER_KEY_BASE64"):
+            found.append("sse_customer_key_base64")
+        if _has_session_token(out):
+            found.append("a session token")
+    elif not _is_anonymous(kind, out):
+        found.append("credentials other than an S3 signature")
+    if found:
+        raise _refusal(" and ".join(found), why, "" if kind != "s3" else _OTHER_CLIENT)
+    if kind == "s3" and out.keys is None and out.credential_provider is not None:
+        out.credential_provider = _WithoutToken(out.credential_provider, why)
+
+
+def _has_session_token(out: Translated) -> bool:
+    """Whether requests hold a session token, as far as that is known before the first: roles always have one."""
+    if out.keys is not None:
+        return bool(out.keys[2])
+    if out.credential_provider is not None or _is_anonymous("s3", out):
+        return False
+    return bool(os.environ.get("AWS_SESSION_TOKEN")) or not _keys_in_environment()
+
+
+def _refusal(what: str, why: str, otherwise: str) -> StorageError:
+    return StorageError(
+        f"requests hold {what}, and {why}: a host that requests are redirected to would get it. Leave one of both out"
+        f"{otherwise}"
+    )
+
+
+class _WithoutToken:
+    """A credential provider that refuses credentials with a session token."""
+
+    def __init__(self, provider: Callable[..., Any], why: str) -> None:
+        self._provider, self._why = provider, why
+
+    def __call__(self) -> Any:
+        found = self._provider()
+        return self._awaited(found) if inspect.isawaitable(found) else self._checked(found)
+
+    async def _awaited(self, found: Awaitable[Any]) -> Any:
+        return self._checked(await found)
+
+    def _checked(self, found: Any) -> Any:
+        if found.get("token"):
+            raise _refusal("a session token", self._why, _OTHER_CLIENT)
+        return found
