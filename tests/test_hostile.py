@@ -11,8 +11,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from hostile import Forgery
 
 import zarrckpt
@@ -32,6 +35,7 @@ from zarrckpt import (
     UnsupportedFormatError,
     UnsupportedValueError,
 )
+from zarrckpt.cli import main
 
 
 def fuzz(*arguments: str) -> str:
@@ -402,3 +406,100 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
         zarrckpt.save({"w": torch.ones(3)}, tmp_path / "alias", overwrite=True)
     zarrckpt.open(tmp_path / "alias").verify().raise_if_damaged()
     shutil.rmtree(tmp_path / "real")
+
+
+# -- files that never end
+
+
+def special_file(path: Path, kind: str) -> None:
+    """Put a FIFO that nobody writes to, a device or a file of a terabyte in the place of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**40)
+
+
+def ended(work: Callable[[], Any]) -> Any:
+    """Return what a call returned, or the CheckpointError that it raised. It must end within 30 s."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except CheckpointError as err:
+            outcome.append(err)
+        except BaseException as err:
+            outcome.append(AssertionError(f"raised {err!r}"))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert outcome, "it waits"
+    if isinstance(outcome[0], AssertionError):
+        raise outcome[0]
+    return outcome[0]
+
+
+READS: dict[str, Callable[[Path], Any]] = {
+    "open": zarrckpt.open,
+    "load": lambda url: zarrckpt.load({"w": torch.zeros(4)}, url),
+    "read": lambda url: zarrckpt.open(url).read(),
+    "zarr": lambda url: zarrckpt.open(url)["w"][:],
+    "verify": lambda url: zarrckpt.open(url).verify().raise_if_damaged(),
+    "copy": lambda url: zarrckpt.open(url).copy_to(url.parent / "copy"),
+    "export": lambda url: zarrckpt.open(url).to_torch_save(url.parent / "out.pt"),
+    "dcp": lambda url: zarrckpt.ZarrStorageReader(url).read_metadata().state_dict_metadata,
+    "overwrite": lambda url: zarrckpt.save({"w": torch.ones(4)}, url, overwrite=True),
+    "save": lambda url: zarrckpt.save({"w": torch.ones(4)}, url),
+    "latest": lambda url: zarrckpt.latest(url.parent),
+    "best": lambda url: zarrckpt.best(url.parent, "loss"),
+    "ls": lambda url: CliRunner().invoke(main, ["ls", str(url.parent)]).output,
+    "restore": lambda url: zarrckpt.CheckpointManager(url.parent, signals=()).restore({"w": torch.ones(4)}),
+    "below": lambda url: zarrckpt.save({"w": torch.ones(4)}, url / "a/b"),
+    "open below": lambda url: zarrckpt.open(url / "a"),
+    "recover": zarrckpt.recover,
+    "remove": zarrckpt.remove,
+}
+_DATA = ["load", "read", "zarr", "verify", "copy", "export"]
+SPECIAL: dict[str, tuple[list[str], list[str]]] = {
+    "zarr.json": (
+        [*_DATA, "open", "dcp", "overwrite", "save", "restore", "recover", "remove", "open below"],
+        ["latest", "best", "ls", "below"],
+    ),
+    "@zarrckpt/zarr.json": (["verify", "save", "open below"], ["overwrite", "below", "recover", "remove"]),
+    "w/c.0": (_DATA, []),
+    "@zarrckpt/{}/checksums/c.0": (_DATA, []),
+    "@zarrckpt/{}/zarr.json": (["verify"], ["overwrite", "recover", "remove"]),
+    f"@zarrckpt/pins/{'0' * 32}/zarr.json": (["overwrite", "remove"], []),
+    "../@run/zarr.json": (["restore"], ["ls"]),
+}
+"""File below a checkpoint -> the entry points that raise an error for it, and those that go on without it."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_files_are_refused(kind: str, name: str, tmp_path: Path) -> None:
+    """Each entry point that reads such a file ends with an error, or goes on as with a damaged file."""
+    zarrckpt.save({"w": torch.ones(4)}, tmp_path / "original/step-1")
+    save_id = zarrckpt.open(tmp_path / "original/step-1").save_id
+    refused, passed = SPECIAL[name]
+    for read in [*refused, *passed]:
+        run = tmp_path / read
+        shutil.copytree(tmp_path / "original", run)
+        special_file(run / "step-1" / name.format(save_id), kind)
+        outcome = ended(partial(READS[read], run / "step-1"))
+        assert isinstance(outcome, CheckpointError) == (read in refused), (read, outcome)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "weights.pt"])
+def test_imports_refuse_special_files(kind: str, name: str, tmp_path: Path) -> None:
+    special_file(tmp_path / "in" / name, kind)
+    source = tmp_path / "in" / (name if name == "weights.pt" else "")
+    assert isinstance(ended(lambda: zarrckpt.import_checkpoint(source, tmp_path / "out")), CheckpointError)

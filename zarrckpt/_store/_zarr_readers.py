@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.storage import ObjectStore
+from zarr.storage import LocalStore, ObjectStore
 
 from zarrckpt._store._fork import check_fork
+from zarrckpt._store._regular_files import check_regular
 
 
 class ReadOnlyStore(Store):
@@ -86,6 +88,19 @@ class PrefixStore(ReadOnlyStore):
 
     def _full(self, key: str) -> str:
         return f"{self._path}/{key}" if self._path else key
+
+
+class RegularFilesStore(LocalStore):
+    """zarr's store on a local folder, which raises for a FIFO or a device where it would wait or never end."""
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        try:
+            await asyncio.to_thread(check_regular, str(self.root / key))
+        except OSError:
+            pass  # zarr's own call raises the error, or returns None for an absent file
+        return await super().get(key, prototype, byte_range)
 
 
 class ForkCheckedStore(PrefixStore):
