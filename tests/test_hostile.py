@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -35,6 +36,7 @@ from zarrckpt import (
     UnsupportedFormatError,
     UnsupportedValueError,
 )
+from zarrckpt._format import json_values
 from zarrckpt.cli import main
 
 
@@ -112,6 +114,14 @@ def empty_stack(forgery: Forgery, number: int) -> None:
     forgery.own["entries"][f"s{number}.ranks"] = {"path": path, "ranks": [[number, number + 2**20]], "level": 1}
 
 
+ONE_HASH = [n * (2**61 - 1) for n in range(2**20, 2**20 + 300)]
+"""Integers with the hash 0: a dict of n of them takes n * n comparisons."""
+
+
+def tagged(number: int) -> dict[str, str]:
+    return {"$int": hex(number)}
+
+
 REFUSED: dict[str, Callable[[Forgery], Any]] = {
     "a key with more digits than Python shows": lambda f: put(f, "x", "x", [{"$int": "0x" + "f" * 5000}]),
     "a key that no dict takes": lambda f: put(f, "[1]", "x", [[1]]),
@@ -156,6 +166,12 @@ REFUSED: dict[str, Callable[[Forgery], Any]] = {
     "no list of features": lambda f: f.own.pop("features"),
     "more bytes than any array": lambda f: shape(f, "model/w", 2**61),
     "more bytes than any array but for a zero": lambda f: shape(f, "model/w", 0, 2**61),
+    "a value longer than any": lambda f: put(f, "x", "x", ["x"], "a" * 65_535),
+    "keys with one hash": lambda f: [put(f, f"x.{n}", f"x/{n}", ["x", tagged(n)]) for n in ONE_HASH],
+    "containers whose keys have one hash": lambda f: [
+        put(f, f"x.{n}.{n}", f"x/{n}/{n}", ["x", tagged(n), str(n)]) for n in ONE_HASH
+    ],
+    "more lists than any document": lambda f: [put(f, f"x{n}", f"x{n}", [f"x{n}"], [[]] * 20_000) for n in range(80)],
 }
 
 
@@ -262,6 +278,31 @@ def test_large_tensors_of_many_dimensions(tmp_path: Path) -> None:
         assert torch.equal(target, tensor) and ckpt.verify()
         assert (ckpt.read()["w"] == tensor.numpy()).all()
         assert (ckpt["w"][3:300, ..., 5:300] == tensor[3:300, ..., 5:300].numpy()).all()
+
+
+def test_values_whose_items_have_one_hash(forgery: Forgery) -> None:
+    items = sorted(map(tagged, ONE_HASH), key=lambda item: json.dumps(item, separators=(",", ":")))
+    for value in ({"$set": items}, {"$dict": [[item, 1] for item in items]}, {"$frozenset": items}):
+        put(forgery, "x", "x", ["x"], value)
+        skeleton = json.dumps(value, separators=(",", ":")).encode()
+        forgery.blob("tree", struct.pack("<Q", len(skeleton)) + skeleton, "tree")
+        forgery.write()
+        ckpt = zarrckpt.open(forgery.folder)
+        for name in ("x", "tree"):
+            with pytest.raises(CorruptCheckpointError, match=f"'{name}'.*256"):
+                ckpt[name]
+
+
+def test_what_readers_refuse_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets of equal hashes are saved in another encoding; keys of equal hashes, and very many lists, are refused."""
+    values = {"set": {*ONE_HASH}, "dict": {"inner": (dict.fromkeys(ONE_HASH),)}}
+    zarrckpt.save(values, tmp_path / "ck")
+    ckpt = zarrckpt.open(tmp_path / "ck")
+    assert ckpt["set"] == values["set"] and ckpt["dict.inner"] == values["dict"]["inner"]
+    monkeypatch.setattr(json_values, "_FREE_CONTAINERS", 100)
+    for refused in (dict.fromkeys(ONE_HASH, 1), {"x": [[] for _ in range(5_000)]}):
+        with pytest.raises(UnsupportedValueError):
+            zarrckpt.save(refused, tmp_path / "refused")
 
 
 # -- code

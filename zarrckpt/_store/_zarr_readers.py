@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from typing import Any
 
 from zarr.abc.store import ByteRequest, Store
@@ -96,10 +97,8 @@ class RegularFilesStore(LocalStore):
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        try:
+        with suppress(OSError):  # zarr's own call raises it, or returns None for an absent file
             await asyncio.to_thread(check_regular, str(self.root / key))
-        except OSError:
-            pass  # zarr's own call raises the error, or returns None for an absent file
         return await super().get(key, prototype, byte_range)
 
 
