@@ -539,7 +539,7 @@ def test_special_files_are_refused(kind: str, name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
-@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "weights.pt"])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "weights.pt", ".metadata"])
 def test_imports_refuse_special_files(kind: str, name: str, tmp_path: Path) -> None:
     special_file(tmp_path / "in" / name, kind)
     source = tmp_path / "in" / (name if name == "weights.pt" else "")

@@ -11,7 +11,7 @@ from zarrckpt._errors import CorruptCheckpointError
 MAX_WHOLE_BYTES = 512 << 20
 """Largest file that is read into memory whole: documents and tables are shorter, and chunks are read in parts."""
 
-_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+_SPECIAL_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
 def open_regular(path: str) -> int:
@@ -27,7 +27,7 @@ def open_regular(path: str) -> int:
     os.close(file)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+    kind = _SPECIAL_KINDS.get(stat.S_IFMT(mode), "a special file")
     raise CorruptCheckpointError(f"reading {path!r} is refused: it is {kind}, expected a regular file; remove it")
 
 
