@@ -63,6 +63,27 @@ class Fault:
 
 COMMIT = [
     Fault(
+        "_store/_regular_files.py",
+        "a FIFO is opened as a file",
+        " | os.O_NONBLOCK | os.O_NOCTTY",
+        " | os.O_NOCTTY",
+        ("test_hostile.py -k special_files",),
+    ),
+    Fault(
+        "_format/json_values.py",
+        "items of equal hashes are not counted",
+        "    return any(map(operator.eq, hashes, hashes[MAX_EQUAL_HASHES:]))",
+        "    return False",
+        ("test_hostile.py -k one_hash",),
+    ),
+    Fault(
+        "_format/root.py",
+        "values in a root have any size",
+        "isinstance(value, dict | list | str) and",
+        "isinstance(value, dict) and",
+        ("test_hostile.py -k opened",),
+    ),
+    Fault(
         "_commit/protocol.py",
         "a save over a checkpoint is not refused",
         "if root is not None and not overwrite:\n        raise _exists_error(store, root)\n    older",

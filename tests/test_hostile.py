@@ -9,10 +9,13 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from hostile import Forgery
 
 import zarrckpt
@@ -32,6 +36,8 @@ from zarrckpt import (
     UnsupportedFormatError,
     UnsupportedValueError,
 )
+from zarrckpt._format import json_values
+from zarrckpt.cli import main
 
 
 def fuzz(*arguments: str) -> str:
@@ -108,6 +114,14 @@ def empty_stack(forgery: Forgery, number: int) -> None:
     forgery.own["entries"][f"s{number}.ranks"] = {"path": path, "ranks": [[number, number + 2**20]], "level": 1}
 
 
+ONE_HASH = [n * (2**61 - 1) for n in range(2**20, 2**20 + 300)]
+"""Integers with the hash 0: a dict of n of them takes n * n comparisons."""
+
+
+def tagged(number: int) -> dict[str, str]:
+    return {"$int": hex(number)}
+
+
 REFUSED: dict[str, Callable[[Forgery], Any]] = {
     "a key with more digits than Python shows": lambda f: put(f, "x", "x", [{"$int": "0x" + "f" * 5000}]),
     "a key that no dict takes": lambda f: put(f, "[1]", "x", [[1]]),
@@ -152,6 +166,12 @@ REFUSED: dict[str, Callable[[Forgery], Any]] = {
     "no list of features": lambda f: f.own.pop("features"),
     "more bytes than any array": lambda f: shape(f, "model/w", 2**61),
     "more bytes than any array but for a zero": lambda f: shape(f, "model/w", 0, 2**61),
+    "a value longer than any": lambda f: put(f, "x", "x", ["x"], "a" * 65_535),
+    "keys with one hash": lambda f: [put(f, f"x.{n}", f"x/{n}", ["x", tagged(n)]) for n in ONE_HASH],
+    "containers whose keys have one hash": lambda f: [
+        put(f, f"x.{n}.{n}", f"x/{n}/{n}", ["x", tagged(n), str(n)]) for n in ONE_HASH
+    ],
+    "more lists than any document": lambda f: [put(f, f"x{n}", f"x{n}", [f"x{n}"], [[]] * 20_000) for n in range(80)],
 }
 
 
@@ -258,6 +278,31 @@ def test_large_tensors_of_many_dimensions(tmp_path: Path) -> None:
         assert torch.equal(target, tensor) and ckpt.verify()
         assert (ckpt.read()["w"] == tensor.numpy()).all()
         assert (ckpt["w"][3:300, ..., 5:300] == tensor[3:300, ..., 5:300].numpy()).all()
+
+
+def test_values_whose_items_have_one_hash(forgery: Forgery) -> None:
+    items = sorted(map(tagged, ONE_HASH), key=lambda item: json.dumps(item, separators=(",", ":")))
+    for value in ({"$set": items}, {"$dict": [[item, 1] for item in items]}, {"$frozenset": items}):
+        put(forgery, "x", "x", ["x"], value)
+        skeleton = json.dumps(value, separators=(",", ":")).encode()
+        forgery.blob("tree", struct.pack("<Q", len(skeleton)) + skeleton, "tree")
+        forgery.write()
+        ckpt = zarrckpt.open(forgery.folder)
+        for name in ("x", "tree"):
+            with pytest.raises(CorruptCheckpointError, match=f"'{name}'.*256"):
+                ckpt[name]
+
+
+def test_what_readers_refuse_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets of equal hashes are saved in another encoding; keys of equal hashes, and very many lists, are refused."""
+    values = {"set": {*ONE_HASH}, "dict": {"inner": (dict.fromkeys(ONE_HASH),)}}
+    zarrckpt.save(values, tmp_path / "ck")
+    ckpt = zarrckpt.open(tmp_path / "ck")
+    assert ckpt["set"] == values["set"] and ckpt["dict.inner"] == values["dict"]["inner"]
+    monkeypatch.setattr(json_values, "_FREE_CONTAINERS", 100)
+    for refused in (dict.fromkeys(ONE_HASH, 1), {"x": [[] for _ in range(5_000)]}):
+        with pytest.raises(UnsupportedValueError):
+            zarrckpt.save(refused, tmp_path / "refused")
 
 
 # -- code
@@ -402,3 +447,100 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
         zarrckpt.save({"w": torch.ones(3)}, tmp_path / "alias", overwrite=True)
     zarrckpt.open(tmp_path / "alias").verify().raise_if_damaged()
     shutil.rmtree(tmp_path / "real")
+
+
+# -- files that never end
+
+
+def special_file(path: Path, kind: str) -> None:
+    """Put a FIFO that nobody writes to, a device or a file of a terabyte in the place of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**40)
+
+
+def ended(work: Callable[[], Any]) -> Any:
+    """Return what a call returned, or the CheckpointError that it raised. It must end within 30 s."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except CheckpointError as err:
+            outcome.append(err)
+        except BaseException as err:
+            outcome.append(AssertionError(f"raised {err!r}"))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert outcome, "it waits"
+    if isinstance(outcome[0], AssertionError):
+        raise outcome[0]
+    return outcome[0]
+
+
+READS: dict[str, Callable[[Path], Any]] = {
+    "open": zarrckpt.open,
+    "load": lambda url: zarrckpt.load({"w": torch.zeros(4)}, url),
+    "read": lambda url: zarrckpt.open(url).read(),
+    "zarr": lambda url: zarrckpt.open(url)["w"][:],
+    "verify": lambda url: zarrckpt.open(url).verify().raise_if_damaged(),
+    "copy": lambda url: zarrckpt.open(url).copy_to(url.parent / "copy"),
+    "export": lambda url: zarrckpt.open(url).to_torch_save(url.parent / "out.pt"),
+    "dcp": lambda url: zarrckpt.ZarrStorageReader(url).read_metadata().state_dict_metadata,
+    "overwrite": lambda url: zarrckpt.save({"w": torch.ones(4)}, url, overwrite=True),
+    "save": lambda url: zarrckpt.save({"w": torch.ones(4)}, url),
+    "latest": lambda url: zarrckpt.latest(url.parent),
+    "best": lambda url: zarrckpt.best(url.parent, "loss"),
+    "ls": lambda url: CliRunner().invoke(main, ["ls", str(url.parent)]).output,
+    "restore": lambda url: zarrckpt.CheckpointManager(url.parent, signals=()).restore({"w": torch.ones(4)}),
+    "below": lambda url: zarrckpt.save({"w": torch.ones(4)}, url / "a/b"),
+    "open below": lambda url: zarrckpt.open(url / "a"),
+    "recover": zarrckpt.recover,
+    "remove": zarrckpt.remove,
+}
+_DATA = ["load", "read", "zarr", "verify", "copy", "export"]
+SPECIAL: dict[str, tuple[list[str], list[str]]] = {
+    "zarr.json": (
+        [*_DATA, "open", "dcp", "overwrite", "save", "restore", "recover", "remove", "open below"],
+        ["latest", "best", "ls", "below"],
+    ),
+    "@zarrckpt/zarr.json": (["verify", "save", "open below"], ["overwrite", "below", "recover", "remove"]),
+    "w/c.0": (_DATA, []),
+    "@zarrckpt/{}/checksums/c.0": (_DATA, []),
+    "@zarrckpt/{}/zarr.json": (["verify"], ["overwrite", "recover", "remove"]),
+    f"@zarrckpt/pins/{'0' * 32}/zarr.json": (["overwrite", "remove"], []),
+    "../@run/zarr.json": (["restore"], ["ls"]),
+}
+"""File below a checkpoint -> the entry points that raise an error for it, and those that go on without it."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_files_are_refused(kind: str, name: str, tmp_path: Path) -> None:
+    """Each entry point that reads such a file ends with an error, or goes on as with a damaged file."""
+    zarrckpt.save({"w": torch.ones(4)}, tmp_path / "original/step-1")
+    save_id = zarrckpt.open(tmp_path / "original/step-1").save_id
+    refused, passed = SPECIAL[name]
+    for read in [*refused, *passed]:
+        run = tmp_path / read
+        shutil.copytree(tmp_path / "original", run)
+        special_file(run / "step-1" / name.format(save_id), kind)
+        outcome = ended(partial(READS[read], run / "step-1"))
+        assert isinstance(outcome, CheckpointError) == (read in refused), (read, outcome)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "weights.pt", ".metadata"])
+def test_imports_refuse_special_files(kind: str, name: str, tmp_path: Path) -> None:
+    special_file(tmp_path / "in" / name, kind)
+    source = tmp_path / "in" / (name if name == "weights.pt" else "")
+    assert isinstance(ended(lambda: zarrckpt.import_checkpoint(source, tmp_path / "out")), CheckpointError)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
+import moto.settings
 import pytest
-from store_servers import make_certificate
+import torch
+from moto.s3.responses import S3Response
+from moto.server import ThreadedMotoServer
+from store_servers import REGION, S3Place, make_certificate
 
+import zarrckpt
+from zarrckpt import StorageError
 from zarrckpt._store import open_store
 
 PAGES = [Path(__file__).parent.parent / "docs" / folder / "stores.md" for folder in ("how-to", "reference")]
@@ -79,3 +87,77 @@ def test_every_example_opens(
     if "credential_provider" in options:
         options["credential_provider"] = dict  # any callable: it is asked when the first request is made
     assert open_store(url, storage_options=options).url == url
+
+
+@pytest.fixture
+def enforcing(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Place]:
+    """A server of this process, which enforces IAM policies once ``INITIAL_NO_AUTH_ACTION_COUNT`` is 0."""
+    monkeypatch.setattr(moto.settings, "INITIAL_NO_AUTH_ACTION_COUNT", float("inf"))
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        place = S3Place("http://{}:{}".format(*server.get_host_and_port()), "bucket")
+        place.client().create_bucket(Bucket="bucket", ObjectLockEnabledForBucket=True)
+        yield place
+    finally:
+        server.stop()
+
+
+def test_the_policy_of_the_page_is_enough(enforcing: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each statement is needed for what the page says, and nothing else is; each put has a checksum for Object Lock."""
+    (block,) = re.findall(r"```json\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
+    policy = json.loads(block)
+    iam = boto3.client(
+        "iam",
+        endpoint_url=enforcing.endpoint,
+        aws_access_key_id="root",
+        aws_secret_access_key="root",
+        region_name=REGION,
+    )
+
+    def user(*statements: str) -> dict[str, Any]:
+        name = "-".join(statements)
+        iam.create_user(UserName=name)
+        chosen = [statement for statement in policy["Statement"] if statement["Sid"] in statements]
+        document = json.dumps({**policy, "Statement": chosen})
+        iam.put_user_policy(UserName=name, PolicyName="page", PolicyDocument=document)
+        key = iam.create_access_key(UserName=name)["AccessKey"]
+        own = {"key": key["AccessKeyId"], "secret": key["SecretAccessKey"], "retry_config": {"max_retries": 1}}
+        # moto compares the policy of one DeleteObjects with the bucket's name.
+        return {**enforcing.storage_options, **own, "disable_bulk_delete": True, "checksum_algorithm": "SHA256"}
+
+    puts: list[tuple[str, str | None]] = []
+
+    def record(kind: str) -> None:
+        answer = getattr(S3Response, kind)
+
+        def put(response: Any, *args: Any) -> Any:
+            puts.append((kind, response.headers.get("x-amz-checksum-sha256")))
+            return answer(response, *args)
+
+        monkeypatch.setattr(S3Response, kind, put)
+
+    record("put_object")
+    record("upload_part")
+    no_list = user("Read", "Save", "Delete")
+    reads, saves, all_of_it = user("List", "Read"), user("List", "Read", "Save"), user("List", "Read", "Save", "Delete")
+    monkeypatch.setattr(moto.settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
+    url, state = "s3://bucket/run/step-1", {"w": torch.ones(5_000_000)}
+    for refused in (no_list, reads):
+        with pytest.raises(StorageError):
+            zarrckpt.save(state, url, storage_options=refused)
+    zarrckpt.save(state, url, storage_options=saves)
+    with pytest.raises(StorageError):
+        zarrckpt.save(state, "s3://bucket/other", storage_options=saves)
+    assert zarrckpt.latest("s3://bucket/run", storage_options=reads) == url
+    zarrckpt.open(url, storage_options=reads).verify().raise_if_damaged()
+    with pytest.warns(UserWarning, match="could not be removed"):
+        zarrckpt.save(state, url, storage_options=saves, overwrite=True)
+    for refused in (reads, saves):
+        with pytest.raises(StorageError):
+            zarrckpt.remove(url, storage_options=refused)
+    zarrckpt.remove(url, storage_options=all_of_it)
+    zarrckpt.save(state, url, storage_options=all_of_it)
+    zarrckpt.save(state, url, storage_options=all_of_it, overwrite=True)
+    assert {kind for kind, _ in puts} == {"put_object", "upload_part"}
+    assert all(checksum for _, checksum in puts)

@@ -35,6 +35,7 @@ from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import for_save
 from zarrckpt._store import Url
+from zarrckpt._store._regular_files import open_regular, read_regular
 from zarrckpt._store._whole_files import local_path
 
 
@@ -172,7 +173,7 @@ def _read_index(folder: Path, name: str, present: set[str]) -> dict[str, str]:
     if name not in present:
         raise CorruptCheckpointError(f"{path} is no regular file, expected an index of safetensors files")
     try:
-        document = loads(path.read_bytes())
+        document = loads(read_regular(str(path)))
     except CorruptCheckpointError as err:
         raise CorruptCheckpointError(f"{path} is no index of safetensors files: {err}") from err
     found = document.get("weight_map") if isinstance(document, dict) else None
@@ -225,7 +226,7 @@ _PICKLE = b"\x80"
 
 
 def _torch_file(path: Path, allow_pickle: bool) -> dict[Any, Any]:
-    with open(path, "rb") as file:
+    with open(open_regular(str(path)), "rb") as file:
         head = file.read(len(ARCHIVE))
     if head != ARCHIVE and not head.startswith(_PICKLE):
         raise CorruptCheckpointError(f"{path} is neither a file of torch.save nor named as one of safetensors")

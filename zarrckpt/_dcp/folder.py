@@ -36,6 +36,7 @@ from zarrckpt._format.state_path import StatePath
 from zarrckpt._format.torch_archives import ARCHIVE, load_torch, refuse_expanded
 from zarrckpt._ranks.torch_private import checkpoint_offset, without_data
 from zarrckpt._state.local_boxes import HeldPieces
+from zarrckpt._store._regular_files import read_regular
 
 METADATA = ".metadata"
 
@@ -172,7 +173,7 @@ def _read_metadata(path: Path, allow_pickle: bool) -> tuple[Metadata, dict[str, 
         if allow_pickle:
             found: object = FileSystemReader(path).read_metadata()
         else:
-            found = decode_metadata((path / METADATA).read_bytes())
+            found = decode_metadata(read_regular(str(path / METADATA)))
         metadata = check_metadata(found)
         return metadata, paths_of(metadata)
     except (UnsafeValueError, OSError):

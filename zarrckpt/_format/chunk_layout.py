@@ -89,6 +89,11 @@ def chunk_object_bytes(node: ArrayNode) -> int:
     return data + node.grid.subchunks_per_chunk * CRC_BYTES + index_bytes(node)
 
 
+def most_chunk_object_bytes(node: ArrayNode) -> int:
+    """Return the largest size of a chunk object of an array, compressed or not."""
+    return node.grid.subchunks_per_chunk * most_subchunk_stored(node) + index_bytes(node)
+
+
 class ChunkTable:
     """What the tables say of one chunk.
 

@@ -33,10 +33,11 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, cast
 
 from zarrckpt._errors import CorruptCheckpointError
@@ -44,6 +45,16 @@ from zarrckpt._format.state_path import is_unicode
 
 MAX_DEPTH: Final = 32
 """How deep values nest in JSON."""
+
+MAX_JSON_VALUE: Final = 64 * 1024
+"""Bytes of JSON up to which a value lives in the root document; a larger one becomes a blob."""
+
+MAX_EQUAL_HASHES: Final = 256
+"""Different items of a set, or keys of a dict, that may have one hash: looking up one takes as many comparisons."""
+
+_FREE_CONTAINERS = 1 << 20
+_BYTES_A_CONTAINER = 16
+"""Of a document; in one that a save has written there are about 35 for each array or object of JSON."""
 
 NOT_JSON: Final = object()
 """What :func:`encode_json` returns for a value that has no JSON form."""
@@ -125,12 +136,16 @@ class Encoder:
         if type(value) is list:
             return items
         if type(value) is not tuple:
+            if hashes_collide(value):
+                raise NotJson
             items.sort(key=dumps)  # the order of a set differs between processes
         return {f"${type(value).__name__}": items}
 
     def _mapping(self, value: dict[Any, Any], depth: int) -> object:
         if type(value) is dict and all(map(is_plain_key, value)):
             return {key: self.encode(item, depth) for key, item in value.items()}
+        if hashes_collide(value):
+            raise NotJson
         pairs = [[self.encode(key, depth), self.encode(item, depth)] for key, item in value.items()]
         return {"$dict" if type(value) is dict else "$ordereddict": pairs}
 
@@ -220,6 +235,7 @@ class Decoder:
     def _unique(self, kind: Callable[[Iterable[Any]], Any], content: object, depth: int, tag: str) -> Any:
         items = self._items(content, depth, tag)
         try:
+            _check_hashes(items, tag)
             unique = kind(items)
         except TypeError as err:
             raise CorruptCheckpointError(f"malformed JSON value: {tag}: {err}") from err
@@ -234,6 +250,7 @@ class Decoder:
             raise malformed(f"an array of pairs for {tag}", content)
         pairs = [(self.decode(key, depth + 1), self.decode(item, depth + 1)) for key, item in content]
         try:
+            _check_hashes([key for key, _ in pairs], tag)
             mapping = kind(pairs)
         except TypeError as err:
             raise CorruptCheckpointError(f"malformed JSON value: {tag}: {err}") from err
@@ -292,6 +309,25 @@ def _matching(content: object, pattern: re.Pattern[str], expected: str) -> str:
     return content
 
 
+def hashes_collide(items: Collection[object]) -> bool:
+    """Return whether more than :data:`MAX_EQUAL_HASHES` items have one hash.
+
+    A set or dict of n such items takes n * n comparisons. Integers, tuples and complex numbers can be chosen so.
+    """
+    if len(items) <= MAX_EQUAL_HASHES:
+        return False
+    hashes = sorted(map(hash, items))
+    return any(map(operator.eq, hashes, hashes[MAX_EQUAL_HASHES:]))
+
+
+def _check_hashes(items: Sequence[object], tag: str) -> None:
+    if hashes_collide(items):
+        raise CorruptCheckpointError(
+            f"malformed JSON value: found more than {MAX_EQUAL_HASHES} items of {tag} with one hash, expected at most "
+            "that many"
+        )
+
+
 def _check_depth(depth: int) -> None:
     if depth >= MAX_DEPTH:
         raise CorruptCheckpointError(f"malformed JSON value: nested deeper than {MAX_DEPTH} levels")
@@ -306,7 +342,18 @@ def malformed(expected: str, found: object) -> CorruptCheckpointError:
 
 def dumps(obj: object) -> bytes:
     """Strict JSON, compact, ASCII characters only."""
-    return json.dumps(obj, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(obj).encode()
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+def is_dense(data: bytes) -> bool:
+    """Return whether a document has so many arrays and objects that parsing it could take 30 times its size.
+
+    ``[]`` is 2 bytes, and takes 64 in memory.
+    """
+    return data.count(b"[") + data.count(b"{") > _FREE_CONTAINERS + len(data) // _BYTES_A_CONTAINER
 
 
 def loads(data: bytes | bytearray | memoryview) -> object:

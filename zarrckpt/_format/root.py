@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -14,6 +15,7 @@ from zarrckpt._format import dtypes, json_values
 from zarrckpt._format import names as _names
 from zarrckpt._format.documents import ATTRIBUTE, ArrayNode, Json, group_document, join, parse_array, same_json
 from zarrckpt._format.grid import Grid, Ints
+from zarrckpt._format.json_values import MAX_EQUAL_HASHES, MAX_JSON_VALUE
 from zarrckpt._format.metadata import parse_metadata
 from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
 from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, one_nan
@@ -346,6 +348,8 @@ class _Entries:
         self._nodes = nodes
         self.stacks: dict[str, Stack] = {}
         self._ranks_of: dict[str, tuple[int, ...]] = {}
+        self._all_ranks = 0
+        """Length of all these."""
 
     def entry(self, fqn: str, entry: Any) -> Entry:
         """One entry, whose members say what it is."""
@@ -354,9 +358,12 @@ class _Entries:
         path, names = entry["path"], entry.keys()
         if names == {"path", "value"}:
             _names.check_paths([path], self._members.where)
-            if not _is_bounded(entry["value"], _VALUE_LEVELS):
+            value = entry["value"]
+            if not _is_bounded(value, _VALUE_LEVELS):
                 raise self._fail(fqn, "nested deeper than any, or with a number beyond any float", "a value")
-            return ValueEntry(path, entry["value"])
+            if isinstance(value, dict | list | str) and (size := json_values.json_size(value)) > MAX_JSON_VALUE:
+                raise self._fail(fqn, f"a value of {size:,} bytes", f"at most {MAX_JSON_VALUE:,} bytes of JSON")
+            return ValueEntry(path, value)
         if path not in self._nodes:
             raise self._fail(fqn, path, "the path of an array of the consolidated metadata")
         if "encoding" in names:
@@ -391,7 +398,8 @@ class _Entries:
         if not 0 < count <= MAX_RANKS or shape[:1] != (count,):
             raise self._fail(fqn, found, f"{shape[:1]} ranks, as the first axis has elements")
         if (text := repr(found)) not in self._ranks_of:
-            if count + sum(map(len, self._ranks_of.values())) > _ALL_RANKS:
+            self._all_ranks += count
+            if self._all_ranks > _ALL_RANKS:
                 raise self._fail(fqn, found, "fewer ranks in all stacks together")
             self._ranks_of[text] = tuple(rank for begin, end in found for rank in range(begin, end))
         return self._ranks_of[text]
@@ -452,6 +460,7 @@ class _Levels:
         self._found: dict[tuple[object, ...], tuple[tuple[str, ...], str]] = {}
         """Keys -> the names of the path, and what is there: a container, or "" for an entry."""
         self._keys: dict[tuple[str, ...], tuple[object, ...]] = {}
+        self._hashes: Counter[int] = Counter()
 
     @property
     def containers(self) -> set[str]:
@@ -466,9 +475,20 @@ class _Levels:
             raise self._fail(fqn, "stands where others are")
         for depth, what in enumerate((*path.containers, "")):
             keys, level = path.keys[:depth], tuple(names[:depth])
+            # Before the dict is used: one whose keys have equal hashes is searched in linear time.
+            if depth and not self._take_hash(keys, level):
+                raise self._fail(fqn, f"has a key of which more than {MAX_EQUAL_HASHES} have the same hash")
             known = self._found.setdefault(keys, (level, what))
             if known != (level, what) or self._keys.setdefault(level, keys) != keys:
                 raise self._fail(fqn, "stands below another one, or in a container of another kind or path")
+
+    def _take_hash(self, keys: tuple[object, ...], level: tuple[str, ...]) -> bool:
+        """Count keys that are new; return whether few have the same hash. The hashes of paths, strings, are random."""
+        if level in self._keys:
+            return True
+        number = hash(keys)
+        self._hashes[number] += 1
+        return self._hashes[number] <= MAX_EQUAL_HASHES
 
     def _fail(self, fqn: str, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self._where}: entry {fqn!r:.200} {what}")

@@ -12,10 +12,15 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-from zarrckpt._errors import CorruptCheckpointError, ForeignObjectsError, UnsupportedFormatError
+from zarrckpt._errors import (
+    CorruptCheckpointError,
+    ForeignObjectsError,
+    UnsupportedFormatError,
+    UnsupportedValueError,
+)
 from zarrckpt._format.crc32c import crc32c
 from zarrckpt._format.documents import ATTRIBUTE, Json, group_document, parse_document
-from zarrckpt._format.json_values import dumps
+from zarrckpt._format.json_values import dumps, is_dense
 
 T = TypeVar("T")
 
@@ -29,9 +34,18 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", re.ASCII)
 
 
 def sealed_bytes(members: Json, attributes: Json | None = None, more: Json | None = None) -> bytes:
-    """A document as it is stored. ``attributes`` are those beside ours, ``more`` are members of the document."""
+    """A document as it is stored. ``attributes`` are those beside ours, ``more`` are members of the document.
+
+    Raises UnsupportedValueError if readers would refuse its number of arrays and objects.
+    """
     own = {"crc32c": _UNSEALED, "format": FORMAT, **members}
-    return _seal(dumps(group_document({ATTRIBUTE: own, **(attributes or {})}) | (more or {})))
+    data = dumps(group_document({ATTRIBUTE: own, **(attributes or {})}) | (more or {}))
+    if is_dense(data):
+        raise UnsupportedValueError(
+            f"the values of the state have too many lists and dicts for one document of {len(data):,} bytes: save long "
+            "lists as tensors or NumPy arrays"
+        )
+    return _seal(data)
 
 
 def _seal(data: bytes) -> bytes:
@@ -52,6 +66,8 @@ def parse_sealed(data: bytes, where: str) -> tuple[Json, Members]:
         raise CorruptCheckpointError(
             f"{where} is not what was saved: its checksum differs; it was damaged, or edited by another program"
         )
+    if is_dense(data):
+        raise CorruptCheckpointError(f"{where} has more arrays and objects than any document of this size")
     document = parse_document(data, where)
     attributes = document.get("attributes")
     own = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None

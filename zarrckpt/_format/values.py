@@ -33,7 +33,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from zarrckpt._errors import (
     CheckpointError,
@@ -44,6 +44,7 @@ from zarrckpt._errors import (
 )
 from zarrckpt._format.dtypes import DTYPES
 from zarrckpt._format.json_values import (
+    MAX_JSON_VALUE,
     NOT_JSON,
     Decoder,
     Encoder,
@@ -57,9 +58,6 @@ from zarrckpt._format.json_values import (
 from zarrckpt._format.torch_archives import ARCHIVE, load_torch
 
 BytesLike = bytes | bytearray | memoryview
-
-MAX_JSON_VALUE: Final = 64 * 1024
-"""Bytes of JSON up to which a value lives in the root document; a larger one becomes a blob."""
 
 
 @dataclass(frozen=True)

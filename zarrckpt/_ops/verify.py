@@ -26,6 +26,7 @@ from zarrckpt._format.chunk_layout import (
     RawArray,
     chunk_object_bytes,
     index_bytes,
+    most_chunk_object_bytes,
     says_its_size,
     stored_crc,
 )
@@ -113,11 +114,13 @@ class _Verification:
         self._progress = progress
         self._lock = threading.Lock()
         self._unreadable: str | None = None
+        self._listed: dict[str, int] = {}
+        """Key -> size of every object."""
         self.damages: list[Damage] = []
         self.objects = self.nbytes = 0
 
     def run(self, quick: bool) -> _Verification:
-        listed = {info.key: info.size for info in self._store.list()}
+        listed = self._listed = {info.key: info.size for info in self._store.list()}
         if NODE not in listed:
             refuse_false_listing(self._store, NODE)
         expected = [*self._documents(), *self._tables()]
@@ -283,8 +286,11 @@ class _Verification:
     def _check_alone(self, node: ArrayNode, chunk: Ints) -> FaultText:
         """Without tables: whether a chunk's parts have the checksums that are stored behind them."""
         key = node.under(self._catalog.root.tree).chunk_key(chunk)
-        with self._memory.hold(chunk_object_bytes(node)):
-            stored = np.frombuffer(self._store.get(key), np.uint8)
+        size, most = self._listed[key], most_chunk_object_bytes(node)
+        if size > most:
+            return f"it has {size} bytes, expected at most {most}"
+        with self._memory.hold(size):
+            stored = np.frombuffer(self._store.read(key, 0, size), np.uint8)
             for begin, nbytes in _stored_spans(node, stored) or [(0, 0)]:
                 part = stored[begin : begin + nbytes]
                 if not CRC_BYTES < nbytes == len(part) or stored_crc(part) is None:

@@ -39,6 +39,11 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
         elif isinstance(value, Mapping) and (value or not keys):
             if len({*map(one_nan, value)}) < len(value):
                 raise UnsupportedValueError(f"{'.'.join(map(str, keys))!r} has NaN as a key more than once; rename one")
+            if json_values.hashes_collide(value):
+                raise UnsupportedValueError(
+                    f"{'.'.join(map(str, keys))!r} has more than {json_values.MAX_EQUAL_HASHES} keys with one hash, "
+                    "which readers refuse; use strings as keys"
+                )
             # Whoever loads has a state of its own, so what kind of dict this one is does not matter.
             inner = (*containers, ORDERED_DICT if type(value) is OrderedDict and keys else DICT)
             outermost = rank_at is None and isinstance(value, OwnRank)

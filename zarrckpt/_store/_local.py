@@ -30,6 +30,7 @@ from zarrckpt._store._base import (
     byte_views,
     check_key,
 )
+from zarrckpt._store._regular_files import open_regular, read_regular
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
@@ -122,7 +123,7 @@ class LocalStore(Store):
     def reader(self, key: str) -> Iterator[Reader]:
         """Reads through one open file, several buffers a call (``preadv``)."""
         path = self._path(key)
-        file = self.call(f"reading {path!r}", lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), key)
+        file = self.call(f"reading {path!r}", lambda: open_regular(path), key)
 
         def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
             # In short, since a load calls this thousands of times a gigabyte.
@@ -131,8 +132,6 @@ class LocalStore(Store):
                 done = os.preadv(file, buffers, byte_offset) if len(buffers) <= files.IOV_MAX else 0
                 if done < needed:
                     done = _fill(file, byte_offset, buffers)
-            except IsADirectoryError as error:
-                raise _failures.not_found(key, self.url, error) from error
             except OSError as error:
                 raise self.failure(f"reading {path!r}", error) from error
             if done != needed:
@@ -157,7 +156,7 @@ class LocalStore(Store):
     def create(self, key: str, data: bytes) -> None:
         def work(path: str) -> None:
             self._refuse_mount(path)
-            if not files.create_file(path, data) and files.read_file(path) != data:
+            if not files.create_file(path, data) and read_regular(path) != data:
                 raise _failures.conflict(key, self.url, replacing=False)
 
         self._write("creating", key, work)
@@ -239,9 +238,9 @@ class LocalStore(Store):
         self._sync_folders(keys)
 
     def zarr_store(self) -> ZarrStore:
-        from zarr.storage import LocalStore as ZarrLocalStore
+        from zarrckpt._store._zarr_readers import RegularFilesStore
 
-        return ZarrLocalStore(self._root, read_only=True)
+        return RegularFilesStore(self._root, read_only=True)
 
     def _begin_sync(self, key: str) -> None:
         """Sync a file while others are being written: the disk works then, too, and not only at the end."""
@@ -324,7 +323,7 @@ class LocalStore(Store):
         return _NEXT_STEP.get(getattr(error, "errno", None) or 0, "")
 
     def _read(self, key: str, path: str) -> bytes:
-        return self.call(f"reading {path!r}", lambda: files.read_file(path), key)
+        return self.call(f"reading {path!r}", lambda: read_regular(path), key)
 
     def _write(self, verb: str, key: str, work: Callable[[str], None]) -> None:
         path = self._path(key)

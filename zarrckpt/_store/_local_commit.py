@@ -21,6 +21,7 @@ from zarrckpt._errors import StorageError
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store._base import version_of
 from zarrckpt._store._failures import ABSENT
+from zarrckpt._store._regular_files import read_regular
 
 _LOCK_SECONDS = 60.0
 # One lock for the process: POSIX locks belong to processes and do not keep threads apart.
@@ -57,12 +58,6 @@ def is_own_name(name: str) -> bool:
 def is_silly_name(name: str) -> bool:
     """Whether a file of this name is what an NFS client keeps of one that was removed while somebody had it open."""
     return _SILLY_NAME.fullmatch(name) is not None
-
-
-def read_file(path: str) -> bytes:
-    """A whole file."""
-    with open(path, "rb", buffering=0) as file:
-        return file.read()
 
 
 def put_file(path: str, groups: Views, *, unique: bool = False, sync: bool = False) -> None:
@@ -156,7 +151,7 @@ def replace_file(path: str, data: bytes, version: str) -> bool:
     """Replace a file only where its content has the ``version``. False: it has not, or there is none."""
     with locked(path):
         try:
-            found = read_file(path)
+            found = read_regular(path)
             if version_of(found) != version:
                 # A repeated call meets its own content.
                 return found == data
@@ -168,7 +163,7 @@ def replace_file(path: str, data: bytes, version: str) -> bool:
 
 def sync_path(path: str) -> None:
     """fsync a file or a folder."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         os.fsync(file)
     except OSError as error:

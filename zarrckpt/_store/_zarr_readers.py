@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from typing import Any
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.storage import ObjectStore
+from zarr.storage import LocalStore, ObjectStore
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store._failures import ABSENT
 from zarrckpt._store._fork import check_fork
+from zarrckpt._store._regular_files import check_regular
 
 
 class ReadOnlyStore(Store):
@@ -88,6 +91,17 @@ class PrefixStore(ReadOnlyStore):
 
     def _full(self, key: str) -> str:
         return f"{self._path}/{key}" if self._path else key
+
+
+class RegularFilesStore(LocalStore):
+    """zarr's store on a local folder, which raises for a FIFO or a device where it would wait or never end."""
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        with suppress(OSError):  # zarr's own call raises it, or returns None for an absent file
+            await asyncio.to_thread(check_regular, str(self.root / key))
+        return await super().get(key, prototype, byte_range)
 
 
 class ForkCheckedStore(PrefixStore):
