@@ -343,6 +343,8 @@ def test_any_shape_in_any_chunks(
     one.copy_to(place / "two", chunks=chunks, compression=compression, dtype=dtype)
     two = zarrckpt.open(place / "two")
     two.verify().raise_if_damaged()
-    assert torch.equal(two.load()["w"], value if dtype is None else value.float())
+    # Single numbers, such as the step of an optimizer, are not cast.
+    expected = value if dtype is None or value.numel() == 1 else value.float()
+    assert torch.equal(two.load()["w"], expected)
     two.copy_to(place / "three", max_chunk_bytes=300, compression=None, dtype=None if dtype is None else "float64")
-    assert torch.equal(zarrckpt.open(place / "three").load()["w"], value if dtype is None else value.float().double())
+    assert torch.equal(zarrckpt.open(place / "three").load()["w"], expected.double())

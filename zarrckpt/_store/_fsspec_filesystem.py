@@ -171,7 +171,8 @@ def refuse_chain(address: str) -> None:
 
 
 def _protocol_of(address: str) -> str:
-    return address.partition("::")[0].partition("://")[0].lower()
+    protocol, url, _ = address.partition("::")[0].partition("://")
+    return protocol.lower() if url else "file"
 
 
 def _without_redirects(address: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from urllib.parse import unquote, urlsplit
 from zarrckpt._errors import StorageError
 from zarrckpt._store._secrets import redact_url
 
-_NAME = r"[A-Za-z][A-Za-z0-9+.\-_]+"
-_PROTOCOL = re.compile(rf"({_NAME})://")
-_ONE_SLASH = re.compile(rf"({_NAME}):/(?!/)(.*)", re.DOTALL)
-_CHAIN = re.compile(rf"({_NAME})::")
+_PROTOCOL_NAME = r"[A-Za-z][A-Za-z0-9+.\-_]+"
+_PROTOCOL = re.compile(rf"({_PROTOCOL_NAME})://")
+_ONE_SLASH = re.compile(rf"({_PROTOCOL_NAME}):/(?!/)(.*)", re.DOTALL)
+_CHAIN = re.compile(rf"({_PROTOCOL_NAME})::")
 """How a chain of fsspec's urls may begin: ``simplecache::s3://bucket/run``."""
-_TYPO = re.compile(rf"\s*({_NAME})\s*(?::|//)(.*)", re.DOTALL)
+_TYPO = re.compile(rf"\s*({_PROTOCOL_NAME})\s*(?::|//)(.*)", re.DOTALL)
 _ARN = re.compile(r"arn:[^:]*:s3:(?:::)?(.*)", re.DOTALL)
-_LATE_URL = re.compile(rf"{_NAME}://.*", re.DOTALL)
+_LATE_URL = re.compile(rf"{_PROTOCOL_NAME}://.*", re.DOTALL)
 
 CLOUD = {
     "s3": "s3",

@@ -160,7 +160,7 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
             self._run.close()
 
 
-_PLAIN = {"builtins": {"bytearray", "complex", "frozenset", "set"}, "collections": {"OrderedDict", "deque"}}
+_PLAIN_TYPES = {"builtins": {"bytearray", "complex", "frozenset", "set"}, "collections": {"OrderedDict", "deque"}}
 """Classes whose instances are plain values, by module."""
 
 
@@ -168,7 +168,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """Raises UnsafeValueError for a pickle that names anything but the classes of plain values."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _PLAIN.get(module, ()):
+        if name not in _PLAIN_TYPES.get(module, ()):
             raise zarrckpt.UnsafeValueError(
                 f"the state of the data loader needs {module}.{name}, which is no plain value. If you trust the "
                 'checkpoint, set allow_pickle=True, or leave it out: exclude_from_loading=["dataloader"]'
