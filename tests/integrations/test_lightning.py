@@ -295,8 +295,8 @@ def test_averages_of_weights_come_back_bit_for_bit(averaging: str, tmp_path: Pat
     ids=lambda value: type(value).__name__ if isinstance(value, Strategy) else str(value),
 )
 def test_fit_refuses_a_trainer_that_saves_without_zarr(strategy: Strategy, named: str | None, tmp_path: Path) -> None:
-    trainer = SimpleNamespace(strategy=strategy, is_global_zero=True)
     callback = ZarrModelCheckpoint(tmp_path)
+    trainer = SimpleNamespace(strategy=strategy, is_global_zero=True, checkpoint_callbacks=[callback])
     callback.setup(trainer, None, "validate")
     with nullcontext() if named is None else pytest.raises(TypeError, match=f"{tmp_path}.*{named}"):
         callback.setup(trainer, None, "fit")
@@ -456,12 +456,13 @@ def test_the_page_and_the_example_run_and_go_on_where_they_were(
     root = Path(zarrckpt.__file__).resolve().parents[1]
     monkeypatch.chdir(tmp_path)
     page = (root / "docs" / "how-to" / "lightning.md").read_text().replace("s3://bucket", moto_bucket.url("page"))
-    trainer_code, fabric_code, alone_code, amid_code, average_code = re.findall(
+    trainer_code, fabric_code, preemption_code, alone_code, amid_code, average_code = re.findall(
         r"```python no-run\n(.*?)```", page, re.DOTALL
     )
     for last in (None, moto_bucket.url("page/run/last.ckpt/zarr.json")):
         names: dict[str, Any] = {"__name__": "page"}
         exec(trainer_code + alone_code + fabric_code, names)
+        exec(f"import lightning, signal\n{preemption_code}", names)  # PREEMPTED has a copy that runs
         assert names["trainer"].ckpt_path == last and names["trainer"].global_step == 80
         assert zarrckpt.latest(moto_bucket.url("page/fabric")) == moto_bucket.url("page/fabric/step-100")
     exec(amid_code + average_code, names)
