@@ -396,8 +396,10 @@ def compact(obj: Any) -> str:
 
 def check_path(path: str) -> None:
     for name in path.split("/"):
-        assert name not in ("", ".", "..", "zarr.json") and len(name.encode()) <= 255 and name[0] != "@"
-        assert not re.search(r'[\\:*?"<>|\x00-\x1f\x7f-\x9f\ufffe\uffff\ud800-\udfff]', name)
+        assert name not in ("", "zarr.json") and len(name.encode()) <= 255
+        assert not name.startswith(("__", ".")) and not name.endswith(".")
+        assert re.fullmatch(r"([A-Za-z0-9._=-]|[^\x00-\xa0\ud800-\udfff\ufeff\ufffe\uffff])*", name)
+        assert not re.search("[\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]", name)
 
 
 def decode_json(obj: Any, items: bytes | None = None) -> Any:

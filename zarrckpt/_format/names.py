@@ -1,33 +1,32 @@
 r"""Names of state-dict levels <-> names of Zarr nodes.
 
-One level of a state dict (``"layers.0.weight"``) becomes one component of a node path, unchanged
-wherever every store and reader takes it. What some of them bend or refuse is percent-encoded: ``%`` and
-two uppercase hexadecimal digits for each byte of the character's UTF-8 form. A name with a lone surrogate,
-which has no such form, is refused.
+One level of a state dict (``"layers.0.weight"``) becomes one component of a node path. ASCII letters, digits, ``.``,
+``_``, ``-`` and most characters beyond ASCII stay: every store, server, url and reader takes them unchanged. Each other
+character is escaped: ``=`` and two uppercase hexadecimal digits for each byte of its UTF-8 form. A name with a lone
+surrogate, which has no such form, is refused.
 
-======================================== ============================================================
-encoded                                  because
-======================================== ============================================================
-``%``                                    it introduces an encoded byte
-``/`` ``\``                              separators of paths
-``: * ? " < > |``                        Windows has no such file names; ``::``, ``*`` and ``?`` mean
-                                         something to fsspec
+======================================== ================================================================
+escaped                                  because
+======================================== ================================================================
+``=``                                    it introduces an escaped byte
+``%``                                    clients of HTTP decode it, some of them twice
+``/ \ ? # : @``                          they separate the parts of paths and urls; a leading ``@`` marks
+                                         this package's own groups below the root
+``" * < > |``                            Windows has no such file names
+``[ ] { } ^ ~`` and the backtick         obstore and some clients of S3 encode them in keys
+``! $ & ' ( ) + , ;`` and white space    servers, clients and shells differ in how they decode them
 U+0000-001F, U+007F-009F, U+FFFE, U+FFFF control characters, and what the XML of a listing cannot hold
 the first ``_`` of a leading ``__``      Zarr reserves these names
-a leading ``@``                          marks this package's own groups below the root
-leading or trailing white space          trimmed by some parsers of listings, trailing also by Windows
-a trailing ``.``                         trimmed by Windows; ``.`` and ``..`` become ``%2E``, ``.%2E``
-``#`` before nothing but digits          obstore's local store names its unfinished uploads like that
+a leading ``.``                          ``..``, ``.zarray``, helper files; some servers hide such names
+a trailing ``.``                         trimmed by Windows
 the ``.`` of ``zarr.json``               the node's own document
-the ``.`` of ``.zarray``, ``.zgroup``,   documents of Zarr version 2, which readers probe for
-``.zattrs``, ``.zmetadata``
-======================================== ============================================================
+======================================== ================================================================
 
-``%7E`` is never the code of a character, since ``~`` stays. Alone it is the empty name. Followed by 32
-hexadecimal digits at the end it marks a shortened name: components have at most 255 bytes, the limit of
-most filesystems; a longer one keeps its beginning and gets the first 128 bits of the SHA-256 of the
-original's UTF-8 form. Nothing here is ever undone: of every name that was changed the root document has the
-original.
+The mark ``==`` never comes from an escaped character. Alone it is the empty name. Followed by 32 hexadecimal digits at
+the end it marks a shortened name: components have at most 255 bytes, the limit of most filesystems; a longer one keeps
+its beginning and gets the first 128 bits of the SHA-256 of the original's UTF-8 form. Nothing here is ever undone: of
+every name that was changed the root document has the original. No percent sign is in any path, so a reader that decodes
+a path too often still asks for the right object.
 
 Names such as ``c`` or ``c.0.1`` stay. They look like chunks of an array, but the children of a group are
 other objects (``c.0.1/zarr.json``), a group has no chunks and an array no children. Names that differ
@@ -48,16 +47,14 @@ MAX_COMPONENT_BYTES = 255
 MAX_COMPONENTS = 128
 """Of a path: what is nested deeper has no place in any store."""
 
-_EMPTY = "%7E"
-_KEPT_BYTES = MAX_COMPONENT_BYTES - len(_EMPTY) - 32
+_MARK = "=="
+_KEPT_BYTES = MAX_COMPONENT_BYTES - len(_MARK) - 32
 
-_NOWHERE = r'/\\:*?"<>|\x00-\x1f\x7f-\x9f\ufffe\uffff'
-_REFUSED = re.compile(rf"[{_NOWHERE}\ud800-\udfff]")
-_ENCODED = re.compile(
-    rf"[%{_NOWHERE}]"
-    r"|\A_(?=_)|\A[@\s]|[.\s]\Z|\#(?=[0-9]+\Z)"
-    r"|(?<=\Azarr)\.(?=json\Z)|\A\.(?=z(?:array|group|attrs|metadata)\Z)"
-)
+_WHITE_SPACE = r"\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+_BEYOND_ASCII = r"\xa1-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff"
+_POSITIONS = r"\A_(?=_)|\A\.|\.\Z|(?<=\Azarr)\.(?=json\Z)"
+_ESCAPED = re.compile(rf"[^A-Za-z0-9._\-{_BEYOND_ASCII}]|[{_WHITE_SPACE}]|{_POSITIONS}")
+_REFUSED = re.compile(rf"[^A-Za-z0-9._\-={_BEYOND_ASCII}]|[{_WHITE_SPACE}]|{_POSITIONS}")
 
 
 def escape(component: str) -> str:
@@ -66,15 +63,15 @@ def escape(component: str) -> str:
     Different names have different results; shortened ones, as far as SHA-256 tells them apart.
     """
     if not component:
-        return _EMPTY
-    escaped = _ENCODED.sub(lambda match: _percent(match[0]), component)
+        return _MARK
+    escaped = _ESCAPED.sub(lambda match: _code(match[0]), component)
     encoded = escaped.encode()
     if len(encoded) <= MAX_COMPONENT_BYTES:
         return escaped
     digest = hashlib.sha256(component.encode()).hexdigest()[:32]
     kept = encoded[:_KEPT_BYTES].decode("utf-8", "ignore")  # no half characters,
-    kept = re.sub(r"%[0-9A-F]?\Z", "", kept)  # and no half codes
-    return f"{kept}{_EMPTY}{digest}"
+    kept = re.sub(r"=[0-9A-F]?\Z", "", kept)  # and no half codes
+    return f"{kept}{_MARK}{digest}"
 
 
 def node_path(components: Sequence[str | int]) -> str:
@@ -147,13 +144,11 @@ def check_paths(paths: Iterable[object], where: str) -> tuple[str, ...]:
 
 
 def _name_fault(component: str) -> str | None:
-    if component in ("", ".", "..", "zarr.json"):
-        return f"found {component!r}, expected names joined by '/'"
-    if component[0] == "@":
-        # This package's own groups: a marker that names them would have clean-ups delete other saves' objects.
-        return "a name in it begins with '@'"
+    if not component:
+        return "found an empty name, expected names joined by single '/'"
     if found := _REFUSED.search(component):
-        return f"expected {found[0]!r} as {_percent(found[0])!r}"
+        # Names of this package's own groups begin with "@": a marker with one would have clean-ups delete other saves.
+        return f"expected {found[0]!r} in {component!r:.100} as {_code(found[0])!r}"
     if len(component.encode()) > MAX_COMPONENT_BYTES:
         return f"a name in it is longer than {MAX_COMPONENT_BYTES} bytes"
     return None
@@ -166,5 +161,5 @@ def _clash(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> Unsuppor
     )
 
 
-def _percent(text: str) -> str:
-    return "".join(f"%{byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))
+def _code(text: str) -> str:
+    return "".join(f"={byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))
