@@ -137,6 +137,7 @@ class FaultyStore(Store):
         self._inner = open_store(url, storage_options=storage_options, durable=durable)
         self.url = self._inner.url
         self.is_local = self._inner.is_local
+        self.lists_all = self._inner.lists_all
         self.max_concurrency = self._inner.max_concurrency
         self.calls: list[Call] = []
         """Every operation that was asked for."""
@@ -193,6 +194,9 @@ class FaultyStore(Store):
 
     def remove_folder(self) -> None:
         self._call("sweep", "", self._inner.remove_folder)
+
+    def size(self, key: str) -> int:
+        return self._call("read", key, lambda: self._inner.size(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         found = self._call("list", prefix, lambda: [*self._inner.list(prefix)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -115,19 +116,24 @@ class _Verification:
         self._lock = threading.Lock()
         self._unreadable: str | None = None
         self._listed: dict[str, int] = {}
-        """Key -> size of every object."""
+        """Key -> size of every object that is there."""
         self.damages: list[Damage] = []
         self.objects = self.nbytes = 0
 
     def run(self, quick: bool) -> _Verification:
-        listed = self._listed = {info.key: info.size for info in self._store.list()}
-        if NODE not in listed:
-            refuse_false_listing(self._store, NODE)
+        listed = self._listed
+        if self._store.lists_all:
+            listed |= {info.key: info.size for info in self._store.list()}
+            if NODE not in listed:
+                refuse_false_listing(self._store, NODE)
         expected = [*self._documents(), *self._tables()]
+        self._ask_sizes(expected)
         # Their damage is found by their own checks; chunks have to speak for themselves then.
         tables = (quick and self._catalog.root.sizes is None) or self._can_read_tables()
         if self._can_be_as_many(listed):
-            expected += self._chunks(tables)
+            chunks = [*self._chunks(tables)]
+            self._ask_sizes(chunks)
+            expected += chunks
         self.objects = len(expected)
         total = sum(listed.get(item.key, 0) for item in expected)
         self._tally = Tally(total, self._progress)
@@ -140,6 +146,16 @@ class _Verification:
         self._note_tables()
         self.damages.sort(key=lambda damage: damage.key)
         return self
+
+    def _ask_sizes(self, expected: Sequence[_Expected]) -> None:
+        """Ask for the size of each object if the store cannot list them."""
+
+        def ask(key: str) -> None:
+            with suppress(ObjectNotFoundError):
+                self._listed[key] = self._store.size(key)
+
+        if not self._store.lists_all:
+            run_jobs((partial(ask, item.key) for item in expected), self._store.max_concurrency)
 
     def _can_read_tables(self) -> bool:
         try:

@@ -122,6 +122,9 @@ class Store(abc.ABC):
     Then :meth:`put_parts` and :meth:`reader` move bytes straight from and to the memory that they are given.
     """
 
+    lists_all: bool = True
+    """Whether :meth:`list` finds every object with its size. If not, ask for each one with :meth:`size`."""
+
     max_concurrency: int = 16
     """How many transfers (puts and reads) to run at once."""
 
@@ -182,6 +185,10 @@ class Store(abc.ABC):
 
         S3, Google Cloud Storage and Azure read at most :data:`MOST_WHOLE` bytes.
         """
+
+    def size(self, key: str) -> int:
+        """Return an object's size in bytes. One request, that for the whole object if the store has no other."""
+        return len(self.get(key))
 
     def get_bounded(self, key: str, most: int) -> bytes:
         """Return a whole object; raise :class:`~zarrckpt.CorruptCheckpointError` if it has more than ``most`` bytes.

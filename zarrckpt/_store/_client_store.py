@@ -76,6 +76,9 @@ class ClientStore(ConditionalStore):
     def get(self, key: str) -> bytes:
         return self._get(key, self.name(key), MOST_WHOLE)
 
+    def size(self, key: str) -> int:
+        return self.call(f"reading the size of {key!r}", lambda: self.size_named(self.name(key)), key)
+
     def get_bounded(self, key: str, most: int) -> bytes:
         return self._get(key, self.name(key), most)
 
@@ -111,6 +114,11 @@ class ClientStore(ConditionalStore):
             if not len(data):
                 # The range begins at the end or behind it.
                 self._refuse_short(key, end)
+            if len(data) > nbytes:
+                raise StorageError(
+                    f"reading {key!r} in {self.url} failed: the server sent {len(data)} bytes, expected the {nbytes} "
+                    "that were asked for. It serves no ranges of bytes: use a server that does"
+                )
             raise _failures.short_object(key, self.url, end, byte_offset + len(data))
         return data
 
@@ -124,6 +132,6 @@ class ClientStore(ConditionalStore):
     def _refuse_short(self, key: str, needed: int) -> None:
         """Raise CorruptCheckpointError for a shorter object. One request; where it fails, the read's own error does."""
         with contextlib.suppress(StorageError):
-            size = self.call(f"reading {key!r}", lambda: self.size_named(self.name(key)), key)
+            size = self.size(key)
             if size < needed:
                 raise _failures.short_object(key, self.url, needed, size)

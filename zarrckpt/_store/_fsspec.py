@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote
 
 from zarrckpt._errors import StorageError
 from zarrckpt._forks import ForkSafeLock
@@ -45,6 +46,7 @@ class FsspecStore(ClientStore):
         super().__init__(redact_url(address), "", Honoured(), _PLAIN_LOCK, secrets)
         self._filesystems = self.call("opening the store", lambda: Filesystems(address, options))
         self._folder, self._traits = self._filesystems.root, self._filesystems.traits
+        self.lists_all = not self._traits.http
         if self._traits.memory:
             self._honoured = Honoured(True, True)
         else:
@@ -70,7 +72,14 @@ class FsspecStore(ClientStore):
     def size_named(self, name: str) -> int:
         def size(fs: Any) -> int:
             fs.invalidate_cache()
-            return int(fs.info(name)["size"])
+            try:
+                found = fs.info(name)["size"]
+            except FileNotFoundError:
+                # A web server may as well have failed, or not know the size: then reading the object tells which.
+                if not self._traits.http:
+                    raise
+                found = None
+            return len(fs.cat_file(name)) if found is None else int(found)
 
         return self._read(name, size)
 
@@ -122,7 +131,7 @@ class FsspecStore(ClientStore):
             remove_file(fs, name)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        start, root = self.folder(prefix), self._folder
+        start = self.folder(prefix)
 
         def fetch(fs: Any) -> dict[str, Any]:
             # Listings are cached by many filesystems, and others write here.
@@ -134,8 +143,8 @@ class FsspecStore(ClientStore):
 
         for path, info in self._lent(f"listing {prefix!r}", fetch).items():
             # ``find`` of an object gives the object itself, and sftp's without a type.
-            if path.startswith(f"{start}/") and info["type"] == "file" and not is_part(path):
-                yield ObjectInfo(path[len(root) + 1 :], int(info["size"] or 0))
+            if info["type"] == "file" and (name := self._name_below(start, path)):
+                yield ObjectInfo(f"{prefix}/{name}" if prefix else name, int(info["size"] or 0))
 
     def list_dir(self, prefix: str = "") -> Listing:
         start = self.folder(prefix)
@@ -151,10 +160,18 @@ class FsspecStore(ClientStore):
         objects: set[str] = set()
         folders: set[str] = set()
         for info in self._lent(f"listing {prefix!r}", fetch):
-            path = info["name"].rstrip("/")
-            if path.startswith(f"{start}/") and not is_part(path):
-                (folders if info["type"] == "directory" else objects).add(path[len(start) + 1 :])
+            if name := self._name_below(start, info["name"].rstrip("/")):
+                (folders if info["type"] == "directory" else objects).add(name)
         return sorted(objects), sorted(folders)
+
+    def _name_below(self, start: str, path: str) -> str:
+        """Return the name of a listed path relative to a folder; "" for one that is elsewhere, or a helper file."""
+        if not path.startswith(f"{start}/") or is_part(path):
+            return ""
+        name = path[len(start) + 1 :]
+        if not self._traits.http:
+            return name
+        return unquote(name.partition("?")[0].removeprefix("./"))  # "?" begins links that sort a web page
 
     def zarr_store(self) -> ZarrStore:
         return self.call("opening the store", self._filesystems.zarr_store)

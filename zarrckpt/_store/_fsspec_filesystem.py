@@ -62,6 +62,8 @@ class Traits:
     creates: bool
     """``mode="create"`` is a condition on the server."""
     memory: bool
+    http: bool
+    """Listings are the links of a web page, without sizes, and percent-encoded."""
     shared: bool
     """One instance may serve all threads."""
     renames: bool
@@ -78,6 +80,7 @@ class Traits:
             flat=bool(names & _FLAT),
             creates=bool(names & _CREATES),
             memory="memory" in names,
+            http=bool(names & {"http", "https"}),
             shared=bool(fs.async_impl or names & _SHARED),
             # The base class renames by copying, which is no better than writing in place.
             renames=type(fs).mv is not fsspec.AbstractFileSystem.mv,

@@ -280,7 +280,8 @@ class StoreSpec:
                 "and storage_options instead"
             )
         options = {name: value for name, value in fs.storage_options.items() if name not in ("asynchronous", "loop")}
-        self._root = f"{protocol}://{store.path.lstrip('/')}"
+        # Paths of HTTP are urls.
+        self._root = store.path if has_protocol(store.path) else f"{protocol}://{store.path.lstrip('/')}"
         self._options = {**options, "backend": "fsspec"}
 
 

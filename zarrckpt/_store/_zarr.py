@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from obstore.store import HTTPStore
 from zarr.abc.store import RangeByteRequest
 from zarr.abc.store import Store as ZarrStore
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync as wait
+from zarr.storage import FsspecStore, ObjectStore, WrapperStore
 
 from zarrckpt._forks import ForkSafeLock
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, byte_views
@@ -38,6 +40,7 @@ class WrappedZarrStore(ClientStore):
         super().__init__(url, path, Honoured(in_memory, in_memory), _LOCK)
         self._store = store
         self._in_memory = in_memory
+        self.lists_all = _lists_all(store)
         self._buffers = default_buffer_prototype()
 
     def get_named(self, name: str, most: int) -> bytes:
@@ -123,6 +126,18 @@ class WrappedZarrStore(ClientStore):
 
     def _waited(self, what: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return self.call(what, lambda: self._wait(call))
+
+
+def _lists_all(store: ZarrStore) -> bool:
+    """Whether a store can list. Over HTTP there is nothing but web pages with links."""
+    while isinstance(store, WrapperStore):
+        store = store._store
+    if isinstance(store, FsspecStore):
+        protocols = {store.fs.protocol} if isinstance(store.fs.protocol, str) else {*store.fs.protocol}
+        return not protocols & {"http", "https"}
+    if isinstance(store, ObjectStore) and isinstance(store.store, HTTPStore):
+        return False
+    return store.supports_listing
 
 
 async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:
