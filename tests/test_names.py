@@ -168,7 +168,15 @@ def test_clashes_name_both(one: tuple[str | int, ...], other: tuple[str | int, .
 
 
 def test_good_paths() -> None:
-    for path in ("a", "model/layers.0.weight", "a=400123/a", "c.0/_x", "=2E/é😀", "==/a==" + "0" * 32, "x" * 255 + "/y"):
+    for path in (
+        "a",
+        "model/layers.0.weight",
+        "a=400123/a",
+        "c.0/_x",
+        "=2E/é😀",
+        "==/a==" + "0" * 32,
+        "x" * 255 + "/y",
+    ):
         assert check_paths([path], "root") == (path,)
 
 

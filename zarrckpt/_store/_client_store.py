@@ -115,10 +115,7 @@ class ClientStore(ConditionalStore):
                 # The range begins at the end or behind it.
                 self._refuse_short(key, end)
             if len(data) > nbytes:
-                raise StorageError(
-                    f"reading {key!r} in {self.url} failed: the server sent {len(data)} bytes, expected the {nbytes} "
-                    "that were asked for. It serves no ranges of bytes: use a server that does"
-                )
+                raise _failures.ranges_ignored(key, self.url, nbytes, len(data))
             raise _failures.short_object(key, self.url, end, byte_offset + len(data))
         return data
 

@@ -170,6 +170,14 @@ def short_object(key: str, url: str, expected: int, found: int) -> CorruptCheckp
     )
 
 
+def ranges_ignored(key: str, url: str, asked: int, found: int) -> StorageError:
+    """The server sent more of an object than was asked for."""
+    return StorageError(
+        f"reading {key!r} in {url} failed: the server sent {found} bytes, expected the {asked} that were asked for. It "
+        "serves no ranges of bytes: use a server that does"
+    )
+
+
 def long_object(key: str, url: str, most: int) -> CorruptCheckpointError:
     """The object, or what a server sends of it, is longer than it may be."""
     return CorruptCheckpointError(f"object {key!r} in {url} is too long: at most {most} bytes were expected")
