@@ -60,6 +60,13 @@ def test_usual_names_stay_readable() -> None:
     assert escape("a\u3000") == "a=E3=80=80"
 
 
+def test_which_characters_stay() -> None:
+    for char in map(chr, [*range(0xD800), *range(0xE000, 0x10100)]):
+        plain = char.isalnum() or char in "._-" if char.isascii() else char not in "\ufeff\ufffe\uffff"
+        stays = plain and not char.isspace() and not "\x80" <= char <= "\x9f"
+        assert (escape(f"a{char}a") == f"a{char}a") == stays, char
+
+
 @given(ANY_TEXT)
 @settings(max_examples=1500, deadline=None)
 def test_escaped_names_hold_nothing_refused(name: str) -> None:

@@ -50,11 +50,15 @@ MAX_COMPONENTS = 128
 _MARK = "=="
 _KEPT_BYTES = MAX_COMPONENT_BYTES - len(_MARK) - 32
 
-_WHITE_SPACE = r"\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-_BEYOND_ASCII = r"\xa1-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff"
-_POSITIONS = r"\A_(?=_)|\A\.|\.\Z|(?<=\Azarr)\.(?=json\Z)"
-_ESCAPED = re.compile(rf"[^A-Za-z0-9._\-{_BEYOND_ASCII}]|[{_WHITE_SPACE}]|{_POSITIONS}")
-_REFUSED = re.compile(rf"[^A-Za-z0-9._\-={_BEYOND_ASCII}]|[{_WHITE_SPACE}]|{_POSITIONS}")
+# Without white space and what XML cannot hold.
+_BEYOND_ASCII = (
+    r"\xa1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e\u2030-\u205e\u2060-\u2fff\u3001-\ud7ff\ue000-\ufefe\uff00-\ufffd"
+    r"\U00010000-\U0010ffff"
+)
+_PLAIN = rf"A-Za-z0-9._\-{_BEYOND_ASCII}"
+_ESCAPED = re.compile(rf"[^{_PLAIN}]|\A_(?=_)|\A\.|\.\Z|(?<=\Azarr)\.(?=json\Z)")
+_SOUND = re.compile(rf"(?!__|\.|zarr\.json\Z)[={_PLAIN}]+(?<!\.)")
+"""A component that :func:`escape` may have made; names of this package's own groups begin with "@"."""
 
 
 def escape(component: str) -> str:
@@ -146,9 +150,9 @@ def check_paths(paths: Iterable[object], where: str) -> tuple[str, ...]:
 def _name_fault(component: str) -> str | None:
     if not component:
         return "found an empty name, expected names joined by single '/'"
-    if found := _REFUSED.search(component):
-        # Names of this package's own groups begin with "@": a marker with one would have clean-ups delete other saves.
-        return f"expected {found[0]!r} in {component!r:.100} as {_code(found[0])!r}"
+    if not _SOUND.fullmatch(component):
+        # A marker that names one of this package's own groups would have clean-ups delete other saves' objects.
+        return f"found the name {component!r:.100}, expected one with each special character as '=XX'"
     if len(component.encode()) > MAX_COMPONENT_BYTES:
         return f"a name in it is longer than {MAX_COMPONENT_BYTES} bytes"
     return None
@@ -162,4 +166,4 @@ def _clash(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> Unsuppor
 
 
 def _code(text: str) -> str:
-    return "".join(f"={byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))
+    return "".join(f"={byte:02X}" for byte in text.encode())
