@@ -609,8 +609,8 @@ class Checkpoint(Mapping[str, Any]):
 
         Args:
             quick: only list: what is missing, or has another size. One request for each 1,000 objects or so, and two
-                where arrays are compressed; over HTTP, one request for each object. Otherwise everything is read and compared with its checksums, many
-                requests at a time.
+                where arrays are compressed; over HTTP, one request for each object. Otherwise everything is read and
+                compared with its checksums, many requests at a time.
             max_inflight_bytes: bound on the memory (default 512 MiB).
             progress: called as ``progress(bytes_done, bytes_total)`` while objects are read.
 
