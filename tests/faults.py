@@ -569,8 +569,8 @@ FORMAT = [
     Fault(
         "_format/names.py",
         "a document may name the package's own groups",
-        '    if component[0] == "@":',
-        '    if component == "@":',
+        "[={_UNCHANGED}]+",
+        "[@={_UNCHANGED}]+",
         ("test_names.py -k bad_paths",),
     ),
     Fault(

@@ -55,9 +55,9 @@ _BEYOND_ASCII = (
     r"\xa1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e\u2030-\u205e\u2060-\u2fff\u3001-\ud7ff\ue000-\ufefe\uff00-\ufffd"
     r"\U00010000-\U0010ffff"
 )
-_PLAIN = rf"A-Za-z0-9._\-{_BEYOND_ASCII}"
-_ESCAPED = re.compile(rf"[^{_PLAIN}]|\A_(?=_)|\A\.|\.\Z|(?<=\Azarr)\.(?=json\Z)")
-_SOUND = re.compile(rf"(?!__|\.|zarr\.json\Z)[={_PLAIN}]+(?<!\.)")
+_UNCHANGED = rf"A-Za-z0-9._\-{_BEYOND_ASCII}"
+_ESCAPED = re.compile(rf"[^{_UNCHANGED}]|\A_(?=_)|\A\.|\.\Z|(?<=\Azarr)\.(?=json\Z)")
+_SOUND = re.compile(rf"(?!__|\.|zarr\.json\Z)[={_UNCHANGED}]+(?<!\.)")
 """A component that :func:`escape` may have made; names of this package's own groups begin with "@"."""
 
 

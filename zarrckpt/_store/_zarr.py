@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from obstore.store import HTTPStore
 from zarr.abc.store import RangeByteRequest
 from zarr.abc.store import Store as ZarrStore
 from zarr.core.buffer import default_buffer_prototype
@@ -130,6 +129,8 @@ class WrappedZarrStore(ClientStore):
 
 def _lists_all(store: ZarrStore) -> bool:
     """Whether a store can list. Over HTTP there is nothing but web pages with links."""
+    from obstore.store import HTTPStore
+
     while isinstance(store, WrapperStore):
         store = store._store
     if isinstance(store, FsspecStore):
