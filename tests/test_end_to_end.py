@@ -124,7 +124,7 @@ def _interrupt_compiled(kind: str, place: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp1", "fsdp2", "hsdp", "fsdp2_tp"])
+@pytest.mark.parametrize("kind", ["plain", "fsdp1", "fsdp2_tp"])
 def test_a_compiled_training_goes_on(kind: str, tmp_path: Path) -> None:
     for losses in run_ranks(_interrupt_compiled, kind, str(tmp_path)):
         assert losses == pytest.approx(make("plain").train(4), rel=1e-9)
@@ -194,9 +194,9 @@ def test_dcps_async_saves_by_thread(tmp_path: Path) -> None:
     run_ranks(_async_saves, {"fsdp2_tp": str(tmp_path)}, AsyncCheckpointerType.THREAD)
 
 
-def test_dcps_async_saves_by_process(tmp_path: Path, moto_bucket: S3Place) -> None:
-    """On disk and on S3, which the daemons know from the environment."""
-    places = {"fsdp1_hsdp": str(tmp_path), "fsdp2": moto_bucket.url("run")}
+def test_dcps_async_saves_by_process(moto_bucket: S3Place) -> None:
+    """The daemons find the S3 endpoint and the keys in the environment."""
+    places = {"fsdp1_hsdp": moto_bucket.url("run")}
     env = {"MASTER_ADDR": "127.0.0.1", **moto_bucket.environment}
     run_ranks(_async_saves, places, AsyncCheckpointerType.PROCESS, env=env)
 

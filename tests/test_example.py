@@ -25,10 +25,10 @@ def run_example(*options: str, timeout: float = 300) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("options", [[], ["--s3", "--async", "--tp", "2"]], ids=["local", "s3-async-tp"])
-def test_the_loss_curve_continues(options: list[str], tmp_path: Path) -> None:
+def test_the_loss_curve_continues(tmp_path: Path) -> None:
+    """With all options; `.ci/run` runs the demo without any."""
     summary = tmp_path / "summary.json"
-    done = run_example(*SMALL, *SHORT, *FEWER, *options, "--json", str(summary))
+    done = run_example(*SMALL, *SHORT, *FEWER, "--s3", "--async", "--tp", "2", "--json", str(summary))
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(summary.read_text())
 
@@ -58,10 +58,9 @@ def run_that_resumes(url: Path, *options: str, ranks: int = 1) -> subprocess.Pop
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_is_ended_goes_on_where_it_was(ranks: int, tmp_path: Path) -> None:
-    """On the same or on fewer processes, to the same loss as one that nobody ended."""
-    with run_that_resumes(tmp_path / "run", "--steps", "100000", ranks=ranks) as first:
+def test_an_ended_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:
+    """It reaches the same loss as a run that was not ended."""
+    with run_that_resumes(tmp_path / "run", "--steps", "100000", ranks=2) as first:
         assert first.stdout is not None
         shown = [first.stdout.readline()]
         while "saves step" not in shown[-1]:
@@ -70,7 +69,7 @@ def test_a_run_that_is_ended_goes_on_where_it_was(ranks: int, tmp_path: Path) ->
         first.send_signal(signal.SIGTERM)
         rest, errors = first.communicate(timeout=120)
     ended = re.search(r"step (\d+) is saved", rest)
-    assert ended is not None and (first.returncode == 0 or ranks > 1), rest + errors
+    assert ended is not None, rest + errors
     step = int(ended[1])
     last = (step // 20 + 2) * 20
     texts = []
@@ -81,7 +80,7 @@ def test_a_run_that_is_ended_goes_on_where_it_was(ranks: int, tmp_path: Path) ->
         texts.append(text)
     assert f"goes on from step {step}\n" in texts[0] and "The run begins\n" in texts[1]
     one, other = (float(re.findall(rf"saves step {last}, loss (\S+)", text)[0]) for text in texts)
-    assert one == other if ranks == 1 else one == pytest.approx(other, rel=1e-5)
+    assert one == pytest.approx(other, rel=1e-5)
     assert f"{last}]" in texts[0] and len(re.findall(r"\d+", texts[0].splitlines()[-1])) <= 3  # two newest, one best
 
 

@@ -163,7 +163,7 @@ def of_no_interest(op: Op) -> bool:
 OTHERS: dict[str, tuple[list[Any], int | None]] = {
     "a removal": ([_remove], None),
     "an overwrite": ([_Replace], None),
-    "a removal that another process goes on with": ([_remove, _recover], 3),
+    "a removal that another process goes on with": ([_remove, _recover], 2),
 }
 """Who is at work beside a pin, and with how many interruptions of one by another one at most."""
 

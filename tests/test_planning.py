@@ -163,26 +163,6 @@ def test_what_is_sent_and_documents_grow_with_tensors_only() -> None:
     assert few[1] * 0.95 < many[1] < few[1] * 1.05 and many[0] < few[0] + 4 * 1024
 
 
-def test_the_benchmark_meets_its_targets() -> None:
-    script = Path(plan_scale.__file__)
-    command = [sys.executable, str(script), "--models", "8B", "--ranks", "1024", "--layouts", "fsdp-tp", "hsdp-tp"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=script.parents[1], timeout=300)
-    tables = [[line.split("|")[1:-1] for line in part.splitlines()] for part in found.stdout.strip().split("\n\n")]
-    planning, result, loads = [[dict(zip(table[0], row, strict=True)) for row in table[2:]] for table in tables]
-    assert [row[" ranks "].strip() for row in planning] == ["1,024"] * 2 and len(result) == 2
-    # On few ranks each one's own part takes less: it needs no processes.
-    for layout in ("fsdp-tp", "hsdp-tp"):
-        rows = plan_scale.measure(plan_scale.Case("8B", layout, 8), quick=True)
-        for head, found, own in zip(tables, (planning, result, loads), rows, strict=True):
-            found.append(dict(zip(head[0], (f" {cell} " for cell in own), strict=True)))
-    for row in planning:
-        assert float(row[" to the coordinator, KB "].replace(",", "")) < 500 and float(row[" its time, s "]) < 1
-        assert float(row[" a rank's own part, s "]) < 3 and float(row[" MB "]) < 100
-        assert int(row[" again: bytes a rank "]) <= 64
-    assert all(float(row[" max/mean written "]) <= 1.15 for row in result)
-    assert all(float(row[" a rank's own part, s "]) < 5 and float(row[" MB "]) < 100 for row in loads)
-
-
 # -- loads
 
 
