@@ -657,8 +657,8 @@ PLAN = [
     Fault(
         "_plan/chunking.py",
         "chunks of any number of pieces are merged",
-        "room = max(1, min(limit // (math.prod(chunk) * itemsize), most))",
-        "room = max(1, limit // (math.prod(chunk) * itemsize))",
+        "fitting = max(1, min(limit // (math.prod(chunk) * itemsize), most))",
+        "fitting = max(1, limit // (math.prod(chunk) * itemsize))",
         ("test_owners.py -k so_many_pieces",),
     ),
     Fault(
@@ -790,7 +790,7 @@ PLAN = [
     Fault(
         "_plan/plan.py",
         "the digest of a plan does not tell who writes what",
-        '        made.update(self.dealt.owner.astype("<i8").tobytes())\n',
+        '        digest.update(self.dealt.owner.astype("<i8").tobytes())\n',
         "",
         ("test_planning.py -k another_rank_writes",),
     ),

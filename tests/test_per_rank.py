@@ -200,8 +200,8 @@ def test_a_new_rank_is_an_error_unless_told_otherwise(tmp_path: Path) -> None:
     run_ranks(_save, url, world_size=2)
     text = all_ranks_raise(zarrckpt.KeyMismatchError, _load, url)
     assert "'rng.2.torch' is not in the checkpoint" in text and "'deep.parts.0.2' is not" in text
-    assert "'rng' has the state of 2 ranks (0 to 1), and this is rank 2" in text
-    assert "new_ranks='wrap') takes that of rank 0, new_ranks='keep' leaves" in text
+    assert "'rng' has the state of 2 ranks (0 to 1), but this is rank 2" in text
+    assert "new_ranks='wrap') loads the state of rank 0, new_ranks='keep' leaves" in text
     run_ranks(_load_more_ranks, url)
 
 
@@ -366,7 +366,7 @@ def test_what_was_not_saved_per_rank(tmp_path: Path) -> None:
     for name in ("rng", "seeds", "absent"):
         for new_ranks in ("error", "wrap"):
             state = {name: PerRank("mine", new_ranks=new_ranks)}
-            with pytest.raises(zarrckpt.KeyMismatchError, match=f"'{name}' has no rank's state in the checkpoint"):
+            with pytest.raises(zarrckpt.KeyMismatchError, match=f"'{name}' has no state of ranks in the checkpoint"):
                 zarrckpt.load(state, tmp_path / "one")
             assert zarrckpt.load(state, tmp_path / "one", strict=False).missing == (f"{name}.0",)
             assert state[name].value == "mine"

@@ -1,4 +1,1 @@
-"""The side door: ``torch.distributed.checkpoint`` (DCP) saves and loads through the steps of this package.
-
-The only room that knows DCP's classes.
-"""
+"""Save and load with ``torch.distributed.checkpoint`` (DCP). Only this package uses DCP's classes."""

@@ -1,4 +1,4 @@
-"""The connections on which the ranks of one DCP call hand each other pieces: DCP's own collectives carry no tensors."""
+"""Connections over which the ranks of one DCP call send pieces, because DCP's collectives carry no tensors."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ from zarrckpt._ranks.pieces import Pieces
 
 @dataclass(frozen=True)
 class ChannelName:
-    """What the coordinator tells all ranks with their plans: which connections, and whose."""
+    """The name and the members of the connections, which the coordinator sends to all ranks with their plans."""
 
     name: str
     members: tuple[int, ...]
-    """The ranks by their numbers in the default process group, in the order of the group that saves or loads."""
+    """The ranks in the default process group, in the order of the group that saves or loads."""
 
     @classmethod
     def new(cls, members: tuple[int, ...]) -> ChannelName:
-        """A name that was never used."""
+        """Return a unique name."""
         return cls(f"zarrckpt/dcp/{uuid.uuid4().hex}", members)
 
 
 class _Group:
-    """A private gloo group of all members, as :class:`Pieces` uses it. Collective over them. Raises PeerLost."""
+    """A private gloo group of all members for :class:`Pieces`. Collective over the members. Raises PeerLost."""
 
     def __init__(self, name: ChannelName) -> None:
         self._rank, self._size = name.members.index(global_rank()), len(name.members)
-        # A clone: a blocked request must not hold the connection that training uses.
+        # A clone of the store, so that a blocked request does not block the connection that training uses.
         store = c10d.PrefixStore(name.name, cloned(default_store()))
         try:
-            # Connected at once: no mesh tells here of a rank that never comes.
+            # Connect at once, because no mesh detects a missing rank here.
             self._group: Any = gloo_group(store, self._rank, self._size, lazy=False)
-            # Nobody hangs up before all have joined: whoever still connects to others would fail, and they would wait
-            # for it until the timeout.
+            # No rank closes its connections before all have joined. Otherwise a rank that still connects would fail,
+            # and the others would wait for it until the timeout.
             if store.add("joined", 1) == self._size:
                 store.set("complete", "")
             store.wait(["complete"], links.CONNECT_TIMEOUT)
         except RuntimeError as err:
-            raise PeerLost(f"the ranks {list(name.members)} were not connected: {str(err).splitlines()[0]}") from None
+            raise PeerLost(f"ranks {list(name.members)} could not be connected: {str(err).splitlines()[0]}") from None
 
     def piece(self, way: str, peer: int, data: Any) -> Any:
         """Begin to send or receive a piece."""
         return getattr(self._group, way)([torch.from_numpy(data)], peer, 0)
 
     def close(self) -> None:
-        """Hang up: every rank that waits for this one is told."""
+        """Close the connections. Ranks that wait for this one get an error."""
         hang_up(self._group, [peer for peer in range(self._size) if peer != self._rank])
 
 
 _in_use: list[_Group] = []
-"""Of the last calls: who hangs up early cuts off what is still on its way to others."""
+"""The groups of the last calls. They are closed late, because closing cuts off pieces that are still being sent."""
 
 
 _parent_groups: list[_Group] = []
-"""Of the process that this one was forked from: gloo's threads do not exist here, so nothing is closed."""
+"""The groups of the parent process after a fork. gloo's threads do not exist here, so they cannot be closed."""
 
 
 def _forget_groups() -> None:
@@ -78,13 +78,13 @@ os.register_at_fork(after_in_child=_forget_groups)
 
 @atexit.register
 def forget_channels() -> None:
-    """Let go of all connections: gloo's threads must end before the interpreter does."""
+    """Drop all connections, because gloo's threads must end before the interpreter does."""
     _in_use.clear()
 
 
 @contextlib.contextmanager
 def pieces_connected(name: ChannelName | None) -> Iterator[Pieces | None]:
-    """The connections for a block, if there are any; a rank that fails in it hangs up. Raises PeerLost."""
+    """Connect the ranks for a block, or yield None without a name. An error closes the connections. Raises PeerLost."""
     if name is None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""Entries of a checkpoint as a folder of ``torch.distributed.checkpoint`` (DCP), by DCP's own writer."""
+"""Export entries of a checkpoint as a folder of ``torch.distributed.checkpoint`` (DCP) with DCP's own writer."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def export_dcp(
     max_inflight_bytes: int,
     progress: Progress | None,
 ) -> ExportReport:
-    """Write entries, fqn -> where they go, see ``Checkpoint.to_dcp``. ``values`` are the non-tensors."""
+    """Write entries with the new paths of ``paths``, see ``Checkpoint.to_dcp``. ``values`` are the non-tensors."""
     target = target.rstrip("/") or target
     nodes = {fqn: catalog.root.tensors[fqn] for fqn in paths if fqn not in values}
     for node in nodes.values():
         catalog.refuse_unbacked_size(node)
     _refuse_foreign(target, overwrite)
     total = sum(node.nbytes for node in nodes.values())
-    # A third for what is read, one for what is on its way there, one for what DCP makes of it.
+    # One third each for data that is read, for data in transfer, and for DCP's copies.
     planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), Tally(total, progress))
     with _new_folder(target, overwrite) as part, errors_as_ours():
         _save(planner, _Writer(part, target))
@@ -61,7 +61,7 @@ def export_dcp(
 
 
 def _save(planner: DefaultSavePlanner, writer: FileSystemWriter) -> None:
-    """What ``dcp.save`` does in a process alone, without its warning that there is no process group."""
+    """Do the steps of ``dcp.save`` in a single process, without its warning about a missing process group."""
     writer.reset()
     planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -71,7 +71,7 @@ def _save(planner: DefaultSavePlanner, writer: FileSystemWriter) -> None:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans the chunks of stored tensors as what DCP saves; they are read when the writer comes to them."""
+    """Plans the chunks of stored tensors as DCP's items. Each chunk is read shortly before it is written."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class _Planner(DefaultSavePlanner):
         self._read: dict[MetadataIndex, torch.Tensor] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """An item for each chunk, an item for each value; where they are nested, for DCP's loaders."""
+        """Return the plan with an item per chunk and per value, and the state paths for DCP's loaders."""
         items = [item for name, fqn in self._fqns.items() for item in self._items(name, fqn)]
-        # Plain tuples: whoever unpickles them need not have this package.
+        # Plain tuples, so that unpickling does not need this package.
         self.plan = SavePlan(items, planner_data={name: (*path,) for name, path in self._paths.items()})
         return self.plan
 
@@ -110,7 +110,7 @@ class _Planner(DefaultSavePlanner):
             yield WriteItem(MetadataIndex(name, box.offset), kind, tensor_data=TensorWriteData(chunk, properties, size))
 
     def files(self, items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-        """The items of one file after the other, which have been read then."""
+        """Yield the items of each file after their data were read."""
         values = [item for item in items if item.type == WriteItemType.BYTE_IO]
         if values:
             yield values
@@ -131,12 +131,12 @@ class _Planner(DefaultSavePlanner):
         return StoredBox(node, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What an item stands for: a value, or a part of a tensor, which is handed out once."""
+        """Return the value or the tensor of an item. A tensor is returned once and then dropped."""
         return self._read.pop(index) if index in self._read else self._values[self._fqns[index.fqn]]
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer, which keeps all tensors of a file in memory until it is whole: here files are of bounded size."""
+    """DCP's writer with files of bounded size, because it holds all tensors of a file in memory."""
 
     def __init__(self, path: str, target: str) -> None:
         super().__init__(path, thread_count=1, per_thread_copy_ahead=0)
@@ -154,12 +154,12 @@ class _Writer(FileSystemWriter):
         return future
 
     def storage_meta(self) -> StorageMeta | None:
-        """What the metadata says about where they are: not the name that they are written under."""
+        """Return metadata with the final name of the folder, not with the temporary one."""
         return StorageMeta(checkpoint_id=self._target, save_id=self.save_id)
 
 
 def _refuse_foreign(target: str, overwrite: bool) -> None:
-    """Raise StorageError where something is there that is not to be, or must not be, replaced."""
+    """Raise StorageError if the target exists and must not be replaced."""
     if not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target)):
         return
     if not overwrite:
@@ -174,7 +174,7 @@ def _refuse_foreign(target: str, overwrite: bool) -> None:
 
 @contextmanager
 def _new_folder(target: str, overwrite: bool) -> Iterator[str]:
-    """Yield a folder that gets its own name, in place of one that is there, when the block ends without an error.
+    """Yield a temporary folder that replaces the target when the block ends without an error.
 
     Of several exports to one target at the same time, one wins as a whole.
     """

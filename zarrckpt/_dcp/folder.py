@@ -1,8 +1,7 @@
-"""A folder of ``torch.distributed.checkpoint`` (DCP), as its FileSystemWriter leaves it: entries for a save.
+"""Read a folder of ``torch.distributed.checkpoint`` (DCP) as its FileSystemWriter writes it.
 
-``.metadata`` is a pickle, which is decoded without pickle (:mod:`zarrckpt._dcp.metadata_pickle`) unless the caller
-trusts the folder.
-Each piece of a tensor is a small archive of ``torch.save`` within a file; its bytes are used where they are.
+``.metadata`` is a pickle. It is decoded without pickle (:mod:`zarrckpt._dcp.metadata_pickle`) unless the caller trusts
+the folder. Each piece of a tensor is a small ``torch.save`` archive within a file. Its bytes are used without a copy.
 """
 
 from __future__ import annotations
@@ -65,26 +64,26 @@ class _FilePart(io.RawIOBase):
 
 
 class DcpFolder:
-    """The entries of a folder; tensors are views of its files."""
+    """The entries of a folder. Tensors are views of its files."""
 
     def __init__(self, path: Path, *, allow_pickle: bool) -> None:
         self._path = path
         self._allow_pickle = allow_pickle
         self._metadata, self.paths = _read_metadata(path, allow_pickle)
-        """The paths are those in the state dict that was saved, by flat name."""
+        """``paths`` are the paths in the saved state dict, by fqn."""
         self._files: dict[str, torch.UntypedStorage] = {}
         self._without_data = without_data()
 
     def leaf(self, fqn: str) -> Any:
-        """An entry: a tensor, the pieces of one, or a value.
+        """Return an entry: a tensor, its pieces, or a value.
 
-        Raises UnsafeValueError for a value that ``weights_only=True`` refuses, CorruptCheckpointError.
+        Raises UnsafeValueError for a value that ``weights_only=True`` refuses, and CorruptCheckpointError.
         """
         entry = self._metadata.state_dict_metadata[fqn]
         if isinstance(entry, BytesStorageMetadata):
             return self._value(fqn)
         if not entry.chunks:
-            raise CorruptCheckpointError(f"{self._path / METADATA} does not say where {fqn!r} is")
+            raise CorruptCheckpointError(f"{self._path / METADATA} has no location of {fqn!r}")
         whole = [box for box in entry.chunks if box.sizes == entry.size]
         if whole:
             return self._piece(fqn, whole[0], entry)
@@ -103,12 +102,12 @@ class DcpFolder:
                 return value
             except pickle.UnpicklingError as err:
                 raise UnsafeValueError(
-                    f"the value {fqn!r} in {self._path} is more than tensors and plain values: allow_pickle=True runs "
-                    "its code, if you trust it; or leave it out with keys="
+                    f"the value {fqn!r} in {self._path} contains objects other than tensors and plain values: if you "
+                    "trust the folder, allow_pickle=True loads it and runs its code; or leave it out with keys="
                 ) from err
 
     def _piece(self, fqn: str, box: ChunkStorageMetadata, entry: TensorStorageMetadata) -> torch.Tensor:
-        """One saved piece, as a view of its file."""
+        """Return a saved piece as a view of its file."""
         with self._reading(fqn, MetadataIndex(fqn, box.offsets)) as (file, info):
             with self._without_data:
                 fake = load_torch(file)
@@ -118,20 +117,20 @@ class DcpFolder:
                     f"{fake.dtype} of {tuple(fake.shape)}, expected {entry.properties.dtype} of {tuple(box.sizes)}"
                 )
             begin = info.offset + checkpoint_offset(fake.untyped_storage())
-            # By the view's own extent: torch 2.10 says more of a storage than there is.
+            # Computed from the extent of the view, because torch 2.10 reports too large storages.
             steps = zip(fake.shape, fake.stride(), strict=True)
             last = fake.storage_offset() + sum((size - 1) * stride for size, stride in steps)
             nbytes = (last + 1) * fake.itemsize if fake.numel() else 0
             if begin + nbytes > info.offset + info.length:
                 raise ValueError(f"{nbytes} bytes from {begin} on are more than there are")
-            # The bytes may be unaligned: numpy looks at the address, and torch does not mind.
+            # The bytes can be unaligned, which torch supports.
             memory = self._file(info.relative_path)[begin : begin + nbytes]
             empty = torch.empty(0, dtype=fake.dtype, device="cpu")
             return empty.set_(memory, fake.storage_offset(), fake.shape, fake.stride())
 
     @contextmanager
     def _reading(self, fqn: str, index: MetadataIndex) -> Iterator[tuple[Any, Any]]:
-        """What was saved of an entry, as a file, and where it is. What is wrong in it is a CorruptCheckpointError."""
+        """Yield the saved bytes of an entry as a file, and their location. Raises CorruptCheckpointError for damage."""
         where = f"{fqn!r}" if index.offset is None else f"the piece of {fqn!r} at {tuple(index.offset)}"
         info: Any = (self._metadata.storage_data or {}).get(index)
         if info is None:

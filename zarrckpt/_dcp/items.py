@@ -1,4 +1,4 @@
-"""DCP's plans as descriptions, and its planners as sources of what is written."""
+"""Convert DCP's plans to descriptions, and use DCP's planners as sources of the data to write."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from zarrckpt._state.digests import content_digest
 
 @dataclass(frozen=True)
 class Notes:
-    """What our save planner knows and DCP's plan has no place for."""
+    """Data of our save planner that DCP's plan cannot carry."""
 
     digests: Mapping[MetadataIndex, bytes]
-    """Of what each item stands for."""
+    """The digest of each item's contents."""
     lowest_rank_saves: bool
-    """Whether replicas are all saved by the lowest rank that holds them, instead of being dealt."""
+    """Whether the lowest rank that holds a replica writes it, instead of all holders in parts."""
     empty: frozenset[str]
     """The names of empty dicts."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank, as the coordinator must know it: with all of its items, before DCP leaves replicas out."""
+    """Data of one rank for the coordinator, with all its items before DCP removes replicas."""
 
     rank: int
     items: Sequence[WriteItem]
@@ -47,14 +47,14 @@ class Facts:
 
 
 def check_item(item: WriteItem) -> None:
-    """Refuse what has no place in a checkpoint before anything is planned. Raises UnsupportedValueError."""
+    """Raise UnsupportedValueError for an item that cannot be saved."""
     if item.tensor_data is None:
         return
     properties = item.tensor_data.properties
     if properties.layout != torch.strided:
         raise UnsupportedValueError(
-            f"{item.index.fqn!r} is a tensor with layout {properties.layout}; only strided (dense) tensors can be "
-            "saved: convert it with .to_dense(), or save its parts"
+            f"{item.index.fqn!r} is a tensor with layout {properties.layout}, expected a strided (dense) tensor: "
+            "convert it with .to_dense(), or save its parts"
         )
     try:
         dtypes.by_torch_name(str(properties.dtype))
@@ -63,11 +63,10 @@ def check_item(item: WriteItem) -> None:
 
 
 def whole_plans(plans: list[SavePlan]) -> list[SavePlan]:
-    """The plans of all ranks after the planner's global step, those included that DCP's plan cache has left out.
+    """Return the plans of all ranks after the planner's global step, including those that DCP's plan cache omits.
 
-    Ranks send whole plans each time, since our writer empties the cache of what they sent last. But of the merged plans
-    the cache keeps those that are as they were, and gives empty ones in their place. Raises CheckpointError where it
-    does not say which they are.
+    Ranks always send whole plans, because our writer clears the cache of sent plans. But the cache also replaces
+    unchanged merged plans by empty ones. Raises CheckpointError if the cache does not determine the omitted plans.
     """
     if all(plan.usable for plan in plans):
         return plans
@@ -86,10 +85,9 @@ def whole_plans(plans: list[SavePlan]) -> list[SavePlan]:
 
 
 def descriptions_of(plans: Sequence[SavePlan]) -> tuple[AllDescriptions, list[dict[ReplicaPart, bytes]]]:
-    """What all ranks have to save, as descriptions; and the digests of each rank's parts."""
+    """Return the descriptions of all ranks' states, and the digests of each rank's parts."""
     facts: list[Facts] = [plan.storage_data for plan in plans]
-    # A planner leaves out all but one of the replicas, but may also leave out, or add, what it likes: it is asked by
-    # name and offset.
+    # A planner removes all replicas but one, and can also remove or add other items. So items are compared by index.
     kept = {item.index for plan in plans for item in plan.items}
     paths = _state_paths(plans)
     items = [_merged_items(plan.items, fact.items, kept) for plan, fact in zip(plans, facts, strict=True)]
@@ -101,15 +99,15 @@ def descriptions_of(plans: Sequence[SavePlan]) -> tuple[AllDescriptions, list[di
 def _merged_items(
     planned: Sequence[WriteItem], before: Sequence[WriteItem], kept: set[MetadataIndex]
 ) -> list[WriteItem]:
-    """A rank's items before the planner's global step, of those that it left with any rank; then those it added."""
+    """Return a rank's items before the global step that remained on any rank, then the items that the step added."""
     known = {item.index for item in before}
     return [item for item in before if item.index in kept] + [item for item in planned if item.index not in known]
 
 
 def _state_paths(plans: Sequence[SavePlan]) -> dict[str, StatePath]:
-    """fqn -> path from DCP's ``planner_data``, which a planner that does not flatten leaves out.
+    """Return the state paths by fqn from DCP's ``planner_data``, which planners without flattening omit.
 
-    In the order of the first rank's; of several paths the last rank's counts.
+    They are in the order of the first rank. If paths differ, the last rank's is used.
     """
     found = [plan.planner_data for plan in plans if isinstance(plan.planner_data, Mapping)]
     return {fqn: StatePath.of(path) for one in found for fqn, path in one.items()}
@@ -119,7 +117,7 @@ def _description(items: Iterable[WriteItem], paths: Mapping[str, StatePath], not
     by_name: dict[str, list[WriteItem]] = {}
     for item in items:
         by_name.setdefault(item.index.fqn, []).append(item)
-    # In the order of the state dict, which the plans themselves lose where replicas are dealt over ranks.
+    # Restore the order of the state dict, which plans lose when replicas are distributed over ranks.
     ordered = [fqn for fqn in paths if fqn in by_name] + sorted(by_name.keys() - paths.keys())
     entries = [_entry_of_item(paths.get(fqn) or StatePath.of((fqn,)), by_name[fqn], notes) for fqn in ordered]
     return Description(tuple(entries), (), notes is not None, notes is not None and notes.lowest_rank_saves)
@@ -148,13 +146,13 @@ def _digests(items: Iterable[WriteItem], notes: Notes | None) -> dict[ReplicaPar
 
 
 def item_box(item: WriteItem) -> Box:
-    """The region of the global tensor that an item holds (DCP calls it a chunk)."""
+    """Return the box of the global tensor that an item holds. DCP calls it a chunk."""
     assert item.tensor_data is not None
     return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
 def notes_of(plan: SavePlan, planner: DefaultSavePlanner) -> Notes:
-    """The notes of a plan: digests of all its items that have one. Copies at most 64 KiB of each tensor to the host."""
+    """Return digests and other notes of a plan's items. Copies at most 64 KiB of each tensor to the host."""
     found = {item.index: planner.lookup_object(item.index) for item in plan.items}
     digests = {index: content_digest(index.fqn, value) for index, value in found.items()}
     empty = frozenset(index.fqn for index, value in found.items() if isinstance(value, Mapping) and not value)
@@ -163,7 +161,7 @@ def notes_of(plan: SavePlan, planner: DefaultSavePlanner) -> Notes:
 
 
 def resolves_as_dcp(planner: SavePlanner) -> bool:
-    """Whether a planner makes nothing else of what it looks up than DCP's default one does."""
+    """Whether a planner resolves items exactly as DCP's default planner does."""
     return (
         isinstance(planner, DefaultSavePlanner)
         and type(planner).resolve_data is DefaultSavePlanner.resolve_data
@@ -172,7 +170,7 @@ def resolves_as_dcp(planner: SavePlanner) -> bool:
 
 
 class PlannerSource:
-    """What a planner of DCP gives for the items of a rank's plan."""
+    """A source of the data to write that resolves items with a DCP planner."""
 
     def __init__(self, planner: SavePlanner, items: Iterable[WriteItem], own_memory: bool) -> None:
         self._planner = planner
@@ -182,15 +180,14 @@ class PlannerSource:
         self.own_memory = own_memory
 
     def tensor(self, fqn: str, box: Box) -> Any:
-        """The tensor of a box."""
+        """Return the tensor of a box."""
         return self._planner.resolve_data(self._items[fqn, box.offset])
 
     def value(self, fqn: str) -> Any:
-        """A non-tensor entry as the object that it is.
+        """Return a non-tensor entry as an object.
 
-        DCP's planners wrap every such object in ``torch.save`` bytes, a BytesIO too; so the object itself is asked for
-        where the planner has not changed that rule. A planner with a rule of its own gives bytes that only it
-        understands.
+        DCP's planners wrap every such object in ``torch.save`` bytes, even a BytesIO. So the object itself is looked up
+        if the planner has not changed this rule. Other planners return bytes that only they understand.
         """
         item = self._items[fqn, None]
         if resolves_as_dcp(self._planner):
@@ -200,6 +197,6 @@ class PlannerSource:
             data.seek(0)
             try:
                 return load_torch(data)
-            except Exception:  # any bytes at all may be in there; then they are kept as they are
+            except Exception:  # The bytes can be anything, and are then stored unchanged.
                 data.seek(0)
         return data

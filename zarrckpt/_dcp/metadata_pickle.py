@@ -1,8 +1,8 @@
 """Decode the ``.metadata`` of ``torch.distributed.checkpoint`` (DCP), which is a pickle, without pickle.
 
-Python's own unpickler restricted to some classes is not enough: it sets attributes of these classes, allocates what a
-file claims, and hashes and prints nested tuples for hours. The decoder here knows the opcodes and classes that DCP
-writes. It calls none of the classes, and its work and memory are bounded by the size of the file.
+Python's unpickler is unsafe even if it is restricted to some classes: it sets attributes of these classes, allocates
+as much memory as a file claims, and can hash or print nested tuples for hours. The decoder here supports the opcodes
+and classes that DCP writes. It calls none of the classes. The file size bounds its work and memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_KEY_PARTS = 100
 
 @dataclasses.dataclass
 class FilePart:
-    """The place of an entry in a file, as DCP's ``_StorageInfo``."""
+    """The location of an entry in a file, like DCP's ``_StorageInfo``."""
 
     relative_path: str
     offset: int
@@ -57,20 +57,20 @@ _CLASSES: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): FilePart,
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): TensorProperties,
 }
-"""Classes of which the decoder makes instances and sets the fields."""
+"""Classes that the decoder creates without a call, and whose fields it sets."""
 
 _NOT_NEEDED = {
     (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     ("torch.serialization", "_get_layout"),
 }
-"""Classes and functions whose results DCP saves and nobody reads: each becomes None. Paths, too."""
+"""Classes and functions whose results are not needed, and become None. Paths become None too."""
 
 
 def decode_metadata(data: bytes) -> Any:
-    """Return what a ``.metadata`` holds; :func:`check_metadata` makes sure that it is DCP's metadata.
+    """Return the contents of a ``.metadata`` file. :func:`check_metadata` checks them.
 
-    Takes about 1 s per 2 MB. Raises UnsafeValueError for a class that is not DCP's; other damage may raise any error.
+    Takes about 1 s per 2 MB. Raises UnsafeValueError for a class that is not DCP's. Damage can raise any error.
     """
     if len(data) > MAX_METADATA_BYTES:
         raise ValueError(f"{len(data)} bytes, expected at most {MAX_METADATA_BYTES}")
@@ -78,7 +78,7 @@ def decode_metadata(data: bytes) -> Any:
 
 
 class _Global:
-    """The name of a class or function in the pickle; it is neither imported nor called."""
+    """The name of a class or function in the pickle, which is neither imported nor called."""
 
     __slots__ = ("make",)
 
@@ -87,7 +87,7 @@ class _Global:
 
 
 class _Decoder:
-    """The machine that a pickle is a program for."""
+    """The stack machine that interprets a pickle."""
 
     def __init__(self, size: int) -> None:
         self._stack: list[Any] = []
@@ -105,7 +105,7 @@ class _Decoder:
             elif name == "STOP":
                 return self._stack.pop()
             elif name not in ("PROTO", "FRAME"):
-                raise ValueError(f"the opcode {name}, which DCP does not write")
+                raise ValueError(f"opcode {name} is not supported, because DCP does not write it")
             if len(self._stack) > _MAX_STACK:
                 raise ValueError(f"more than {_MAX_STACK} objects on the stack")
         raise ValueError("it does not end")
@@ -162,7 +162,7 @@ class _Decoder:
         self._stack.append(self._memo[number])
 
     def find(self, names: str | None) -> None:
-        """Push a class or function by its module and name, or the dtype of that name."""
+        """Push a class or function with this module and name, or the dtype with this name."""
         module, name = (self._stack.pop(-2), self._stack.pop()) if names is None else names.split(" ", 1)
         if module == "torch" and isinstance(found := getattr(torch, str(name), None), torch.dtype):
             self._stack.append(found)
@@ -181,8 +181,8 @@ class _Decoder:
         if (module, name) == ("zarrckpt._format.state_path", "StatePath"):
             return self._state_path
         raise UnsafeValueError(
-            f"the metadata need {module}.{name}, which is none of DCP's own: allow_pickle=True runs its code, if you "
-            "trust the folder"
+            f"the metadata need {module}.{name}, which does not belong to DCP: if you trust the folder, "
+            "allow_pickle=True loads it and runs its code"
         )
 
     def call(self, _: Any) -> None:
@@ -192,7 +192,7 @@ class _Decoder:
         self._stack.append(found.make(arguments))
 
     def build(self, _: Any) -> None:
-        """Set the fields of a record that was made here."""
+        """Set the fields of a record that the decoder has created."""
         state, target = self._stack.pop(), self._stack[-1]
         if type(target) is TensorProperties and type(state) is tuple and state:
             state = {"dtype": state[0]}
@@ -210,16 +210,16 @@ class _Decoder:
     def _size(self, arguments: tuple[Any, ...]) -> torch.Size:
         (sizes,) = arguments
         if type(sizes) is not tuple or len(sizes) > _MAX_DIMENSIONS:
-            raise ValueError("a torch.Size of something else than integers")
+            raise ValueError("a torch.Size that does not consist of integers")
         self._spend(len(sizes))
         if not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
-            raise ValueError("a torch.Size of something else than integers")
+            raise ValueError("a torch.Size that does not consist of integers")
         return torch.Size(sizes)
 
     def _state_path(self, arguments: tuple[Any, ...]) -> StatePath:
         keys, containers, ranks, rank_at = arguments
         if not all(type(part) is tuple for part in (keys, containers, ranks)) or len(keys) > MAX_FILE_DEPTH:
-            raise ValueError("a StatePath of something else than keys")
+            raise ValueError("a StatePath that does not consist of keys")
         self._spend(len(keys) + len(ranks) + sum(len(key) for key in keys if type(key) is tuple))
         for key in keys:
             is_flat = type(key) is not tuple or not any(type(part) is tuple for part in key)
@@ -268,13 +268,13 @@ _OPCODES: dict[str, Callable[[_Decoder, Any], None]] = {
 
 
 def check_metadata(found: object) -> Metadata:
-    """Return DCP's metadata if each part has the type that DCP gives it. Raises ValueError."""
+    """Return DCP's metadata if each part has the expected type. Raises ValueError."""
     if not isinstance(found, Metadata):
         raise ValueError(f"it holds a {type(found).__name__}, expected Metadata")
     entries, places = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
     if not isinstance(entries, Mapping) or not isinstance(places, Mapping | None):
         raise ValueError("it has no entries")
-    checked: dict[int, set[int]] = {}  # the dimensions in lists of chunks, by identity: entries may share one
+    checked: dict[int, set[int]] = {}  # the dimensions of lists of chunks by id, because entries can share a list
     for fqn, entry in entries.items():
         if type(fqn) is not str or not is_unicode(fqn):
             raise ValueError(f"a {type(fqn).__name__} as the name of an entry")
@@ -282,12 +282,12 @@ def check_metadata(found: object) -> Metadata:
             raise ValueError(f"{fqn!r:.200} is neither a tensor nor a value")
     for index, place in (places or {}).items():
         if not _is_index(index) or not _is_place(place):
-            raise ValueError(f"the place of {getattr(index, 'fqn', None)!r:.200} is not that of a part of a file")
+            raise ValueError(f"the location of {getattr(index, 'fqn', None)!r:.200} is not a part of a file")
     return found
 
 
 def paths_of(metadata: Metadata) -> dict[str, StatePath]:
-    """Return the path of each entry in the state dict that was saved, by flat name. Raises ValueError."""
+    """Return the path of each entry in the saved state dict, by fqn. Raises ValueError."""
     known = getattr(metadata, "planner_data", None)
     nested: Mapping[Any, Any] = known if isinstance(known, Mapping) else {}
     found: dict[str, StatePath] = {}

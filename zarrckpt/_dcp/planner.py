@@ -1,4 +1,4 @@
-"""DCP planners that keep what DCP's own lose, and check all of a load before any of it."""
+"""DCP planners that keep more of a state than DCP's own, and check a whole load before its first read."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ from zarrckpt._state.optimizers import SavedTensor
 
 
 class ZarrSavePlanner(DefaultSavePlanner):
-    """DCP's default planner that also keeps empty dicts, keys that are no strings, and OrderedDicts.
+    """DCP's default planner that also keeps empty dicts, the types of keys, and OrderedDicts.
 
-    Takes the arguments of :class:`~torch.distributed.checkpoint.DefaultSavePlanner` but ``flatten_state_dict``,
-    which is always true; ``enable_plan_caching`` changes nothing. Pass it as ``planner`` to ``dcp.save``.
+    Pass it as ``planner`` to ``dcp.save``. It has the arguments of
+    :class:`~torch.distributed.checkpoint.DefaultSavePlanner` except ``flatten_state_dict``, which is always true.
+    ``enable_plan_caching`` has no effect.
     """
 
     def __init__(self, *, dedup_save_to_lowest_rank: bool = False, enable_plan_caching: bool = False) -> None:
-        # DCP's cache takes plans of other dtypes and containers for the same, and is one for all groups of a process.
+        # DCP's cache ignores dtypes and containers, and is shared by all groups of a process.
         super().__init__(dedup_save_to_lowest_rank=dedup_save_to_lowest_rank)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Flatten this rank's state. Raises UnsupportedValueError listing tensors that can't be saved."""
+        """Flatten this rank's state. Raises UnsupportedValueError with a list of tensors that cannot be saved."""
         flat, paths = flatten(state_dict)
         refuse_unsaveable(flat)
         self.mappings = dict(paths)
@@ -63,17 +64,17 @@ class ZarrSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What an item of the plan stands for: of a tensor, the piece that begins at the index's offset."""
+        """Return the value of an item, or the piece of a tensor at the index's offset."""
         piece = _piece(self.state_dict, index)
         return super().lookup_object(index) if piece is None else piece
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's items, with notes of what they stand for where there are other ranks to compare with."""
+        """Return the plan of this rank's items, with digests of their contents if there are other ranks."""
         plan = super().create_local_plan()
         return dataclasses.replace(plan, storage_data=notes_of(plan, self)) if in_use() else plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Merge all ranks' plans. Raises UnsupportedLayoutError where their boxes overlap or leave gaps."""
+        """Merge the plans of all ranks. Raises UnsupportedLayoutError if their boxes overlap or leave gaps."""
         try:
             return super().create_global_plan(all_plans)
         except ValueError as err:
@@ -81,13 +82,13 @@ class ZarrSavePlanner(DefaultSavePlanner):
 
 
 def gives_the_states_own(planner: SavePlanner) -> bool:
-    """Whether a planner gives the tensors of the state, not what it makes of them, which nobody else keeps."""
+    """Whether a planner returns the tensors of the state themselves, not temporary tensors made from them."""
     found = (DefaultSavePlanner.lookup_object, ZarrSavePlanner.lookup_object)
     return resolves_as_dcp(planner) and getattr(type(planner), "lookup_object", None) in found
 
 
 def _piece(flat: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None:
-    """The piece of a sharded tensor at an index; None for what is none."""
+    """Return the piece of a sharded tensor at an index, or None for other entries."""
     leaf = flat.get(index.fqn)
     if not isinstance(leaf, DcpTensor):
         return None
@@ -96,13 +97,13 @@ def _piece(flat: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None
 
 
 class ZarrLoadPlanner(DefaultLoadPlanner):
-    """DCP's default planner that checks every key, shape and dtype before a byte is read, and lists all that differ.
+    """DCP's default planner that checks every key, shape and dtype before the first read, and lists all differences.
 
-    Non-tensor targets are replaced by what was saved, whole containers included; pickled values load only where the
-    reader was told so. Tensor targets are filled in place.
+    Tensor targets are filled in place. Other targets, including whole containers, are replaced by the saved values.
+    Pickled values load only with the reader's ``allow_pickle``.
 
     Args:
-        strict: a target key that the checkpoint lacks raises KeyMismatchError; otherwise that target stays as it is.
+        strict: raise KeyMismatchError for a target key that the checkpoint lacks. Otherwise the target is unchanged.
         allow_cast: convert to the target's dtype instead of raising KeyMismatchError.
     """
 
@@ -117,7 +118,7 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Match this rank's targets with the checkpoint's entries. Raises KeyMismatchError listing all differences."""
+        """Match this rank's targets with the checkpoint's entries. Raises KeyMismatchError with all differences."""
         assert metadata is not None
         self.original_state_dict = state_dict
         self.metadata = metadata
@@ -134,7 +135,7 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         }
 
     def create_local_plan(self) -> LoadPlan:
-        """One read item for each of this rank's boxes; ranks outside a DTensor's mesh have none."""
+        """Return the plan with a read item for each box of this rank. Ranks outside a DTensor's mesh have no box."""
         assert self.metadata is not None
         items: list[ReadItem] = []
         boxes: dict[str, list[Any]] = {}
@@ -150,16 +151,16 @@ class ZarrLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The memory of this rank's piece that begins at the index's offset."""
+        """Return the memory of this rank's piece at the index's offset."""
         piece = _piece(self.state_dict, index)
         return super().lookup_tensor(index) if piece is None else piece
 
     def load_value(self, read_item: ReadItem, value: object) -> None:
-        """Take a non-tensor entry as the object that it is. Called by our reader in place of ``load_bytes``."""
+        """Accept a decoded non-tensor entry. The reader of this package calls it instead of ``load_bytes``."""
         self._values[read_item.dest_index.fqn] = value
 
     def finish_load(self) -> None:
-        """Put values and rebuilt subtrees into the original state, after everything was read."""
+        """Put values and rebuilt subtrees into the original state after all reads."""
         self._match.finish(self._values)
 
 
@@ -174,7 +175,7 @@ def _saved(metadata: Metadata) -> Saved:
 
 
 class DcpTensor:
-    """Takes a sharded tensor's place in a planner's flat state: DCP asks it for write items and for boxes."""
+    """Replaces a sharded tensor in a planner's flat state. DCP gets write items and boxes from it."""
 
     def __init__(self, held: HeldTensor) -> None:
         self.held = held
@@ -195,5 +196,5 @@ class DcpTensor:
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
-    """A box as DCP knows it."""
+    """Return a box as DCP's ChunkStorageMetadata."""
     return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))

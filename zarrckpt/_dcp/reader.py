@@ -1,4 +1,4 @@
-"""The DCP storage reader: one method a step, in the order in which DCP calls them."""
+"""The DCP storage reader. Its methods are in the order in which DCP calls them."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from zarrckpt._store import StoreSpec, Url
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """One rank, as the coordinator must know it."""
+    """Data of one rank for the coordinator."""
 
     rank: int
     save_id: str
-    """Which save this rank is about to load."""
+    """The id of the save that this rank is about to load."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _LoadTask:
-    """What the coordinator gives each rank with its plan."""
+    """The data that the coordinator sends to each rank with its plan."""
 
     shares: Shares
     channel: ChannelName | None
@@ -63,19 +63,16 @@ class _LoadTask:
 class ZarrStorageReader(StorageReader):
     """Load a checkpoint of this package with ``torch.distributed.checkpoint``, into any sharding.
 
-    Pass it as ``dcp.load(state_dict, storage_reader=ZarrStorageReader(url))``, or give the url as
-    ``checkpoint_id``. Each rank fetches what its own boxes need, less what others hand it. Pickles without clients
-    and without secrets.
+    Pass it as ``dcp.load(state_dict, storage_reader=ZarrStorageReader(url))``, or pass the url as
+    ``checkpoint_id``. Each rank reads the data of its own boxes, except data that other ranks send. The reader is
+    pickled without clients and secrets.
 
     Args:
-        url: where the checkpoint is: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url; or
-            a ready zarr or obstore store, with ``zarr.storage.StorePath(store, path)`` for a path in one.
-        allow_pickle: also load values that were saved pickled, which can run any code that the checkpoint holds.
+        url: the url of the checkpoint, as for :func:`zarrckpt.load`.
+        allow_pickle: also load values that were saved as pickles. They can run any code in the checkpoint.
         allow_cast: with planners other than :class:`ZarrLoadPlanner`, convert to the target's dtype instead of raising.
-        storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
-            (``docs/how-to/stores.md``); default: what the environment says. ``credential_provider``, for tokens that
-            expire: a picklable callable that returns fresh credentials. An unknown name is a StorageError.
-        options: how bytes are moved, see :class:`LoadOptions`.
+        storage_options: options of the store by name, as for :func:`zarrckpt.load`.
+        options: the transfer of bytes, see :class:`LoadOptions`.
         progress: called as ``progress(bytes_done, bytes_total)`` while chunks are read.
     """
 
@@ -96,18 +93,18 @@ class ZarrStorageReader(StorageReader):
         self._progress = progress
         self._catalog: Catalog | None = None
         self.load_id = uuid.uuid4().hex
-        """Names a load of this reader, in the metadata that DCP's planners and loggers get."""
+        """The id of the current load, in the metadata that DCP's planners and loggers get."""
         self.bytes_read = 0
-        """Bytes fetched for tensors by the last load of this reader."""
+        """Bytes that the last load of this reader read for tensors."""
 
     @property
     def checkpoint_id(self) -> str:
-        """The url, for DCP's log records."""
+        """The url. DCP writes it to its log."""
         return self._spec.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Every path and url may be one of ours."""
+        """Return True: any path or url can be a checkpoint."""
         return True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,18 +113,18 @@ class ZarrStorageReader(StorageReader):
     # -- all ranks
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins."""
+        """Begin a new load."""
         if checkpoint_id is not None:
             self._spec = self._spec.at(checkpoint_id)
         self._catalog = None
         self.load_id = uuid.uuid4().hex
 
     def read_metadata(self) -> Metadata:
-        """The checkpoint's entries, one box a tensor however many ranks saved it. One request.
+        """Return the checkpoint's entries, with one box per tensor for any number of ranks that saved it. One request.
 
-        An error (CheckpointNotFoundError where nothing is committed, CorruptCheckpointError, ...) is raised when the
-        returned metadata is first used: DCP would replace it by an AssertionError if it were raised here. (Without
-        parameters on purpose: one named ``kwargs`` makes DCP retry in a mode without collectives, with another error.)
+        The first use of the returned metadata raises errors such as CheckpointNotFoundError or CorruptCheckpointError,
+        because DCP would replace an error here by an AssertionError. The method has no parameters, because DCP would
+        retry without collectives if there were one named ``kwargs``.
         """
         try:
             self._catalog = Catalog(self._spec)
@@ -145,27 +142,27 @@ class ZarrStorageReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise what kept the metadata from being read."""
+        """Raise the error that occurred while the metadata was read."""
         if isinstance(metadata, _NoMetadata):
             raise metadata.error
         self.bytes_read = 0
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is, each box turns into requests when it is read; with what the coordinator must know."""
+        """Add data for the coordinator to the plan."""
         save_id = self._catalog.root.save_id if self._catalog is not None else ""
         return dataclasses.replace(plan, storage_data=_Facts(global_rank(), save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """With ``share_reads``, say which rank fetches what several need. Called by the coordinator; no I/O.
+        """With ``share_reads``, choose the rank that reads data for several ranks. The coordinator calls it. No I/O.
 
-        Raises CheckpointReplacedError where ranks have read the roots of different saves.
+        Raises CheckpointReplacedError if ranks have read the roots of different saves.
         """
         facts: list[_Facts] = [plan.storage_data for plan in plans]
         saves = {fact.save_id for fact in facts}
         if len(saves) > 1:
             raise CheckpointReplacedError(
-                f"the checkpoint at {self.checkpoint_id} was replaced while the ranks opened it: some have save "
-                f"{min(saves)[:8]}, others {max(saves)[:8]}; nothing was loaded, load again"
+                f"the checkpoint at {self.checkpoint_id} was replaced while the ranks opened it: some ranks have save "
+                f"{min(saves)[:8]}, others {max(saves)[:8]}. Nothing was loaded. Load again"
             )
         shares: dict[int, Shares] = {rank: {} for rank in range(len(plans))}
         if len(plans) > 1 and self._catalog is not None and self._options.shares(self._catalog.store.is_local):
@@ -182,24 +179,24 @@ class ZarrStorageReader(StorageReader):
     # -- all ranks
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill this rank's targets. Dtypes of all targets are checked before the first is written.
+        """Fill this rank's targets. The dtypes of all targets are checked before the first one is written.
 
-        Raises KeyMismatchError, CorruptCheckpointError (naming array and object), CheckpointReplacedError,
-        UnsafeValueError. After damage found while reading, the targets are undefined.
+        Raises KeyMismatchError, CorruptCheckpointError (with the array and the object), CheckpointReplacedError,
+        UnsafeValueError. If the read finds damage, the targets are undefined.
         """
         if self._catalog is None:
             raise CheckpointError("read_data needs read_metadata first: load with dcp.load or zarrckpt.load")
-        # A planner that makes plans anew drops the task: then this rank takes no part, and reads for itself.
+        # A planner that creates new plans drops the task. Then this rank reads everything itself.
         task = plan.storage_data if isinstance(plan.storage_data, _LoadTask) else _LoadTask({}, None)
         begun: tuple[TensorReads, list[tuple[ReadItem, Any]]] | None = None
         try:
-            # First of all, since the others wait for it; a rank that fails from here on hangs up.
+            # Connect first, because other ranks wait for it. A rank that fails inside closes its connections.
             with suppress(PeerLost), pieces_connected(task.channel) as channel:
                 begun = self._begun(self._catalog, plan.items, planner)
                 if channel is not None:
                     with self._catalog.explaining_damage():
                         begun[0].share(task.shares, channel)
-            # What did not come from others, this rank fetches by itself.
+            # This rank reads the data that it did not get from others.
             reads, values = begun = begun or self._begun(self._catalog, plan.items, planner)
             with self._catalog.explaining_damage():
                 reads.read()
@@ -216,12 +213,12 @@ class ZarrStorageReader(StorageReader):
     def _begun(
         self, catalog: Catalog, items: Sequence[ReadItem], planner: LoadPlanner
     ) -> tuple[TensorReads, list[tuple[ReadItem, Any]]]:
-        """The targets, whose dtypes are checked; and the values, which are read."""
+        """Check the dtypes of targets, read the values, and return both."""
         tensors = [item for item in items if item.type != LoadItemType.BYTE_IO]
         objects = [item for item in items if item.type == LoadItemType.BYTE_IO]
         self._check_dtypes(catalog.root, tensors, planner)
         read = partial(catalog.read_object, allow_pickle=self._allow_pickle)
-        # Several at once: each blob is a request.
+        # In parallel, because each blob needs a request.
         found = run_jobs((partial(read, item.storage_index.fqn) for item in objects), catalog.store.max_concurrency)
         with catalog.explaining_damage():
             limit = self._options.max_inflight_bytes
@@ -240,14 +237,14 @@ class ZarrStorageReader(StorageReader):
                 faults.append(f"{item.storage_index.fqn!r} has dtype {target}, the checkpoint has {saved}")
         if faults:
             raise KeyMismatchError(
-                "the dtypes of target and checkpoint differ; nothing was loaded: "
+                "the dtypes of target and checkpoint differ: "
                 + "; ".join(faults[:20])
-                + "; pass allow_cast=True to convert"
+                + ". Nothing was loaded. Pass allow_cast=True to convert"
             )
 
 
 class _NoMetadata(Metadata):
-    """Metadata that could not be read: raises the reason when its entries are asked for."""
+    """Metadata that could not be read. Access to its entries raises the reason."""
 
     def __init__(self, error: CheckpointError) -> None:
         self.error = error
@@ -259,25 +256,25 @@ class _NoMetadata(Metadata):
 
 
 def _item_box(item: ReadItem) -> Box:
-    """The region of the stored tensor that an item asks for."""
+    """Return the box of the stored tensor that an item requests."""
     return Box(tuple(item.storage_offsets), tuple(item.lengths))
 
 
 def _targets(items: Sequence[ReadItem]) -> Iterable[tuple[str, Box]]:
-    """The boxes of tensors that a rank is to fill."""
+    """Return the boxes of tensors that a rank fills."""
     return [(i.storage_index.fqn, _item_box(i)) for i in items if i.type != LoadItemType.BYTE_IO]
 
 
 def _target(item: ReadItem, planner: LoadPlanner) -> TensorTarget:
     fqn, box, tensor = item.storage_index.fqn, _item_box(item), planner.resolve_tensor(item)
-    # What a planner cuts of a wrapper may be a temporary tensor.
+    # A planner's view of a wrapper tensor can be a temporary tensor.
     kept = planner.lookup_tensor(item.dest_index) if isinstance(planner, DefaultLoadPlanner) else tensor
     if (fault := memory_fault(kept)) is not None:
         raise KeyMismatchError(f"{fqn!r} {fault}; nothing was loaded")
     if tuple(tensor.shape) != box.shape:
         raise UnsupportedLayoutError(
-            f"{fqn!r}: DCP's planner says that this rank holds a piece of shape {box.shape}, but it "
-            f"holds {tuple(tensor.shape)}: load with zarrckpt.load, or with planner=zarrckpt.ZarrLoadPlanner()"
+            f"{fqn!r}: DCP's planner expects a piece of shape {box.shape} on this rank, but its tensor has shape "
+            f"{tuple(tensor.shape)}: load with zarrckpt.load, or with planner=zarrckpt.ZarrLoadPlanner()"
         )
     return TensorTarget(fqn, box, plain_tensor(tensor), partial(planner.commit_tensor, item, tensor))
 
@@ -294,7 +291,7 @@ def _deliver(planner: LoadPlanner, item: ReadItem, value: object) -> None:
     if isinstance(planner, ZarrLoadPlanner):
         planner.load_value(item, value)
         return
-    # DCP's planners unpickle whatever they are given: they get only bytes made here, from a value decoded safely.
+    # DCP's planners unpickle any bytes. So they get only bytes that are made here from a safely decoded value.
     data = io.BytesIO()
     torch.save(value, data)
     data.seek(0)

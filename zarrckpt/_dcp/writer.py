@@ -1,4 +1,4 @@
-"""The DCP storage writer: one method a step, in the order in which DCP calls them."""
+"""The DCP storage writer. Its methods are in the order in which DCP calls them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zarrckpt._store import Url
 
 @dataclasses.dataclass(frozen=True)
 class _SaveTask:
-    """What the coordinator gives each rank with its plan."""
+    """The data that the coordinator sends to each rank with its plan."""
 
     part: RankPlan
     attempt: AttemptName
@@ -45,7 +45,7 @@ class _SaveTask:
 
 @dataclasses.dataclass(frozen=True)
 class _LostPeer:
-    """In place of results: this rank stopped, since another one failed or is gone, whose error counts."""
+    """Sent instead of results: this rank stopped because another rank failed or was lost."""
 
     reason: str
 
@@ -53,20 +53,16 @@ class _LostPeer:
 class ZarrStorageWriter(StorageWriter):
     """Save with ``torch.distributed.checkpoint`` to a Zarr v3 hierarchy, on disk or in an object store.
 
-    Pass it as ``dcp.save(state_dict, storage_writer=ZarrStorageWriter(url))``, or give the url as
-    ``checkpoint_id``. One instance a rank, as DCP does; it may be used for many saves, one after the other, and
-    pickles without clients and without secrets.
+    Pass it as ``dcp.save(state_dict, storage_writer=ZarrStorageWriter(url))``, or pass the url as
+    ``checkpoint_id``. Each rank has its own instance. An instance can be used for many saves, one after the other, and
+    is pickled without clients and secrets.
 
     Args:
-        url: where the checkpoint goes: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url;
-            or a ready zarr or obstore store, with ``zarr.storage.StorePath(store, path)`` for a path in one.
-        overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
-            committed.
-        metadata: a dict of JSON types to keep with the checkpoint, as for :func:`zarrckpt.save`.
-        storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
-            (``docs/how-to/stores.md``); default: what the environment says. ``credential_provider``, for tokens that
-            expire: a picklable callable that returns fresh credentials. An unknown name is a StorageError.
-        options: how bytes are laid out and moved, see :class:`SaveOptions`.
+        url: the url of the new checkpoint, as for :func:`zarrckpt.save`.
+        overwrite: replace a committed checkpoint at this url. The old checkpoint stays readable until the commit.
+        metadata: a dict of JSON types to store with the checkpoint, as for :func:`zarrckpt.save`.
+        storage_options: options of the store by name, as for :func:`zarrckpt.save`.
+        options: the layout and the transfer of bytes, see :class:`SaveOptions`.
         progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are written.
     """
 
@@ -89,7 +85,7 @@ class ZarrStorageWriter(StorageWriter):
             progress=progress,
         )
         self.save_id: str | None = None
-        """The id of the save that this writer made last, as in the checkpoint's root document."""
+        """The id of this writer's last save, as in the checkpoint's root document."""
         self._items: Sequence[WriteItem] = ()
         self._save: RankSave | None = None
         self._layout: Layout | None = None
@@ -101,48 +97,48 @@ class ZarrStorageWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The url, for DCP's log records."""
+        """The url. DCP writes it to its log."""
         return self._request.spec.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Every path and url may be one of ours."""
+        """Return True: any path or url can be a checkpoint."""
         return True
 
     # -- all ranks, before anything is planned
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins; a url given to ``dcp.save`` as ``checkpoint_id`` takes the place of the writer's own."""
+        """Begin a new save. A url that is passed to ``dcp.save`` as ``checkpoint_id`` replaces the writer's url."""
         if checkpoint_id is not None:
             self._request = dataclasses.replace(self._request, spec=self._request.spec.at(checkpoint_id))
 
     def set_up_storage_writer(
         self, is_coordinator: bool, *args: Any, use_collectives: bool = True, **kwargs: Any
     ) -> None:
-        """Begin anew. DCP passes ``use_collectives`` since the signature has ``kwargs``.
+        """Prepare the save. DCP passes ``use_collectives`` because the signature has ``kwargs``.
 
-        Raises ValueError for ``use_collectives=False``: every rank would then finish, and no commit could be right.
+        Raises ValueError for ``use_collectives=False``: every rank would call finish, so no commit could be correct.
         """
         if not use_collectives:
             raise ValueError(
-                "use_collectives=False is not supported: zarrckpt commits once, on one rank, after all have "
-                "written; leave it out"
+                "use_collectives=False is not supported, because one rank commits after all ranks have written: "
+                "leave it out"
             )
         self._save = RankSave(self._request)
         self._layout = None
         self._items = ()
-        # Plans are sent whole then, with our own data in them, and this save is planned anew.
+        # Without cached plans, ranks send whole plans with our data in them, and this save is planned anew.
         sent_plans(SavePlanner).clear()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse what can't be saved; add what the coordinator must know.
+        """Add data for the coordinator to the plan.
 
-        Raises UnsupportedValueError naming the fqn.
+        Raises UnsupportedValueError with the fqn of an entry that cannot be saved.
         """
         if not plan.usable:
             raise CheckpointError(
-                "DCP's plan cache has taken this plan for one that another thread has just sent: save again, or use "
-                "another planner class in each thread"
+                "DCP's plan cache confused this plan with a plan of another thread: save again, or use a different "
+                "planner class in each thread"
             )
         for item in plan.items:
             check_item(item)
@@ -153,10 +149,10 @@ class ZarrStorageWriter(StorageWriter):
     # -- the coordinator
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lay the checkpoint out, then begin the attempt: existing checkpoint, claim, marker.
+        """Plan the checkpoint, then begin the attempt: check for a checkpoint, claim the url, write the marker.
 
-        About 9 requests. Raises CheckpointExistsError, ForeignObjectsError, UnsupportedLayoutError. Warns of what ranks
-        hold differently under one name.
+        About 9 requests. Raises CheckpointExistsError, ForeignObjectsError, UnsupportedLayoutError. Warns if ranks
+        have different contents under one name.
         """
         assert self._save is not None
         plans = whole_plans(plans)
@@ -176,12 +172,12 @@ class ZarrStorageWriter(StorageWriter):
     # -- all ranks
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks, blobs and documents, many at a time, and sync them.
+        """Write this rank's chunks, blobs and documents in parallel, and sync them.
 
-        One put per object. Raises before the first put where a resolved tensor is not what was planned.
+        One put per object. Raises before the first put if a resolved tensor does not match the plan.
         """
         if self._save is None or not isinstance(plan.storage_data, _SaveTask):
-            raise CheckpointError("this save's plan did not arrive: was write_data called outside dcp.save?")
+            raise CheckpointError("write_data was called without a plan of this save: call dcp.save or zarrckpt.save")
         task, save = plan.storage_data, self._save
         self.save_id = task.attempt.save_id
         source = PlannerSource(planner, [*plan.items, *self._items], gives_the_states_own(planner))
@@ -194,7 +190,7 @@ class ZarrStorageWriter(StorageWriter):
             return future
         except BaseException:
             if self._alone:
-                save.abandon()  # there is no other rank that might still write
+                save.abandon()  # No other rank can still be writing.
             raise
         future.set_result([WriteResult(MetadataIndex(fqn), result.nbytes, result) for fqn, result in results.items()])
         return future
@@ -202,9 +198,9 @@ class ZarrStorageWriter(StorageWriter):
     # -- the coordinator
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Count what was written against the plan, write the tables, commit, clean.
+        """Compare the written chunks with the plan, write the tables, commit, and clean up.
 
-        Raises IncompleteSaveError where a chunk is missing, CheckpointExistsError where another save committed first.
+        Raises IncompleteSaveError if a chunk is missing, CheckpointExistsError if another save committed first.
         """
         assert self._save is not None and self._layout is not None
         try:
@@ -227,23 +223,23 @@ def _refuse_lost(results: Sequence[Sequence[WriteResult]]) -> None:
     }
     if lost:
         raise IncompleteSaveError(
-            f"nothing was committed: ranks {sorted(lost)} lost the connection to other ranks while pieces moved "
-            f"between them ({lost[min(lost)]}); save again"
+            f"ranks {sorted(lost)} lost their connections while pieces moved between ranks ({lost[min(lost)]}). "
+            "Nothing was committed. Save again"
         )
 
 
 def _check_metadata(metadata: Metadata, layout: Layout, hollow: frozenset[str]) -> None:
-    """What DCP's planner planned and what was laid out must be one set. Raises IncompleteSaveError."""
+    """Compare DCP's metadata with the layout. Raises IncompleteSaveError if their entries differ."""
     planned = {fqn: entry for fqn, entry in metadata.state_dict_metadata.items() if fqn not in hollow}
     odd = sorted(planned.keys() ^ layout.paths.keys())
     if odd:
         raise IncompleteSaveError(
-            f"nothing was committed: {len(odd)} entries are in one of DCP's plan and this package's only "
-            f"({odd[:5]}); save again, without plan caching if the state changed"
+            f"{len(odd)} entries are only in DCP's plan or only in the layout ({odd[:5]}). Nothing was committed. Save "
+            "again, without plan caching if the state changed"
         )
     for fqn, entry in planned.items():
         node = layout.tensors.get(fqn)
         if isinstance(entry, BytesStorageMetadata) != (node is None):
-            raise IncompleteSaveError(f"{fqn!r} changed between tensor and value since it was planned; save again")
+            raise IncompleteSaveError(f"{fqn!r} changed between tensor and value after the plan was made: save again")
         if node is not None and tuple(entry.size) != node.grid.shape:  # type: ignore[union-attr]
-            raise IncompleteSaveError(f"{fqn!r} changed its shape since it was planned; save again")
+            raise IncompleteSaveError(f"{fqn!r} changed its shape after the plan was made: save again")

@@ -216,9 +216,9 @@ class ObjectMatch:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Objects take their state dicts back; then the user's state has the rest."""
-        self.plain.give_back()
+        self.plain.restore_objects()
         for key, loaded in self.plain.state.items():
-            back = objects.given_back(state[key], loaded)
+            back = objects.put_loaded(state[key], loaded)
             if back is not state[key]:
                 state[key] = back
 

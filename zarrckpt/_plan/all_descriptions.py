@@ -1,4 +1,4 @@
-"""The descriptions of all ranks: each different one once."""
+"""The descriptions of all ranks, each distinct one once."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from zarrckpt._plan.owners import Numbers
 @record
 @dataclass(frozen=True)
 class Asked:
-    """Which ranks are to send their descriptions: the lowest of those that have one digest."""
+    """The request for descriptions: of the ranks with equal digests, the lowest one sends."""
 
     senders: frozenset[int]
     given: Numbers
-    """The number of each rank's description, by its position in the group."""
+    """The number of each rank's description, by position in the group."""
 
     @classmethod
     def by(cls, digests: Sequence[bytes]) -> Asked:
-        """From the digest of each rank's description."""
+        """Return the request for these digests, one per rank."""
         first: dict[bytes, int] = {}
         for rank, digest in enumerate(digests):
             first.setdefault(digest, rank)
         numbers = {digest: number for number, digest in enumerate(first)}
-        # A small type: this goes to every rank.
+        # A small integer type, because this message goes to every rank.
         given = np.array([numbers[digest] for digest in digests], np.min_scalar_type(len(first)))
         return cls(frozenset(first.values()), given)
 
 
 @dataclass(frozen=True)
 class AllDescriptions:
-    """The descriptions of all ranks: the different ones, and which of them each rank gave."""
+    """The distinct descriptions, and the number of each rank's description."""
 
     descriptions: Sequence[Description]
     given: Numbers
-    """The number of each rank's description, by its position in the group."""
+    """The number of each rank's description, by position in the group."""
     members: Sequence[int]
-    """The ranks' numbers in the default process group, by position."""
+    """The ranks in the default process group, by position in this group."""
 
     @classmethod
     def sent(cls, packed: Iterable[bytes], given: Numbers, members: Sequence[int]) -> AllDescriptions:
-        """From the packed descriptions of those that were asked, in the order of their ranks."""
+        """Return the descriptions from the packed ones of the requested ranks, in the order of ranks."""
         return cls([Description.unpacked(data) for data in packed], given, members)
 
     def ranks_of(self, description: int) -> Numbers:
-        """The positions of the ranks that gave a description."""
+        """Return the positions of the ranks with this description."""
         found: Numbers = np.flatnonzero(self.given == description)
         return found
 
     @property
     def in_order(self) -> list[int]:
-        """The numbers of the descriptions, as the lowest ranks gave them."""
+        """The numbers of the descriptions, ordered by the lowest rank of each."""
         numbers, first = np.unique(self.given, return_index=True)
         return [int(numbers[place]) for place in np.argsort(first)]
 
@@ -68,9 +68,9 @@ class AllDescriptions:
         return {number: by_rank[rank] for number, rank in first.items() if rank in by_rank}
 
     def group_numbers(self, description: int) -> GroupNumbers:
-        """Return the numbers that parameter groups of a description have in the checkpoint, if they are others.
+        """Return the numbers of parameter groups in the checkpoint, for those whose number changes.
 
-        Raises UnsupportedLayoutError if ranks have different groups, and no names of parameters.
+        Raises UnsupportedLayoutError if ranks have different groups and parameters have no names.
         """
         return self._group_numbers.get(description, {})
 

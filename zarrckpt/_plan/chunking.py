@@ -1,7 +1,7 @@
-"""Which regular grid a tensor is stored in, from the boxes that the ranks hold: integers only.
+"""Choose the chunk grid of a tensor from the boxes that the ranks hold, with integers only.
 
-Where the boxes are large and fit a regular grid, each becomes whole chunks, so that no byte moves between ranks. Where
-they fit none, or are too small to deserve an object each, a chunk spans several of them.
+If the boxes are large and fit a regular grid, each box becomes one or more whole chunks, and no byte moves between
+ranks. If they fit no regular grid, or are too small for one object each, a chunk spans several boxes.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ import numpy as np
 from zarrckpt._format.grid import Box, Grid, Ints
 
 MAX_CHUNK_BYTES = 128 << 20
-"""One stream to an object store is slow, so larger chunks would make one rank wait for one connection."""
+"""Largest chunk by default. One connection to an object store is slow, so a rank should write several chunks."""
 
 SUBCHUNK_ABOVE = 1 << 20
-"""Chunks above this many bytes have subchunks, so that a partial read need not fetch all of them."""
+"""Chunks above this many bytes have subchunks, so that a partial read does not fetch the whole chunk."""
 
 SUBCHUNK_BYTES = 2 << 20
-"""About how large subchunks are. Why: ``docs/explanation/subchunks.md``."""
+"""Preferred size of a subchunk. ``docs/explanation/subchunks.md`` gives the reasons."""
 
 USUAL_SUBCHUNK = (1 << 20, 4 << 20)
-"""Between these numbers of bytes, where the extents allow it, if need be with a little padding."""
+"""Smallest and largest size of a subchunk in bytes, if the extents allow it, with a little padding if necessary."""
 
 ANY_SUBCHUNK = (256 << 10, 16 << 20)
-"""Between these where they do not, and a chunk's extent cannot be rounded up without moving bytes."""
+"""The same limits if the extents do not allow it and rounding a chunk's extent up would move bytes between ranks."""
 
 _PADDING = 16
-"""A chunk's extent is rounded up by at most its 16th part."""
+"""A chunk's extent is rounded up by at most 1/16."""
 
 _ODD_GRID_MIN_CHUNK = 1 << 20
 
 _MAX_EXCESS = 8
-"""A divisor this many times below the wanted extent is of no use: the cells would be too many and too small."""
+"""A divisor more than this factor below the wanted extent is not used: it would give too many small chunks."""
 
 FILL_BYTES = 32 << 20
-"""Chunks that span several ranks' pieces are about this large."""
+"""Largest default size of chunks that span pieces of several ranks."""
 
 _MIN_FILL_BYTES = 4 << 20
 
 MOST_PIECES = 1024
-"""A chunk spans about so many pieces at most: a connection to the holder of each is needed to put it together."""
+"""Approximate maximum number of pieces in a chunk. The owner needs a connection to the holder of each piece."""
 
 
 def default_min_piece_bytes(ranks: int) -> int:
-    """Below how many bytes pieces of several ranks are merged into one chunk, where the caller does not say.
+    """Return the size in bytes below which pieces of several ranks are merged into one chunk by default.
 
-    An object store takes a fixed number of puts a second for all ranks together, while each rank that joins brings the
-    same bandwidth for handing pieces over: so what a piece may cost grows with the ranks. The figures behind it are in
-    ``docs/explanation/exchange.md``.
+    It grows with the number of ranks: an object store takes a fixed number of puts per second from all ranks together,
+    but each rank adds bandwidth for sending pieces. ``docs/explanation/exchange.md`` has the measurements.
     """
     return min(ranks * (256 << 10), FILL_BYTES // 2)
 
 
 def default_fill_bytes(total: int, ranks: int) -> int:
-    """About how large merged chunks are, where the caller does not say: ``total`` is the bytes of all tensors.
+    """Return the default size in bytes of merged chunks. ``total`` is the number of bytes of all tensors.
 
-    Four per rank or more, so that the ranks can be given equal parts, and fewer where these would be below 4 MiB. An
-    8th larger than just these: where there were a few chunks more, some ranks would write one more than the others.
+    There are at least four chunks per rank, so that ranks can write equal amounts, and fewer if chunks would be smaller
+    than 4 MiB. The size is 1/8 above the exact quotient. Otherwise a few extra chunks would remain, and some ranks
+    would write one chunk more than the others.
     """
     mean = total // ranks
     if mean >= 4 * FILL_BYTES:
@@ -79,11 +79,11 @@ def choose_grid(
     min_piece_bytes: int = 0,
     fill_bytes: int = FILL_BYTES,
 ) -> Grid:
-    """The grid of a tensor whose pieces are these boxes (replicas once, empty ones left out).
+    """Return the grid of a tensor that consists of these boxes (each replicated box once, no empty boxes).
 
-    Every box is whole chunks if they fit a regular grid and have ``min_piece_bytes`` on average; otherwise chunks of
-    about ``fill_bytes`` span several boxes. A box may be whole chunks but for some rows, where its own extent has no
-    divisor that subchunks need.
+    Every box is stored as whole chunks if the boxes fit a regular grid and have at least ``min_piece_bytes`` on
+    average. Otherwise chunks of about ``fill_bytes`` span several boxes. If a box's extent has no divisor that suits
+    subchunks, some of its rows go into the neighbouring chunk.
     """
     steps = [_step(dim, n, boxes) for dim, n in enumerate(shape)]
     free = [step is None for step in steps]
@@ -99,39 +99,39 @@ def choose_grid(
 
 
 def _step(dim: int, n: int, boxes: Iterable[Box]) -> int | None:
-    """The largest step of which every inner cut along a dimension is a multiple; None where nothing is cut.
+    """Return the largest common divisor of all inner cuts along a dimension, or None if no box cuts it.
 
-    ``torch.chunk`` cuts a dimension of n in w into steps of ceil(n / w): that is a regular grid.
+    ``torch.chunk`` cuts a dimension of n into w steps of ceil(n / w), which is a regular grid.
     """
     cuts = {c for b in boxes for c in (b.offset[dim], b.offset[dim] + b.shape[dim]) if 0 < c < n}
     return math.gcd(*cuts) if cuts else None
 
 
 def _fits(shape: Ints, chunk: Ints, boxes: int, itemsize: int) -> bool:
-    """Whether a grid that has all cuts of the boxes is of use: rows cut at 0, 3, 5, 8 would give one object a row."""
+    """Whether a grid with all cuts of the boxes has few enough chunks. Cuts at 0, 3, 5, 8 give one chunk per row."""
     return Grid(shape, chunk).num_chunks <= 4 * max(boxes, 1) or math.prod(chunk) * itemsize >= _ODD_GRID_MIN_CHUNK
 
 
 def _merge(shape: Ints, steps: Ints, itemsize: int, limit: int, boxes: int) -> Ints:
-    """Steps of the boxes' cuts, put together, last dimension first, while they stay within ``limit`` bytes."""
+    """Return a chunk shape of several steps, merged from the last dimension on, of at most ``limit`` bytes."""
     chunk = list(steps)
-    # There may be many steps to a box: of cuts at odd places.
+    # Irregular cuts can divide one box into many steps.
     most = max(1, MOST_PIECES * math.prod(-(-n // step) for n, step in zip(shape, steps, strict=True)) // max(boxes, 1))
     for dim in reversed(range(len(shape))):
         full = -(-shape[dim] // steps[dim])
-        room = max(1, min(limit // (math.prod(chunk) * itemsize), most))
-        # Chunks of one size, instead of full ones and a small rest.
-        count = -(-full // -(-full // room)) if full else 1
+        fitting = max(1, min(limit // (math.prod(chunk) * itemsize), most))
+        # Chunks of equal size instead of full chunks and a small last one.
+        count = -(-full // -(-full // fitting)) if full else 1
         chunk[dim] = min(steps[dim] * count, max(shape[dim], 1))
         most //= count
     return tuple(chunk)
 
 
 def _divide(chunk: Ints, free: Sequence[bool], itemsize: int, limit: int) -> Ints:
-    """Divide a chunk, first dimension first, until it is at most ``limit`` bytes: into equal parts, or nearly so.
+    """Divide a chunk into nearly equal parts of at most ``limit`` bytes, beginning with the first dimension.
 
-    By a divisor where one is near, and along a dimension that boxes cut (not ``free``) also where one is not so near:
-    no byte moves then.
+    An extent is divided by a divisor if a suitable one is near. Along a dimension that boxes cut (not ``free``), a
+    more distant divisor is accepted too, because then no byte moves between ranks.
     """
     out = list(chunk)
     for dim, extent in enumerate(chunk):
@@ -147,16 +147,16 @@ def _divide(chunk: Ints, free: Sequence[bool], itemsize: int, limit: int) -> Int
 
 @lru_cache(maxsize=4096)
 def _largest_divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most ``limit`` (at least 1)."""
+    """Return the largest divisor of n that is at most ``limit``, which is at least 1."""
     small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
     return max(divisor for k in small for divisor in (k, n // k) if divisor <= limit)
 
 
 def _with_subchunks(shape: Ints, chunk: Ints, steps: Ints, free: Sequence[bool], itemsize: int) -> Grid:
-    """A grid with subchunks, its chunks a little longer along the dimension that these cut, where it must be.
+    """Return a grid with subchunks. Its chunks can be a little longer along the dimension that subchunks cut.
 
-    Where nothing cuts the array along that dimension (``free``), that costs nothing but padding. Else some rows of
-    each piece move to the owner of the next chunk. ``steps`` are those of the boxes' cuts.
+    If no box cuts the array along that dimension (``free``), longer chunks cost only padding. Otherwise some rows of
+    each piece move to the owner of another chunk. ``steps`` are the distances between the cuts of the boxes.
     """
     nbytes = math.prod(chunk) * itemsize
     if nbytes <= SUBCHUNK_ABOVE:
@@ -167,7 +167,7 @@ def _with_subchunks(shape: Ints, chunk: Ints, steps: Ints, free: Sequence[bool],
     if found is None:
         exact = _subchunks(chunk, itemsize, ANY_SUBCHUNK, step)
         rounded = _subchunks(chunk, itemsize, USUAL_SUBCHUNK, step, padded=True)
-        # Little is won by dividing what is small, and pieces would have to move for it.
+        # Subchunks of a small chunk save little, and pieces would have to move for them.
         worth_moving = rounded if nbytes > USUAL_SUBCHUNK[1] else None
         found = rounded or exact if free[dim] else exact or worth_moving
     if found is None:
@@ -177,10 +177,10 @@ def _with_subchunks(shape: Ints, chunk: Ints, steps: Ints, free: Sequence[bool],
 
 
 def subchunk_shape(chunk: Ints, itemsize: int) -> Ints | None:
-    """The subchunks of a chunk, or None for a chunk that is small, or has no divisors for subchunks of such bytes.
+    """Return the shape of a chunk's subchunks, or None if the chunk is small or no divisor gives a suitable size.
 
-    They are runs of elements that follow each other in the chunk: rows of all dimensions but those before the first
-    one whose rows are short enough. What is cut so is written from the tensor's memory and read into it without a copy.
+    The elements of a subchunk are contiguous in the chunk. So subchunks are written from the tensor's memory, and read
+    into it, without a copy.
     """
     if math.prod(chunk) * itemsize <= SUBCHUNK_ABOVE:
         return None
@@ -193,15 +193,15 @@ def subchunk_shape(chunk: Ints, itemsize: int) -> Ints | None:
 def _subchunks(
     chunk: Ints, itemsize: int, limits: tuple[int, int], step: int, *, padded: bool = False
 ) -> tuple[int, Ints] | None:
-    """Into how many subchunks a chunk is cut along its cut dimension, and their shape.
+    """Return the number of subchunks along the dimension that they cut, and their shape; None if there is none.
 
-    The least padding counts; then whether pieces consist of them, or they of pieces, or neither; then how near they are
-    to SUBCHUNK_BYTES.
+    The choice minimises, in this order: the padding; the subchunks that cross the border of a piece; the distance from
+    SUBCHUNK_BYTES.
     """
     dim = _cut_dimension(chunk, itemsize)
     extent, row = chunk[dim], math.prod(chunk[dim + 1 :]) * itemsize
     found = []
-    # At least two in the whole chunk, and at least one in a row of the cut dimension.
+    # A chunk has at least two subchunks, and at least one per index of the dimensions before the cut one.
     for count in range(1 if math.prod(chunk[:dim]) > 1 else 2, extent * row // limits[0] + 1):
         rows = -(-extent // count)
         padding, size = rows * count - extent, rows * row
@@ -215,18 +215,18 @@ def _subchunks(
 
 
 def _cut_dimension(chunk: Ints, itemsize: int) -> int:
-    """The first dimension whose rows have no more bytes than a subchunk may have."""
+    """Return the first dimension whose rows are at most as large as a subchunk may be."""
     rows = (math.prod(chunk[dim + 1 :]) * itemsize for dim in range(len(chunk)))
     return next(dim for dim, row in enumerate(rows) if row <= USUAL_SUBCHUNK[1])
 
 
 def _distance(size: int) -> int:
-    """How far a size is from SUBCHUNK_BYTES, as a ratio: in integers, so that all ranks find the same."""
+    """Return the ratio of a size and SUBCHUNK_BYTES, as an integer so that all ranks compute the same."""
     return (max(size, SUBCHUNK_BYTES) << 10) // min(size, SUBCHUNK_BYTES)
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share elements, if any do."""
+    """Return two boxes that share elements, or None."""
     if len(boxes) < 2:
         return None
     begin = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), -1)

@@ -1,7 +1,7 @@
-"""What a rank says of its state: names, shapes, and where in the global tensors its parts lie; no contents.
+"""The description of a rank's state: names, shapes and the rank's boxes of global tensors, without contents.
 
-A rank describes a sharded tensor by its mesh and placements, so all ranks of a mesh give one and the same description,
-from which anybody knows what each of them holds. Descriptions are compared by their digests, and each is sent once.
+A rank describes a sharded tensor by its mesh and placements. So all ranks of a mesh have the same description, and the
+boxes of each rank follow from it. Ranks compare digests of descriptions and send each distinct description once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from zarrckpt._plan.shards import Sharding
 from zarrckpt._version import __version__
 
 EntryKind = Literal["tensor", "value", "opaque", "empty"]
-"""``value``: compared between ranks by its contents. ``opaque``: cannot be. ``empty``: a dict without entries."""
+"""``value``: ranks compare its contents. ``opaque``: its contents cannot be compared. ``empty``: an empty dict."""
 
 _MAX_BYTES = 1 << 28
-"""The longest description, before it is compressed."""
+"""Maximum size of a description before compression."""
 
 REPLICATED = -1
-"""In the place of a sharding: every rank that describes the tensor holds all of it."""
+"""Stands for a sharding: every rank that describes the tensor holds the whole tensor."""
 
 
 @record
@@ -35,65 +35,65 @@ class DescribedEntry(NamedTuple):
     """One entry of a rank's state."""
 
     path: StatePath
-    """For what a rank keeps for itself, with RANKS in the place of its number."""
+    """For an entry of one rank, RANKS stands for the number of the rank."""
     kind: EntryKind
     shape: Ints = ()
     """The shape of the global tensor."""
     dtype: str = ""
-    """Torch's name, as in ``torch.float32``."""
+    """torch's name, for example ``torch.float32``."""
     sharding: int = REPLICATED
     """The number of the tensor's sharding in the description."""
     boxes: tuple[Box, ...] | None = None
-    """This rank's parts of the tensor, where no sharding tells them."""
+    """This rank's boxes of the tensor, if no sharding describes them."""
 
 
 @record
 class ParameterGroup(NamedTuple):
-    """The parameters of one group of an optimizer, as one rank has it."""
+    """One parameter group of an optimizer on one rank."""
 
     path: StatePath
-    """That of the entry ``params``."""
+    """The path of the entry ``params``."""
     members: bytes
-    """A digest of the parameters' names or numbers; empty if the group has none."""
+    """A digest of the parameters' names or numbers; empty for a group without parameters."""
     of_object: bool
-    """Whether it is a group of an Optimizer, and not of a state dict that the user made."""
+    """Whether the group is from an Optimizer, not from a state dict that the user passed."""
     by_number: bool
-    """Whether the parameters have only numbers."""
+    """Whether the parameters have numbers instead of names."""
 
     @property
     def optimizer(self) -> str:
-        """The flat name of the optimizer's state; empty if it is the whole state."""
+        """The fqn of the optimizer's state; empty if it is the whole state."""
         return self.path.fqn.rpartition("param_groups.")[0].removesuffix(".")
 
 
 @dataclass(frozen=True, eq=False)
 class Description:
-    """All entries of a rank's state, in its order."""
+    """All entries of a rank's state, in the order of the state."""
 
     entries: Sequence[DescribedEntry]
     shardings: Sequence[Sharding] = ()
     compared: bool = True
-    """Whether contents are compared with other ranks'; otherwise replicas are written by one rank, as it has them."""
+    """Whether ranks compare the contents of replicas. Otherwise one rank writes all of a replicated tensor."""
     lowest_rank_saves: bool = False
-    """Whether replicas are all saved by the lowest rank that holds them, instead of being dealt."""
+    """Whether the lowest rank that holds a replica writes it, instead of all holders in parts."""
     version: str = __version__
     groups: Sequence[ParameterGroup] = ()
     """The parameter groups of optimizers, in order."""
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes: the same for the same description, in every process."""
+        """A digest of 16 bytes, the same in every process."""
         rows = [
             (path.keys, path.containers, path.rank_at, kind, shape, dtype, sharding, boxes)
             for path, kind, shape, dtype, sharding, boxes in self.entries
         ]
         groups = [(group.path.keys, *group[1:]) for group in self.groups]
-        told = (rows, [*self.shardings], self.compared, self.lowest_rank_saves, self.version, groups)
-        return hashlib.blake2b(repr(told).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        fields = (rows, [*self.shardings], self.compared, self.lowest_rank_saves, self.version, groups)
+        return hashlib.blake2b(repr(fields).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
     @property
     def packed(self) -> bytes:
-        """As it is sent."""
+        """The compressed bytes that are sent to other ranks."""
         flags = (self.compared, self.lowest_rank_saves, self.version)
         fields = (tuple(self.entries), tuple(self.shardings), *flags, tuple(self.groups))
         data = encode(fields)
@@ -106,16 +106,16 @@ class Description:
 
     @classmethod
     def unpacked(cls, data: bytes) -> Description:
-        """Return the description that packed bytes stand for. Raises CheckpointError."""
+        """Return the description from packed bytes. Raises CheckpointError if they cannot be decoded."""
         try:
             unzip = zlib.decompressobj()
             unpacked = unzip.decompress(data, _MAX_BYTES)
         except zlib.error as err:
-            raise CheckpointError(f"the description of a rank's state cannot be read: {err}") from None
+            raise CheckpointError(f"the description of another rank's state cannot be decompressed: {err}") from None
         if not unzip.eof or unzip.unused_data:
-            raise CheckpointError("the description of a rank's state is cut short, or has other bytes after it")
+            raise CheckpointError("the description of another rank's state is truncated or has additional bytes")
         return cls(*decode(unpacked, _PACKED))
 
 
 _PACKED = tuple[tuple[DescribedEntry, ...], tuple[Sharding, ...], bool, bool, str, tuple[ParameterGroup, ...]]
-"""The fields of a description as they are sent."""
+"""The types of the fields of a sent description."""

@@ -1,7 +1,7 @@
-"""Numbers of parameter groups over all ranks: stages of a pipeline have other parameters in groups of one number.
+"""Renumber parameter groups over all ranks, because stages of a pipeline have different parameters in a group.
 
-An optimizer's groups are a list in each rank's state. Groups of several ranks are one group of the checkpoint if they
-have the same parameters. So each parameter is saved with its own options, and a load finds them by its name.
+An optimizer's groups are a list in each rank's state. Groups of several ranks become one group of the checkpoint if
+they have the same parameters. So each parameter is saved with its own options, and a load finds them by its name.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from zarrckpt._format.state_path import StatePath
 from zarrckpt._plan.description import ParameterGroup
 
 GroupNumbers = Mapping[tuple[object, ...], int | None]
-"""The numbers that groups of a rank have in the checkpoint, by the keys that lead to them in the rank's state, as far
-as they are others. None: the group is not saved, as it is empty and other ranks have parameters in it."""
+"""The changed numbers of a rank's groups in the checkpoint, by their keys in the rank's state. None: the group is not
+saved, because it is empty here and has parameters on other ranks."""
 
 
 def renumber_groups(found: Mapping[int, Sequence[ParameterGroup]]) -> dict[int, GroupNumbers]:
-    """Return the numbers of groups for each description, where ranks have different groups.
+    """Return the changed numbers of groups for each description, if ranks have different groups.
 
     Args:
-        found: the groups of each description, the lowest rank's first, by a rank that gave it.
+        found: the groups of each distinct description, by the lowest rank that has it, in ascending order.
 
     Raises UnsupportedLayoutError for different groups whose parameters a load cannot find by their names.
     """
@@ -34,7 +34,7 @@ def renumber_groups(found: Mapping[int, Sequence[ParameterGroup]]) -> dict[int, 
         rows = {rank: [group.members for group in groups] for rank, groups in by_rank.items()}
         if len({*map(tuple, rows.values())}) == 1:
             continue
-        # A load finds the options of an Optimizer's group by the names of its parameters, others by their position.
+        # A load finds groups of an Optimizer by the names of their parameters, and other groups by position.
         if not all(group.of_object and not group.by_number for groups in by_rank.values() for group in groups):
             _refuse(name, rows)
         numbers = _numbers_of_groups([*rows.values()])
@@ -47,7 +47,7 @@ def renumber_groups(found: Mapping[int, Sequence[ParameterGroup]]) -> dict[int, 
 
 
 def _numbers_of_groups(rows: Sequence[Sequence[bytes]]) -> dict[bytes | int, int]:
-    """The number of each group by its members; of one that is empty on all ranks, by its position."""
+    """Return the number of each group by its members, or by its position if it is empty on all ranks."""
     order: dict[bytes | int, None] = {}
     for place in range(max(map(len, rows))):
         others = (row[place] for row in rows if place < len(row))
@@ -63,15 +63,14 @@ def _refuse(optimizer: str, rows: Mapping[int, Sequence[bytes]]) -> None:
     places = range(max(len(own), len(theirs)))
     unlike = [place for place in places if [*own[place : place + 1]] != [*theirs[place : place + 1]]]
     raise UnsupportedLayoutError(
-        f"{optimizer!r}: the parameter groups {unlike} of this optimizer's state dict have other parameters on rank "
-        f"{other} than on rank {first}, and a load would give all ranks those of rank {first}; nothing was written: "
-        "put the optimizer itself and the module that it trains into the state, or wrap what each rank keeps: "
-        "zarrckpt.PerRank(value)"
+        f"{optimizer!r}: parameter groups {unlike} of this optimizer's state dict have different parameters on rank "
+        f"{other} and rank {first}, so a load would give all ranks the groups of rank {first}. Nothing was written. "
+        "Pass the optimizer itself with its module, or wrap the state of each rank in zarrckpt.PerRank(...)"
     )
 
 
 def renumbered(path: StatePath, numbers: GroupNumbers) -> StatePath | None:
-    """Return the path that an entry has in the checkpoint; None if it is not saved."""
+    """Return the path of an entry in the checkpoint, or None if it is not saved."""
     for depth in {len(keys) for keys in numbers}:
         keys = path.keys[:depth]
         if keys in numbers:

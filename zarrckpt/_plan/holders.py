@@ -1,4 +1,4 @@
-"""Who holds what: the descriptions of all ranks, by entry and by box, before anything is decided about them."""
+"""The global state: which ranks hold which entries and boxes, from the descriptions of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zarrckpt._plan.owners import BoxOnRanks, Holders, Numbers
 from zarrckpt._plan.shards import CutMesh, mesh_boxes
 
 ReplicaPart = tuple[str, Ints | None]
-"""What ranks may hold alike: a name, and the offset of a box; None for what is no tensor."""
+"""A part of the state that several ranks can hold: an fqn and the offset of a box, or None for a value."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class GlobalTensor:
     shape: Ints
     dtype: dtypes.DType
     held: Holders
-    """One object for all tensors of this shape and dtype that are held alike."""
+    """The same object for all tensors with this shape, dtype and boxes."""
     whole: bool = False
-    """Whether one rank must write all of it, see ``owners.Spread``."""
+    """Whether one rank must write the whole tensor, see ``owners.Spread``."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,22 @@ class GlobalState:
     """The state of all ranks. Ranks are positions in the group."""
 
     paths: Mapping[str, StatePath]
-    """Every entry's place in the state dict, in the order of the lowest rank's."""
+    """The state path of every entry, in the order of the lowest rank's state."""
     tensors: Mapping[str, GlobalTensor]
     values: Mapping[str, Numbers]
-    """Non-tensor entries, with the ranks that hold them; those that may write it, where that is not all the same."""
+    """The ranks that may write each non-tensor entry."""
     compared: Mapping[str, Numbers]
-    """Non-tensor entries whose contents must be the same on these ranks."""
+    """The ranks that hold each non-tensor entry whose contents must be equal on all of them."""
     ranks: int
-    """How many ranks save."""
+    """The number of ranks that save."""
     differing: Mapping[str, Sequence[int]]
-    """fqns of tensors to which ranks give different forms, and these ranks: only the lowest one's counts."""
+    """The ranks that hold a tensor, for each tensor whose shape or dtype differs between ranks. The lowest rank's is
+    saved."""
     hollow: frozenset[str] = frozenset()
-    """fqns of empty dicts that are no entries, since other ranks have what is in them."""
+    """fqns of empty dicts that are not saved, because other ranks have entries in them."""
 
     def replicas(self, rank: int) -> dict[bytes, list[ReplicaPart]]:
-        """What a rank holds that other ranks hold, too, by the ranks that do (their positions, as int64 bytes)."""
+        """Return the parts of a rank that other ranks hold too, by their holders (positions as int64 bytes)."""
         found: dict[bytes, list[ReplicaPart]] = {}
         for fqn, ranks in self.compared.items():
             if len(ranks) > 1 and rank in ranks:
@@ -81,14 +82,14 @@ def _shared_boxes(held: Holders, rank: int) -> Iterator[tuple[bytes, Ints]]:
 
 
 class _Claim(NamedTuple):
-    """What a description says of a name."""
+    """An entry of a name in one description."""
 
     description: int
     entry: DescribedEntry
 
 
 class _Own(NamedTuple):
-    """What one rank keeps for itself."""
+    """An entry that one rank keeps for itself (PerRank)."""
 
     number: int
     """The number of the rank in the default process group."""
@@ -101,10 +102,11 @@ class _Own(NamedTuple):
 
 
 def gather_state(gathered: AllDescriptions, only: Mapping[ReplicaPart, int] | None = None) -> GlobalState:
-    """The state of all ranks from their descriptions. No I/O.
+    """Return the state of all ranks from their descriptions. No I/O.
 
-    ``only`` names parts that ranks hold differently, and the one rank whose part counts. Raises UnsupportedLayoutError
-    naming the fqn where ranks have another shape, dtype or kind under one name, or boxes that overlap or leave gaps.
+    ``only`` has the parts whose contents differ between ranks, and the one rank whose part is saved. Raises
+    UnsupportedLayoutError with the fqn if ranks have different shapes, dtypes or kinds under one name, or if boxes
+    overlap or leave gaps.
     """
     return _Gathering(gathered, only or {}).state()
 
@@ -120,7 +122,7 @@ class _Gathering:
         self._paths: dict[str, StatePath] = {}
         self._claims: dict[str, list[_Claim]] = {}
         self._own: dict[StatePath, list[_Own]] = {}
-        """By the path with RANKS in the place of the rank's number."""
+        """By the path, in which RANKS stands for the number of the rank."""
         self.ranks = {number: gathered.ranks_of(number) for number in gathered.in_order}
         self._position = {number: place for place, number in enumerate(gathered.members)}
         self._lowest = any(description.lowest_rank_saves for description in gathered.descriptions)
@@ -156,7 +158,7 @@ class _Gathering:
         return GlobalState(paths, ordered, values, compared, len(self._gathered.given), self._differing, hollow)
 
     def _read_descriptions(self) -> None:
-        """Gather claims by name. The paths come in the order of the lowest rank's state; then what only others have."""
+        """Collect claims by name. Paths are in the order of the lowest rank's state, then paths of other ranks only."""
         for number, ranks in self.ranks.items():
             lowest = int(ranks[0])
             for entry in self._gathered.entries(number):
@@ -175,8 +177,8 @@ class _Gathering:
         both = {own.path.fqn for rows in self._own.values() for own in rows} & self._claims.keys()
         if both:
             raise UnsupportedLayoutError(
-                f"{min(both)!r} is what one rank keeps for itself (PerRank), and an entry of all on another: give the "
-                "two different names"
+                f"{min(both)!r} is wrapped in PerRank on one rank, and is a plain entry on another: give the two "
+                "entries different names"
             )
 
     # -- tensors
@@ -189,7 +191,10 @@ class _Gathering:
         return found
 
     def _of_one_form(self, fqn: str, claims: list[_Claim]) -> list[_Claim]:
-        """Claims of one shape and dtype. Of plain tensors that differ, which nothing says to be one, the lowest's."""
+        """Return the claims with one shape and dtype.
+
+        If plain tensors differ, only the lowest rank's claims are kept, because they need not be one tensor.
+        """
         first = claims[0].entry
         odd = [claim for claim in claims if claim.entry[1:4] != first[1:4]]
         if not odd:
@@ -209,11 +214,11 @@ class _Gathering:
         if known.entry.kind != other.entry.kind:
             rank = rank if other.entry.kind != "tensor" else int(self.ranks[known.description][0])
             raise UnsupportedLayoutError(
-                f"{fqn!r} is a tensor on one rank and a value on rank {rank}: give the two different names"
+                f"{fqn!r} is a tensor on one rank and a value on rank {rank}: give the two entries different names"
             )
         raise UnsupportedLayoutError(
             f"{fqn!r} is {known.entry.dtype} {known.entry.shape} on one rank and {other.entry.dtype} "
-            f"{other.entry.shape} on rank {rank}: give the two different names"
+            f"{other.entry.shape} on rank {rank}: give the two entries different names"
         )
 
     def _tensor(self, fqn: str, claims: Sequence[_Claim]) -> GlobalTensor:
@@ -227,7 +232,7 @@ class _Gathering:
         return GlobalTensor(fqn, entry.shape, _dtype(fqn, entry.dtype), *known)
 
     def _held(self, fqn: str, shape: Ints, claims: Sequence[_Claim], only: Mapping[Ints, int]) -> tuple[Holders, bool]:
-        """The holders of a tensor's boxes, and whether one rank must write all."""
+        """Return the holders of a tensor's boxes, and whether one rank must write the whole tensor."""
         whole = any(
             _is_plain(claim.entry) and not self._gathered.descriptions[claim.description].compared for claim in claims
         )
@@ -246,7 +251,7 @@ class _Gathering:
         return held, whole and not held.alone
 
     def _refuse_absent(self, fqn: str, claims: Sequence[_Claim]) -> None:
-        """Refuse a tensor that ranks of its mesh have not: of an optimizer's state where there was no gradient."""
+        """Refuse a tensor that some ranks of its mesh lack, such as optimizer state without a gradient."""
         there = {int(rank) for claim in claims for rank in self.ranks[claim.description]}
         for number, entry in claims:
             if entry.sharding == REPLICATED:
@@ -255,10 +260,10 @@ class _Gathering:
             absent = sorted(rank for rank in mesh if rank in self._position and self._position[rank] not in there)
             if absent:
                 raise UnsupportedLayoutError(
-                    f"{fqn!r} is sharded over ranks {sorted(mesh)[:10]}, and ranks {absent[:10]} have no entry of this "
-                    "name, so its elements there are unknown; nothing was written. If it is an optimizer's state, its "
-                    "parameter had no gradient there, as an expert without tokens: set parameter.grad to zeros before "
-                    "the optimizer's step on these ranks"
+                    f"{fqn!r} is sharded over ranks {sorted(mesh)[:10]}, but ranks {absent[:10]} have no entry with "
+                    "this name, so their elements are missing. Nothing was written. If it is optimizer state, its "
+                    "parameter had no gradient on these ranks (an expert without tokens, for example): set "
+                    "parameter.grad to zeros there before the optimizer's step"
                 )
 
     def _ranks_by_box(self, claims: Iterable[_Claim]) -> dict[Box, list[int]]:
@@ -269,29 +274,30 @@ class _Gathering:
         return found
 
     def _boxes(self, entry: DescribedEntry, description: Description, ranks: Numbers) -> Iterator[tuple[Box, int]]:
-        """The boxes of a tensor that each of the ranks holds that gave a description."""
+        """Yield the boxes of a tensor on the ranks that gave a description, with the rank."""
         if entry.sharding == REPLICATED:
             own = entry.boxes if entry.boxes is not None else (Box((0,) * len(entry.shape), entry.shape),)
             yield from ((box, rank) for box in own for rank in ranks.tolist())
             return
         sharding = description.shardings[entry.sharding]
-        said = {*ranks.tolist()}
-        places = [self._position.get(number, -1) for number in sharding.ranks]
-        for place, boxes in zip(places, mesh_boxes(entry.shape, CutMesh(sharding.mesh, sharding.cuts)), strict=True):
-            if place in said:
-                yield from ((box, place) for box in boxes)
+        describing = {*ranks.tolist()}
+        positions = [self._position.get(number, -1) for number in sharding.ranks]
+        all_boxes = mesh_boxes(entry.shape, CutMesh(sharding.mesh, sharding.cuts))
+        for position, boxes in zip(positions, all_boxes, strict=True):
+            if position in describing:
+                yield from ((box, position) for box in boxes)
 
     def wanted(self, claims: Iterable[_Claim]) -> list[BoxOnRanks]:
-        """The boxes of a tensor, each with all ranks that have it."""
+        """Return the boxes of a tensor, each with all ranks that hold it."""
         ranks_of = self._ranks_by_box(claims)
         return [BoxOnRanks(box, tuple(sorted({*ranks}))) for box, ranks in ranks_of.items() if box.size]
 
-    # -- what each rank keeps for itself
+    # -- entries of single ranks (PerRank)
 
     def _stacks(self) -> tuple[dict[str, tuple[StatePath, GlobalTensor]], dict[str, str]]:
-        """Stack the tensors of ranks under one name, where those of at least two, or of all, have one form.
+        """Stack the tensors of several ranks into one array, if at least two ranks, or all, have one shape and dtype.
 
-        Of several forms, the one that most ranks have; the others' tensors stay as they are.
+        If there are several shapes or dtypes, those of most ranks are stacked. The tensors of other ranks stay single.
         """
         made: dict[str, tuple[StatePath, GlobalTensor]] = {}
         stack_of: dict[str, str] = {}
@@ -310,8 +316,8 @@ class _Gathering:
             stack = StatePath(path.keys, path.containers, [own.number for own in most], path.rank_at)
             if stack.fqn in self._paths or stack.fqn in made:
                 raise UnsupportedValueError(
-                    f"what ranks keep for themselves in {most[0].path.fqn!r} is saved under the name {stack.fqn!r}, "
-                    "which another entry has; rename that one"
+                    f"the PerRank entries of {most[0].path.fqn!r} are saved under the name {stack.fqn!r}, but another "
+                    "entry has this name: rename the other entry"
                 )
             made[stack.fqn] = (stack, _stacked(stack.fqn, most, known))
             stack_of |= {own.path.fqn: stack.fqn for own in most}
@@ -333,15 +339,15 @@ class _Gathering:
         return claim.entry.kind != "opaque" and self._gathered.descriptions[claim.description].compared
 
     def _writers(self, fqn: str, ranks: Numbers, compared: bool) -> Numbers:
-        """Who may write a value. What is known to be alike, anybody; of others the lowest rank's is taken."""
+        """Return the ranks that may write a value: all holders if it is compared, otherwise the lowest one."""
         if (fqn, None) in self._only:
             return np.array([self._only[fqn, None]])
         return ranks if compared and not self._lowest else ranks[:1]
 
     def _is_hollow(self, fqn: str, ranks: Numbers) -> bool:
-        """Whether a name is an empty dict where other ranks have entries in it.
+        """Whether a name is an empty dict in which other ranks have entries.
 
-        A full state dict is rank 0's alone, and empty on the others: the same group, and no entry beside it.
+        For example, a full state dict is on rank 0 only, and is empty on other ranks.
         """
         if any(claim.entry.kind != "empty" for claim in self._claims[fqn]):
             return False
@@ -351,9 +357,9 @@ class _Gathering:
 
 
 def wanted(gathered: AllDescriptions) -> dict[str, list[BoxOnRanks]]:
-    """Who is to fill which boxes, by fqn: for loads, whose targets may overlap and need not cover anything.
+    """Return the boxes that a load fills and their ranks, by fqn. They can overlap and need not cover the tensor.
 
-    One object for all tensors of one shape that are held alike.
+    Tensors with equal shapes and boxes share one object.
     """
     gathering = _Gathering(gathered, {})
     claims: dict[str, list[_Claim]] = {}
@@ -403,9 +409,9 @@ def _dtype(fqn: str, name: str) -> dtypes.DType:
 
 
 def _check_cover(fqn: str, shape: Ints, boxes: Sequence[Box], tiled: bool) -> None:
-    """The boxes must tile the tensor: every element has one place that it comes from.
+    """Check that the boxes tile the tensor, so that every element has one source.
 
-    ``tiled``: they are some of those that one mesh cuts, which do not overlap.
+    ``tiled``: the boxes come from one mesh, so they do not overlap.
     """
     for box in () if tiled else boxes:
         if any(o < 0 or o + n > s for o, n, s in zip(*box, shape, strict=True)):
@@ -416,13 +422,13 @@ def _check_cover(fqn: str, shape: Ints, boxes: Sequence[Box], tiled: bool) -> No
     size, found = Box((0,) * len(shape), shape).size, sum(box.size for box in boxes)
     if size != found:
         raise UnsupportedLayoutError(
-            f"the shards of {fqn!r} hold {found} of the {size} elements of shape {shape}: {_shown(boxes)}; is a rank "
-            "missing from the save, or its state dict without this key?"
+            f"the shards of {fqn!r} hold {found} of the {size} elements of shape {shape}: {_shown(boxes)}. Check that "
+            "all ranks save, and that the state dict of each has this key"
         )
 
 
 def _side_by_side(shape: Ints, boxes: Sequence[Box]) -> bool:
-    """Whether boxes that are cut along one dimension only follow one another. Of others it is not known."""
+    """Whether boxes are cut along exactly one dimension and do not overlap. False if they are cut along several."""
     cut = [dim for dim, n in enumerate(shape) if any(box.shape[dim] != n for box in boxes)]
     if len(cut) != 1:
         return False

@@ -1,11 +1,11 @@
-"""Which rank writes each chunk, and which pieces move to it: integers only, the same on every rank.
+"""Choose the rank that writes each chunk, and the pieces that move to it, with integers only and equally on all ranks.
 
-Every chunk has one owner. It is a rank that holds much of the chunk, and among those one with little to write so far;
-so what several ranks hold alike is dealt over them by chunks. A rank that holds nothing of a chunk may own it where its
-pieces move anyway, and those that hold much have enough to write. Every rank computes all owners, and then its own
-part. So what holds for one tensor is computed once for its *kind*: all tensors of one grid that are held alike.
+Every chunk has one owner: of the ranks that hold most of the chunk, the one with the fewest bytes to write. So the
+chunks of a replicated tensor are distributed over its holders. A rank that holds nothing of a chunk can own it if
+pieces of the chunk must move anyway and the holders have enough to write. Every rank computes the owners of all chunks,
+then its own plan. So results are computed once per *kind*: all tensors with the same grid and the same holders.
 
-A large model on many ranks has millions of pieces. So they are columns: an object's attributes are arrays.
+A large model on many ranks has millions of pieces, so classes hold them in columns: each attribute is an array.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ RankNumbers = tuple[int, ...]
 Numbers = NDArray[np.int64]
 
 BUNDLE_BYTES = 8 << 20
-"""Small chunks whose pieces move do so together, up to about so many bytes: a message costs as much as 100 KB."""
+"""Approximate size of a bundle of pieces that move together. A message costs as much time as about 100 KB."""
 
 
 _SLACK = 16
-"""A rank has enough to write where it has the mean of all and a 16th more."""
+"""A rank has enough to write if it exceeds the mean of all ranks by 1/16."""
 
 _LITTLE = 64
-"""Chunks are little where a 64th of what a rank writes in the mean is more: what they cost is requests, not bytes."""
+"""A chunk is small if it is below 1/64 of the mean bytes per rank. It costs requests rather than bytes."""
 
 
 class BoxOnRanks(NamedTuple):
@@ -43,44 +43,44 @@ class BoxOnRanks(NamedTuple):
 
 
 class Holders:
-    """The boxes of a tensor, or of many tensors alike, and the ranks that hold each (one at least), in columns."""
+    """The boxes of one tensor or of many equally sharded ones, and the ranks that hold each box, in columns."""
 
     def __init__(self, held: Iterable[BoxOnRanks]) -> None:
         rows = [(box, ranks) for box, ranks in held]
         self.boxes = tuple(box for box, _ in rows)
         self.first: Numbers = np.cumsum([0, *(len(ranks) for _, ranks in rows)], dtype=np.int64)
-        """Where the ranks of each box begin; one more than there are boxes."""
+        """The index in ``ranks`` at which each box begins, and the end."""
         self.ranks: Numbers = np.array([rank for _, ranks in rows for rank in ranks], np.int64)
 
     def ranks_of(self, number: int) -> Numbers:
-        """The ranks that hold a box."""
+        """Return the ranks that hold a box."""
         return self.ranks[self.first[number] : self.first[number + 1]]
 
     def boxes_of(self, rank: int) -> Numbers:
-        """The numbers of the boxes that a rank holds."""
+        """Return the numbers of the boxes that a rank holds."""
         found: Numbers = np.searchsorted(self.first, np.flatnonzero(self.ranks == rank), side="right") - 1
         return found
 
     @cached_property
     def alone(self) -> bool:
-        """Whether each box is held by one rank."""
+        """Whether exactly one rank holds each box."""
         return len(self.ranks) == len(self.boxes)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One tensor over the ranks: its grid, the boxes held of it, the bytes of an element."""
+    """One tensor of the plan: its grid, its holders and the bytes of an element."""
 
     name: str
     grid: Grid
     itemsize: int
     held: Holders
     whole: bool = False
-    """Whether one rank must write all of it: its replicas may differ, and a mixture of them is what no rank had."""
+    """Whether one rank must write the whole tensor. Replicas may differ, and no rank had a mixture of them."""
 
 
 class ChunkPieces:
-    """The chunks of a grid, in the order in which the boxes touch them, and what each box has of each chunk."""
+    """The chunks of a grid in the order in which the boxes touch them, and the pieces of each chunk."""
 
     def __init__(self, grid: Grid, boxes: Sequence[Box]) -> None:
         ndim = len(grid.shape)
@@ -95,32 +95,32 @@ class ChunkPieces:
         numbers = _ravel(cells, grid.counts)
         chunks, chunk = by_appearance(numbers)
         self.number: Numbers = numbers[chunks]
-        """The place of each chunk in the grid, in C order."""
+        """The number of each chunk in the grid, in C order."""
         order = np.argsort(chunk, kind="stable")
         self.chunk: Numbers = chunk[order]
-        """The chunk of each piece, by its position here."""
+        """The chunk of each piece, as an index into ``number``."""
         self.first: Numbers = np.searchsorted(self.chunk, np.arange(len(chunks) + 1))
-        """Where the pieces of each chunk begin; one more than there are chunks."""
+        """The index at which the pieces of each chunk begin, and the end."""
         held, cells = held[order], cells[order]
         self.held: Numbers = held
         """The number of each piece's box."""
         self.offset: Numbers = np.maximum(cells * step, offset[held])
         self.shape: Numbers = np.minimum((cells + 1) * step, end[held]) - self.offset
         self.size: Numbers = self.shape.prod(axis=1)
-        """The elements of each piece."""
+        """The number of elements of each piece."""
 
     def __len__(self) -> int:
-        """How many chunks there are."""
+        """Return the number of chunks."""
         return len(self.number)
 
     @cached_property
     def elements(self) -> Numbers:
-        """The elements of each chunk."""
+        """The number of elements of each chunk that the pieces hold."""
         return _sums(self.chunk, self.size, len(self))
 
     @cached_property
     def single(self) -> bool:
-        """Whether each chunk is one piece."""
+        """Whether every chunk has exactly one piece."""
         return len(self.held) == len(self)
 
 
@@ -131,7 +131,7 @@ def _within(counts: Numbers) -> Numbers:
 
 
 def _unravel(numbers: Numbers, extents: Numbers) -> Numbers:
-    """The cells with these numbers in C order, each in a grid of its own."""
+    """Return the cells with these numbers in C order. Each number has its own grid, one row of ``extents``."""
     out = np.empty_like(extents)
     for dim in reversed(range(extents.shape[1])):
         out[:, dim] = numbers % extents[:, dim]
@@ -147,7 +147,7 @@ def _ravel(cells: Numbers, counts: Ints) -> Numbers:
 
 
 def by_appearance(numbers: Numbers) -> tuple[Numbers, Numbers]:
-    """Where each different number appears first, in that order; and for each number its place in that order."""
+    """Return the index of the first appearance of each distinct number, in order, and each number's rank in it."""
     _, appears, group = np.unique(numbers, return_index=True, return_inverse=True)
     place = np.empty(len(appears), np.int64)
     place[np.argsort(appears)] = np.arange(len(appears))
@@ -155,7 +155,7 @@ def by_appearance(numbers: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _sums(numbers: Numbers, values: Numbers, length: int) -> Numbers:
-    """The sum of the values of each number. Exact: below 2**53."""
+    """Return the sum of the values of each number. It is exact below 2**53."""
     return np.bincount(numbers, values, minlength=length).astype(np.int64)
 
 
@@ -164,41 +164,41 @@ class Candidates(NamedTuple):
 
     ranks: Numbers
     held: Numbers
-    """How many of its elements each of them holds."""
+    """The number of elements of the chunk that each of them holds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """What holds for all tensors with one grid that are held alike: chunks, pieces, and who may own them."""
+    """The chunks, pieces and candidate owners that all tensors with one grid and one set of holders share."""
 
     pieces: ChunkPieces
     held: Holders
     candidates: Sequence[Candidates]
-    """Those of each chunk."""
+    """The candidates of each chunk."""
     only: Numbers
-    """For each chunk its one candidate, or -1."""
+    """The single candidate of each chunk, or -1 if there are several."""
 
     @classmethod
     def of(cls, grid: Grid, held: Holders) -> Geometry:
-        """The geometry of a grid and boxes."""
+        """Return the geometry of a grid and its holders."""
         pieces = ChunkPieces(grid, held.boxes)
         candidates = [_candidates(pieces, held, number) for number in range(len(pieces))]
         only = np.array([ranks[0] if len(ranks) == 1 else -1 for ranks, _ in candidates], np.int64)
         return cls(pieces, held, candidates, only)
 
     def parts_of(self, chunk: int) -> range:
-        """The pieces of a chunk, by their numbers."""
+        """Return the numbers of a chunk's pieces."""
         return range(int(self.pieces.first[chunk]), int(self.pieces.first[chunk + 1]))
 
     def source(self, tensor: int, piece: int, owner: int) -> int:
-        """The rank that a piece comes from: the owner of its chunk where it has it, else the holders in turn."""
+        """Return the rank that supplies a piece: the chunk's owner if it holds the piece, otherwise holders in turn."""
         ranks = self.held.ranks_of(int(self.pieces.held[piece]))
         if len(ranks) == 1 or (ranks != owner).all():
             return int(ranks[(tensor + piece) % len(ranks)])
         return owner
 
     def sources(self, tensors: Numbers, chunk: int, owners: Numbers) -> Numbers:
-        """The same for all pieces of a chunk in these tensors with these owners: a row per tensor."""
+        """Return the sources of all pieces of a chunk in these tensors with these owners, one row per tensor."""
         parts = self.parts_of(chunk)
         boxes = self.pieces.held[parts.start : parts.stop]
         first = self.held.first[boxes]
@@ -210,13 +210,13 @@ class Geometry:
         return found
 
     def with_all(self, chunk: int) -> Numbers:
-        """The candidates that hold all of a chunk: where one of these owns it, nothing moves."""
+        """Return the candidates that hold the whole chunk. If one of them owns it, no piece moves."""
         ranks, held = self.candidates[chunk]
         found: Numbers = ranks[held == self.pieces.elements[chunk]]
         return found
 
     def moves_anyway(self, chunk: int) -> bool:
-        """Whether nobody holds all of a chunk: something of it moves, whoever owns it."""
+        """Whether no rank holds the whole chunk, so that a piece moves for every choice of the owner."""
         return not len(self.with_all(chunk))
 
 
@@ -236,19 +236,19 @@ def _candidates(pieces: ChunkPieces, held: Holders, chunk: int) -> Candidates:
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Tensors with one geometry, of which a chunk has the same bytes in each."""
+    """Tensors with one geometry and one element size."""
 
     geometry: Geometry
     tensors: Numbers
-    """By number, ascending."""
+    """Numbers of the tensors, ascending."""
     nbytes: Numbers
-    """The bytes of each chunk."""
+    """The size of each chunk in bytes."""
     whole: bool
     chunks: Numbers
-    """The number of each chunk among those of the save: a row per tensor, a column per chunk of the kind."""
+    """The number of each chunk in the whole save: one row per tensor, one column per chunk of the kind."""
 
     def piece_bytes(self, chunk: int) -> Numbers:
-        """The bytes of each piece of a chunk."""
+        """Return the size in bytes of each piece of a chunk."""
         parts, pieces = self.geometry.parts_of(chunk), self.geometry.pieces
         itemsize = self.nbytes[chunk] // pieces.elements[chunk]
         found: Numbers = pieces.size[parts.start : parts.stop] * itemsize
@@ -256,18 +256,18 @@ class TensorKind:
 
 
 class Moves(NamedTuple):
-    """The pieces of one chunk in some tensors of a kind."""
+    """The pieces of one chunk in several tensors of a kind."""
 
     owners: Numbers
     """The owner of the chunk in each tensor."""
     sources: Numbers
-    """One row per tensor, one column per piece. A piece does not move where its source is the owner."""
+    """One row per tensor, one column per piece. A piece whose source is the owner does not move."""
     nbytes: Numbers
-    """The bytes of each piece."""
+    """The size of each piece in bytes."""
 
 
 class Dealt:
-    """Every chunk of a save: the tensors in their order, of each its chunks in the order of its geometry."""
+    """All chunks of a save and their owners, ordered by tensor, then by chunk of its geometry."""
 
     def __init__(self, spreads: Iterable[Spread], world_size: int) -> None:
         self.spreads = list(spreads)
@@ -283,7 +283,7 @@ class Dealt:
             alike.setdefault((known[key], spread.itemsize, spread.whole), []).append(number)
         counts = [len(geometry.pieces) for geometry in self.geometries]
         self.first: Numbers = np.cumsum([0, *counts], dtype=np.int64)
-        """Where the chunks of each tensor begin; one more than there are tensors."""
+        """The index at which the chunks of each tensor begin, and the end."""
         self.owner: Numbers = np.full(int(self.first[-1]), -1)
         """The rank that writes each chunk."""
         self.kinds = [self._kind(np.array(numbers, np.int64)) for numbers in alike.values()]
@@ -299,9 +299,9 @@ class Dealt:
 
     @cached_property
     def bundle(self) -> Numbers:
-        """The number of the bundle in which the pieces of a chunk move; -1 where all of them are with the owner.
+        """The number of the bundle in which the pieces of a chunk move, or -1 if its owner holds them all.
 
-        Bundles are in the order of the chunks: every rank sends and receives in that order, so none waits in a circle.
+        Bundles are in the order of the chunks. Every rank sends and receives in this order, which excludes deadlocks.
         """
         moves = np.zeros(len(self.owner), np.bool_)
         for kind, chunk, moving in self._moving():
@@ -312,12 +312,12 @@ class Dealt:
         return found
 
     def rank_bytes(self) -> list[int]:
-        """What each rank writes."""
+        """Return the number of bytes that each rank writes."""
         written: list[int] = _sums(self.owner, self.nbytes, self.world_size).tolist()
         return written
 
     def moves(self) -> Iterator[Moves]:
-        """The pieces that move, and others of the same chunks."""
+        """Yield the pieces of all chunks of which at least one piece moves."""
         for kind, chunk, moving in self._moving():
             if moving.any():
                 owners = self.owner[kind.chunks[moving, chunk]]
@@ -325,13 +325,13 @@ class Dealt:
                 yield Moves(owners, sources, kind.piece_bytes(chunk))
 
     def _moving(self) -> Iterator[tuple[TensorKind, int, NDArray[np.bool_]]]:
-        """The chunks of each kind, with the tensors in which something of a chunk moves."""
+        """Yield the chunks of each kind, with a mask of the tensors in which a piece of the chunk moves."""
         for kind in self.kinds:
             for chunk in range(len(kind.geometry.pieces)):
                 yield kind, chunk, ~np.isin(self.owner[kind.chunks[:, chunk]], kind.geometry.with_all(chunk))
 
     def moved_bytes(self, hosts: Numbers | None = None) -> int:
-        """What goes from one rank to another; with the number of each rank's host, from one host to another."""
+        """Return the bytes that move between ranks, or between hosts if the host number of each rank is given."""
         places = np.arange(self.world_size) if hosts is None else hosts
         return sum(
             int(((places[sources] != places[owners][:, None]) * nbytes).sum())
@@ -339,7 +339,7 @@ class Dealt:
         )
 
     def peers(self) -> NDArray[np.bool_]:
-        """Which ranks hand each other pieces, whichever way: a row and a column per rank."""
+        """Return a symmetric matrix over ranks: whether two ranks exchange pieces."""
         found = np.zeros((self.world_size, self.world_size), np.bool_)
         for owners, sources, _ in self.moves():
             found[sources, owners[:, None]] = True
@@ -348,16 +348,17 @@ class Dealt:
         return found
 
     def merged(self) -> int:
-        """How many chunks are of several pieces."""
+        """Return the number of chunks with several pieces."""
         return sum(len(kind.tensors) * int((np.diff(kind.geometry.pieces.first) > 1).sum()) for kind in self.kinds)
 
 
 def deal(spreads: Iterable[Spread], world_size: int) -> Dealt:
-    """The owner of every chunk, in the order of the tensors and their chunks.
+    """Choose the owner of every chunk.
 
-    Chunks that only one rank can own come first, then those with a choice, largest first: each to the candidate with
-    the least to write. The chunks with one place in all tensors of a kind are dealt together. Once all candidates have
-    enough to write, what moves anyway goes to any ranks with room. What is little goes to the candidates in turn.
+    Chunks with a single candidate come first. Other chunks follow, the largest first, and go to the candidate with the
+    fewest bytes to write. Chunks at the same position in all tensors of a kind are assigned together. When all
+    candidates have enough to write, chunks whose pieces move anyway go to ranks that can take more. Small chunks go to
+    the candidates in turn.
     """
     dealt = Dealt(spreads, world_size)
     loads = np.zeros(world_size, np.int64)
@@ -383,15 +384,15 @@ def deal(spreads: Iterable[Spread], world_size: int) -> Dealt:
         moves = not kind.whole and kind.geometry.moves_anyway(chunks.start)
         owners = _least_loaded(loads, candidates, nbytes, count, enough if moves else None)
         if len(owners) < count:
-            owners = np.append(owners, _with_room(loads, nbytes, count - len(owners), enough))
+            owners = np.append(owners, _below_limit(loads, nbytes, count - len(owners), enough))
         dealt.owner[kind.chunks[:, chunks]] = owners[:, None]
     return dealt
 
 
 def _least_loaded(loads: Numbers, candidates: Numbers, nbytes: int, count: int, enough: int | None = None) -> Numbers:
-    """The owners of so many chunks of a size: one after the other, the candidate with the least. Adds to the loads.
+    """Return owners of ``count`` chunks of one size, each time the least loaded candidate, and update the loads.
 
-    No more owners once all candidates would have more than enough.
+    With ``enough``, the result is shorter if all candidates would exceed this load.
     """
     if count < len(candidates):
         candidates = np.sort(candidates[np.argsort(loads[candidates], kind="stable")[:count]])
@@ -408,21 +409,21 @@ def _least_loaded(loads: Numbers, candidates: Numbers, nbytes: int, count: int, 
 
 
 def _in_turn(loads: Numbers, candidates: Numbers, nbytes: int, count: int) -> Numbers:
-    """The owners of so many chunks of a size: the candidates in turn, from the least loaded on. Adds to the loads."""
+    """Return owners of ``count`` chunks of one size: the candidates in turn, least loaded first; update the loads."""
     order = np.argsort(loads[candidates], kind="stable")
     owners: Numbers = np.resize(candidates[order], count)
     np.add.at(loads, owners, nbytes)
     return owners
 
 
-def _with_room(loads: Numbers, nbytes: int, count: int, enough: int) -> Numbers:
-    """The owners of so many chunks of a size among all ranks: from the least loaded on, each of as many as fit.
+def _below_limit(loads: Numbers, nbytes: int, count: int, enough: int) -> Numbers:
+    """Return owners of ``count`` chunks of one size among all ranks, least loaded first, and update the loads.
 
-    So few ranks own what comes from the same ranks. Adds to the loads.
+    Each rank takes as many chunks as fit, so that chunks with the same sources have few owners.
     """
     ranks = np.argsort(loads, kind="stable")[:count]
-    room = np.maximum(enough - loads[ranks], 0) // nbytes
-    owners: Numbers = np.repeat(ranks, room)[:count]
+    fitting = np.maximum(enough - loads[ranks], 0) // nbytes
+    owners: Numbers = np.repeat(ranks, fitting)[:count]
     np.add.at(loads, owners, nbytes)
     if len(owners) < count:
         rest = _least_loaded(loads, np.arange(len(loads)), nbytes, count - len(owners))
@@ -431,10 +432,10 @@ def _with_room(loads: Numbers, nbytes: int, count: int, enough: int) -> Numbers:
 
 
 def schedule(needs: Iterable[tuple[Numbers, Numbers]], world_size: int, limit: int) -> list[int]:
-    """The round of an exchange in which each transfer takes place, from the bytes that it takes of ranks' memory.
+    """Return the round of each transfer of an exchange, so that ranks stay within a memory limit.
 
-    ``needs`` has the ranks of each transfer, each once, and the bytes of each. In one round no rank
-    needs more than ``limit`` bytes, or else has a single transfer.
+    ``needs`` has the ranks of each transfer without repetition, and the bytes that each of them needs. In one round a
+    rank needs at most ``limit`` bytes, or has a single transfer.
     """
     current, used = np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
     numbers = []

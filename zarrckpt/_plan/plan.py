@@ -1,4 +1,4 @@
-"""A whole save as planned: which array each tensor becomes, which rank writes which chunk. The same on every rank."""
+"""The plan of a save: the array of each tensor and the rank that writes each chunk. Every rank computes the same."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from zarrckpt._plan.rank_plan import RankPlan, rank_plan
 
 @dataclass(frozen=True)
 class Layout:
-    """The whole checkpoint as planned: every entry's place in the state dict and in the tree."""
+    """The planned checkpoint: the state path and the node path of every entry."""
 
     paths: Mapping[str, StatePath]
     node_paths: Mapping[str, str]
     tensors: Mapping[str, ArrayNode]
     objects: frozenset[str]
-    """fqns of non-tensor entries; whether each becomes a value or a blob is known when it is written."""
+    """fqns of non-tensor entries. Writing an entry decides whether it becomes a value or a blob."""
     world_size: int
 
     def marker(self, save_id: str, started: str) -> Marker:
-        """What an attempt with this layout may write."""
+        """Return the marker of an attempt with this layout. It lists the nodes that the attempt may write."""
         arrays = sorted([*(n.path for n in self.tensors.values()), *(self.node_paths[f] for f in self.objects)])
         return Marker(save_id, "", tuple(arrays), tuple(sorted(parent_groups(arrays))), started)
 
@@ -49,7 +49,7 @@ class Layout:
 @record
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of bytes that steer a plan, see :class:`zarrckpt.SaveOptions`. None: chosen from ranks and state."""
+    """Sizes in bytes of :class:`zarrckpt.SaveOptions` that affect the plan. None: chosen from ranks and state."""
 
     max_chunk: int = MAX_CHUNK_BYTES
     min_piece: int | None = None
@@ -59,7 +59,7 @@ class Sizes:
 @record
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the coordinator decides for all ranks."""
+    """Options that the coordinator chooses for all ranks."""
 
     compression: Compression | None = None
     sizes: Sizes = Sizes()
@@ -67,13 +67,13 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """A whole save as planned."""
+    """The plan of a save over all ranks."""
 
     state: GlobalState
     layout: Layout
     dealt: Dealt
     writers: Mapping[str, int]
-    """Non-tensor entries, with the rank that writes each."""
+    """The rank that writes each non-tensor entry."""
 
     @property
     def moves(self) -> bool:
@@ -81,24 +81,24 @@ class SavePlan:
         return bool((self.dealt.bundle >= 0).any())
 
     def part(self, rank: int) -> RankPlan:
-        """What one rank does."""
+        """Return the plan of one rank."""
         paths = {fqn: self.layout.node_paths[fqn] for fqn, writer in self.writers.items() if writer == rank}
         return rank_plan(rank, self.layout.tensors, self.dealt, paths)
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes of all that ranks must have computed alike."""
+        """A digest of 16 bytes that must be equal on all ranks."""
         nodes = [(fqn, n.path, n.grid, n.dtype.name, n.compression) for fqn, n in self.layout.tensors.items()]
-        told = repr((nodes, sorted(self.writers.items()), [*self.layout.node_paths.items()]))
-        made = hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=16)
-        made.update(self.dealt.owner.astype("<i8").tobytes())
-        return made.digest()
+        text = repr((nodes, sorted(self.writers.items()), [*self.layout.node_paths.items()]))
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16)
+        digest.update(self.dealt.owner.astype("<i8").tobytes())
+        return digest.digest()
 
 
 def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
-    """Lay out a checkpoint from what all ranks hold, and choose the rank that writes each chunk and each value.
+    """Plan a checkpoint of the global state, and choose the rank that writes each chunk and each value.
 
-    No I/O. Every rank calls it with the same arguments.
+    Every rank calls it with the same arguments. No I/O.
     """
     with _no_collection():
         by_path = names.unique_paths([tuple(path) for path in state.paths.values()])
@@ -112,14 +112,14 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
             tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, compression=chosen)
             spreads.append(Spread(fqn, grid, tensor.dtype.itemsize, tensor.held, tensor.whole))
         layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), state.ranks)
-        # In turn: they are small, and whoever writes them all would be the last.
+        # Values are written by their ranks in turn, because one rank that wrote all of them would finish last.
         writers = {fqn: int(ranks[turn % len(ranks)]) for turn, (fqn, ranks) in enumerate(state.values.items())}
         return SavePlan(state, layout, deal(spreads, state.ranks), writers)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Hold the garbage collector off: it would look through millions of live objects again and again."""
+    """Disable the garbage collector, which would traverse millions of live objects repeatedly."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -130,7 +130,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class _Grids:
-    """The grids of tensors: the same for the same boxes, so that thousands of alike layers are looked at once."""
+    """The grids of tensors. Equal boxes give equal grids, so thousands of equal layers are computed once."""
 
     def __init__(self, sizes: Sizes, state: GlobalState) -> None:
         total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.tensors.values())
@@ -141,7 +141,7 @@ class _Grids:
         self._alike: dict[tuple[Holders, int], Grid] = {}
 
     def of(self, tensor: GlobalTensor) -> Grid:
-        """The grid of a tensor."""
+        """Return the grid of a tensor."""
         key = (tensor.held, tensor.dtype.itemsize)
         if key not in self._alike:
             self._alike[key] = self._of_boxes(tensor)

@@ -1,4 +1,4 @@
-"""One rank's part of a save: the chunks that it writes, the pieces that it sends, its share of the documents."""
+"""The plan of one rank in a save: the chunks that it writes, the pieces that it sends, its metadata documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zarrckpt._plan.owners import Dealt, TensorKind
 
 
 class ChunkPiece(NamedTuple):
-    """A part of a chunk that this rank writes: held in one of its own items, or sent by another rank."""
+    """A piece of a chunk that this rank writes, from one of its own items or from another rank."""
 
     box: Box
     item: int | None
@@ -32,7 +32,7 @@ class ChunkPlan(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """A part of one of this rank's items that another rank writes."""
+    """A part of one of this rank's items that is sent to another rank."""
 
     to: int
     item: int
@@ -41,7 +41,7 @@ class Sending(NamedTuple):
 
 @dataclass
 class Bundle:
-    """What this rank sends of one bundle of chunks, and the chunks of it that it writes, both in the plan's order."""
+    """The pieces of one bundle that this rank sends, and the chunks that it writes, both in the order of the plan."""
 
     sends: list[Sending] = field(default_factory=list)
     chunks: list[ChunkPlan] = field(default_factory=list)
@@ -49,24 +49,24 @@ class Bundle:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does in a save. It is of no attempt and of no url."""
+    """The plan of one rank in a save. It does not depend on the attempt or the url."""
 
     arrays: Mapping[str, ArrayNode]
-    """The arrays that this rank writes or sends something of, by flat name."""
+    """Arrays of which this rank writes chunks or sends pieces, by fqn."""
     documents: Mapping[str, bytes]
-    """The node documents that this rank writes, by path."""
+    """Node documents that this rank writes, by path."""
     object_paths: Mapping[str, str]
-    """The node path of each value that this rank writes, by flat name."""
+    """Node paths of the values that this rank writes, by fqn."""
     items: Sequence[tuple[str, Box]]
-    """The boxes of arrays that this rank holds and writes, or sends, something of."""
+    """Boxes of arrays that this rank holds, and writes or sends at least in part."""
     chunks: Sequence[ChunkPlan]
-    """The chunks that this rank has all pieces of."""
+    """Chunks that this rank writes and holds all pieces of."""
     bundles: Mapping[int, Bundle]
-    """What moves between ranks, in ascending order."""
+    """Pieces that move between ranks, by number in ascending order."""
 
 
 def rank_plan(rank: int, nodes: Mapping[str, ArrayNode], dealt: Dealt, object_paths: Mapping[str, str]) -> RankPlan:
-    """Cut one rank's part out of a whole plan. ``nodes`` are the arrays in the order of ``dealt``."""
+    """Return the plan of one rank. ``nodes`` are the arrays in the order of ``dealt``."""
     part = _RankPart(rank, nodes, dealt)
     for kind in dealt.kinds:
         part.add(kind)
@@ -81,7 +81,7 @@ def rank_plan(rank: int, nodes: Mapping[str, ArrayNode], dealt: Dealt, object_pa
 
 
 class _RankPart:
-    """Gathers one rank's chunks and sends, kind by kind."""
+    """Collects the chunks and sends of one rank, kind by kind."""
 
     def __init__(self, rank: int, nodes: Mapping[str, ArrayNode], dealt: Dealt) -> None:
         self._rank = rank
@@ -89,12 +89,12 @@ class _RankPart:
         self._dealt = dealt
         self.items: dict[tuple[str, Box], int] = {}
         self.chunks: list[tuple[int, ChunkPlan]] = []
-        """Each with its number in the whole plan."""
+        """Each with its number in the plan of all ranks."""
         self._merged: list[tuple[int, ChunkPlan]] = []
         self._sends: list[tuple[int, int, Sending]] = []
 
     def add(self, kind: TensorKind) -> None:
-        """The chunks of a kind that this rank owns, and the pieces that it sends to other owners."""
+        """Add the chunks of a kind that this rank owns, and the pieces that it sends to other owners."""
         owners = self._dealt.owner[kind.chunks]
         for row, chunk in zip(*(found.tolist() for found in np.nonzero(owners == self._rank)), strict=True):
             self._own(kind, row, chunk)
@@ -132,12 +132,15 @@ class _RankPart:
         return self.items.setdefault((name, box), len(self.items))
 
     def names(self) -> dict[str, None]:
-        """The names of the arrays that this rank sends or writes something of: it may write what only others hold."""
+        """Return the names of the arrays of which this rank writes chunks or sends pieces.
+
+        A rank can write chunks of an array of which only other ranks hold pieces.
+        """
         written = (chunk.fqn for _, chunk in (*self.chunks, *self._merged))
         return dict.fromkeys([*(name for name, _ in self.items), *written])
 
     def bundles(self) -> dict[int, Bundle]:
-        """What moves: sender and receiver have the parts of a message in one order, that of chunks and pieces."""
+        """Return the bundles. Sender and receiver order the pieces of a message by chunk, then by piece."""
         found: dict[int, Bundle] = {}
         bundle = self._dealt.bundle
         for number, chunk in sorted(self._merged):
@@ -153,7 +156,7 @@ def _piece_box(kind: TensorKind, piece: int) -> Box:
 
 
 def _share_of_documents(nodes: Mapping[str, ArrayNode], share: int, shares: int) -> dict[str, bytes]:
-    """One of equal shares of all node documents: they depend on the plan only, so ranks write them side by side."""
+    """Return this rank's share of all node documents. They depend only on the plan, so ranks write equal shares."""
     arrays: dict[str, ArrayNode | None] = {node.path: node for node in nodes.values()}
     arrays |= dict.fromkeys(parent_groups(arrays))
     mine = {path: arrays[path] for path in sorted(arrays)[share::shares]}

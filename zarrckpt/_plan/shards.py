@@ -1,8 +1,8 @@
-"""Which part of a tensor a rank holds, from its mesh and placements: integers only.
+"""Compute the boxes of a tensor that a rank holds from its mesh and placements, with integers only.
 
-torch's own ``compute_local_shape_and_global_offset`` is wrong where two mesh dimensions cut one tensor dimension
-unevenly (FSDP2 over tensor parallelism: 25 rows over 4 x 2), since it cuts in the order of the mesh and not in the
-order in which the tensor was really cut. This rule cuts in the true order wherever the placements tell it.
+torch's own ``compute_local_shape_and_global_offset`` is wrong if two mesh dimensions cut one tensor dimension unevenly
+(FSDP2 over tensor parallelism, 25 rows over 4 x 2). It cuts in the order of the mesh, but the tensor was cut in another
+order. This module cuts in the true order whenever the placements determine it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zarrckpt._format.wire import record
 
 @record
 class Cut(NamedTuple):
-    """How one mesh dimension shards a tensor: along ``dim``, in ``factor`` interleaved strides (1: in one piece)."""
+    """The cut of one mesh dimension: along tensor dimension ``dim``, in ``factor`` interleaved strides (1: none)."""
 
     dim: int
     factor: int = 1
@@ -30,17 +30,17 @@ Span = tuple[int, int]
 
 
 class LocalBox(NamedTuple):
-    """A box of the global tensor, and where it lies in the local one."""
+    """A box of the global tensor, and its offset in the local tensor."""
 
     box: Box
     local: Ints
 
 
 def held_boxes(shape: Ints, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | None]) -> list[LocalBox]:
-    """The boxes that a rank holds, in the order of its local tensor; empty ones are left out.
+    """Return the non-empty boxes that a rank holds, in the order of its local tensor.
 
-    ``mesh`` has the mesh's sizes, ``coordinate`` the rank's place in it, ``cuts`` one entry a mesh dimension (None:
-    replicated). One box in all layouts that FSDP2, TP and their mixes make; several where strides interleave.
+    ``mesh`` has the sizes of the mesh, ``coordinate`` the rank's coordinate in it, and ``cuts`` one entry per mesh
+    dimension (None: replicated). FSDP2, TP and their combinations give one box, interleaved strides several.
     """
     runs = [
         _spans(n, mesh, coordinate, [cut if cut and cut.dim == d else None for cut in cuts])
@@ -56,18 +56,18 @@ def held_boxes(shape: Ints, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | N
 
 @record
 class Sharding(NamedTuple):
-    """A mesh of ranks, and how it cuts a tensor."""
+    """A mesh of ranks, and the cuts of a tensor over it."""
 
     ranks: Ints
-    """Their numbers in the default process group, in C order of the mesh."""
+    """The ranks in the default process group, in C order of the mesh."""
     mesh: Ints
     """The sizes of the mesh."""
     cuts: tuple[Cut | None, ...]
-    """How each dimension of the mesh cuts the tensor; None where it replicates it."""
+    """The cut of each mesh dimension; None if it replicates the tensor."""
 
 
 class CutMesh(NamedTuple):
-    """The sizes of a mesh, and how each of its dimensions cuts a tensor (None: not at all)."""
+    """The sizes of a mesh, and the cut of each of its dimensions (None: replicated)."""
 
     sizes: Ints
     cuts: tuple[Cut | None, ...]
@@ -75,9 +75,9 @@ class CutMesh(NamedTuple):
 
 @lru_cache(maxsize=512)
 def mesh_boxes(shape: Ints, mesh: CutMesh) -> list[tuple[Box, ...]]:
-    """The boxes that each place of a mesh holds, in C order of the places.
+    """Return the boxes at each coordinate of a mesh, in C order of the coordinates.
 
-    Places that differ only along dimensions that do not cut the tensor hold the same; so each is computed once.
+    Coordinates that differ only along replicating dimensions have the same boxes, which are computed once.
     """
     if 0 in shape:
         return [(Box((0,) * len(shape), shape),)] * math.prod(mesh.sizes)
@@ -94,7 +94,7 @@ def mesh_boxes(shape: Ints, mesh: CutMesh) -> list[tuple[Box, ...]]:
 
 
 def _mesh_runs(dim: int, n: int, mesh: CutMesh) -> list[list[Span]]:
-    """What each place of a mesh has of one dimension, in C order of the places; one object for what is the same."""
+    """Return the spans of one tensor dimension at each coordinate of a mesh, in C order. Equal spans are one object."""
     cuts = tuple(cut if cut is not None and cut.dim == dim else None for cut in mesh.cuts)
     places = [range(size) if cut else (0,) * size for size, cut in zip(mesh.sizes, cuts, strict=True)]
     known: dict[Ints, list[Span]] = {}
@@ -115,7 +115,7 @@ def _with_starts(runs: Sequence[Span]) -> list[tuple[int, int, int]]:
 
 
 def _spans(n: int, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | None]) -> list[Span]:
-    """What is left of a dimension of length n after all cuts."""
+    """Return the spans of a dimension of length n that remain after all cuts."""
     order = _true_order(mesh, tuple(cuts))
     if order is not None:
         offset, length = 0, n
@@ -133,9 +133,9 @@ def _spans(n: int, mesh: Ints, coordinate: Ints, cuts: Sequence[Cut | None]) -> 
 
 @lru_cache(maxsize=512)
 def _true_order(mesh: Ints, cuts: tuple[Cut | None, ...]) -> list[int] | None:
-    """The mesh dimensions in the order in which they cut, outermost first; None where strides really interleave.
+    """Return the mesh dimensions in the order of their cuts, outermost first, or None if strides interleave.
 
-    A cut with a stride factor was made after (inside of) the later mesh dimensions whose sizes multiply to that factor.
+    A cut with a stride factor was made inside the cuts of later mesh dimensions whose sizes multiply to that factor.
     """
     order: list[int] = []
     for m in reversed(range(len(cuts))):
@@ -155,7 +155,7 @@ def _true_order(mesh: Ints, cuts: tuple[Cut | None, ...]) -> list[int] | None:
 
 
 def _interleaved(runs: list[Span], parts: int, mine: int, factor: int) -> list[Span]:
-    """torch's ``_StridedShard``: cut into ``factor`` pieces, each of them into ``parts``, and hold one part of each."""
+    """Apply torch's ``_StridedShard``: cut into ``factor`` pieces and each into ``parts``; keep one part of each."""
     total = sum(length for _, length in runs)
     outer = -(-total // factor)
     out: list[Span] = []
@@ -167,7 +167,7 @@ def _interleaved(runs: list[Span], parts: int, mine: int, factor: int) -> list[S
 
 
 def _joined(runs: list[Span]) -> list[Span]:
-    """Runs that follow one another without a gap as one."""
+    """Join spans that follow one another without a gap."""
     out: list[Span] = []
     for offset, length in runs:
         if out and sum(out[-1]) == offset:
@@ -178,7 +178,7 @@ def _joined(runs: list[Span]) -> list[Span]:
 
 
 def _cut_out(runs: list[Span], begin: int, end: int) -> list[Span]:
-    """The positions from begin to end of a concatenation of runs, merged with what they touch."""
+    """Return the spans of positions begin to end in the concatenation of spans."""
     out: list[Span] = []
     at = 0
     for offset, length in runs:

@@ -20,7 +20,7 @@ from zarrckpt._format.values import EncodedValue
 from zarrckpt._jobs import run_jobs
 from zarrckpt._state.digests import is_parameter_list
 from zarrckpt._state.flatten import OwnRank, entered
-from zarrckpt._state.local_boxes import HeldDTensor, HeldParts, HeldPieces, held_of, says_its_boxes
+from zarrckpt._state.local_boxes import HeldDTensor, HeldParts, HeldPieces, has_box_attributes, held_of
 from zarrckpt._state.tensors import memory_fault, plain_tensor
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
@@ -92,7 +92,7 @@ class _Copies:
     def of(self, value: Any, name: str) -> Any:
         """What stands for a value in the copy. Its tensors are filled by :meth:`run`."""
         kind = type(value)
-        if kind in _PLAIN and not says_its_boxes(value):
+        if kind in _PLAIN and not has_box_attributes(value):
             return self._tensor(value, name)
         if kind in _ATOMS:
             return value
@@ -110,7 +110,7 @@ class _Copies:
     def _other_tensor(self, tensor: torch.Tensor, name: str) -> Any:
         if is_sharded_tensor(tensor) or hasattr(tensor, "__create_write_items__"):
             return self._sharded(tensor, name)
-        if says_its_boxes(tensor):
+        if has_box_attributes(tensor):
             copied = self._tensor(tensor, name)
             return tensor if copied is tensor else HeldParts(name[1:], tensor, copied)
         return self._tensor(plain_tensor(tensor), name)

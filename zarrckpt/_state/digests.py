@@ -1,6 +1,6 @@
-"""Short digests of what each rank is about to save under a name, to see whether ranks agree on it.
+"""Short digests of the contents that each rank is about to save, to check that ranks agree.
 
-What ranks hold under one name is saved once. The coordinator compares digests of it, and names what differs.
+Entries that several ranks hold are saved once. The coordinator compares the digests and reports entries that differ.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from zarrckpt._format.values import EncodedValue
 from zarrckpt._state.tensors import plain_tensor, raw_tensor
 
 _WHOLE_BYTES = 64 << 10
-"""Tensors up to this size (RNG states among them) are digested whole, larger ones by a sample."""
+"""Tensors up to this size, such as RNG states, are digested as a whole, larger tensors by a sample."""
 
 _SAMPLE = 512
 
 _PARAMETER_NAMES = re.compile(r"(^|\.)param_groups\.\d+\.params$")
-"""The names of the parameters in an optimizer's group. Groups with other parameters are others, see group_numbers."""
+"""Lists of parameter names in an optimizer's groups. ``_plan.group_numbers`` compares them."""
 
 
 def is_parameter_list(fqn: str) -> bool:
-    """Whether an entry names the parameters of an optimizer's group."""
+    """Whether an entry is the list of parameters of an optimizer's group."""
     return _PARAMETER_NAMES.search(fqn) is not None
 
 
 def is_compared(fqn: str, value: Any) -> bool:
-    """Whether a value has a digest: ranks can tell that they hold the same."""
+    """Whether a value has a digest, so that ranks can compare it."""
     return not is_parameter_list(fqn) and _value_bytes(value)[0] is not None
 
 
 def content_digest(fqn: str, value: Any) -> bytes | None:
-    """8 bytes of what is saved under a name; None where it is not to be compared.
+    """Return a digest of 8 bytes of an entry, or None if the entry is not compared.
 
     Copies at most 64 KiB of a tensor to the host.
     """
@@ -48,7 +48,7 @@ def content_digest(fqn: str, value: Any) -> bytes | None:
         form: object = (str(value.dtype), tuple(value.shape))
         content = raw_tensor(fqn, _sample(plain_tensor(value))).tobytes()
     else:
-        # Equal values have equal JSON, while their pickles may differ.
+        # Equal values have equal JSON, but their pickles can differ.
         form, content = _value_bytes(value)
         if form is None:
             return None
@@ -56,10 +56,10 @@ def content_digest(fqn: str, value: Any) -> bytes | None:
 
 
 def tensor_checksum(fqn: str, tensor: torch.Tensor, *, full: bool) -> int:
-    """A checksum of a tensor's elements: of all, or of some that are spread over it (all of at most 64 KiB).
+    """Return a checksum of a tensor's elements: all of them if ``full`` or up to 64 KiB, otherwise a sample.
 
-    Faster than :func:`content_digest`, and only for comparisons in one process. ``full`` copies a tensor to the host,
-    and once more if it is not contiguous.
+    It is faster than :func:`content_digest` and serves comparisons within one process. ``full`` copies the tensor to
+    the host, and once more if it is not contiguous.
     """
     tensor = plain_tensor(tensor)
     if not full and tensor.numel() * tensor.element_size() > _WHOLE_BYTES:
@@ -71,11 +71,14 @@ def tensor_checksum(fqn: str, tensor: torch.Tensor, *, full: bool) -> int:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a small tensor, else elements spread over it: enough for tensors that drifted, not for one flipped bit."""
+    """Return a small tensor itself, and evenly spaced elements of a larger one.
+
+    A sample finds tensors that drifted apart, but not a single flipped bit.
+    """
     if tensor.numel() * tensor.element_size() <= _WHOLE_BYTES:
         return tensor
     places = torch.linspace(0, tensor.numel() - 1, _SAMPLE, dtype=torch.float64, device=tensor.device).long()
-    # By coordinates: flattening would copy a tensor that is not contiguous.
+    # Index by coordinates, because flattening copies a tensor that is not contiguous.
     return tensor[torch.unravel_index(places, tensor.shape)]
 
 

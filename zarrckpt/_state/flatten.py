@@ -1,4 +1,4 @@
-"""A nested state dict to flat names and back, keeping what DCP's own flattening loses."""
+"""Flatten a nested state dict to fqns and rebuild it. Keeps key types and empty dicts, which DCP's flattening loses."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from zarrckpt._state.local_boxes import HeldTensor
 
 
 class OwnRank(dict[str, Any]):
-    """What one rank keeps for itself, by its number."""
+    """The state of one rank (PerRank), by the number of the rank."""
 
 
 def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePath]]:
-    """Flat name -> leaf, and flat name -> path, by DCP's rules for what is a leaf.
+    """Return the leaves and the state paths of a state, both by fqn, with DCP's rules for leaves.
 
-    Dicts are entered, lists where they hold tensors or dicts at any depth; tuples are leaves. Other than in DCP,
-    empty dicts are entries, and keys that are no strings and OrderedDicts are remembered. Raises
-    UnsupportedValueError for two entries of one name, and for keys that JSON cannot keep.
+    Dicts are flattened, and lists if they hold tensors or dicts at any depth. Tuples are leaves. Unlike in DCP, empty
+    dicts are entries, and the types of keys and OrderedDicts are kept. Raises UnsupportedValueError for two entries
+    with one fqn and for keys that JSON cannot represent.
     """
     leaves: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}
@@ -34,17 +34,17 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
 
     def walk(value: Any, keys: tuple[object, ...], containers: tuple[str, ...]) -> None:
         nonlocal rank_at
-        if isinstance(value, torch.Tensor):  # most are; asking for a Mapping costs more
+        if isinstance(value, torch.Tensor):  # first, because most are tensors and the check for Mapping is slower
             leaf(value, keys, containers)
         elif isinstance(value, Mapping) and (value or not keys):
             if len({*map(one_nan, value)}) < len(value):
-                raise UnsupportedValueError(f"{'.'.join(map(str, keys))!r} has NaN as a key more than once; rename one")
+                raise UnsupportedValueError(f"{'.'.join(map(str, keys))!r} has NaN as a key more than once: rename one")
             if json_values.hashes_collide(value):
                 raise UnsupportedValueError(
-                    f"{'.'.join(map(str, keys))!r} has more than {json_values.MAX_EQUAL_HASHES} keys with one hash, "
-                    "which readers refuse; use strings as keys"
+                    f"{'.'.join(map(str, keys))!r} has more than {json_values.MAX_EQUAL_HASHES} keys with equal "
+                    "hashes, and readers refuse that: use strings as keys"
                 )
-            # Whoever loads has a state of its own, so what kind of dict this one is does not matter.
+            # A load fills the user's own state, so the type of the outermost dict does not matter.
             inner = (*containers, ORDERED_DICT if type(value) is OrderedDict and keys else DICT)
             outermost = rank_at is None and isinstance(value, OwnRank)
             rank_at = len(keys) if outermost else rank_at
@@ -57,7 +57,7 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
             for position, item in enumerate(value):
                 walk(item, (*keys, position), inner)
         elif isinstance(value, Mapping) and type(value) is not OrderedDict:
-            leaf({}, keys, containers)  # of whatever type: with entries it is a dict, too
+            leaf({}, keys, containers)  # an empty dict of any type, as one with entries becomes a dict too
         else:
             leaf(value, keys, containers)
 
@@ -66,7 +66,7 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
         fqn = path.fqn
         if fqn in leaves:
             raise UnsupportedValueError(
-                f"two entries have the flat name {fqn!r}: {paths[fqn].keys} and {path.keys}; rename one"
+                f"two entries have the name {fqn!r}, with keys {paths[fqn].keys} and {path.keys}: rename one"
             )
         leaves[fqn], paths[fqn] = value, path
 
@@ -76,16 +76,16 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
 
 def _check_key(key: object, above: tuple[object, ...]) -> None:
     if not is_key(key) or json_values.encode_json(key) is json_values.NOT_JSON:
-        # Python refuses to show very long integers.
+        # Python refuses to convert very long integers to text.
         shown = f"{key!r:.200} " if isinstance(key, str) else ""
         raise UnsupportedValueError(
-            f"the key {shown}below {'.'.join(map(str, above))!r:.200} is a {type(key).__name__} that cannot be kept as "
-            "a key; use strings of Unicode characters, or integers"
+            f"the key {shown}below {'.'.join(map(str, above))!r:.200} is a {type(key).__name__} that cannot be stored "
+            "as a key: use strings of Unicode characters, or integers"
         )
 
 
 def entered(items: list[Any]) -> bool:
-    """Whether a list is entered and no leaf: DCP's rule, and for what stands in for sharded tensors, too."""
+    """Whether a list is flattened instead of kept as a leaf. DCP's rule, extended to HeldTensor."""
     return any(
         isinstance(item, (torch.Tensor, Mapping))
         or (isinstance(item, list) and entered(item))
@@ -104,16 +104,16 @@ def get_leaf(state: Any, path: StatePath) -> Any:
 
 
 def set_leaf(state: Any, path: StatePath, value: Any) -> None:
-    """Replace one entry of a nested state in place; its containers must exist."""
+    """Replace one entry of a nested state in place. Its containers must exist."""
     for key in path.keys[:-1]:
         state = state[key]
     state[path.keys[-1]] = value
 
 
 def copy_containers(state: Any, path: StatePath, copied: set[tuple[Any, ...]]) -> None:
-    """Replace the containers above one entry by copies, but for paths in ``copied``, which grows.
+    """Replace the containers above one entry by copies, except those in ``copied``, and add them to ``copied``.
 
-    Two paths may lead to one list, and what is set below one of them is not meant for the other.
+    Two paths can lead to one list. An entry that is set below one path must not appear below the other.
     """
     for depth, key in enumerate(path.keys[:-1], 1):
         if path.keys[:depth] not in copied:
@@ -123,7 +123,7 @@ def copy_containers(state: Any, path: StatePath, copied: set[tuple[Any, ...]]) -
 
 
 def build(entries: Iterable[tuple[StatePath, Any]], depth: int = 0) -> Any:
-    """The nested state that entries describe, from ``depth`` of their paths on. All share the path above it."""
+    """Return the nested state of entries below ``depth`` of their paths. The paths are equal above this depth."""
     rows = [(path, value) for path, value in entries]
     if len(rows) == 1 and len(rows[0][0].keys) == depth:
         return rows[0][1]

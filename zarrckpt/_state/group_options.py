@@ -1,4 +1,4 @@
-"""Options of an optimizer's parameter groups: a load finds them by the names of the parameters."""
+"""Options of an optimizer's parameter groups. A load finds them by the names of the parameters."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from zarrckpt._errors import KeyMismatchError
 from zarrckpt._state.torch_kinds import is_dtensor
 
 Name = str | int
-"""Of a parameter: that in its module; its number in the optimizer where the state holds no module."""
+"""The name of a parameter in its module, or its number in the optimizer if the state has no module."""
 
 
 class ParameterNames(list[Name]):
-    """The parameters of one group of an Optimizer, in the state to save."""
+    """The names of the parameters of one group of an Optimizer, in the state to save."""
 
 
 def groups_with_options(
     prefix: str, own: Sequence[Mapping[str, Any]], loaded: Mapping[int, Mapping[str, Any]], *, complete: bool
 ) -> list[dict[str, Any]]:
-    """Return an optimizer's groups with the options of the loaded groups that have one of their parameters.
+    """Return an optimizer's groups with options from the loaded groups that share a parameter with them.
 
-    If none has, those of the group at its position are taken, unless another group here has parameters of that one.
-    Options that were not loaded keep their values.
+    A group that shares no parameter takes the options of the loaded group at its position, unless another group here
+    has parameters of that loaded group. Options that were not loaded keep their values.
 
     Args:
-        prefix: the beginning of the names of the optimizer's entries. own: its groups, with names of parameters.
-        loaded: groups of the checkpoint by their numbers. complete: whether these are all.
+        prefix: the beginning of the names of the optimizer's entries.
+        own: the optimizer's groups, with names of parameters.
+        loaded: groups of the checkpoint, by number.
+        complete: whether ``loaded`` has all groups of the checkpoint.
 
-    Raises KeyMismatchError for a group that gets no options, and for one whose parameters were in groups with other
-    options.
+    Raises KeyMismatchError for a group that gets no options, and for a group whose parameters were in several groups
+    with different options.
     """
     own_names = {name for group in own for name in group["params"]}
     empty = {place: group for place, group in loaded.items() if not group.get("params", True)}
@@ -47,13 +49,13 @@ def groups_with_options(
         if not sources and names and loaded and complete:
             raise KeyMismatchError(
                 f"'{prefix}param_groups' has {len(own)} groups in the target and {len(loaded)} in the checkpoint, and "
-                f"group {place} shares no parameter with any of these"
+                f"group {place} of the target shares no parameter with the groups of the checkpoint"
             )
         options = [_options(source) for source in sources]
         if differing := _differing(options):
             raise KeyMismatchError(
-                f"'{prefix}param_groups.{place}' has parameters that were in {len(options)} groups, which differ in "
-                f"{differing}: make the groups as they were saved, or leave them out (keys=)"
+                f"'{prefix}param_groups.{place}' has parameters that were saved in {len(options)} groups with "
+                f"different {differing}: build the groups as they were saved, or leave them out (keys=)"
             )
         found = {key: _as_own(group.get(key), value) for key, value in (options or [{}])[0].items()}
         groups.append({**_options(group), **found, "params": names})
@@ -61,13 +63,13 @@ def groups_with_options(
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says beside its parameters, as tensors of its own."""
+    """Return the options of a parameter group, with copies of tensors."""
     own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
 
 
 def _differing(options: list[dict[str, Any]]) -> list[str]:
-    """Return the names of options that groups do not have in common."""
+    """Return the names of options whose values differ between groups."""
     first, names = options[0] if options else {}, {key for group in options for key in group}
     return sorted(key for key in names for group in options[1:] if not _equal(group.get(key), first.get(key)))
 
@@ -79,13 +81,13 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _as_own(own: Any, loaded: Any) -> Any:
-    """Return a loaded option in the form that it has in the optimizer: tensors and numbers take each other's value."""
+    """Return a loaded option in the type that it has in the optimizer, a tensor or a number."""
     is_number = type(own) in (bool, int, float)
     if isinstance(loaded, torch.Tensor):
         if is_dtensor(own):
             from torch.distributed.tensor import distribute_tensor
 
-            # Every rank has read all of it.
+            # Every rank has read the whole tensor.
             return distribute_tensor(loaded.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
         if isinstance(own, torch.Tensor):
             return loaded.to(own.device)

@@ -1,4 +1,4 @@
-"""What this rank has of a sharded tensor: the boxes of the global tensor, and the memory of each."""
+"""The boxes of a sharded tensor that this rank holds, and the memory of each box."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 
 
 class HeldTensor:
-    """Takes the place of a sharded tensor in a flat state."""
+    """Replaces a sharded tensor in a flat state. A base class."""
 
     shape: Ints
-    """Of the global tensor."""
+    """The shape of the global tensor."""
     dtype: torch.dtype
     sharding: Sharding | None = None
-    """How a mesh cuts the tensor, where that tells what each of its ranks holds."""
+    """The cuts of the tensor over a mesh, if they determine the boxes of all ranks."""
 
     @property
     def boxes(self) -> list[Box]:
-        """The boxes of the global tensor that this rank holds. None where it holds nothing of it."""
+        """The boxes of the global tensor that this rank holds. The list can be empty."""
         raise NotImplementedError
 
     def piece(self, offset: Ints) -> torch.Tensor:
-        """The local tensor's part that is the box at a global offset: a view."""
+        """Return a view of the local memory of the box at a global offset."""
         raise NotImplementedError
 
 
 class _HeldInOne(HeldTensor):
-    """The boxes lie in one local tensor."""
+    """A sharded tensor whose boxes are in one local tensor. A base class."""
 
     _local: torch.Tensor
 
@@ -61,15 +61,16 @@ class _HeldInOne(HeldTensor):
 
 
 class HeldDTensor(_HeldInOne):
-    """What this rank has of a DTensor.
+    """This rank's boxes of a DTensor.
 
-    torch's own rule for the offsets of DTensors is wrong for uneven FSDP2 x TP.
+    The boxes come from the placements by ``_plan.shards``, because torch's own offsets are wrong for uneven FSDP2 x TP.
 
     Args:
-        fqn: the DTensor's name, for errors. local: what stands for its local tensor, a copy say (default: itself).
+        fqn: the DTensor's name, for errors.
+        local: a tensor to use instead of its local tensor, for example a copy.
 
-    Making one is cheap; the boxes are found when they are first asked for. Raises UnsupportedLayoutError then where the
-    local tensor has not the size that the placements say.
+    The boxes are computed at their first use. This raises UnsupportedLayoutError if the size of the local tensor does
+    not fit the placements.
     """
 
     def __init__(self, fqn: str, tensor: Any, local: torch.Tensor | None = None) -> None:
@@ -103,14 +104,14 @@ class HeldDTensor(_HeldInOne):
         if coordinate is None:
             return []
         if 0 in self.shape:
-            # Nothing to write, but an entry to keep: every rank names it.
+            # The tensor has no chunks, but it is an entry, so every rank describes it.
             zero = (0,) * len(self.shape)
             return [LocalBox(Box(zero, self.shape), zero)]
         return held_boxes(self.shape, self.sharding.mesh, tuple(coordinate), self.sharding.cuts)
 
 
 _rank_lists: dict[int, tuple[Any, Ints]] = {}
-"""By the id of a mesh, the mesh and its ranks: a model has thousands of tensors on one mesh."""
+"""The ranks of meshes, by the id of the mesh. A cache, because thousands of tensors share one mesh."""
 
 
 def _ranks_of(mesh: Any) -> Ints:
@@ -123,20 +124,21 @@ def _ranks_of(mesh: Any) -> Ints:
 
 
 class HeldParts(_HeldInOne):
-    """What this rank has of a plain tensor that says which boxes of a global tensor are in it.
+    """This rank's boxes of a plain tensor with attributes that describe its boxes of a global tensor.
 
-    That is torch 2.14's ``CheckpointableTensor``, see :func:`says_its_boxes`.
+    torch 2.14's ``CheckpointableTensor`` has these attributes, see :func:`has_box_attributes`.
 
     Args:
-        fqn: its name, for errors. local: what stands for its memory, a copy say (default: itself).
+        fqn: the tensor's name, for errors.
+        local: a tensor to use instead of its memory, for example a copy.
 
-    Raises UnsupportedLayoutError, when its boxes are first asked for, where they are not within both tensors.
+    The first use of the boxes raises UnsupportedLayoutError if a box is outside the global or the local tensor.
     """
 
     def __init__(self, fqn: str, tensor: Any, local: torch.Tensor | None = None) -> None:
         self._fqn = fqn
         self.shape = global_shape(tensor)
-        self._said = [tensor.global_offsets, tensor.local_offsets, tensor.local_sizes]
+        self._box_rows = [tensor.global_offsets, tensor.local_offsets, tensor.local_sizes]
         self._local = plain_tensor(tensor) if local is None else local
 
     @cached_property
@@ -145,25 +147,25 @@ class HeldParts(_HeldInOne):
             return {(zero := (0,) * len(self.shape)): LocalBox(Box(zero, self.shape), zero)}
         found: dict[Ints, LocalBox] = {}
         shapes = (self.shape, tuple(self._local.shape))
-        for row in itertools.zip_longest(*self._said, fillvalue=()):
+        for row in itertools.zip_longest(*self._box_rows, fillvalue=()):
             offset, local, sizes = (tuple(map(int, numbers)) for numbers in row)
             for start, shape in zip((offset, local), shapes, strict=True):
                 if not len(start) == len(sizes) == len(shape) or any(
                     at < 0 or n < 0 or at + n > size for at, n, size in zip(start, sizes, shape, strict=True)
                 ):
                     raise UnsupportedLayoutError(
-                        f"{self._fqn!r}: its box of sizes {sizes} at the global offset {offset}, local offset {local}, "
-                        f"is not within the shape {self.shape} and the local shape {shapes[1]}: correct global_shape, "
+                        f"{self._fqn!r}: the box of sizes {sizes} at global offset {offset} and local offset {local} "
+                        f"is not within shape {self.shape} and local shape {shapes[1]}: correct global_shape, "
                         "global_offsets, local_offsets and local_sizes of the tensor"
                     )
-            # An empty box may have the offset of another rank's.
+            # An empty box can have the same offset as a box of another rank.
             if 0 not in sizes:
                 found[offset] = LocalBox(Box(offset, sizes), local)
         return found
 
 
 class HeldPieces(HeldTensor):
-    """What this rank has of any other sharded tensor: a tensor for each box."""
+    """This rank's boxes of any other sharded tensor, with one tensor for each box."""
 
     def __init__(self, shape: Ints, dtype: torch.dtype, pieces: Sequence[tuple[Box, torch.Tensor]]) -> None:
         self.shape = shape
@@ -179,44 +181,44 @@ class HeldPieces(HeldTensor):
         return self._by_offset[offset]
 
     def copied(self, copy: Any) -> HeldPieces:
-        """The same boxes with copies of the tensors: ``copy(box, tensor)``."""
+        """Return the same boxes with copies of the tensors, made by ``copy(box, tensor)``."""
         return HeldPieces(self.shape, self.dtype, [(box, copy(box, piece)) for box, piece in self._pieces])
 
 
 def held_of(fqn: str, leaf: Any) -> Any:
-    """What this rank has of a sharded tensor, as a HeldTensor; plain tensors and values as they are."""
+    """Return the HeldTensor of a sharded tensor. Plain tensors and values are returned unchanged."""
     if isinstance(leaf, HeldTensor):
         return leaf
-    if is_dtensor(leaf) and not _says_its_items(leaf.to_local()):
+    if is_dtensor(leaf) and not _has_item_hooks(leaf.to_local()):
         return HeldDTensor(fqn, leaf)
     if is_sharded_tensor(leaf):
         pieces = [*_local_shards(leaf, (0,) * leaf.dim())]
         return HeldPieces(tuple(leaf.size()), leaf.dtype, pieces)
-    if says_its_boxes(leaf):
+    if has_box_attributes(leaf):
         return HeldParts(fqn, leaf)
-    return _from_its_items(fqn, leaf) if _says_its_items(leaf) else leaf
+    return _pieces_from_hooks(fqn, leaf) if _has_item_hooks(leaf) else leaf
 
 
 def local_tensors(leaf: Any) -> Iterator[torch.Tensor]:
-    """The tensors in which this rank has its elements of a tensor, sharded or not."""
+    """Yield the local tensors with this rank's elements of a tensor, sharded or not."""
     if is_dtensor(leaf):
         yield from local_tensors(leaf.to_local())
     elif is_sharded_tensor(leaf):
         for shard in leaf.local_shards():
             yield from local_tensors(shard.tensor)
-    elif _says_its_items(leaf):
+    elif _has_item_hooks(leaf):
         yield from (leaf.__get_tensor_shard__(item.index) for item in leaf.__create_write_items__("", leaf))
     else:
         yield leaf
 
 
-def _says_its_items(leaf: Any) -> bool:
-    """Whether a value has torch's hooks for sharded tensors, as LocalShardsWrapper does, and every DTensor."""
+def _has_item_hooks(leaf: Any) -> bool:
+    """Whether a value has DCP's hooks for sharded tensors, like LocalShardsWrapper and every DTensor."""
     return hasattr(leaf, "__create_write_items__")
 
 
 def _local_shards(tensor: Any, origin: Ints) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The boxes of a ShardedTensor. FSDP1 in two dimensions makes ShardedTensors of ShardedTensors, and of DTensors."""
+    """Yield the boxes of a ShardedTensor. Two-dimensional FSDP1 nests ShardedTensors and DTensors in them."""
     for shard in tensor.local_shards():
         offset = tuple(a + b for a, b in zip(origin, shard.metadata.shard_offsets, strict=True))
         if is_sharded_tensor(shard.tensor):
@@ -226,8 +228,8 @@ def _local_shards(tensor: Any, origin: Ints) -> Iterator[tuple[Box, torch.Tensor
         yield Box(offset, tuple(shard.metadata.shard_sizes)), plain_tensor(local)
 
 
-def _from_its_items(fqn: str, leaf: Any) -> HeldPieces:
-    """By the hooks: the value makes the items, and finds the tensor of each."""
+def _pieces_from_hooks(fqn: str, leaf: Any) -> HeldPieces:
+    """Return the boxes of a tensor with DCP's hooks, which create the write items and return the tensor of each."""
     items = leaf.__create_write_items__(fqn, leaf)
     shape = tuple(items[0].tensor_data.size) if items else global_shape(leaf)
     pieces = []
@@ -241,14 +243,14 @@ def _from_its_items(fqn: str, leaf: Any) -> HeldPieces:
 _BOX_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
-def says_its_boxes(value: object) -> bool:
-    """Whether a value is a tensor that says which boxes of a global tensor are in it: it has these four attributes."""
+def has_box_attributes(value: object) -> bool:
+    """Whether a value is a tensor with the four attributes that describe its boxes of a global tensor."""
     return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _BOX_FIELDS)
 
 
 def global_shape(tensor: Any) -> Ints:
-    """The shape of a tensor; of one that says its boxes, that of the global tensor."""
-    return tuple(tensor.global_shape if says_its_boxes(tensor) else tensor.shape)
+    """Return the shape of the global tensor."""
+    return tuple(tensor.global_shape if has_box_attributes(tensor) else tensor.shape)
 
 
 def _minus(a: Ints, b: Ints) -> Ints:

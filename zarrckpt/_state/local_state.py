@@ -1,4 +1,4 @@
-"""What one rank saves: its flat state, its description of the global state, and digests of what others hold, too."""
+"""The state of one rank in a save: its flat entries, their description, and digests of replicated contents."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from zarrckpt._state.per_rank import PerRank
 from zarrckpt._state.tensors import memory_fault, plain_tensor
 from zarrckpt._state.torch_kinds import is_dtensor
 
-PER_RANK = "is a PerRank, which zarrckpt.save, async_save and load take, and DCP's own calls do not"
+PER_RANK = "is a PerRank, which zarrckpt.save, async_save and load accept, but DCP's own calls do not"
 
 
 class LocalState:
-    """One rank's part of a state, flat: what is saved under each name, and where it sits.
+    """The flat state of one rank: leaves and state paths by fqn.
 
-    Raises UnsupportedValueError listing what cannot be saved.
+    Raises UnsupportedValueError with a list of the entries that cannot be saved.
     """
 
     own_memory = True
-    """Its tensors stay where they are for as long as it does: parts of them may be views."""
+    """Whether the tensors keep their memory as long as this object lives, so that views of them stay valid."""
 
     def __init__(self, leaves: Mapping[str, Any], paths: Mapping[str, StatePath]) -> None:
         refuse_unsaveable(leaves)
@@ -50,23 +50,23 @@ class LocalState:
             if isinstance(leaf, list) and is_parameter_list(fqn) and paths[fqn].rank_at is None
         ]
         self._renumbered: dict[str, str] = {}
-        """The own names of entries that have other names in the checkpoint, by these."""
+        """The local names of entries that are renamed in the checkpoint, by the names in the checkpoint."""
         self._in_stacks = {path.with_rank(RANKS).fqn: fqn for fqn, path in paths.items() if path.rank_at is not None}
 
     @classmethod
     def from_user_state(cls, state: Mapping[Any, Any]) -> LocalState:
-        """From a state with modules, optimizers and other Stateful objects. Raises UnsupportedValueError."""
+        """Return the local state of a state with modules and other objects. Raises UnsupportedValueError."""
         return cls.from_plain_state(for_save(state).state)
 
     @classmethod
     def from_plain_state(cls, plain: Mapping[Any, Any]) -> LocalState:
-        """From a nested state of plain containers, tensors and values. Raises UnsupportedValueError."""
+        """Return the local state of nested plain containers, tensors and values. Raises UnsupportedValueError."""
         return cls(*flatten(plain))
 
-    # -- as others must know it
+    # -- for other ranks
 
     def description(self) -> Description:
-        """What this rank says of its state. Raises UnsupportedValueError for a dtype that has no place in Zarr."""
+        """Return the description of this rank's state. Raises UnsupportedValueError for a dtype without a Zarr type."""
         shardings: dict[Sharding, int] = {}
         entries = []
         for fqn, leaf in self._leaves.items():
@@ -79,7 +79,7 @@ class LocalState:
         return Description(tuple(entries), tuple(shardings), groups=tuple(self._groups))
 
     def renumber_groups(self, numbers: GroupNumbers) -> None:
-        """Set the numbers of parameter groups in the checkpoint. The methods below take names with these numbers."""
+        """Set the numbers of parameter groups in the checkpoint. The methods below expect names with these numbers."""
         self._renumbered = {}
         for fqn, path in self._paths.items() if numbers else ():
             other = renumbered(path, numbers)
@@ -87,20 +87,20 @@ class LocalState:
                 self._renumbered[other.fqn] = fqn
 
     def digest(self, part: ReplicaPart) -> bytes:
-        """8 bytes of the contents of a part that other ranks hold, too."""
+        """Return a digest of 8 bytes of a part that other ranks hold too."""
         fqn, offset = part
         found = self.value(fqn) if offset is None else self._tensor(fqn, offset)
         return content_digest(fqn, found) or b""
 
     def fold(self, parts: Iterable[ReplicaPart]) -> bytes:
-        """8 bytes of the contents of many parts."""
+        """Return a digest of 8 bytes of several parts."""
         digest = hashlib.blake2b(digest_size=8)
         for part in parts:
             digest.update(self.digest(part))
         return digest.digest()
 
     def refuse_parts(self) -> None:
-        """Raise UnsupportedLayoutError for tensors of which this rank does not hold all elements."""
+        """Raise UnsupportedLayoutError if this rank does not hold all elements of some tensor."""
         parts = []
         for fqn, leaf in self._leaves.items():
             if isinstance(leaf, HeldTensor):
@@ -109,18 +109,18 @@ class LocalState:
                     parts.append(f"{fqn!r} lacks {size - held if leaf.boxes else 'all'} elements")
         if parts:
             raise UnsupportedLayoutError(
-                f"{len(parts)} tensors are sharded over ranks, and this process saves alone; nothing was written:"
+                f"{len(parts)} tensors are sharded over ranks, but this process saves alone. Nothing was written:"
                 f"{listed(parts)}\nsave on all ranks that hold parts, without no_dist, or save .full_tensor() of each"
             )
 
-    # -- as it is written
+    # -- for the writer
 
     def tensor(self, fqn: str, box: Box) -> torch.Tensor:
-        """The memory of a box of an array. Of a stack of what ranks keep for themselves, this rank's tensor."""
+        """Return the memory of a box of an array. For a stack of PerRank tensors, this is the rank's own tensor."""
         return self._tensor(fqn, box.offset)
 
     def value(self, fqn: str) -> Any:
-        """A non-tensor entry."""
+        """Return a non-tensor entry."""
         leaf = self._leaves[self._renumbered.get(fqn, fqn)]
         return [*leaf] if isinstance(leaf, ParameterNames) else leaf
 
@@ -133,9 +133,9 @@ class LocalState:
 def tensor_entry(
     path: StatePath, leaf: HeldTensor | torch.Tensor, dtype: str, shardings: dict[Sharding, int]
 ) -> DescribedEntry:
-    """What a description says of a tensor. A sharding gets its number where it is new.
+    """Return the described entry of a tensor. A new sharding is added to ``shardings``.
 
-    Raises UnsupportedLayoutError for a local tensor that has not the size that its mesh says.
+    Raises UnsupportedLayoutError if the size of the local tensor does not fit its mesh.
     """
     if not isinstance(leaf, HeldTensor):
         return DescribedEntry(path, "tensor", tuple(leaf.shape), dtype)
@@ -146,13 +146,13 @@ def tensor_entry(
 
 
 def listed(faults: Sequence[str]) -> str:
-    """Faults for a message, a line each."""
+    """Format faults for a message, one per line."""
     more = [f"and {len(faults) - 50} more"] if len(faults) > 50 else []
     return "".join(f"\n  {line}" for line in [*faults[:50], *more])
 
 
 def refuse_unsaveable(leaves: Mapping[str, Any]) -> None:
-    """Raise UnsupportedValueError listing the leaves of a flat state that cannot be saved."""
+    """Raise UnsupportedValueError with a list of the leaves of a flat state that cannot be saved."""
     bad = [f"{fqn!r} {fault}" for fqn, leaf in leaves.items() if (fault := _fault_of(leaf))]
     if bad:
         raise UnsupportedValueError("; ".join(bad))
@@ -162,7 +162,7 @@ def _fault_of(leaf: Any) -> str | None:
     if isinstance(leaf, PerRank):
         return PER_RANK
     if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
-        return f"is a DTensor with the placements {leaf.placements}: redistribute() it, partial sums are no values"
+        return f"is a DTensor of partial sums, with placements {leaf.placements}: redistribute() it first"
     if not isinstance(leaf, torch.Tensor):
         return None
     if (fault := next(filter(None, map(memory_fault, local_tensors(leaf))), None)) is not None:

@@ -1,7 +1,7 @@
-"""A module's state dict under names that all its wrappers have in common, and the names of its parameters.
+"""A module's state dict under canonical names that do not depend on wrappers, and the names of its parameters.
 
-``torch.compile``, activation checkpointing and DistributedDataParallel put a segment of their own into each name; it is
-left out, so that a wrapped module loads what a plain one saved. FSDP1 alone needs torch's own functions for this.
+``torch.compile``, activation checkpointing and DistributedDataParallel add a segment to each name. Canonical names omit
+it, so that a wrapped module can load the checkpoint of a plain one. Only FSDP1 needs torch's own functions for this.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from zarrckpt._state.optimizers import SavedEntries
 
 _EXTRA_STATE = "_extra_state"
-"""The last segment of the key under which a state dict has what a module's ``get_extra_state`` returns."""
+"""The last segment of the key of the value that a module's ``get_extra_state`` returns."""
 
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""The names under which torch.compile and activation checkpointing keep the module that they wrap."""
+"""The attributes in which torch.compile and activation checkpointing store the wrapped module."""
 
 
 def fsdp1_of(module: nn.Module) -> nn.Module | None:
-    """What torch's functions are to be asked about a module that FSDP1 shards; None for any other.
+    """Return the module to pass to torch's state dict functions if FSDP1 shards the module, otherwise None.
 
-    That is the module itself, or the one that FSDP1 has wrapped where the module hides it from its state dict.
+    The result is the module itself, or the FSDP1 module inside it if the module has a ``state_dict`` of its own.
     """
     if not fsdp1_modules(module):
         return None
@@ -44,20 +44,20 @@ def fsdp1_of(module: nn.Module) -> nn.Module | None:
 
 
 def canonical_name(module: nn.Module, key: str) -> str:
-    """A key of a module's state dict, or a path in the module, without the segments of wrappers."""
+    """Return a key of a module's state dict, or a path in the module, without the segments of wrappers."""
     segments = []
     at: nn.Module | None = module
     for segment in key.split("."):
         in_ddp = segment == "module" and isinstance(at, DistributedDataParallel)
         if not in_ddp and segment not in _WRAPPER_SEGMENTS:
             segments.append(segment)
-        # None where a module hides another one from its state dict: its keys are no paths.
+        # None if the keys of a state_dict() method are not paths in the module.
         at = submodule(at, segment) if at is not None else None
     return ".".join(segments)
 
 
 class ModuleState:
-    """One module's state dict, to be saved or loaded: ``entries`` by canonical name."""
+    """The state dict of one module, to save or to load. ``entries`` are by canonical name."""
 
     entries: dict[str, Any]
 
@@ -77,16 +77,16 @@ class ModuleState:
             name = canonical_name(module, key)
             if name in self._keys:
                 raise UnsupportedValueError(
-                    f"a {type(module).__name__} has two entries named {name!r} once wrappers are left out: "
-                    f"{self._keys[name]!r} and {key!r}; rename one, or save module.state_dict()"
+                    f"a {type(module).__name__} has two entries with the name {name!r} without wrappers: "
+                    f"{self._keys[name]!r} and {key!r}. Rename one, or save module.state_dict()"
                 )
             self._keys[name] = key
             self.entries[name] = value
 
     def resize(self, prefix: str, saved: SavedEntries) -> None:
-        """Replace entries by others of the checkpoint's form, as far as the module takes these from a state dict.
+        """Replace entries by targets with the checkpoint's shape and dtype, if the module accepts them.
 
-        That is extra state, and tensors whose shape the module changes when it loads: observers of quantization do.
+        It accepts extra state, and tensors that its own loading method resizes, as observers of quantization do.
         """
         for name, value in self.entries.items():
             fqn = f"{prefix}{name}"
@@ -102,25 +102,25 @@ class ModuleState:
         self.entries.update({name: others[key] for name, key in self._keys.items() if key in taken})
 
     def restore(self, loaded: Mapping[str, Any]) -> None:
-        """Give loaded entries back to the module. Raises KeyMismatchError for some that it does not take."""
-        # strict=False: what is missing or unexpected was found and reported before the load.
+        """Pass loaded entries to the module. Raises KeyMismatchError for entries that it does not accept."""
+        # strict=False: missing and unexpected entries were reported before the load.
         if self._fsdp1 is not None:
             from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
             result = set_model_state_dict(self._fsdp1, dict(loaded), options=StateDictOptions(strict=False))
         else:
-            # The module's own object: its metadata holds the versions of the modules inside.
+            # The original object, because its metadata has the versions of the submodules.
             self._state_dict.update({key: loaded[name] for name, key in self._keys.items()})
             result = self._module.load_state_dict(self._state_dict, **self._options)
         untaken = [key for key in getattr(result, "unexpected_keys", ()) if not self._is_in_place(key)]
         if untaken:
             raise KeyMismatchError(
-                f"load_state_dict() of the {type(self._module).__name__} did not take {len(untaken)} of the entries "
-                f"that its state_dict() has, for example {untaken[:5]}: give it a hook that takes them"
+                f"load_state_dict() of the {type(self._module).__name__} did not accept {len(untaken)} entries of its "
+                f"own state_dict(), for example {untaken[:5]}: add a hook that accepts them"
             )
 
     def _is_in_place(self, key: str) -> bool:
-        """Whether an entry lies in the memory of the module's own tensors, and so has arrived already."""
+        """Whether an entry shares memory with the module's own tensors, so that it is loaded already."""
         value = self._state_dict.get(key) if self._fsdp1 is None else None
         if not isinstance(value, torch.Tensor):
             return False
@@ -134,15 +134,14 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def parameter_names(module: nn.Module, parameters: Iterable[torch.Tensor]) -> dict[int, list[str]]:
-    """The names of parameters in a module's state, by their ``id``; tied ones have several.
+    """Return the names of parameters in a module's state dict, by ``id``. Tied parameters have several names.
 
-    A parameter has the names under which the module's own state dict holds this very tensor: so they are the same for
-    every wrapper, those that hide themselves included. A parameter that the state dict holds in another form (a fused
-    one that a hook splits) has those of its paths in the module. Raises UnsupportedValueError for a path that is
-    another parameter's name.
+    A parameter has the names under which the module's state dict has the same tensor. So the names do not depend on
+    wrappers. If the state dict has the parameter in another form (a fused parameter that a hook splits), its names are
+    its paths in the module. Raises UnsupportedValueError if such a path is the name of another parameter.
     """
     names: dict[int, list[str]] = {id(parameter): [] for parameter in parameters}
-    # A state_dict() of the module's own may have no arguments.
+    # A state_dict() method of a subclass can have no arguments.
     variables = module.state_dict(keep_vars=True) if takes(module.state_dict, keep_vars=True) else {}
     for key, value in variables.items():
         if id(value) in names:
@@ -155,8 +154,8 @@ def parameter_names(module: nn.Module, parameters: Iterable[torch.Tensor]) -> di
             if owners.setdefault(name, id(parameter)) != id(parameter):
                 raise UnsupportedValueError(
                     f"two parameters of the {type(module).__name__} that an optimizer trains have the name {name!r}: "
-                    f"one in its state dict, the other at {path!r}, which the state dict has in another form; pass "
-                    "optimizer.state_dict() instead"
+                    f"one in its state dict, and one at {path!r}, which the state dict has in another form. Pass "
+                    "optimizer.state_dict() instead of the optimizer"
                 )
             if name not in names[id(parameter)]:
                 names[id(parameter)].append(name)

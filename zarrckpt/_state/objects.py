@@ -1,7 +1,7 @@
-"""Modules, optimizers and other Stateful objects to plain nested state, and back.
+"""Convert modules, optimizers and other Stateful objects to plain nested state, and load them from it.
 
-DCP's own rule for Stateful objects restores nothing of a fresh Adam, in silence: a fresh optimizer has no state
-keys. So modules and optimizers are taken apart here, under names that hold for every wrapper of a module.
+DCP's own rule for Stateful objects silently restores nothing into a fresh Adam, because a fresh optimizer has no state
+keys. So this module handles modules and optimizers itself, under names that do not depend on wrappers of a module.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from zarrckpt._state.torch_kinds import fsdp1_modules, is_zero_optimizer
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has a state dict: the protocol of ``torch.distributed.checkpoint.stateful``, which is slow to import."""
+    """An object with a state dict. The protocol of ``torch.distributed.checkpoint.stateful``, which imports slowly."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save."""
+        """Return the state to save."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what was loaded."""
+        """Load a state."""
 
 
 Keys = tuple[Any, ...]
-"""Where an object stands in the state: a key or a list's position for each level."""
+"""The position of an object in the state: a key or a list index for each level."""
 
 
 @dataclass
@@ -49,29 +49,29 @@ class PlainState:
 
     state: dict[Any, Any]
     restore: list[tuple[Keys, Callable[[Any], None]]] = field(default_factory=list)
-    """Where the state dict of each object stands, and what hands it back to the object after a load, in order."""
+    """The position of each object's state dict, and the call that loads it into the object, in order."""
     exact: list[str] = field(default_factory=list)
-    """Flat-name prefixes of modules and optimizers: below them every entry of the checkpoint needs a target."""
+    """Name prefixes of modules and optimizers. Every entry of the checkpoint below them needs a target."""
     closed: set[str] = field(default_factory=set)
-    """Flat names of dicts that take nothing where they are empty: a module's, and that of an optimizer's state."""
+    """fqns of dicts that accept no new entries if they are empty: of modules, and of the state of optimizers."""
     optimizers: list[OptimizerTarget] = field(default_factory=list)
     statefuls: list[str] = field(default_factory=list)
-    """Flat-name prefixes of other Stateful objects: they may change what they take."""
+    """Name prefixes of other Stateful objects. They can change the values that they load."""
     unreadable: dict[str, Exception] = field(default_factory=dict)
-    """The errors of ``state_dict`` calls after a load, by the flat-name prefix of the object."""
+    """The errors of ``state_dict`` calls after a load, by the name prefix of the object."""
 
     unasked: list[str] = field(default_factory=list)
-    """Flat-name prefixes of objects whose ``state_dict`` is not called after a load."""
+    """Name prefixes of objects whose ``state_dict`` is not called after a load."""
 
     def is_of_stateful(self, fqn: str) -> bool:
-        """Whether an entry is of an object that may change what it takes: neither a module nor an optimizer."""
+        """Whether an entry belongs to a Stateful object that is neither a module nor an optimizer."""
         return any(f"{fqn}.".startswith(prefix) for prefix in self.statefuls)
 
     per_rank: set[str] = field(default_factory=set)
-    """Flat names of the values of PerRanks."""
+    """fqns of the values of PerRanks."""
 
-    def give_back(self) -> None:
-        """Objects take their loaded state dicts back, in one order on all ranks."""
+    def restore_objects(self) -> None:
+        """Load the state dicts into their objects, in the same order on all ranks."""
         for keys, restore in self.restore:
             loaded: Any = self.state
             for key in keys:
@@ -80,25 +80,25 @@ class PlainState:
 
 
 def for_save(state: Mapping[Any, Any]) -> PlainState:
-    """The state to save. An optimizer that has made no step yet is saved as such, and is not changed."""
+    """Return the state to save. An optimizer without a step is saved without state, and is not changed."""
     if isinstance(state, Mapping) and not holds_objects(state):
         return PlainState(dict(state))
     return _convert(state, None, lambda prefix, entry: global_rank())
 
 
 def for_load(state: Mapping[Any, Any], saved: SavedEntries, source: RankOf) -> PlainState:
-    """The targets of a load: optimizers get memory for the state that they lack.
+    """Return the targets of a load, with memory for state that optimizers lack.
 
-    Objects of which nothing is asked for are left alone, and stay as they are in the plain state. ``source`` says which
-    rank's state a PerRank takes, if any.
+    Objects without requested entries stay objects in the plain state, and are not loaded. ``source`` returns the rank
+    whose state a PerRank loads, or None.
     """
     return _convert(state, saved, source)
 
 
 def for_check(state: Mapping[Any, Any], loaded: PlainState, source: RankOf) -> PlainState:
-    """The state after a load, under the names of its targets. Only what was loaded into is converted.
+    """Return the state after a load, under the names of its targets. Converts only the loaded objects.
 
-    Optimizers name their parameters as in the load. Collective where the state dicts of the objects are.
+    Optimizers name their parameters as in the load. Collective if the state dicts of the objects are.
     """
     return _convert(state, None, source, loaded)
 
@@ -107,13 +107,13 @@ _LEAVES = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parame
 _NO_OBJECTS = _LEAVES | {list, dict, tuple}
 
 RankOf = Callable[[str, PerRank], int | None]
-"""The rank under whose number a PerRank at a flat-name prefix stands; None where it is left out."""
+"""Returns the rank whose number is in the names of a PerRank's entries, or None if the PerRank is left out."""
 
 
 def _convert(
     state: Mapping[Any, Any], saved: SavedEntries | None, rank_of: RankOf, loaded: PlainState | None = None
 ) -> PlainState:
-    """The plain state to save; if ``saved`` is given, to load into; if ``loaded`` is given, after that load."""
+    """Return the plain state to save, to load into (with ``saved``), or after a load (with ``loaded``)."""
     if not isinstance(state, Mapping):
         raise UnsupportedValueError(
             f"the state is a {type(state).__name__}, expected a dict such as {{'model': model, 'step': step}}"
@@ -126,7 +126,7 @@ def _convert(
     def per_rank(entry: PerRank, keys: Keys) -> dict[str, Any]:
         nonlocal within
         around = within
-        # Inside another PerRank it is of the same rank.
+        # A PerRank inside another one belongs to the same rank.
         rank = rank_of(prefix_of(keys), entry) if around is None else around
         if rank is None:
             return {}
@@ -160,7 +160,8 @@ def _convert(
             return [convert(item, (*keys, i)) for i, item in enumerate(value)]
         if isinstance(value, tuple) and any(map(is_object, value)):
             raise UnsupportedValueError(
-                f"{prefix_of(keys)[:-1]!r} is a tuple of objects that are saved in parts: make it a list or a dict"
+                f"{prefix_of(keys)[:-1]!r} is a tuple that contains modules, optimizers or other Stateful objects: use "
+                "a list or a dict"
             )
         if loaded is not None and isinstance(value, Stateful) and holds_loader(value):
             plain.unasked.append(prefix_of(keys))
@@ -180,14 +181,14 @@ def _convert(
 
 
 def prefix_of(keys: Keys) -> str:
-    """What the flat names of entries below some keys begin with."""
+    """Return the common prefix of the fqns of entries below these keys."""
     return "".join(f"{key}." for key in keys)
 
 
 def in_order(state: Mapping[Any, Any], make: Callable[[Any], Any]) -> dict[Any, Any]:
-    """A dict of what ``make`` gives for each key, called in one order on all ranks, whatever order their dicts have.
+    """Return a dict of ``make(key)`` for each key, called in the same order on all ranks.
 
-    State dicts may be made and taken back with collectives (FSDP1 does): in another order on each rank they deadlock.
+    State dicts of FSDP1 need collectives, which deadlock if ranks call them in different orders.
     """
     made = {key: make(key) for key in sorted(state, key=str)}
     return {key: made[key] for key in state}
@@ -201,7 +202,7 @@ def _objects(value: Any) -> Iterator[Any]:
         for item in value:
             yield from _objects(item)
     elif isinstance(value, tuple):
-        yield from filter(is_object, value)  # which will be refused
+        yield from filter(is_object, value)  # They are refused later.
     elif is_object(value):
         yield value
         if isinstance(value, PerRank):
@@ -209,13 +210,13 @@ def _objects(value: Any) -> Iterator[Any]:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is taken apart to be saved: what has a state dict, and PerRanks."""
-    # Asking a protocol costs microseconds, which count in lists of a million numbers.
+    """Whether a value is an object with a state dict, or a PerRank."""
+    # isinstance() of a protocol takes microseconds, too long for lists of a million numbers.
     return type(value) not in _NO_OBJECTS and isinstance(value, (nn.Module, Optimizer, PerRank, Stateful))
 
 
 def holds_objects(value: Any) -> bool:
-    """Whether a container holds, at any depth, what is taken apart to be saved."""
+    """Whether a container has such an object at any depth."""
     if type(value) in _LEAVES:
         return False
     if isinstance(value, Mapping):
@@ -228,7 +229,7 @@ def holds_objects(value: Any) -> bool:
 def holds_loader(value: Any, depth: int = 2) -> bool:
     """Whether an object is a data loader, or has one in its attributes.
 
-    Calling ``state_dict`` of one that has not begun its epoch begins it: samplers draw, and workers start.
+    ``state_dict`` of a loader begins its epoch, if it has not begun: samplers draw numbers, and workers start.
     """
     loader: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
     if loader is None or isinstance(value, loader):
@@ -237,14 +238,14 @@ def holds_loader(value: Any, depth: int = 2) -> bool:
     return depth > 0 and isinstance(own, dict) and any(holds_loader(item, depth - 1) for item in own.values())
 
 
-def given_back(target: Any, loaded: Any) -> Any:
-    """What stands in the user's state after a load: the target's own objects and containers, holding loaded values.
+def put_loaded(target: Any, loaded: Any) -> Any:
+    """Put loaded values into the user's state, keep its objects and containers, and return it.
 
-    ``loaded`` is the part of a plain state that the target became.
+    ``loaded`` is the part of a plain state that corresponds to the target.
     """
     if isinstance(target, PerRank):
-        for value in loaded.values():  # one, or none where the target is left alone
-            target.value = given_back(target.value, value)
+        for value in loaded.values():  # one value, or none if the target is kept
+            target.value = put_loaded(target.value, value)
         return target
     if is_object(target):
         return target
@@ -252,16 +253,16 @@ def given_back(target: Any, loaded: Any) -> Any:
         return loaded
     if isinstance(target, list) and isinstance(loaded, list):
         own = [*target, *[None] * len(loaded)]
-        target[:] = [given_back(item, value) for item, value in zip(own, loaded, strict=False)]
+        target[:] = [put_loaded(item, value) for item, value in zip(own, loaded, strict=False)]
         return target
     if not (isinstance(target, MutableMapping) and isinstance(loaded, Mapping)):
         return loaded
     for key in target.keys() - loaded.keys():
         del target[key]
     for key, value in loaded.items():
-        back = given_back(target.get(key), value)
-        if key not in target or back is not target[key]:
-            target[key] = back
+        new = put_loaded(target.get(key), value)
+        if key not in target or new is not target[key]:
+            target[key] = new
     return target
 
 
@@ -296,12 +297,12 @@ def _stateful(plain: PlainState, keys: Keys, value: Stateful, convert: Callable[
         plain.restore.append((keys, value.load_state_dict))
         return state_dict
     converted = convert(state_dict)
-    plain.restore.append((keys, lambda loaded: value.load_state_dict(given_back(state_dict, loaded))))
+    plain.restore.append((keys, lambda loaded: value.load_state_dict(put_loaded(state_dict, loaded))))
     return converted
 
 
 def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | None:
-    """The module in the state that holds all of an optimizer's parameters; None where no module is in the state."""
+    """Return the module in the state that has all parameters of an optimizer, or None if the state has no module."""
     if not modules:
         return None
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -309,7 +310,7 @@ def _module_of(optimizer: Optimizer, modules: list[nn.Module]) -> nn.Module | No
         if wanted <= {id(p) for p in module.parameters()}:
             return module
     raise UnsupportedValueError(
-        f"no module in the state holds all {len(wanted)} parameters of the {type(optimizer).__name__}, so they have no "
+        f"no module in the state has all {len(wanted)} parameters of the {type(optimizer).__name__}, so they have no "
         "names: put the module that it trains into the state, or pass optimizer.state_dict() instead"
     )
 
@@ -319,11 +320,11 @@ def _references(value: object) -> int:
 
 
 _UNHELD = _references({})
-"""What a function counts for an argument that its caller keeps no reference to."""
+"""The reference count of an argument that the caller holds no reference to."""
 
 
 def droppable_keys(state: Any, references: int) -> frozenset[str]:
-    """The keys of plain dicts that nothing holds but the state, if nothing but a call's argument holds the state.
+    """Return the keys of plain dicts that only the state references, if only the call's argument references the state.
 
     ``references`` is ``sys.getrefcount(state)`` in the function that the user called.
     """
@@ -334,11 +335,11 @@ def droppable_keys(state: Any, references: int) -> frozenset[str]:
 
 
 Levels = tuple[str | None, ...]
-"""The keys that lead to an object; None for the number of a rank."""
+"""The keys that lead to an object, with None for the number of a rank."""
 
 
 def optimizers_and_modules(state: Any) -> list[tuple[Levels, Levels]]:
-    """Return where each optimizer of a state stands, and where the module that it trains does."""
+    """Return the position of each optimizer of a state, and that of the module that it trains."""
     found: list[tuple[Levels, Any]] = []
 
     def walk(value: Any, keys: Levels) -> None:
@@ -358,14 +359,14 @@ def optimizers_and_modules(state: Any) -> list[tuple[Levels, Levels]]:
 
 
 def rest_below(name: str, place: Levels) -> str | None:
-    """Return the rest of a name below a place in the state; None if it is not there."""
+    """Return the rest of a name below a position in the state, or None if the name is not below it."""
     keys = name.split(".", len(place))
     is_there = len(keys) > len(place) and all(own in (None, key) for own, key in zip(place, keys, strict=False))
     return keys[-1] if is_there else None
 
 
 def refuse_swapped(state: Any, url: Any, call: str) -> None:
-    """Raise UnsupportedValueError where the url stands in the place of the state."""
+    """Raise UnsupportedValueError if the state and the url are swapped."""
     if isinstance(state, str | os.PathLike) and isinstance(url, Mapping):
         raise UnsupportedValueError(f"the arguments are in the wrong order: {call}(state, url)")
 
@@ -373,8 +374,8 @@ def refuse_swapped(state: Any, url: Any, call: str) -> None:
 def refuse_objects_of_ranks(state: Any) -> None:
     """Raise UnsupportedValueError for a module of FSDP1 or a ZeroRedundancyOptimizer if one rank saves or loads alone.
 
-    All ranks together make the state dict of such a module, so this one would wait for the others. The optimizer has a
-    part of its state on each rank.
+    The state dict of such a module is collective, so this rank would wait for the others. The optimizer's state is
+    partitioned over the ranks.
     """
     for key in state if isinstance(state, Mapping) else ():
         for value in _objects(state[key]):
@@ -386,6 +387,6 @@ def refuse_objects_of_ranks(state: Any) -> None:
                 kind, groups = "a ZeroRedundancyOptimizer", [value.process_group]
             if any(dist.get_world_size(group) > 1 for group in groups):
                 raise UnsupportedValueError(
-                    f"{key!r} has {kind}, whose state dict needs all its ranks: leave no_dist out and call it on all "
-                    "of them"
+                    f"{key!r} has {kind}, and its state dict needs all its ranks: call this without no_dist on all of "
+                    "them"
                 )

@@ -1,4 +1,4 @@
-"""The state dicts of optimizers before their parameters have names: torch's form, its parts on ranks, its numbers."""
+"""State dicts of optimizers in torch's own form, with numbers for parameters, possibly partitioned over ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def has_torch_form(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's state dict has a state by parameter, and groups of exactly its parameters.
+    """Return whether an optimizer's state dict has state by parameter, and groups of exactly its parameters.
 
-    One that ``flatten_optimizer_state_dict`` has made has neither, nor one of several optimizers together.
+    The result of ``flatten_optimizer_state_dict`` has not, nor has the combined state dict of several optimizers.
     """
     if type(optimizer).state_dict is Optimizer.state_dict and "state_dict" not in vars(optimizer):
         return True
@@ -33,18 +33,18 @@ def has_torch_form(optimizer: Optimizer) -> bool:
 
 
 def state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict: with this rank's part of the state if it keeps the rest on other ranks."""
+    """Return an optimizer's state dict, with only this rank's part if the optimizer partitions its state."""
     if not is_zero_optimizer(optimizer):
         return optimizer.state_dict()
     part = _local_optimizer(optimizer)
-    # ZeroRedundancyOptimizer's own method has all ranks' state, which one rank must have gathered before.
+    # ZeroRedundancyOptimizer's own method returns the state of all ranks, which one rank must have gathered before.
     packed = Optimizer.state_dict(optimizer)
     numbers = _parameter_numbers(optimizer, packed)
     return {**packed, "state": {numbers[id(parameter)]: slots for parameter, slots in part.state.items()}}
 
 
 def held_here(optimizer: Optimizer, parameters: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    """Return those of an optimizer's parameters, by any key, whose state this rank keeps."""
+    """Return the parameters of an optimizer whose state this rank keeps. The keys are arbitrary."""
     if not is_zero_optimizer(optimizer):
         return dict(parameters)
     own = {id(parameter) for group in _local_optimizer(optimizer).param_groups for parameter in group["params"]}
@@ -56,7 +56,7 @@ def _local_optimizer(optimizer: Any) -> Any:
     if local is None:
         raise UnsupportedValueError(
             "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state before its first steps: "
-            "make training steps until it has built its partition, then call this"
+            "train until it has built its partition, then save or load"
         )
     return local
 
@@ -68,14 +68,14 @@ def _parameter_numbers(optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[
 
 
 def saved_numbers(prefix: str, depth: int, optimizer: Optimizer, saved: SavedEntries) -> list[int] | None:
-    """Return the numbers of an optimizer's parameters in the checkpoint, in order; None if that has names of them.
+    """Return the numbers of an optimizer's parameters in the checkpoint, in order, or None if it has names instead.
 
-    Numbers are what ``optimizer.state_dict()`` has, as in an imported file of ``torch.save``. Like torch, take the
-    parameters in the order of the groups. ``depth``: the number of keys that lead to the optimizer. Raises
-    KeyMismatchError for groups of other sizes.
+    ``optimizer.state_dict()`` has numbers, for example in an imported ``torch.save`` file. As in torch, parameters are
+    in the order of the groups. ``depth`` is the number of keys before the optimizer's own. Raises KeyMismatchError if
+    the groups have different sizes.
     """
     keys = saved.keys_below(f"{prefix}state.", depth + 1)
-    # Before the groups are read: names of parameters are long.
+    # Return before the groups are read, because lists of parameter names are long.
     if keys and not any(str(key).isdecimal() for key in keys):
         return None
     names = (f"{prefix}param_groups.{place}.params" for place in itertools.count())
@@ -86,9 +86,9 @@ def saved_numbers(prefix: str, depth: int, optimizer: Optimizer, saved: SavedEnt
     sizes, own = ([len(group) for group in found] for found in (groups, _parameters_of(optimizer)))
     if sizes != own:
         raise KeyMismatchError(
-            f"{prefix[:-1]!r} has its parameters by number in the checkpoint, in groups of {sizes} parameters, and the "
-            f"{type(optimizer).__name__} has groups of {own}; nothing was loaded: make it with the same groups of "
-            "parameters as when it was saved, in the same order, or load the rest alone (keys=)"
+            f"{prefix[:-1]!r} has numbered parameters in the checkpoint, in groups of {sizes} parameters, but the "
+            f"{type(optimizer).__name__} has groups of {own}. Nothing was loaded. Build the optimizer with the same "
+            "groups in the same order as when it was saved, or load the other entries only (keys=)"
         )
     return numbers
 
@@ -96,9 +96,9 @@ def saved_numbers(prefix: str, depth: int, optimizer: Optimizer, saved: SavedEnt
 def refuse_other_parameters(
     prefix: str, named: Mapping[int, tuple[Any, torch.Tensor, Mapping[Any, Any]]], saved: SavedEntries
 ) -> None:
-    """Raise KeyMismatchError for state by number that does not fit the parameter that has the number here.
+    """Raise KeyMismatchError if the state of a number does not fit the parameter with this number in the optimizer.
 
-    ``named``: by number in the checkpoint, the name of the parameter here, itself, and its state.
+    ``named`` has the name, the parameter and its state here, by number in the checkpoint.
     """
     for number, (name, parameter, state) in named.items():
         stem = f"{prefix}state.{number}."
@@ -106,13 +106,13 @@ def refuse_other_parameters(
             form = saved.tensor(fqn)
             own = state.get(fqn.removeprefix(stem), parameter)
             shapes = {tuple(parameter.shape), tuple(own.shape) if isinstance(own, torch.Tensor) else ()}
-            # One element is a step or a factor of any parameter.
+            # A single element can be a step or a factor of any parameter.
             if form is not None and math.prod(form.shape) != 1 and form.shape not in shapes:
                 raise KeyMismatchError(
-                    f"{fqn!r} has shape {form.shape}, and parameter number {number} of the optimizer here, {name!r}, "
-                    f"has shape {tuple(parameter.shape)}; nothing was loaded: give the optimizer its parameters in the "
-                    "order in which it was saved. If it keeps state of another shape than the parameter's, make one "
-                    "step before the load"
+                    f"{fqn!r} has shape {form.shape}, but parameter number {number} of this optimizer, {name!r}, has "
+                    f"shape {tuple(parameter.shape)}. Nothing was loaded. Pass the parameters to the optimizer in the "
+                    "order in which they were saved. If the optimizer keeps state with another shape than its "
+                    "parameter, make one step before the load"
                 )
 
 

@@ -1,8 +1,8 @@
-"""An optimizer's state dict under the names of its parameters: to save, to load into, and back.
+"""An optimizer's state dict under the names of its parameters, to save it and to load into it.
 
-``torch.distributed.checkpoint.state_dict`` names parameters by their paths in a module, and what it does not find by
-these it leaves out in silence. Here a parameter has the name of the same tensor in the module's state dict, and what
-was loaded is counted in the end. FSDP1, whose parameters are flat, needs torch's functions.
+``torch.distributed.checkpoint.state_dict`` names parameters by their paths in a module, and silently omits state that
+it does not find by these names. Here, a parameter has the name of the same tensor in the module's state dict, and the
+loaded entries are counted at the end. FSDP1 has flat parameters and needs torch's own functions.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from zarrckpt._state.torch_kinds import fsdp1_modules, is_dtensor, is_sharded_te
 
 
 class SavedTensor(NamedTuple):
-    """The form of a tensor in a checkpoint."""
+    """The shape and dtype of a tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class SavedEntries:
-    """The entries of the checkpoint that a load asks for: the form of each tensor, None for what is none."""
+    """The entries of the checkpoint that a load requests, with the form of each tensor and None for other entries."""
 
     def __init__(
         self,
@@ -56,42 +56,42 @@ class SavedEntries:
         self._everything = everything
         self.allow_cast = allow_cast
         self.is_asked_for = is_asked_for
-        """Whether a load asks for entries of a name, if the checkpoint had it or not."""
+        """Whether the load requests entries with a name, even if the checkpoint has none."""
         self.value = value
-        """Read an entry that is no tensor, asked for or not."""
+        """Reads a non-tensor entry, requested or not."""
 
     def wants(self, prefix: str) -> bool:
-        """Whether an object whose entries begin with a prefix is to be loaded."""
+        """Whether the load requests an object whose entries begin with a prefix."""
         return self._everything or bool(self.below(prefix))
 
     def below(self, prefix: str) -> list[str]:
-        """The names that begin with a prefix."""
+        """Return the requested names that begin with a prefix."""
         return _beginning_with(prefix, self._names)
 
     def left_out(self, prefix: str) -> list[str]:
-        """The names in the checkpoint that begin with a prefix and are not asked for."""
+        """Return the names of the checkpoint that begin with a prefix and are not requested."""
         return _beginning_with(prefix, self._left_out)
 
     def holds(self, fqn: str) -> bool:
-        """Whether there is an entry of a name, or one below it."""
+        """Whether the load requests an existing entry with this name, or one below it."""
         return bool(self.below(f"{fqn}.")) or (fqn in self._entries and self.is_asked_for(fqn))
 
     def keys_below(self, prefix: str, depth: int) -> list[Any]:
-        """The keys that a dict had when it was saved: names below it begin with a prefix, and it is so deep inside."""
+        """Return the keys of a saved dict at ``depth`` of the state. The names of its entries begin with the prefix."""
         found: dict[Any, None] = {}
         for fqn in self.below(prefix):
             keys = StatePath.of(self._paths[fqn]).keys
-            # A state that was flattened before it was saved has one key for all of a name.
+            # A state that was flattened before the save has one key for a whole name.
             nested = len(keys) > depth and prefix == "".join(f"{key}." for key in keys[:depth])
             found[keys[depth] if nested else fqn.removeprefix(prefix).partition(".")[0]] = None
         return [*found]
 
     def is_value(self, fqn: str) -> bool:
-        """Whether the checkpoint has an entry of that name that is no tensor, asked for or not."""
+        """Whether the checkpoint has a non-tensor entry with this name, requested or not."""
         return fqn in self._entries and self._entries[fqn] is None
 
     def tensor(self, fqn: str) -> SavedTensor | None:
-        """The form of a tensor of that name; None where there is none."""
+        """Return the form of the tensor with this name, or None."""
         return self._entries.get(fqn)
 
 
@@ -103,7 +103,7 @@ def _beginning_with(prefix: str, names: list[str]) -> list[str]:
 
 
 class _Parameters:
-    """An optimizer's parameters by their numbers in its state dict, and the name of each."""
+    """An optimizer's parameters by their numbers in its state dict, with their names."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _Parameters:
         return ((self.names[number], parameter) for number, parameter in self.by_number.items())
 
     def take_numbers(self, numbers: list[int], prefix: str, optimizer: Optimizer, saved: SavedEntries) -> None:
-        """Name the parameters by their numbers in the checkpoint. Raises KeyMismatchError if these are of others."""
+        """Use numbers of the checkpoint as names. Raises KeyMismatchError if they belong to other parameters."""
         named = {
             number: (name, parameter, optimizer.state.get(parameter, {}))
             for number, (name, parameter) in zip(numbers, self, strict=True)
@@ -133,16 +133,16 @@ class _Parameters:
         self.names = dict(zip(self.by_number, numbers, strict=True))
 
     def named(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict of the optimizer with names in place of numbers."""
+        """Return a state dict of the optimizer with names instead of numbers."""
         return _renamed(state_dict, self.names)
 
     def numbered(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict with the optimizer's numbers in place of names."""
+        """Return a state dict with the optimizer's numbers instead of names."""
         return _renamed(state_dict, {name: number for number, name in self.names.items()})
 
 
 def _renamed(state_dict: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """A state dict with other names of parameters. What is kept for no parameter keeps its own."""
+    """Return a state dict with other names of parameters. State that belongs to no parameter keeps its key."""
     return {
         **state_dict,
         "state": {
@@ -157,7 +157,7 @@ def _renamed(state_dict: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[st
 
 
 def saved_state(optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any]:
-    """The state dict to save. No step is made: an optimizer without state is saved as such."""
+    """Return the state dict to save. Makes no optimizer step: an optimizer without state is saved without state."""
     fsdp1 = None if module is None else fsdp1_of(module)
     if fsdp1 is not None:
         state = _fsdp1_state(optimizer, fsdp1)
@@ -168,21 +168,20 @@ def saved_state(optimizer: Optimizer, module: nn.Module | None) -> dict[str, Any
 
 
 class OptimizerTarget:
-    """One optimizer's state dict to load into, and how the optimizer takes it back.
+    """The state dict of one optimizer to load into, and the load into the optimizer.
 
-    A parameter ends with the state that it was saved with: there is a target for all that the checkpoint has of it, and
-    what the checkpoint has not is left out. Nothing of the optimizer changes before :meth:`restore`, and no step is
-    made: it might do anything.
+    After the load, each parameter has exactly the state that it was saved with. The optimizer does not change before
+    :meth:`restore`, and makes no step, because a step can have any effect.
     """
 
     state_dict: dict[str, Any]
-    """By names. An entry that is None takes whatever the checkpoint has under its name."""
+    """The targets by name. None accepts any entry of the checkpoint."""
 
     def __init__(self, keys: tuple[Any, ...], optimizer: Optimizer, module: nn.Module | None, saved: SavedEntries):
         self.keys = keys
         self.prefix = "".join(f"{key}." for key in keys)
         self.given_groups: list[dict[str, Any]] = []
-        """The parameter groups that the optimizer was given by :meth:`restore`."""
+        """The parameter groups that :meth:`restore` passed to the optimizer."""
         self._optimizer = optimizer
         self._allow_cast = saved.allow_cast
         self._fsdp1 = None if module is None else fsdp1_of(module)
@@ -190,9 +189,9 @@ class OptimizerTarget:
         if self._fsdp1 is not None:
             if numbers is not None:
                 raise KeyMismatchError(
-                    f"{self.prefix[:-1]!r} has its parameters by number in the checkpoint, and FSDP1 numbers others; "
-                    "nothing was loaded: load it once into the module and the optimizer without FSDP1, save these, and "
-                    "load what you saved"
+                    f"{self.prefix[:-1]!r} has numbered parameters in the checkpoint, but FSDP1 numbers them "
+                    "differently. Nothing was loaded. Load it into the module and the optimizer without FSDP1, save "
+                    "both, and load the new checkpoint"
                 )
             self.state_dict = _fsdp1_state(optimizer, self._fsdp1)
             from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -212,7 +211,7 @@ class OptimizerTarget:
                 state[name] = slots
         self._own_groups: list[dict[str, Any]] = self.state_dict["param_groups"]
         self.groups = [group["params"] for group in self._own_groups]
-        # All groups of the checkpoint are read, by their numbers: the names in them tell whose their options are.
+        # All groups of the checkpoint are read, because their options are matched by the names of parameters in them.
         prefix, depth = f"{self.prefix}param_groups.", len(keys) + 1
         numbers = [number for number in saved.keys_below(prefix, depth) if str(number).isdecimal()]
         self.state_dict["param_groups"] = {
@@ -227,12 +226,12 @@ class OptimizerTarget:
         return choose
 
     def restore(self, loaded: Mapping[str, Any]) -> None:
-        """Have the optimizer take its loaded state dict. Raises KeyMismatchError for entries that it did not keep."""
+        """Pass the loaded state dict to the optimizer. Raises KeyMismatchError for entries that it did not keep."""
         groups = groups_with_options(
             self.prefix, self._own_groups, loaded["param_groups"], complete=self._all_groups_are_read
         )
         taken = {**loaded, "param_groups": groups}
-        # The optimizer gets copies of its own.
+        # Copies, because the optimizer keeps and changes the groups that it gets.
         self.given_groups = [dict(group) for group in groups]
         if self._fsdp1 is None:
             self._optimizer.load_state_dict(self._parameters.numbered(taken))
@@ -245,7 +244,7 @@ class OptimizerTarget:
         hook = self._optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: given.update(state_dict))
         try:
             sharded = _as_fsdp1_takes_it(self._fsdp1, taken)
-            # strict=False: a parameter that never had a gradient has no state.
+            # strict=False, because a parameter that never had a gradient has no state.
             options = StateDictOptions(strict=False)
             with _no_first_step(self._optimizer), _trainable(self._optimizer):
                 set_optimizer_state_dict(self._fsdp1, self._optimizer, sharded, options=options)
@@ -255,13 +254,13 @@ class OptimizerTarget:
         self._undo_casts((parameter, given["state"].get(number, {})) for number, parameter in enumerate(parameters))
 
     def current_state(self) -> dict[str, Any]:
-        """The optimizer's state dict now, under the names of :attr:`state_dict`. Collective for FSDP1."""
+        """Return the optimizer's current state dict under the names of :attr:`state_dict`. Collective for FSDP1."""
         if self._fsdp1 is not None:
             return _fsdp1_state(self._optimizer, self._fsdp1)
         return self._parameters.named(state_dict_of(self._optimizer))
 
     def _undo_casts(self, given: Iterable[tuple[torch.Tensor, Mapping[Any, Any]]]) -> None:
-        """Put back what was given as a parameter's state where ``Optimizer.load_state_dict`` has converted it."""
+        """Restore loaded values of a parameter's state that ``Optimizer.load_state_dict`` converted."""
         for parameter, slots in given:
             arrived = self._optimizer.state.get(parameter, {})
             for slot in slots.keys() & arrived.keys() - {"step"}:
@@ -278,12 +277,12 @@ class OptimizerTarget:
             lost += [f"{self.prefix}param_groups.{place}.{key}" for key in group.keys() - own.keys()]
         if lost:
             raise KeyMismatchError(
-                f"{self.prefix[:-1]!r}: load_state_dict() of the {type(self._optimizer).__name__} left out {len(lost)} "
-                f"entries that were read, for example {sorted(lost)[:5]}; its state is undefined now"
+                f"{self.prefix[:-1]!r}: load_state_dict() of the {type(self._optimizer).__name__} dropped {len(lost)} "
+                f"loaded entries, for example {sorted(lost)[:5]}. The state of the optimizer is undefined now"
             )
 
     def close_names(self, fqn: str) -> list[str]:
-        """Own parameters whose names are like that of an entry of the checkpoint below this optimizer's state."""
+        """Return up to three parameters with names similar to that of an entry of the checkpoint."""
         entry = fqn.removeprefix(f"{self.prefix}state.")
         own = [str(name) for group in self.groups for name in group]
         inside = [name for name in own if f".{name}." in f".{entry}." or f".{entry.rpartition('.')[0]}." in f".{name}."]
@@ -293,10 +292,10 @@ class OptimizerTarget:
 def _slots(
     fqn: str, depth: int, parameter: torch.Tensor, state: Mapping[Any, Any], saved: SavedEntries
 ) -> dict[Any, Any]:
-    """The targets of a parameter's state: its own, as far as the checkpoint has them, and memory for what it lacks.
+    """Return the targets of a parameter's state: existing slots that the checkpoint has, and memory for missing slots.
 
-    ``depth``: so many keys lead to them. None stands for what is loaded as the checkpoint has it, on the CPU: numbers,
-    and what changes its form, such as the lists of LBFGS, which are as long as its history.
+    ``depth`` is the number of keys that lead to the slots. A slot of None is loaded with the checkpoint's shape and
+    dtype on the CPU. This is for numbers and for slots that change their shape, such as the lists of LBFGS.
     """
     slots: dict[Any, Any] = {}
     for slot, value in state.items():
@@ -309,8 +308,8 @@ def _slots(
             slots[slot] = value
     if not state and (left := saved.left_out(f"{fqn}.")) and saved.below(f"{fqn}."):
         raise KeyMismatchError(
-            f"keys= asks for a part of {fqn!r}, of which the optimizer has no state yet, without {left[:3]}; nothing "
-            "was loaded: ask for all of the parameter's state"
+            f"keys= requests a part of {fqn!r} without {left[:3]}, but the optimizer has no state of this parameter "
+            "yet. Nothing was loaded. Request the whole state of the parameter"
         )
     for slot in saved.keys_below(f"{fqn}.", depth):
         if slot not in slots:
@@ -319,26 +318,26 @@ def _slots(
 
 
 def _slot_memory(fqn: str, parameter: torch.Tensor, saved: SavedEntries) -> torch.Tensor | None:
-    """Memory for an entry that the checkpoint has of a parameter without state: it lies as the parameter does.
+    """Return memory for an entry of a parameter without state, sharded like the parameter, or None.
 
-    None for another shape: it is loaded as a plain tensor, on all ranks, since nothing tells how it would be sharded.
-    FSDP1 has no such state, and refuses the shape.
+    An entry with another shape than the parameter is loaded as a plain tensor on all ranks, because its sharding is
+    unknown. FSDP1 has no such state and refuses the shape.
     """
     entry = saved.tensor(fqn)
     if entry is None or not entry.shape or is_lazy(parameter):
         return None
     if entry.shape != parameter.shape and not is_sharded_tensor(parameter):
         return None
-    # As optimizers make it, zeros_like of a parameter that wraps a tensor is no wrapper.
+    # zeros_like of a wrapped parameter is not wrapped, so optimizers create such state too.
     make = torch.zeros_like if any(map(is_wrapper, local_tensors(parameter))) else torch.empty_like
     return make(parameter.detach(), dtype=entry.dtype)
 
 
 def _unconverted(arrived: Any, loaded: Any, allow_cast: bool) -> Any:
-    """A value of an optimizer's state as it was loaded, where torch's ``load_state_dict`` has converted it.
+    """Return a value of an optimizer's state without the conversions of torch's ``load_state_dict``.
 
-    That makes nonsense of strings, and casts tensors to the parameter's dtype, which stays where casts are allowed.
-    What an optimizer made of a value itself stays, too.
+    torch breaks strings, and casts tensors to the parameter's dtype. Casts are kept if the load allows them. Changes
+    by the optimizer itself are kept too.
     """
     if isinstance(loaded, str):
         return loaded
@@ -361,7 +360,7 @@ def _is_cast_of(arrived: torch.Tensor, loaded: torch.Tensor) -> bool:
 
 
 def _fsdp1_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """The state dict of an optimizer of FSDP1. Collective."""
+    """Return the state dict of an optimizer of FSDP1. Collective."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     with _no_first_step(optimizer):
@@ -370,9 +369,9 @@ def _fsdp1_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _no_first_step(optimizer: Optimizer) -> Iterator[None]:
-    """Keep torch's functions from having an optimizer make a step where it has no state.
+    """Prevent torch's functions from making a step of an optimizer without state.
 
-    They do so where no parameter has a gradient; and then they drop the gradients.
+    They make it if no parameter has a gradient, and drop the gradients afterwards.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     lone = None if any(p.grad is not None for p in parameters) or not parameters else parameters[0]
@@ -387,7 +386,7 @@ def _no_first_step(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _trainable(optimizer: Optimizer) -> Iterator[None]:
-    """No parameter is frozen inside: torch's function takes no state of those."""
+    """Make all parameters trainable temporarily, because torch's function ignores state of frozen ones."""
     frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
     try:
         for parameter in frozen:
@@ -399,10 +398,10 @@ def _trainable(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _as_fsdp1_takes_it(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict in which tensors of FSDP1 over TP are what this rank's TP shard holds. Collective.
+    """Return an optimizer's state dict with this rank's TP shards instead of DTensors of FSDP1 over TP. Collective.
 
-    Given the DTensors, torch 2.13 gathers them over all dimensions of the mesh and then cuts out this rank's elements
-    by their numbers in the TP shard: it takes other ranks' elements, in silence.
+    From DTensors, torch 2.13 would gather all dimensions of the mesh, and then select this rank's elements by their
+    numbers in the TP shard. These are silently the elements of other ranks.
     """
     if not any(map(is_over_tensor_parallelism, fsdp1_modules(module))):
         return state_dict
@@ -414,7 +413,7 @@ def _as_fsdp1_takes_it(module: nn.Module, state_dict: dict[str, Any]) -> dict[st
         placements = [*[Replicate()] * (value.device_mesh.ndim - 1), value.placements[-1]]
         return value.redistribute(placements=placements).to_local()
 
-    # Sorted: the names come in another order on each rank, and each tensor is a collective.
+    # Sorted, because ranks have the names in different orders, and each tensor needs a collective.
     state = {
         name: {slot: tp_shard(value) for slot, value in sorted(slots.items())}
         for name, slots in sorted(state_dict["state"].items())

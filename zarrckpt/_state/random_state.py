@@ -13,7 +13,7 @@ import torch
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restore the random number generators of this process: a state_dict() may draw numbers, as data loaders do."""
+    """Restore the random number generators at the end, because some state_dict() methods draw random numbers."""
     numpy_random: Any = getattr(sys.modules.get("numpy"), "random", None)
     python, numpy = random.getstate(), None if numpy_random is None else numpy_random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]

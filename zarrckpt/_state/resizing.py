@@ -1,4 +1,4 @@
-"""Targets for entries of a module whose shape changes when it loads: extra state, and what its own method resizes."""
+"""Load targets for module entries that can change their shape in a load: extra state and resized tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def takes(call: Callable[..., Any], *args: Any, **options: Any) -> bool:
-    """Return whether a function can be called with these arguments. One without a signature takes all."""
+    """Return whether a function can be called with these arguments. True if it has no signature."""
     try:
         signature = inspect.signature(call)
     except (TypeError, ValueError):
@@ -33,14 +33,14 @@ def takes(call: Callable[..., Any], *args: Any, **options: Any) -> bool:
 
 
 def is_resizable(value: Any) -> bool:
-    """Return whether a value is a tensor that another one can replace: not sharded, no wrapper, and not lazy."""
+    """Return whether a value is a plain tensor that another one can replace: not sharded, wrapped or lazy."""
     return type(value) in (torch.Tensor, nn.Parameter) and not is_lazy(value) and held_of("", value) is value
 
 
 def new_extra_state(fqn: str, value: Any, saved: SavedEntries) -> Any:
-    """Return a target for a module's extra state: a tensor of the saved form, or None, which takes anything.
+    """Return a target for a module's extra state: a tensor with the saved shape and dtype, or None for any value.
 
-    Extra state that has the saved form already, or is sharded, stays the target.
+    Extra state that has the saved shape and dtype already, or is sharded, stays the target.
     """
     leaves, _ = flatten({fqn: value})
     if any(isinstance(held_of(fqn, leaf), HeldTensor) for leaf in leaves.values()):
@@ -60,9 +60,9 @@ def new_extra_state(fqn: str, value: Any, saved: SavedEntries) -> Any:
 
 
 def taken_shapes(module: nn.Module, others: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the keys of a module's state dict for which it takes tensors of other shapes, given by key.
+    """Return the keys of a module's state dict for which it accepts the other shapes of ``others``.
 
-    Each submodule with a ``_load_from_state_dict`` of its own is tried: a copy without data loads these shapes.
+    For each submodule that overrides ``_load_from_state_dict``, a copy without data tries to load these shapes.
     """
     owners: dict[int, tuple[nn.Module, dict[str, str]]] = {}
     for key in others:
@@ -78,7 +78,7 @@ def taken_shapes(module: nn.Module, others: Mapping[str, torch.Tensor]) -> set[s
 
 
 def _owner(module: nn.Module, key: str) -> tuple[nn.Module, str]:
-    """Return the innermost submodule on the way of a key, and the rest of the key."""
+    """Return the innermost submodule that a key leads to, and the rest of the key."""
     head, _, rest = key.partition(".")
     inner = submodule(module, head)
     return (module, key) if inner is None or not rest else _owner(inner, rest)
@@ -86,7 +86,7 @@ def _owner(module: nn.Module, key: str) -> tuple[nn.Module, str]:
 
 def _loads(module: nn.Module, shapes: Mapping[str, torch.Size]) -> bool:
     tensors = [*module.parameters(), *module.buffers()]
-    # deepcopy takes what the memo has in place of a tensor: the copy has no data.
+    # deepcopy uses the memo's meta tensors instead of the tensors, so the copy has no data.
     memo: dict[int, Any] = {id(tensor): _without_data(tensor) for tensor in tensors}
     try:
         trial = copy.deepcopy(module, memo)
@@ -94,7 +94,7 @@ def _loads(module: nn.Module, shapes: Mapping[str, torch.Size]) -> bool:
         state.update({name: torch.empty_like(state[name], device="meta").new_empty(shapes[name]) for name in shapes})
         trial.load_state_dict(state, strict=False)
         loaded = trial.state_dict()
-    except Exception:  # the module's own code: it does not take these shapes
+    except Exception:  # The module's own code raised: it does not accept these shapes.
         return False
     return all(loaded[name].shape == shape for name, shape in shapes.items())
 

@@ -1,4 +1,4 @@
-"""Tensors as raw memory: the only place where torch's bits become numpy's."""
+"""Tensors as raw memory. Only this module converts torch's bits to numpy's."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._jobs import Bytes, BytesBudget
 from zarrckpt._ranks.torch_private import INNER_TENSORS, detached_without_subclass, is_in_transform
 
-OVERLAPS = "is an expanded view, or another one whose elements share memory: load into a clone() of it"
+OVERLAPS = "is an expanded view or another view with elements that share memory: load into a clone() of it"
 
 META = "is on the meta device: it has no data; materialise it (to_empty) first"
 
-LAZY = "is a parameter of a lazy module, which has no shape before its first forward pass: make one"
+LAZY = "is a parameter of a lazy module without a shape: run a forward pass first"
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def raw_view(tensor: torch.Tensor) -> RawArray:
-    """A CPU tensor's memory as raw elements, any strides: writing to the array writes to the tensor."""
+    """Return a view of a CPU tensor's memory as raw elements, with any strides. Writes go to the tensor."""
     raw = raw_dtype(tensor.element_size())
     if tensor.dtype.is_complex:
         return tensor.numpy().view(raw)
-    # By way of an integer type, since numpy has no bfloat16 or float8.
+    # Through an integer type, because numpy has no bfloat16 or float8.
     view: np.ndarray[Any, Any] = tensor.view(_INTEGERS[tensor.element_size()]).numpy().view(raw)
     return view
 
 
 def raw_tensor(fqn: str, tensor: torch.Tensor) -> RawArray:
-    """A tensor's elements as raw bits in CPU memory; a view where that is possible.
+    """Return a tensor's elements as raw bits in CPU memory, as a view if possible.
 
-    Resolves conjugate and negative views first: their bits are not yet what they show. Raises UnsupportedValueError
-    naming the fqn for tensors without plain memory.
+    Conjugate and negative views are resolved first, because their bits differ from their values. Raises
+    UnsupportedValueError with the fqn for tensors without plain memory.
     """
     if (fault := memory_fault(tensor)) is not None:
         raise UnsupportedValueError(f"{fqn!r} {fault}")
@@ -52,10 +52,10 @@ _TORCH_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def memory_fault(tensor: torch.Tensor) -> str | None:
-    """Return the reason why a tensor can neither be saved nor filled, as the end of a sentence; None if it can be.
+    """Return the reason that a tensor can neither be saved nor filled, as the end of a sentence, or None.
 
-    Its elements must be in strided memory. A subclass with a ``__torch_dispatch__`` wraps other tensors: what is
-    written to it may end in a temporary tensor.
+    Its elements must be in strided memory. A subclass with ``__torch_dispatch__`` wraps other tensors, so writes to it
+    can be lost in a temporary tensor.
     """
     kind = type(tensor)
     if kind not in _TORCH_CLASSES:
@@ -68,25 +68,25 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
         return f"{found}, expected a strided tensor: use .to_dense(), or its parts"
     if is_wrapper(tensor):
         return (
-            f"is a {kind.__name__}, a wrapper around other tensors: save and load the tensors that it wraps, or a "
-            "plain tensor, such as .dequantize() returns"
+            f"is a {kind.__name__}, a wrapper around other tensors: save and load the wrapped tensors, or a plain "
+            "tensor such as the result of .dequantize()"
         )
     if tensor.is_meta:
         return META
     if tensor.is_quantized:
         return f"is a quantized tensor ({tensor.dtype}): use .int_repr() with its scale, or .dequantize()"
     if is_in_transform(tensor):
-        return "belongs to a transform of torch.func: save and load outside of it"
+        return "belongs to a transform of torch.func: save and load outside the transform"
     return None
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a class with a ``__torch_dispatch__``."""
+    """Whether the class of a tensor overrides ``__torch_dispatch__``."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as a detached view of class torch.Tensor; a tensor with a memory fault as it is.
+    """Return a tensor as a detached view of class torch.Tensor. A tensor with a memory fault is returned unchanged.
 
     Waits for the collective that fills an AsyncCollectiveTensor.
     """
@@ -118,9 +118,9 @@ def can_view(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 class CopiedTensor:
-    """Raw elements are copied into a tensor that :func:`raw_view` cannot give: one on another device, of another dtype.
+    """Copies raw elements into a tensor without a :func:`raw_view`: on another device, or with another dtype.
 
-    Piece by piece, in whatever thread brings them, so no second tensor of its size is needed.
+    Threads copy one part after another, so no second tensor of the same size is needed.
     """
 
     def __init__(self, tensor: torch.Tensor, saved: torch.dtype) -> None:
@@ -129,44 +129,44 @@ class CopiedTensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The raw type of the elements that are given."""
+        """The raw numpy type of the elements to copy."""
         return raw_dtype(self._saved.itemsize)
 
     def __setitem__(self, place: tuple[slice, ...], cells: RawArray, /) -> None:
-        """Convert and copy the elements of one part; they are in place on return."""
+        """Convert and copy the elements of one part. The copy is complete on return."""
         plain = np.require(cells, requirements=["C", "A", "W"])
         part = torch.from_numpy(plain.reshape(-1).view(np.uint8)).view(self._saved).reshape(plain.shape)
-        # Inference mode belongs to threads, and its tensors change within it only.
+        # Inference mode is set per thread, and inference tensors can only be changed within it.
         with torch.inference_mode(self._tensor.is_inference()):
             self._tensor[place].copy_(part)
 
 
 def transfer_memory(limit: int, devices: Iterable[torch.device]) -> BytesBudget:
-    """The memory for what goes from or to tensors on some devices: pinned, where a GPU copies.
+    """Return the memory budget for copies from and to tensors on these devices. It is pinned for GPUs.
 
-    Waits for what the calling thread has given GPUs to do: other threads copy on streams of their own.
+    Waits for GPU work of the calling thread, because other threads copy on other streams.
     """
     gpus = [device for device in devices if device.type == "cuda"]
     for gpu in gpus:
         torch.cuda.current_stream(gpu).synchronize()
-    # A sixteenth is for what threads and clients take besides.
+    # 1/16 remains for other memory of threads and clients.
     limit -= limit // 16
     return BytesBudget(limit, pinned_bytes) if gpus else BytesBudget(limit)
 
 
 def pinned_bytes(nbytes: int) -> Bytes:
-    """Memory that a GPU copies to and from without the processor's help, about twice as fast as other memory."""
+    """Return pinned memory, which a GPU accesses directly and copies about twice as fast."""
     pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     return pinned
 
 
 def target_fault(tensor: torch.Tensor) -> str | None:
-    """Return the reason why a tensor cannot be filled, as the end of a sentence; None if it can be."""
+    """Return the reason that a tensor cannot be filled, as the end of a sentence, or None."""
     return memory_fault(tensor) or (OVERLAPS if _overlaps_itself(plain_tensor(tensor)) else None)
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether several elements of a tensor may share one place in memory, as after ``expand``."""
+    """Whether elements of a tensor can share memory, for example after ``expand``."""
     if tensor.is_contiguous():
         return False
     reach = 0
@@ -179,6 +179,6 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def torch_dtype(node: ArrayNode) -> torch.dtype:
-    """The torch dtype of a stored array."""
+    """Return the torch dtype of a stored array."""
     dtype: torch.dtype = getattr(torch, node.dtype.name)
     return dtype

@@ -1,6 +1,6 @@
-"""torch's sharded tensors and wrappers, told apart without importing what defines them: until then there are none.
+"""Recognise torch's sharded tensors and wrappers without importing their modules, which takes a second.
 
-The modules that define them take a second to import, which a process that saves plain tensors does not need.
+If such a module is not imported yet, no value of its classes can exist.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ def is_dtensor(value: object) -> bool:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether a value is a ShardedTensor, as FSDP1 makes them."""
-    # By what it has: no public module of torch has its class.
+    """Whether a value is a ShardedTensor, as FSDP1 creates them."""
+    # By its attributes, because no public module of torch has its class.
     return hasattr(value, "local_shards") and hasattr(value, "sharding_spec")
 
 
 def fsdp1_modules(module: object, *, root_only: bool = False) -> list[Any]:
-    """The modules inside a module that FSDP1 has wrapped, itself included."""
+    """Return the FSDP1 modules inside a module, including the module itself."""
     found: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     kind = getattr(found, "FullyShardedDataParallel", None)
     return [] if kind is None else kind.fsdp_modules(module, root_only=root_only)
 
 
 def is_fsdp1(module: object) -> bool:
-    """Whether FSDP1 has wrapped a module."""
+    """Whether a module is an FSDP1 wrapper."""
     return _is(module, "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
 
 def is_zero_optimizer(value: object) -> bool:
-    """Whether a value is a ZeroRedundancyOptimizer, of whose state each rank has a part."""
+    """Whether a value is a ZeroRedundancyOptimizer, whose state is partitioned over ranks."""
     return _is(value, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
 
 
