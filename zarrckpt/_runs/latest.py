@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zarrckpt._commit.listings import list_folders
+from zarrckpt._commit.listings import list_below
 from zarrckpt._commit.protocol import Below, checkpoints_below, newest
 from zarrckpt._errors import CheckpointError, warn
 from zarrckpt._format.matching import hint
 from zarrckpt._format.metadata import RESERVED
-from zarrckpt._format.root import RESERVED_GROUP
 from zarrckpt._runs.keep import Keep, Mode, comparable_metric
-from zarrckpt._runs.steps import newest_below, passed_over
+from zarrckpt._runs.steps import newest_below, passed_over, refuse_unreadable
 from zarrckpt._store import Store, StoreSpec, Url, join_url
 
 if TYPE_CHECKING:
@@ -124,10 +123,13 @@ def _find(
 
 def _look_below(spec: StoreSpec, caller: str, choose: _ChooseBelow) -> str | None:
     store = spec.open()
-    folders = list_folders(store)
-    if RESERVED_GROUP in folders:
+    listed = list_below(store)
+    if listed.has_save:
         warn(f"{caller}({store.url!r}) looks below a checkpoint: pass the folder that holds it")
-    name, damaged = choose(store, [folder for folder in folders if not folder.startswith("@")])
+    name, damaged = choose(store, listed.folders)
+    if name is None:
+        # The only checkpoint may be in a folder that cannot be read.
+        refuse_unreadable(store, damaged)
     for below in damaged:
         warn(passed_over(store, below))
     return name

@@ -15,7 +15,7 @@ from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import Honoured, NoConditionsError
-from zarrckpt._store._fsspec_filesystem import Filesystems, is_part, remove_file, write_file
+from zarrckpt._store._fsspec_filesystem import Filesystems, is_no_object, remove_file, write_file
 from zarrckpt._store._secrets import redact_url, secret_values
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class FsspecStore(ClientStore):
 
         for path, info in self._lent(f"listing {prefix!r}", fetch).items():
             # ``find`` of an object gives the object itself, and sftp's without a type.
-            if path.startswith(f"{start}/") and info["type"] == "file" and not is_part(path):
+            if path.startswith(f"{start}/") and info["type"] == "file" and not is_no_object(path):
                 yield ObjectInfo(path[len(root) + 1 :], int(info["size"] or 0))
 
     def list_dir(self, prefix: str = "") -> Listing:
@@ -152,7 +152,7 @@ class FsspecStore(ClientStore):
         folders: set[str] = set()
         for info in self._lent(f"listing {prefix!r}", fetch):
             path = info["name"].rstrip("/")
-            if path.startswith(f"{start}/") and not is_part(path):
+            if path.startswith(f"{start}/") and not is_no_object(path):
                 (folders if info["type"] == "directory" else objects).add(path[len(start) + 1 :])
         return sorted(objects), sorted(folders)
 
