@@ -221,6 +221,11 @@ def _below(store: Store, name: str, unfinished: bool) -> Below | None:
         return Below(name, damage=err)
 
 
+def holds_checkpoints(store: Store) -> bool:
+    """Whether checkpoints, or saves that were begun, are in folders right below a url. Requests as above."""
+    return any(not below.unreadable for below in checkpoints_below(store, unfinished=True))
+
+
 def find_begun(store: Store, names: Iterable[str]) -> list[Below]:
     """The folders right below a url, of those with some names, in which saves were begun, or that cannot be read.
 
@@ -254,16 +259,17 @@ def number_in(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _folder_of_checkpoints(store: Store, names: Iterable[str] | None = None) -> str:
+def _folder_of_checkpoints(store: Store) -> str:
     """That a url holds checkpoints, and which is the newest, for an error; "" where there are none right below."""
     try:
-        folders = list_below(store).folders if names is None else names
+        folders = list_below(store).folders
         # Where there are very many, those with the greatest numbers.
         below = checkpoints_below(store, sorted(folders, key=_natural)[-_LOOKED_INTO:], unfinished=True)
     except StorageError:
         return ""
     found = [item for item in below if not item.unreadable]
-    unread = [item.name for item in below if item.unreadable]
+    # First those that may be of a step.
+    unread = sorted((item.name for item in below if item.unreadable), key=lambda name: number_in(name) is None)
     more = f"{', '.join(map(repr, unread[:5]))}{' and more' * (len(unread) > 5)} there cannot be read" * bool(unread)
     if not found:
         return more
@@ -522,8 +528,8 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
     """The markers of all attempts; the root stands in for a lost one of its own.
 
     Raises ForeignObjectsError for objects that are of none of them: a checkpoint needs a place of its own, otherwise a
-    later clean-up could not tell what is whose. With ``folder``, other checkpoints may be there where nothing is
-    committed.
+    later clean-up could not tell what is whose. With ``folder``, anything may be beside other checkpoints if nothing is
+    committed at the url.
     """
     if seen.base is not None and not seen.in_order:
         # Listed again after the root was read: the attempt that wrote it may have begun in between.
@@ -539,8 +545,9 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
     foreign = seen.names - known
     if foreign and not seen.in_order:
         return _markers_of_all(store, root, _in_order(store, seen), folder=folder)
-    if foreign and folder and seen.base is None:
-        foreign -= {below.name for below in checkpoints_below(store, foreign, unfinished=True)}
+    if foreign and folder and seen.base is None and holds_checkpoints(store):
+        # A save was begun by mistake in the folder of a run: what else is there is not its own, and stays.
+        return markers
     if foreign:
         # It may have been cleaned in between, with its marker.
         foreign = _present(store, foreign)
@@ -552,7 +559,7 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
 def _foreign_error(store: Store, names: set[str], *, committed: bool, begun: bool) -> ForeignObjectsError:
     """The error for names at a url that no save wrote: other checkpoints, beside one of its own or not, or else."""
     own = committed or begun
-    if not own and (found := _folder_of_checkpoints(store, names)):
+    if not own and (found := _folder_of_checkpoints(store)):
         return ForeignObjectsError(
             f"{store.url} is no checkpoint: {found}. Nothing was changed: name one of them, or save to a new path below"
         )

@@ -112,7 +112,7 @@ def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
     # An attempt that began beside a removal may name what another one has begun to write since.
     spared = [marker for marker in found.markers if marker not in dead]
     # A save begun by mistake in a folder of checkpoints must not stay in the way of what is done with them.
-    folder = stopped and found.root_bytes is None and _holds_checkpoints(place)
+    folder = stopped and found.root_bytes is None and protocol.holds_checkpoints(place)
     finished = [marker.save_id for marker in dead] if stopped else []
     objects = protocol.clean(place, dead, finished=finished, spared=spared)
     if found.root_bytes is None:
@@ -122,10 +122,6 @@ def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
         place.delete([*found.probes, CLAIM_KEY] if folder else found.probes)
         protocol.sweep(place)
     return RecoverReport(place.url, objects, tuple(marker.save_id for marker in dead), tuple(kept))
-
-
-def _holds_checkpoints(place: Store) -> bool:
-    return any(not below.unreadable for below in protocol.checkpoints_below(place, unfinished=True))
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,6 @@ def _look_below(spec: StoreSpec, caller: str, choose: _ChooseBelow) -> str | Non
     if listed.has_save:
         warn(f"{caller}({store.url!r}) looks below a checkpoint: pass the folder that holds it")
     name, damaged = choose(store, listed.folders)
-    if name is None:
-        # The only checkpoint may be in a folder that cannot be read.
-        refuse_unreadable(store, damaged)
     for below in damaged:
         warn(passed_over(store, below))
     return name
@@ -139,7 +136,9 @@ def _best_below(store: Store, names: list[str], metric: str, mode: Mode) -> tupl
     found = checkpoints_below(store, names)
     damaged = [below for below in found if below.damage is not None]
     roots = [(below, below.root.metadata) for below in found if below.root is not None]
-    if roots and not any(metric in metadata for _, metadata in roots):
+    if not roots:
+        refuse_unreadable(store, damaged)
+    elif not any(metric in metadata for _, metadata in roots):
         names = sorted({name for _, metadata in roots for name in metadata if not name.startswith(RESERVED)})
         warn(f"no checkpoint below {store.url} has {metric!r} in its metadata: {hint(metric, names)}")
     known = [(comparable_metric(metadata.get(metric)), below) for below, metadata in roots]

@@ -150,6 +150,9 @@ def newest_below(store: Store, names: Iterable[str]) -> tuple[str | None, list[B
         damaged.append(below)
     rest = protocol.checkpoints_below(store, [name for name in names if number_in(name) is None])
     last = protocol.newest(rest)
+    if last is None:
+        # The only checkpoint may be in one of them.
+        refuse_unreadable(store, rest)
     return None if last is None else last.name, damaged + [below for below in rest if below.damage is not None]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import takewhile
+from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import StorageError, one_line
@@ -229,7 +230,10 @@ class LocalStore(Store):
 
     def _may_link_to_folder(self, prefix: str, name: str) -> bool:
         path = os.path.join(self._root, prefix, name)
-        return os.path.islink(path) and (os.path.isdir(path) or not os.path.exists(path))
+        try:
+            return os.path.islink(path) and S_ISDIR(os.stat(path).st_mode)
+        except OSError as error:
+            return error.errno != errno.ELOOP  # a link to itself leads to no disk
 
     def holds(self, folder: str) -> bool:
         try:

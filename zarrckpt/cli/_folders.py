@@ -51,11 +51,14 @@ def list_checkpoints(url: str, storage_options: Any) -> FolderListing:
             row |= {**_described_root(row["url"], item.root), "kept": None}
         listing.rows.append(row)
     _add_reasons(spec, listing)
-    numbers = {row["name"]: number_in(row["name"]) for row in listing.rows}
+    unread = [row for row in listing.rows if row["state"] == "not readable"]
+    rows = [row for row in listing.rows if row not in unread]
+    numbers = {row["name"]: number_in(row["name"]) for row in rows}
     if None not in numbers.values():
-        listing.rows.sort(key=lambda row: (numbers[row["name"]], row["name"]))
+        rows.sort(key=lambda row: (numbers[row["name"]], row["name"]))
     else:
-        listing.rows.sort(key=lambda row: ("created" not in row, row.get("created", "")))
+        rows.sort(key=lambda row: ("created" not in row, row.get("created", "")))
+    listing.rows = [*rows, *unread]
     return listing
 
 
@@ -89,7 +92,8 @@ def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
         listed = list_below(store)
         newest, damaged = newest_below(store, listed.folders)
         root = None if newest is None else checkpoints_below(store, [newest])[0].root
-    except StorageError:
+    except StorageError as err:
+        say(str(err), err=True)
         return row | {"state": "not readable"}
     if newest is not None and root is not None:
         return row | {"state": "committed", "newest": newest, **_described_root(spec.child(newest).url, root)}
