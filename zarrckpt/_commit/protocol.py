@@ -713,7 +713,7 @@ class Leftovers:
 def leftovers(store: Store, *, damaged: bool = False, folder: bool = False) -> Leftovers:
     """Read what saves left. With ``damaged``, and where a removal is recorded, a damaged root counts as none.
 
-    With ``folder``, other checkpoints may be below the url, where nothing is committed at it.
+    With ``folder``, anything may be beside other checkpoints below the url, if nothing is committed at it.
 
     Raises ForeignObjectsError where anything else is there, CorruptCheckpointError for a damaged root, StorageError
     where one save after the other commits meanwhile.

@@ -66,7 +66,8 @@ def recover(
     The other arguments are those of :func:`open`. Costs a listing for each name below the url that a marker has.
 
     Raises ForeignObjectsError where the url holds objects that no save of this package wrote; nothing is deleted then.
-    CorruptCheckpointError where the root document is damaged. In a folder of checkpoints the others are gone on with.
+    CorruptCheckpointError where the root document is damaged. In a folder of checkpoints the others are gone on with,
+    also if a folder cannot be read.
     """
     spec = StoreSpec(url, storage_options)
     store = spec.open()

@@ -38,6 +38,10 @@ def latest(
     those of other programs, and missing ones beside the tables of a save: a warning names them. If no folder with a
     number has a checkpoint: the one that was committed last among the others.
 
+    If a folder that may hold a newer checkpoint cannot be read, StorageError names it. Folders without a number only
+    cause a warning if another checkpoint is found, and those whose names begin with a dot cause no more in any case.
+    ``lost+found`` is not looked into.
+
     Under ``torch.distributed`` every rank of the group calls it; the coordinator (rank 0 of the group) looks, and tells
     the others. Costs the pages of one listing, a request for each folder that is skipped, and one for the checkpoint
     that is found.
@@ -66,8 +70,8 @@ def best(
 
     The metric is a member of the checkpoints' metadata, as :meth:`CheckpointManager.step` saves ``metrics``. The rule
     is that of :class:`Keep`: None, NaN and infinities do not count; of equal ones the newest is returned. Damaged and
-    unfinished checkpoints are skipped as in :func:`latest`. If there are checkpoints and none has a member of this
-    name, a UserWarning lists the names that they have.
+    unfinished checkpoints are skipped as in :func:`latest`, and folders that cannot be read cause a warning. If there
+    are checkpoints and none has a member of this name, a UserWarning lists the names that they have.
 
     Under ``torch.distributed`` every rank of the group calls it, as :func:`latest`. Costs the pages of one listing, and
     a request for each folder below the prefix.
@@ -80,8 +84,8 @@ def best(
         no_dist: as in :func:`latest`.
         storage_options: as in :func:`open`.
 
-    Raises TypeError and ValueError for a metric or mode that makes no sense; StorageError; CheckpointError if a rank
-    does not come.
+    Raises TypeError and ValueError for a metric or mode that makes no sense; StorageError, also if no checkpoint is
+    found and a folder cannot be read; CheckpointError if a rank does not come.
     """
     Keep(best=1, metric=metric, mode=mode)  # raises for wrong arguments
     choose = partial(_best_below, metric=metric, mode=mode)

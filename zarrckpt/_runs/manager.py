@@ -233,7 +233,8 @@ class CheckpointManager:
         Raises CheckpointNotFoundError for a ``step`` that is not there, for an ``init_from`` that is not, and if all
         checkpoints of the run are gone; ForeignObjectsError for the url of a checkpoint, or of a part of one;
         with ``rewind`` CheckpointPinnedError and ForeignObjectsError; RunTakenOverError where another job has taken
-        the run since an earlier call; and what :func:`load` raises. An error on one rank is raised on all.
+        the run since an earlier call; StorageError for a folder of a later step that cannot be read; and what
+        :func:`load` raises. An error on one rank is raised on all.
         """
         objects.refuse_swapped(state, self._spec.url, "restore")
         references = sys.getrefcount(state)
@@ -534,7 +535,7 @@ class CheckpointManager:
         """The steps whose checkpoints are there and complete, ascending. Any one rank may call it.
 
         The pages of one listing, and a request for each folder of a step. Those of other runs in the folder are among
-        them. Raises StorageError.
+        them. A folder that cannot be read is left out, with a warning. Raises StorageError if no folder can be read.
         """
         store = self._spec.open()
         names = [name for name in list_below(store).folders if step_of(name) is not None]
