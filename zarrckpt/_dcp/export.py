@@ -190,7 +190,7 @@ def _new_folder(target: str, overwrite: bool) -> Iterator[str]:
         with locked(target):
             _refuse_foreign(target, overwrite)
             try:
-                if os.path.lexists(target):
+                if os.path.lexists(target) and (overwrite or not os.path.islink(target)):
                     os.rename(target, replaced)
                 os.rename(part, target)
             finally:

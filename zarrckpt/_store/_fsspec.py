@@ -152,7 +152,7 @@ class FsspecStore(ClientStore):
         folders: set[str] = set()
         for info in self._lent(f"listing {prefix!r}", fetch):
             path = info["name"].rstrip("/")
-            if path.startswith(f"{start}/") and not is_no_object(path):
+            if path.startswith(f"{start}/") and (info["type"] == "directory" or not is_no_object(path)):
                 (folders if info["type"] == "directory" else objects).add(path[len(start) + 1 :])
         return sorted(objects), sorted(folders)
 
