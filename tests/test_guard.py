@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import zarrckpt
 from zarrckpt import SaveOptions, ZarrStorageReader, ZarrStorageWriter
 from zarrckpt._commit import protocol
+from zarrckpt._ops.recover import examine
 from zarrckpt._store import Store, StoreSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -433,7 +434,41 @@ def test_of_two_saves_at_once_exactly_one_commits(overwrite: bool, tmp_path: Pat
         assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).tree}
 
 
-# -- servers that list folders with nothing in them
+# -- folders with nothing in them
+
+
+@pytest.mark.parametrize("backend", ["storage_options", "fsspec_options"])
+def test_names_of_empty_folders_are_nothing(backend: str, moto_bucket: S3Place) -> None:
+    """S3's consoles put an object of no bytes, whose name ends in "/", for each folder."""
+    options = {"storage_options": getattr(moto_bucket, backend)}
+    run, url = moto_bucket.url("run"), moto_bucket.url("run/step-1")
+    names = ["", "@zarrckpt/", "step-1/", "step-1/@zarrckpt/", "step-1/deep/", "step-1/other/x/", "step-2/", "logs/"]
+
+    def put_names() -> None:
+        for name in names:
+            moto_bucket.client().put_object(Bucket=moto_bucket.bucket, Key=f"run/{name}", Body=b"")
+
+    put_names()
+    assert zarrckpt.latest(run, **options) is None and not zarrckpt.recover(run, **options).checkpoints
+    for value in (1, 2, 3):
+        zarrckpt.save(_state(value), url, overwrite=value > 1, **options)
+        put_names()
+    assert _holds(url, 3, **options) and zarrckpt.open(url, **options).verify(quick=True)
+    assert examine(url, **options).findings == () and zarrckpt.recover(url, stopped=True, **options).objects == 0
+    with zarrckpt.CheckpointManager(run, keep=zarrckpt.Keep(newest=1), signals=(), **options) as job:
+        assert job.steps() == [1] and job.restore(_state(0)) == 1
+        job.save(2, _state(2))
+        job.save(3, _state(3))
+    assert zarrckpt.latest(run, **options) == f"{run}/step-00000003"
+    recovered = zarrckpt.recover(run, **options).checkpoints
+    assert [part.url for part in recovered] == [f"{run}/step-{step}" for step in ("00000003", "1")]
+    zarrckpt.remove(url, **options)
+    put_names()
+    zarrckpt.save(_state(4), url, **options)
+    # An object of the same name without "/" is somebody's.
+    moto_bucket.client().put_object(Bucket=moto_bucket.bucket, Key="run/step-1/_SUCCESS", Body=b"")
+    with pytest.raises(zarrckpt.ForeignObjectsError, match="'_SUCCESS'"):
+        zarrckpt.save(_state(5), url, overwrite=True, **options)
 
 
 def test_a_listed_folder_that_holds_nothing_is_not_in_the_way(s3_stub: S3Stub) -> None:

@@ -17,6 +17,7 @@ from interleaving import Agent, Exploration, Faults, nothing_quiet
 from one_at_a_time import Content, Judge, Shelf, committed_first, one_thread, read, running
 
 import zarrckpt
+from zarrckpt._ops.recover import examine
 from zarrckpt._store import Store
 from zarrckpt.cli import main
 from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, Stopped
@@ -57,14 +58,45 @@ def test_a_folder_stays_that_is_a_link_or_holds_something(tmp_path: Path) -> Non
     zarrckpt.remove(tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and all_files(tmp_path / "real") == (set(), set())
     assert (tmp_path / "real").is_dir()
-    # What an NFS client leaves of a file that was removed while somebody had it open.
-    zarrckpt.save(STATE, tmp_path / "nfs")
-    silly = tmp_path / "nfs" / ".nfs000000000123abcd00000001"
+
+
+@pytest.mark.filterwarnings("ignore:.* best effort:UserWarning")
+@pytest.mark.parametrize("folder", ["", "w", "@zarrckpt/inner"])
+@pytest.mark.parametrize("backend", ["local", "fsspec"])
+def test_files_that_nfs_keeps_and_empty_folders_are_nothing(backend: str, folder: str, tmp_path: Path) -> None:
+    """An NFS client gives a file that is removed while somebody has it open another name, until it is closed."""
+    run = tmp_path / "run"
+    url, options = run / "step-1", {"storage_options": {"backend": "fsspec"} if backend == "fsspec" else None}
+    place = str(url) if backend == "local" else f"file://{url}"
+    silly = url / folder / ".nfs000000000123abcd00000001"
+    zarrckpt.save(STATE, place, **options)
+    silly.parent.mkdir(exist_ok=True)
     silly.write_text("still open")
-    zarrckpt.save(STATE, tmp_path / "nfs", overwrite=True)
-    zarrckpt.remove(tmp_path / "nfs")
-    assert silly.exists() and all_files(tmp_path / "nfs") == ({silly.name}, set())
-    zarrckpt.save(STATE, tmp_path / "nfs")
+    zarrckpt.save(STATE, place, overwrite=True, **options)
+    zarrckpt.save(STATE, place, overwrite=True, **options)
+    assert examine(place, **options).findings == () and zarrckpt.recover(place, stopped=True, **options).objects == 0
+    assert zarrckpt.open(place, **options).verify() and zarrckpt.remove(place, **options) > 5
+    assert all_files(url)[0] == {silly.relative_to(url).as_posix()} and silly.read_text() == "still open"
+    assert zarrckpt.latest(run) is None and not zarrckpt.recover(run).objects
+    zarrckpt.save(STATE, place, **options)
+    zarrckpt.remove(place, **options)
+    silly.unlink()
+    (url / "somebody" / "made").mkdir(parents=True, exist_ok=True)
+    assert zarrckpt.latest(run) is None and examine(place, **options).empty
+    zarrckpt.save(STATE, place, **options)
+    zarrckpt.save(STATE, place, overwrite=True, **options)
+    zarrckpt.remove(place, **options)
+    assert url.exists() == (backend == "fsspec")
+
+
+def test_an_export_to_dcp_replaces_what_nfs_keeps(tmp_path: Path) -> None:
+    zarrckpt.save(STATE, tmp_path / "a")
+    (tmp_path / "dcp" / "empty").mkdir(parents=True)
+    (tmp_path / "dcp" / ".nfs000000000123abcd00000001").write_text("still open")
+    for overwrite in (False, True):
+        zarrckpt.open(tmp_path / "a").to_dcp(tmp_path / "dcp", overwrite=overwrite)
+        (tmp_path / "dcp" / ".nfs000000000123abcd00000002").write_text("still open")
+    assert (tmp_path / "dcp" / ".metadata").exists()
 
 
 def test_a_mount_stays(small_disk: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,6 +244,125 @@ def test_ls_lists_the_runs_of_a_folder(tmp_path: Path) -> None:
     listed = json.loads(run("ls", tmp_path, "--json").stdout)
     assert listed[0]["url"] == str(tmp_path / "a") and listed[0]["metadata"] == {"loss": 0.1}
     assert run("ls", tmp_path, "model.*").exit_code == run("ls", tmp_path / "logs").exit_code == 3
+
+
+# -- folders that cannot be read
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """Let nobody look into some folders, root neither."""
+
+    def refusing(call: Any) -> Any:
+        def refuse(path: Any, *rest: Any, **more: Any) -> Any:
+            if isinstance(path, str) and any(f"{path}/".startswith(f"{folder}/") for folder in folders):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return call(path, *rest, **more)
+
+        return refuse
+
+    monkeypatch.setattr(os, "open", refusing(os.open))
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
+
+
+@pytest.mark.filterwarnings("ignore:.* is passed over:UserWarning")
+def test_folders_that_cannot_be_read_hide_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "run"
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, FaultyStore(runs, at(9, STOP)))
+    zarrckpt.save(STATE, runs / "step-00000001")
+    with zarrckpt.CheckpointManager(runs, signals=()) as job:
+        assert job.restore(dict(STATE)) == 1
+        job.save(2, STATE, metrics={"loss": 1})
+    hidden = ("lost+found", "private", ".Trash-1000")
+    for name in hidden:
+        (runs / name).mkdir()
+    (runs / "loop").symlink_to("loop")
+    (runs / "step-9").symlink_to("step-9")
+    (runs / "nowhere").symlink_to("/nowhere/at/all")
+    (runs / "self").symlink_to(".")
+    (runs / "step-7").write_text("a file")
+    os.mkfifo(runs / "step-8")
+    with socket.socket(socket.AF_UNIX) as bound:
+        monkeypatch.chdir(runs)
+        bound.bind("step-10")
+    forbid(monkeypatch, *(runs / name for name in hidden))
+    # The save by mistake in their folder is removed.
+    assert zarrckpt.recover(runs, stopped=True).checkpoints == () and not list(runs.glob("@zarrckpt/*"))
+
+    newest = runs / "step-00000002"
+    with pytest.warns(UserWarning, match="Trash-1000 is passed over, since it cannot be read"):
+        assert zarrckpt.latest(runs) == str(newest)
+    with pytest.warns(UserWarning, match="nowhere is passed over, since it cannot be read"):
+        assert zarrckpt.best(runs, "loss") == str(newest)
+    with zarrckpt.CheckpointManager(runs, signals=()) as job:
+        assert job.steps() == [1, 2] and job.restore(dict(STATE)) == 2
+        job.save(3, STATE)
+    newest = runs / "step-00000003"
+    listed = json.loads(run("ls", runs, "--json").stdout)
+    assert {row["name"]: row["state"] for row in listed} == {
+        "step-00000001": "committed",
+        "step-00000002": "committed",
+        "step-00000003": "committed",
+        ".Trash-1000": "not readable",
+        "nowhere": "not readable",
+        "private": "not readable",
+    }
+    assert str(runs / "private") in run("ls", runs).stderr
+    assert [row["newest"] for row in json.loads(run("ls", tmp_path, "--json").stdout)] == [newest.name]
+    for words in (["doctor"], ["rm", "--yes"], ["info"]):
+        found = run(words[0], runs, *words[1:])
+        assert found.exit_code == 3 and f"the newest is {newest};" in found.stderr
+        assert "'private' there cannot be read" in found.stderr
+    report = zarrckpt.recover(runs, stopped=True)
+    parts = {part.url.rpartition("/")[2]: part.error for part in report.checkpoints}
+    assert [name for name, error in parts.items() if error] == [".Trash-1000", "nowhere", "private"]
+    assert "Permission denied" in parts["private"] and parts["step-00000002"] == parts["step-00000003"] == ""
+    with pytest.raises(zarrckpt.ForeignObjectsError, match=f"the newest is {newest};"):
+        zarrckpt.save(STATE, runs)
+
+
+@pytest.mark.parametrize("how", ["forbidden", "a link to a disk that is missing"])
+def test_a_newest_one_that_cannot_be_read_is_named(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, last = tmp_path / "run", tmp_path / "run" / "step-00000003"
+    with zarrckpt.CheckpointManager(runs, signals=()) as job:
+        job.restore(dict(STATE))
+        for step in (1, 2, 3):
+            job.save(step, STATE, metrics={"loss": step})
+    with monkeypatch.context() as patch:
+        if how == "forbidden":
+            forbid(patch, last)
+        else:
+            last.rename(runs / "disk")
+            last.symlink_to(tmp_path / "missing" / "disk")
+        job = zarrckpt.CheckpointManager(runs, signals=())
+        for action in (lambda: zarrckpt.latest(runs), lambda: job.restore(dict(STATE)), lambda: job.pin(3)):
+            with pytest.raises(zarrckpt.StorageError, match=f"{last} cannot be read, and may hold.* move it elsewhere"):
+                action()
+        with pytest.warns(UserWarning, match=f"{last} is passed over"):
+            assert job.steps() == [1, 2]
+        with pytest.warns(UserWarning, match=f"{last} is passed over"):
+            assert zarrckpt.best(runs, "loss") == str(runs / "step-00000001")
+        found = run("ls", runs)
+        assert found.exit_code == 0 and str(last) in found.stderr and f"{last.name}\t\t\tnot readable" in found.stdout
+        assert "not readable" in run("ls", tmp_path).stdout and f"{last.name}'" in run("doctor", runs).stderr
+        job.close()
+    if how != "forbidden":
+        last.unlink()
+        (runs / "disk").rename(last)
+    assert zarrckpt.latest(runs) == str(last)
+
+
+def test_none_is_the_answer_only_if_none_can_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lost+found", ".Trash-0", "final"):
+        (tmp_path / name).mkdir()
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="Trash-0"):
+        forbid(patch, tmp_path / "lost+found", tmp_path / ".Trash-0")
+        assert zarrckpt.latest(tmp_path) is None
+        assert zarrckpt.best(tmp_path, "loss") is None
+    forbid(monkeypatch, tmp_path / "final")
+    for find in (zarrckpt.latest, lambda folder: zarrckpt.best(folder, "loss")):
+        with pytest.raises(zarrckpt.StorageError, match="final cannot be read"):
+            find(tmp_path)
 
 
 # -- recover

@@ -205,6 +205,12 @@ class FaultyStore(Store):
     def list_dir(self, prefix: str = "") -> Listing:
         return self._call("list", prefix, lambda: self._inner.list_dir(prefix))
 
+    def holds(self, folder: str) -> bool:
+        return self._call("list", folder, lambda: self._inner.holds(folder))
+
+    def refuse_broken_link(self, folder: str) -> None:
+        self._inner.refuse_broken_link(folder)
+
     def refresh(self, folder: str) -> None:
         self._inner.refresh(folder)
 
@@ -270,7 +276,9 @@ class FaultyStore(Store):
 
 
 def _without_last(found: Any) -> Any:
-    """A listing, of objects or of (objects, folders), without its last entry."""
+    """A listing, of objects or of (objects, folders), without its last entry; whether it has any is left as it is."""
+    if isinstance(found, bool):
+        return found
     if isinstance(found, tuple):
         objects, folders = found
         return (objects, folders[:-1]) if folders else (objects[:-1], folders)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zarrckpt._commit.listings import list_folders
+from zarrckpt._commit.listings import list_below
 from zarrckpt._commit.marker import (
     CLAIM_KEY,
     PINS,
@@ -188,43 +188,58 @@ class Below:
     root: Root | None = None
     """None where nothing is committed, and where what is there is damaged."""
     damage: CheckpointError | None = None
+    """Why it cannot be opened: a StorageError if it cannot be read, and so may be no checkpoint at all."""
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether the folder could not be read."""
+        return isinstance(self.damage, StorageError)
 
 
 def checkpoints_below(store: Store, names: Iterable[str] | None = None, *, unfinished: bool = False) -> list[Below]:
     """The checkpoints in folders right below a url: in all of them, or in those with some names. In order of names.
 
-    A request for each folder; with ``unfinished``, which adds those where nothing is committed, another one for each of
-    these and of those that are no checkpoints.
+    Folders that cannot be read are among them, see :attr:`Below.unreadable`; only a failure of the listing itself is
+    raised. A request for each folder; with ``unfinished``, which adds those where nothing is committed, another one for
+    each of these and of those that are no checkpoints.
     """
-    folders = list_folders(store) if names is None else names
+    folders = list_below(store).folders if names is None else names
     looks = (partial(_below, store, name, unfinished) for name in folders if not name.startswith("@"))
     return [found for found in run_jobs(looks, store.max_concurrency) if found is not None]
 
 
 def _below(store: Store, name: str, unfinished: bool) -> Below | None:
     try:
-        return Below(name, parse_committed(store.get(f"{name}/{NODE}"), join(store.url, name)))
+        try:
+            return Below(name, parse_committed(store.get(f"{name}/{NODE}"), join(store.url, name)))
+        except ObjectNotFoundError:
+            store.refuse_broken_link(name)
+            return Below(name) if unfinished and store.holds(f"{name}/{RESERVED_GROUP}") else None
     except ForeignObjectsError:
         return None
-    except ObjectNotFoundError:
-        return Below(name) if unfinished and any(store.list_dir(f"{name}/{RESERVED_GROUP}")) else None
-    except StorageError:
-        raise
     except CheckpointError as err:
         return Below(name, damage=err)
 
 
-def places_below(store: Store) -> list[str]:
-    """The folders right below a url in which saves were begun; none where one was begun at the url itself.
+def holds_checkpoints(store: Store) -> bool:
+    """Whether checkpoints, or saves that were begun, are in folders right below a url. Requests as above."""
+    return any(not below.unreadable for below in checkpoints_below(store, unfinished=True))
 
-    A request for each folder there.
+
+def find_begun(store: Store, names: Iterable[str]) -> list[Below]:
+    """The folders right below a url, of those with some names, in which saves were begun, or that cannot be read.
+
+    Roots are not read. A request for each folder.
     """
-    folders = list_folders(store)
-    if RESERVED_GROUP in folders:
-        return []
-    names = [name for name in folders if not name.startswith("@")]
-    houses = run_jobs((partial(store.list_dir, f"{name}/{RESERVED_GROUP}") for name in names), store.max_concurrency)
-    return [name for name, house in zip(names, houses, strict=True) if any(house)]
+
+    def look(name: str) -> Below | None:
+        try:
+            store.refuse_broken_link(name)
+            return Below(name) if any(store.list_dir(f"{name}/{RESERVED_GROUP}")) else None
+        except StorageError as err:
+            return Below(name, damage=err)
+
+    return [found for found in run_jobs((partial(look, name) for name in names), store.max_concurrency) if found]
 
 
 def newest(found: Iterable[Below]) -> Below | None:
@@ -244,19 +259,23 @@ def number_in(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _folder_of_checkpoints(store: Store, names: Iterable[str] | None = None) -> str:
+def _folder_of_checkpoints(store: Store) -> str:
     """That a url holds checkpoints, and which is the newest, for an error; "" where there are none right below."""
     try:
-        folders = store.list_dir()[1] if names is None else names
+        folders = list_below(store).folders
         # Where there are very many, those with the greatest numbers.
-        found = checkpoints_below(store, sorted(folders, key=_natural)[-_LOOKED_INTO:], unfinished=True)
+        below = checkpoints_below(store, sorted(folders, key=_natural)[-_LOOKED_INTO:], unfinished=True)
     except StorageError:
         return ""
+    found = [item for item in below if not item.unreadable]
+    # First those that may be of a step.
+    unread = sorted((item.name for item in below if item.unreadable), key=lambda name: number_in(name) is None)
+    more = f"{', '.join(map(repr, unread[:5]))}{' and more' * (len(unread) > 5)} there cannot be read" * bool(unread)
     if not found:
-        return ""
+        return more
     last = newest(found)
     which = "none of them is committed" if last is None else f"the newest is {join(store.url, one_line(last.name))}"
-    return f"it is a folder of {len(found)} checkpoint{'s'[: len(found) > 1]}; {which}"
+    return f"it is a folder of {len(found)} checkpoint{'s'[: len(found) > 1]}; {which}{'; ' * bool(more)}{more}"
 
 
 def _checkpoint_above(store: Store) -> str:
@@ -509,8 +528,8 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
     """The markers of all attempts; the root stands in for a lost one of its own.
 
     Raises ForeignObjectsError for objects that are of none of them: a checkpoint needs a place of its own, otherwise a
-    later clean-up could not tell what is whose. With ``folder``, other checkpoints may be there where nothing is
-    committed.
+    later clean-up could not tell what is whose. With ``folder``, anything may be beside other checkpoints if nothing is
+    committed at the url.
     """
     if seen.base is not None and not seen.in_order:
         # Listed again after the root was read: the attempt that wrote it may have begun in between.
@@ -526,20 +545,21 @@ def _markers_of_all(store: Store, root: Root | None, seen: _Seen, *, folder: boo
     foreign = seen.names - known
     if foreign and not seen.in_order:
         return _markers_of_all(store, root, _in_order(store, seen), folder=folder)
-    if foreign and folder and seen.base is None:
-        foreign -= {below.name for below in checkpoints_below(store, foreign, unfinished=True)}
+    if foreign and folder and seen.base is None and holds_checkpoints(store):
+        # A save was begun by mistake in the folder of a run: what else is there is not its own, and stays.
+        return markers
     if foreign:
         # It may have been cleaned in between, with its marker.
         foreign = _present(store, foreign)
     if foreign:
-        raise _foreign_error(store, foreign, committed=seen.base is not None, begun=RESERVED_GROUP in seen.names)
+        raise _foreign_error(store, foreign, committed=seen.base is not None, begun=store.holds(RESERVED_GROUP))
     return markers
 
 
 def _foreign_error(store: Store, names: set[str], *, committed: bool, begun: bool) -> ForeignObjectsError:
     """The error for names at a url that no save wrote: other checkpoints, beside one of its own or not, or else."""
     own = committed or begun
-    if not own and (found := _folder_of_checkpoints(store, names)):
+    if not own and (found := _folder_of_checkpoints(store)):
         return ForeignObjectsError(
             f"{store.url} is no checkpoint: {found}. Nothing was changed: name one of them, or save to a new path below"
         )
@@ -547,7 +567,8 @@ def _foreign_error(store: Store, names: set[str], *, committed: bool, begun: boo
         return ForeignObjectsError(
             f"{store.url} is the folder of a run without checkpoints. Nothing was changed; save to a path below"
         )
-    inner = [] if not own else checkpoints_below(store, sorted(names, key=_natural)[-_LOOKED_INTO:], unfinished=True)
+    looked_into = sorted(names, key=_natural)[-_LOOKED_INTO:] if own else []
+    inner = [below for below in checkpoints_below(store, looked_into, unfinished=True) if not below.unreadable]
     if inner:
         url = join(store.url, one_line(inner[0].name))
         more = f" (and {len(inner) - 1} more)" if len(inner) > 1 else ""
@@ -580,10 +601,9 @@ def _top_names(store: Store) -> set[str]:
 
 
 def _present(store: Store, names: set[str]) -> set[str]:
-    """Those of these names that are at the url, less folders with nothing in them, which some object stores list."""
+    """Those of these names that are at the url, less folders with nothing in them."""
     objects, folders = store.list_dir()
-    held = (name for name in folders if name in names and (store.is_local or any(True for _ in store.list(name))))
-    return {*names.intersection(objects), *held}
+    return {*names.intersection(objects), *(name for name in folders if name in names and store.holds(name))}
 
 
 def commit(store: Store, attempt: Attempt, root: Root) -> None:
@@ -693,7 +713,7 @@ class Leftovers:
 def leftovers(store: Store, *, damaged: bool = False, folder: bool = False) -> Leftovers:
     """Read what saves left. With ``damaged``, and where a removal is recorded, a damaged root counts as none.
 
-    With ``folder``, other checkpoints may be below the url, where nothing is committed at it.
+    With ``folder``, anything may be beside other checkpoints below the url, if nothing is committed at it.
 
     Raises ForeignObjectsError where anything else is there, CorruptCheckpointError for a damaged root, StorageError
     where one save after the other commits meanwhile.

@@ -29,6 +29,7 @@ from zarrckpt._read.arrays import StoredBox, batches, read_boxes, stored_boxes
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import ExportReport
 from zarrckpt._state.tensors import torch_dtype
+from zarrckpt._store._local import LocalStore
 from zarrckpt._store._local_commit import locked
 from zarrckpt._store._whole_files import private_folder, refuse_existing
 
@@ -160,13 +161,15 @@ class _Writer(FileSystemWriter):
 
 def _refuse_foreign(target: str, overwrite: bool) -> None:
     """Raise StorageError if the target exists and must not be replaced."""
-    if not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target)):
+    store = LocalStore(os.path.abspath(target))
+    objects, folders = store.list_dir()
+    names = [*objects, *filter(store.holds, folders)]
+    if not os.path.lexists(target) or (os.path.isdir(target) and not names):
         return
     if not overwrite:
         refuse_existing([target])
     if not os.path.isdir(target):
         raise StorageError(f"{target} is no folder; nothing was written")
-    names = os.listdir(target)
     foreign = [name for name in names if name != METADATA and not name.endswith(DISTCP_SUFFIX)]
     if foreign:
         raise StorageError(f"{target} holds {foreign[0]!r}, which is no file of DCP; nothing was written")
@@ -187,7 +190,7 @@ def _new_folder(target: str, overwrite: bool) -> Iterator[str]:
         with locked(target):
             _refuse_foreign(target, overwrite)
             try:
-                if overwrite and os.path.lexists(target):
+                if os.path.lexists(target) and (overwrite or not os.path.islink(target)):
                     os.rename(target, replaced)
                 os.rename(part, target)
             finally:

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from zarrckpt._commit import protocol
+from zarrckpt._commit.listings import list_below
 from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY, removal_bytes
-from zarrckpt._commit.protocol import Leftovers
+from zarrckpt._commit.protocol import Below, Leftovers
 from zarrckpt._errors import CheckpointError, CheckpointNotFoundError
-from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP
 from zarrckpt._jobs import run_jobs
 from zarrckpt._ops.verify import verify
 from zarrckpt._read.catalog import Catalog
@@ -66,16 +66,18 @@ def recover(
     The other arguments are those of :func:`open`. Costs a listing for each name below the url that a marker has.
 
     Raises ForeignObjectsError where the url holds objects that no save of this package wrote; nothing is deleted then.
-    CorruptCheckpointError where the root document is damaged. In a folder of checkpoints the others are gone on with.
+    CorruptCheckpointError where the root document is damaged. In a folder of checkpoints the others are gone on with,
+    also if a folder cannot be read.
     """
     spec = StoreSpec(url, storage_options)
-    names = protocol.places_below(spec.open())
-    if not names:
-        folders = spec.open().list_dir()[1]
-        if RUN_GROUP in folders and RESERVED_GROUP not in folders:
+    store = spec.open()
+    listed = list_below(store)
+    begun = [] if listed.has_save else protocol.find_begun(store, listed.folders)
+    if all(below.unreadable for below in begun):
+        if listed.is_run and not listed.has_save and not begun:
             return RecoverReport(spec.url, 0, (), ())  # a run that has saved nothing yet
         return _recovered(spec, stopped)
-    reports = run_jobs((partial(_recovered_if_any, spec.child(name), stopped) for name in names), _PLACES_AT_ONCE)
+    reports = run_jobs((partial(_recovered_below, spec, below, stopped) for below in begun), _PLACES_AT_ONCE)
     return RecoverReport(
         spec.url,
         sum(report.objects for report in reports),
@@ -85,12 +87,15 @@ def recover(
     )
 
 
-def _recovered_if_any(spec: StoreSpec, stopped: bool) -> RecoverReport:
-    """:func:`_recovered`, with an error in the report."""
+def _recovered_below(spec: StoreSpec, below: Below, stopped: bool) -> RecoverReport:
+    """Recover a folder right below a url; errors are in the report."""
+    place = spec.child(below.name)
     try:
-        return _recovered(spec, stopped)
+        if below.damage is not None:
+            raise below.damage
+        return _recovered(place, stopped)
     except CheckpointError as err:
-        return RecoverReport(spec.url, 0, (), (), error=str(err))
+        return RecoverReport(place.url, 0, (), (), error=str(err))
 
 
 def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
@@ -108,7 +113,7 @@ def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
     # An attempt that began beside a removal may name what another one has begun to write since.
     spared = [marker for marker in found.markers if marker not in dead]
     # A save begun by mistake in a folder of checkpoints must not stay in the way of what is done with them.
-    folder = stopped and found.root_bytes is None and bool(protocol.checkpoints_below(place, unfinished=True))
+    folder = stopped and found.root_bytes is None and protocol.holds_checkpoints(place)
     finished = [marker.save_id for marker in dead] if stopped else []
     objects = protocol.clean(place, dead, finished=finished, spared=spared)
     if found.root_bytes is None:

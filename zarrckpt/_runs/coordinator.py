@@ -22,9 +22,8 @@ from zarrckpt._errors import (
     UnsupportedFormatError,
     warn,
 )
-from zarrckpt._format.documents import NODE, join
+from zarrckpt._format.documents import join
 from zarrckpt._format.metadata import run_of
-from zarrckpt._format.root import RESERVED_GROUP, RUN_GROUP
 from zarrckpt._format.wire import record
 from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
@@ -127,15 +126,14 @@ class Coordinator:
         Raises ForeignObjectsError for the url of a checkpoint, or of a part of one.
         """
         store = self._spec.open()
-        objects, all_folders = list_below(store)
-        folders = [name for name in all_folders if not name.startswith("@")]
-        names = [name for name in folders if step_of(name) is not None]
-        if NODE in objects or RESERVED_GROUP in all_folders:
-            _refuse_checkpoint(store, NODE in objects, bool(names) or RUN_GROUP in all_folders)
-        if not names and RUN_GROUP not in all_folders:
+        listed = list_below(store)
+        names = [name for name in listed.folders if step_of(name) is not None]
+        if listed.has_root or listed.has_save:
+            _refuse_checkpoint(store, listed.has_root, bool(names) or listed.is_run)
+        if not names and not listed.is_run:
             protocol.refuse_inside(store)
-        if folders and not names:
-            shown = ", ".join(map(repr, folders[:3]))
+        if listed.folders and not names:
+            shown = ", ".join(map(repr, listed.folders[:3]))
             warn(f"{self._spec.url} holds no folder of a step, such as 'step-100', but {shown}: nothing is restored")
         return sorted(names, key=lambda name: (step_of(name), name))
 

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zarrckpt._commit.listings import list_folders
+from zarrckpt._commit.listings import list_below
 from zarrckpt._commit.protocol import Below, checkpoints_below, newest
 from zarrckpt._errors import CheckpointError, warn
 from zarrckpt._format.matching import hint
 from zarrckpt._format.metadata import RESERVED
-from zarrckpt._format.root import RESERVED_GROUP
 from zarrckpt._runs.keep import Keep, Mode, comparable_metric
-from zarrckpt._runs.steps import newest_below, passed_over
+from zarrckpt._runs.steps import newest_below, passed_over, refuse_unreadable
 from zarrckpt._store import Store, StoreSpec, Url, join_url
 
 if TYPE_CHECKING:
@@ -38,6 +37,10 @@ def latest(
     ``<prefix>/step-100``. Unfinished saves, and what is no checkpoint, are skipped. So are damaged root documents,
     those of other programs, and missing ones beside the tables of a save: a warning names them. If no folder with a
     number has a checkpoint: the one that was committed last among the others.
+
+    If a folder that may hold a newer checkpoint cannot be read, StorageError names it. Folders without a number only
+    cause a warning if another checkpoint is found, and those whose names begin with a dot cause no more in any case.
+    ``lost+found`` is not looked into.
 
     Under ``torch.distributed`` every rank of the group calls it; the coordinator (rank 0 of the group) looks, and tells
     the others. Costs the pages of one listing, a request for each folder that is skipped, and one for the checkpoint
@@ -67,8 +70,8 @@ def best(
 
     The metric is a member of the checkpoints' metadata, as :meth:`CheckpointManager.step` saves ``metrics``. The rule
     is that of :class:`Keep`: None, NaN and infinities do not count; of equal ones the newest is returned. Damaged and
-    unfinished checkpoints are skipped as in :func:`latest`. If there are checkpoints and none has a member of this
-    name, a UserWarning lists the names that they have.
+    unfinished checkpoints are skipped as in :func:`latest`, and folders that cannot be read cause a warning. If there
+    are checkpoints and none has a member of this name, a UserWarning lists the names that they have.
 
     Under ``torch.distributed`` every rank of the group calls it, as :func:`latest`. Costs the pages of one listing, and
     a request for each folder below the prefix.
@@ -81,8 +84,8 @@ def best(
         no_dist: as in :func:`latest`.
         storage_options: as in :func:`open`.
 
-    Raises TypeError and ValueError for a metric or mode that makes no sense; StorageError; CheckpointError if a rank
-    does not come.
+    Raises TypeError and ValueError for a metric or mode that makes no sense; StorageError, also if no checkpoint is
+    found and a folder cannot be read; CheckpointError if a rank does not come.
     """
     Keep(best=1, metric=metric, mode=mode)  # raises for wrong arguments
     choose = partial(_best_below, metric=metric, mode=mode)
@@ -124,10 +127,10 @@ def _find(
 
 def _look_below(spec: StoreSpec, caller: str, choose: _ChooseBelow) -> str | None:
     store = spec.open()
-    folders = list_folders(store)
-    if RESERVED_GROUP in folders:
+    listed = list_below(store)
+    if listed.has_save:
         warn(f"{caller}({store.url!r}) looks below a checkpoint: pass the folder that holds it")
-    name, damaged = choose(store, [folder for folder in folders if not folder.startswith("@")])
+    name, damaged = choose(store, listed.folders)
     for below in damaged:
         warn(passed_over(store, below))
     return name
@@ -137,7 +140,9 @@ def _best_below(store: Store, names: list[str], metric: str, mode: Mode) -> tupl
     found = checkpoints_below(store, names)
     damaged = [below for below in found if below.damage is not None]
     roots = [(below, below.root.metadata) for below in found if below.root is not None]
-    if roots and not any(metric in metadata for _, metadata in roots):
+    if not roots:
+        refuse_unreadable(store, damaged)
+    elif not any(metric in metadata for _, metadata in roots):
         names = sorted({name for _, metadata in roots for name in metadata if not name.startswith(RESERVED)})
         warn(f"no checkpoint below {store.url} has {metric!r} in its metadata: {hint(metric, names)}")
     known = [(comparable_metric(metadata.get(metric)), below) for below, metadata in roots]

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from zarrckpt._commit import protocol
-from zarrckpt._commit.listings import list_folders
+from zarrckpt._commit.listings import list_below
 from zarrckpt._commit.marker import pin_id_of, pin_key
 from zarrckpt._commit.pins import put_pin
 from zarrckpt._errors import (
@@ -39,7 +39,7 @@ from zarrckpt._runs import signals as process_signals
 from zarrckpt._runs.coordinator import Chosen, Coordinator, RunSave
 from zarrckpt._runs.keep import Keep, checked_metrics
 from zarrckpt._runs.preemption import Preemption
-from zarrckpt._runs.steps import name_of, step_of
+from zarrckpt._runs.steps import name_of, passed_over, refuse_unreadable, step_of
 from zarrckpt._save.background import SaveFuture, save_in_background
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.run import run_save
@@ -233,7 +233,8 @@ class CheckpointManager:
         Raises CheckpointNotFoundError for a ``step`` that is not there, for an ``init_from`` that is not, and if all
         checkpoints of the run are gone; ForeignObjectsError for the url of a checkpoint, or of a part of one;
         with ``rewind`` CheckpointPinnedError and ForeignObjectsError; RunTakenOverError where another job has taken
-        the run since an earlier call; and what :func:`load` raises. An error on one rank is raised on all.
+        the run since an earlier call; StorageError for a folder of a later step that cannot be read; and what
+        :func:`load` raises. An error on one rank is raised on all.
         """
         objects.refuse_swapped(state, self._spec.url, "restore")
         references = sys.getrefcount(state)
@@ -534,11 +535,16 @@ class CheckpointManager:
         """The steps whose checkpoints are there and complete, ascending. Any one rank may call it.
 
         The pages of one listing, and a request for each folder of a step. Those of other runs in the folder are among
-        them. Raises StorageError.
+        them. A folder that cannot be read is left out, with a warning. Raises StorageError if no folder can be read.
         """
         store = self._spec.open()
-        names = [name for name in list_folders(store) if step_of(name) is not None]
+        names = [name for name in list_below(store).folders if step_of(name) is not None]
         found = protocol.checkpoints_below(store, names)
+        unreadable = [below for below in found if below.unreadable]
+        if len(unreadable) == len(found):
+            refuse_unreadable(store, unreadable)
+        for below in unreadable:
+            warn(passed_over(store, below))
         return sorted({step for below in found if below.root and (step := step_of(below.name)) is not None})
 
     def pin(self, step: int, note: str = "") -> None:
@@ -563,9 +569,11 @@ class CheckpointManager:
         step = operator.index(step)
         padded = self._spec.child(name_of(step)).open()
         store = self._spec.open()
-        names = [name for name in list_folders(store) if step_of(name) == step]
-        found = [below.name for below in protocol.checkpoints_below(store, names) if below.root is not None]
-        return self._spec.child(found[-1]).open() if found else padded
+        names = [name for name in list_below(store).folders if step_of(name) == step]
+        found = protocol.checkpoints_below(store, names)
+        refuse_unreadable(store, found)
+        sound = [below.name for below in found if below.root is not None]
+        return self._spec.child(sound[-1]).open() if sound else padded
 
 
 def _end_watch(watch: process_signals.Watch) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from zarrckpt._commit import protocol
+from zarrckpt._commit.listings import list_below
 from zarrckpt._commit.protocol import Leftovers
 from zarrckpt._errors import (
     CheckpointError,
@@ -225,7 +226,7 @@ class Retention:
         with self._changed:
             known = {*self._own}
         if self._keep is not None and len(known) > self._keep.newest:
-            for name in known - {*self._spec.open().list_dir()[1]}:
+            for name in known - {*list_below(self._spec.open()).folders}:
                 self.gone(name)
 
     def _held_back(self, tried: set[str]) -> list[str]:

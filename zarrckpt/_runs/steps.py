@@ -81,6 +81,7 @@ def look_into(store: Store, name: str) -> Below | None:
             raise
         except CheckpointError as err:
             return Below(name, damage=err)
+        store.refuse_broken_link(name)
         found = _without_root(store, name)
         # A save that goes on may have committed since its root was looked for.
         if found is None or found.damage is None or not protocol.is_stored(store, f"{name}/{NODE}"):
@@ -122,16 +123,22 @@ def newest_first(store: Store, names: Iterable[str]) -> Iterator[Below]:
     """Yield the checkpoints in folders with these names that end in a step, the greatest step first.
 
     Damaged ones are among them, see :func:`look_into`; unfinished saves are passed over. A request for each checkpoint.
+    Raises StorageError at a folder that cannot be read, since its checkpoint would come next.
     """
     numbered = [(number, name) for name in names if (number := number_in(name)) is not None]
     for _, name in sorted(numbered, reverse=True):
-        found = look_into(store, name)
+        found: Below | None
+        try:
+            found = look_into(store, name)
+        except StorageError as err:
+            found = Below(name, damage=err)
+            refuse_unreadable(store, [found])
         if found is not None and (found.root is not None or found.damage is not None):
             yield found
 
 
 def newest_below(store: Store, names: Iterable[str]) -> tuple[str | None, list[Below]]:
-    """The folder of the newest sound checkpoint, or None; and the damaged ones that were passed over on the way.
+    """The folder of the newest sound checkpoint, or None; and those passed over on the way, damaged or not readable.
 
     The newest has the greatest step in its name. Where none with a step is sound, it is the one that was committed last
     among those without.
@@ -143,9 +150,24 @@ def newest_below(store: Store, names: Iterable[str]) -> tuple[str | None, list[B
         damaged.append(below)
     rest = protocol.checkpoints_below(store, [name for name in names if number_in(name) is None])
     last = protocol.newest(rest)
+    if last is None:
+        # The only checkpoint may be in one of them.
+        refuse_unreadable(store, rest)
     return None if last is None else last.name, damaged + [below for below in rest if below.damage is not None]
 
 
+def refuse_unreadable(store: Store, found: Iterable[Below]) -> None:
+    """Raise StorageError for a folder that could not be read, unless its name is hidden, as those of trash cans are."""
+    for below in found:
+        if below.unreadable and not below.name.startswith("."):
+            raise StorageError(
+                f"{join(store.url, one_line(below.name))} cannot be read, and may hold the checkpoint that is looked "
+                f"for: {below.damage}. Make it readable, move it elsewhere, or name another checkpoint"
+            ) from below.damage
+
+
 def passed_over(store: Store, below: Below) -> str:
-    """Return the warning that a damaged checkpoint was passed over."""
+    """Return the warning that a checkpoint was passed over that is damaged or cannot be read."""
+    if below.unreadable:
+        return f"{join(store.url, one_line(below.name))} is passed over, since it cannot be read: {below.damage}"
     return f"the checkpoint {join(store.url, one_line(below.name))} is passed over, since it is damaged: {below.damage}"

@@ -289,15 +289,26 @@ class Store(abc.ABC):
         """
 
     def remove_folder(self) -> None:  # noqa: B027 - there is nothing to do where objects are no files
-        """Remove the url's own folder if it is empty, no link and no mount, and may be removed. Nothing above it."""
+        """Remove the url's own folder if it holds at most empty folders, is no link and no mount. Nothing above it."""
 
     @abc.abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key begins with the folder ``prefix`` ("" for all), at any depth, in no order."""
+        """Every object whose key begins with the folder ``prefix`` ("" for all), at any depth, in no order.
+
+        Names that end in "/", by which consoles show empty folders, and what NFS clients keep of deleted files, are no
+        objects. obstore shows such a name without its "/", as an object of no bytes.
+        """
 
     @abc.abstractmethod
     def list_dir(self, prefix: str = "") -> Listing:
         """The names right below the folder ``prefix``: (objects, folders), each sorted; ([], []) if absent."""
+
+    def holds(self, folder: str) -> bool:
+        """Whether anything is stored below a folder: empty folders at any depth are nothing. One request."""
+        return any(True for _ in self.list(folder))
+
+    def refuse_broken_link(self, folder: str) -> None:  # noqa: B027 - object stores have no links
+        """Raise StorageError if a folder is a link that leads nowhere: what it stands for is not known to be absent."""
 
     def refresh(self, folder: str) -> None:  # noqa: B027 - object stores answer from what is stored
         """Make a network filesystem look again for what others have put in a folder: it caches absent names."""

@@ -16,7 +16,7 @@ from zarrckpt._store import _failures
 from zarrckpt._store._base import Buffer, Listing, ObjectInfo, Versioned, byte_views
 from zarrckpt._store._client_store import ClientStore
 from zarrckpt._store._conditional_puts import Honoured, NoConditionsError
-from zarrckpt._store._fsspec_filesystem import Filesystems, is_part, remove_file, write_file
+from zarrckpt._store._fsspec_filesystem import Filesystems, is_no_object, remove_file, write_file
 from zarrckpt._store._secrets import redact_url, secret_values
 
 if TYPE_CHECKING:
@@ -160,13 +160,14 @@ class FsspecStore(ClientStore):
         objects: set[str] = set()
         folders: set[str] = set()
         for info in self._lent(f"listing {prefix!r}", fetch):
-            if name := self._name_below(start, info["name"].rstrip("/")):
-                (folders if info["type"] == "directory" else objects).add(name)
+            is_folder = info["type"] == "directory"
+            if name := self._name_below(start, info["name"].rstrip("/"), is_folder=is_folder):
+                (folders if is_folder else objects).add(name)
         return sorted(objects), sorted(folders)
 
-    def _name_below(self, start: str, path: str) -> str:
-        """Return the name of a listed path relative to a folder; "" for one that is elsewhere, or a helper file."""
-        if not path.startswith(f"{start}/") or is_part(path):
+    def _name_below(self, start: str, path: str, *, is_folder: bool = False) -> str:
+        """Return the name of a listed path relative to a folder, or "" if it is elsewhere or is no object."""
+        if not path.startswith(f"{start}/") or (is_no_object(path) and not is_folder):
             return ""
         name = path[len(start) + 1 :]
         if not self._traits.http:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 
 from zarrckpt._errors import StorageError
+from zarrckpt._store._local_commit import is_silly_name
 from zarrckpt._store._secrets import redact_url
 from zarrckpt._store._url import RESOLVERS, is_chain
 
@@ -210,9 +211,9 @@ def _session_class() -> type:
     return DirectSession
 
 
-def is_part(path: str) -> bool:
-    """Whether a path is a helper file of :func:`write_file`, and no object."""
-    return _FSSPEC_PART.search(path) is not None
+def is_no_object(path: str) -> bool:
+    """Whether a path is a helper file of :func:`write_file`, left of a deleted file by NFS, or a folder's name."""
+    return _FSSPEC_PART.search(path) is not None or is_silly_name(path.rpartition("/")[2]) or path.endswith("/")
 
 
 def write_file(fs: Any, traits: Traits, path: str, data: bytes, condition: Mapping[str, Any]) -> None:

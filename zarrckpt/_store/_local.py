@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import takewhile
+from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import StorageError, one_line
@@ -190,11 +191,13 @@ class LocalStore(Store):
         self._remove_folders(paths.union(*map(self._parents, paths)) - {self._root})
 
     def remove_folder(self) -> None:
-        if not os.path.islink(self._root) and not os.path.ismount(self._root):
-            self._folders.discard(self._root)
+        if os.path.islink(self._root) or os.path.ismount(self._root):
+            return
+        self._folders.clear()
+        for folder, _, _ in os.walk(self._root, topdown=False):
             # It is not empty, or its parent is somebody else's: nothing is lost.
             with suppress(OSError):
-                os.rmdir(self._root)
+                os.rmdir(folder)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         todo = [check_key(prefix) if prefix else ""]
@@ -208,9 +211,12 @@ class LocalStore(Store):
                     yield ObjectInfo(key, size)
 
     def list_dir(self, prefix: str = "") -> Listing:
-        """As for any store. A link to a folder counts as a folder: a run's checkpoint may lie on another disk."""
+        """As for any store. A link to a folder counts as a folder: a run's checkpoint may lie on another disk.
+
+        So does a link that cannot be followed: that disk may be missing.
+        """
         entries = self._scan(prefix)
-        links = {name for name, is_folder, _ in entries if not is_folder and self._links_to_folder(prefix, name)}
+        links = {name for name, is_folder, _ in entries if not is_folder and self._may_link_to_folder(prefix, name)}
         entries = [(name, is_folder or name in links, size) for name, is_folder, size in entries]
         objects = sorted(name for name, is_folder, _ in entries if not is_folder)
         return objects, sorted(name for name, is_folder, _ in entries if is_folder)
@@ -222,9 +228,26 @@ class LocalStore(Store):
             with suppress(OSError), os.scandir(opened):
                 pass
 
-    def _links_to_folder(self, prefix: str, name: str) -> bool:
+    def _may_link_to_folder(self, prefix: str, name: str) -> bool:
         path = os.path.join(self._root, prefix, name)
-        return os.path.islink(path) and os.path.isdir(path)
+        try:
+            return os.path.islink(path) and S_ISDIR(os.stat(path).st_mode)
+        except OSError as error:
+            return error.errno != errno.ELOOP  # a link to itself leads to no disk
+
+    def holds(self, folder: str) -> bool:
+        try:
+            return os.path.islink(self._path(folder)) or super().holds(folder)
+        except StorageError:
+            return True  # there is something that cannot be looked into
+
+    def refuse_broken_link(self, folder: str) -> None:
+        path = self._path(folder)
+        if os.path.islink(path) and not os.path.exists(path):
+            raise StorageError(
+                f"reading {path!r} failed: it is a link that leads nowhere. Mount or restore what it names, or delete "
+                "the link"
+            )
 
     def sync(self, keys: Iterable[str]) -> None:
         if not self._durable:

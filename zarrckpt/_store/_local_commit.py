@@ -35,7 +35,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 _BUCKET_MOUNTS = ("mountpoint-s3", "blobfuse", "blobfuse2", "goofys", "s3fs", "gcsfuse")
 
 _OWN_NAME = re.compile(r"\.zarrckpt-[0-9a-f]{16}(-[0-9a-f]{32})?\.(part|lock)")
-_SILLY_NAME = re.compile(r"\.nfs[0-9a-f]{8,}")
+_SILLY_NAME = re.compile(r"\.(nfs|fuse_hidden)[0-9a-f]{8,}")
 IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
 
 
@@ -56,7 +56,7 @@ def is_own_name(name: str) -> bool:
 
 
 def is_silly_name(name: str) -> bool:
-    """Whether a file of this name is what an NFS client keeps of one that was removed while somebody had it open."""
+    """Whether a file of this name is what NFS or FUSE keeps of one that was removed while somebody had it open."""
     return _SILLY_NAME.fullmatch(name) is not None
 
 

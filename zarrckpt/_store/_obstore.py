@@ -192,6 +192,9 @@ class ObstoreStore(ClientStore):
                 )
             first_paths.add(batch[0]["path"])
             for item in batch:
+                # The folder's own name with a "/", which consoles put: obstore strips that.
+                if item["path"] == self.folder(prefix):
+                    continue
                 yield ObjectInfo(item["path"].removeprefix(f"{self._client.prefix}/"), item["size"])
             last = batch[-1]["path"]
             stream, batch = super().call(what, go_on)
@@ -202,8 +205,13 @@ class ObstoreStore(ClientStore):
             return self._awaited_page(lambda: obstore.list_with_delimiter_async(self._bucket.store, folder))
 
         found = self.call(f"listing {prefix!r}", fetch, idempotent=True)
-        objects = sorted(item["path"].rpartition("/")[2] for item in found["objects"])
+        paths = (item["path"] for item in found["objects"] if item["path"] != self.folder(prefix))
+        objects = sorted(path.rpartition("/")[2] for path in paths)
         return objects, sorted(path.rpartition("/")[2] for path in found["common_prefixes"])
+
+    def holds(self, folder: str) -> bool:
+        # Names of inner folders are listed as objects of no bytes.
+        return any(info.size for info in self.list(folder))
 
     def _awaited_page(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Wait for a part of a listing, which obstore asks for until the server names no further page."""

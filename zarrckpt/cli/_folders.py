@@ -37,26 +37,34 @@ def list_checkpoints(url: str, storage_options: Any) -> FolderListing:
         below = checkpoints_below(spec.open(), unfinished=True)
     except StorageError:
         return listing  # the error of opening the url tells more
+    if all(item.unreadable for item in below):
+        return listing
     for item in below:
         state = "unfinished" if item.root is None else "committed"
-        if item.damage is not None:
+        if item.unreadable:
+            state = "not readable"
+            say(str(item.damage), err=True)
+        elif item.damage is not None:
             state = "newer format" if isinstance(item.damage, UnsupportedFormatError) else "damaged"
         row: dict[str, Any] = {"name": item.name, "url": spec.child(item.name).url, "state": state}
         if item.root is not None:
             row |= {**_described_root(row["url"], item.root), "kept": None}
         listing.rows.append(row)
     _add_reasons(spec, listing)
-    numbers = {row["name"]: number_in(row["name"]) for row in listing.rows}
+    unread = [row for row in listing.rows if row["state"] == "not readable"]
+    rows = [row for row in listing.rows if row not in unread]
+    numbers = {row["name"]: number_in(row["name"]) for row in rows}
     if None not in numbers.values():
-        listing.rows.sort(key=lambda row: (numbers[row["name"]], row["name"]))
+        rows.sort(key=lambda row: (numbers[row["name"]], row["name"]))
     else:
-        listing.rows.sort(key=lambda row: ("created" not in row, row.get("created", "")))
+        rows.sort(key=lambda row: ("created" not in row, row.get("created", "")))
+    listing.rows = [*rows, *unread]
     return listing
 
 
 def list_runs(url: str, storage_options: Any) -> FolderListing:
     """List the folders of checkpoints right below a url by name, each with its newest checkpoint."""
-    from zarrckpt._commit.listings import list_folders
+    from zarrckpt._commit.listings import list_below
     from zarrckpt._errors import StorageError
     from zarrckpt._jobs import run_jobs
     from zarrckpt._store import StoreSpec
@@ -64,7 +72,7 @@ def list_runs(url: str, storage_options: Any) -> FolderListing:
     spec = StoreSpec(url, storage_options)
     try:
         store = spec.open()
-        names = [name for name in list_folders(store) if not name.startswith("@")]
+        names = list_below(store).folders
     except StorageError:
         return FolderListing("run", [])
     looks = (partial(_run_below, spec.child(name), name) for name in names)
@@ -73,22 +81,25 @@ def list_runs(url: str, storage_options: Any) -> FolderListing:
 
 def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
     """Describe the newest checkpoint of a folder; None for a folder that is no run."""
+    from zarrckpt._commit.listings import list_below
     from zarrckpt._commit.protocol import checkpoints_below
     from zarrckpt._errors import StorageError
-    from zarrckpt._format.root import RUN_GROUP
     from zarrckpt._runs.steps import newest_below
 
     row: dict[str, Any] = {"name": name, "url": spec.url, "state": "no checkpoint", "newest": None}
     store = spec.open()
     try:
-        folders = store.list_dir()[1]
-        newest, damaged = newest_below(store, [folder for folder in folders if not folder.startswith("@")])
+        listed = list_below(store)
+        newest, damaged = newest_below(store, listed.folders)
         root = None if newest is None else checkpoints_below(store, [newest])[0].root
-    except StorageError:
+    except StorageError as err:
+        say(str(err), err=True)
         return row | {"state": "not readable"}
     if newest is not None and root is not None:
         return row | {"state": "committed", "newest": newest, **_described_root(spec.child(newest).url, root)}
-    return row | {"state": "damaged"} if damaged else row if RUN_GROUP in folders else None
+    if damaged:
+        return row | {"state": "not readable" if all(below.unreadable for below in damaged) else "damaged"}
+    return row if listed.is_run else None
 
 
 def _described_root(url: str, root: Root) -> dict[str, Any]:
