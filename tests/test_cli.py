@@ -515,6 +515,20 @@ def test_an_interrupt_ends_a_command_that_waits_for_a_server() -> None:
     assert command.returncode == 130 and told == "zarrckpt: interrupted\n"
 
 
+def test_an_interrupt_ends_a_question(saved: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(
+        [*PROGRAM, "rm", saved], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        assert command.stderr is not None
+        asked = b""
+        while b"Delete it?" not in asked:
+            asked += command.stderr.read1()
+        command.send_signal(signal.SIGINT)
+        assert command.wait(30) == 130 and command.stderr.read().endswith(b"zarrckpt: interrupted\n")
+    assert zarrckpt.open(saved).verify()
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(saved: Path) -> None:
     for words in (["ls", saved], ["--help"]):
         with subprocess.Popen([*PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:

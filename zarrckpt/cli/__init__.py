@@ -99,7 +99,7 @@ class _Commands(click.Group):
         except click.ClickException as err:
             err.show()
             status = err.exit_code
-        except click.Abort:  # by Ctrl-C before or after the command
+        except (click.Abort, KeyboardInterrupt):  # before or after the command
             _leave()
         except SystemExit:
             raise

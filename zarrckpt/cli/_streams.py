@@ -62,6 +62,8 @@ def prepare_streams() -> None:
     codecs.register_error(_ESCAPE, _escape)
     for name, silent in (("stdout", False), ("stderr", True)):
         old = getattr(sys, name)
+        if not isinstance(old, io.TextIOWrapper):
+            continue
         encoding = _ASCII if codecs.lookup(old.encoding).name == "ascii" else old.encoding
         file = io.BufferedWriter(_Output(old.fileno(), silent=silent))
         setattr(sys, name, io.TextIOWrapper(file, encoding, _ESCAPE, line_buffering=old.line_buffering))

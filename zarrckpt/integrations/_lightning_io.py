@@ -95,7 +95,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         except zarrckpt.CheckpointNotFoundError:
             if not get_filesystem(url).isfile(url):
                 raise
-            loaded = TorchCheckpointIO().load_checkpoint(path, map_location or "cpu", weights_only)
+            loaded = TorchCheckpointIO().load_checkpoint(url, map_location or "cpu", weights_only)
             return self.without_foreign_paths(loaded, url)
         checkpoint = found.load(device=map_location if isinstance(map_location, str | torch.device) else "cpu")
         for key, value in checkpoint.items():
