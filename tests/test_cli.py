@@ -559,9 +559,13 @@ def test_output_is_in_the_encoding_that_is_set(
     found = subprocess.run([*PROGRAM, "tree", tmp_path / "ünï"], capture_output=True, env=environment)
     text = found.stdout.decode(encoding).splitlines()
     assert (found.returncode, found.stderr, text[1 : 1 + len(lines)]) == (0, b"", lines)
-    missing = subprocess.run([*PROGRAM, "cat", tmp_path / "ünï", "modèle.漢"], capture_output=True, env=environment)
-    assert missing.returncode == 3 and missing.stderr.startswith(b"zarrckpt: KeyMismatchError: ")
-    missing.stderr.decode(encoding)
+    # Names of files and patterns are UTF-8 all the same.
+    found = subprocess.run([*PROGRAM, "verify", tmp_path / "ünï"], capture_output=True, env=environment)
+    assert (found.returncode, found.stderr) == (0, b"")
+    words = ["stats", tmp_path / "ünï", "modèle.ü", "漢字", "nö"]
+    found = subprocess.run([*PROGRAM, *words], capture_output=True, env=environment)
+    assert found.returncode == 3 and found.stderr.startswith(b"zarrckpt: KeyMismatchError: ")
+    assert "'n\\xf6'" in found.stderr.decode(encoding) or "'nö'" in found.stderr.decode(encoding)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import click
 
 from zarrckpt._errors import CheckpointError, printable
 from zarrckpt._version import __version__
-from zarrckpt.cli._streams import ReaderGoneError, prepare_streams
+from zarrckpt.cli._streams import ReaderGoneError, prepare_streams, use_utf8_names
 
 # Command -> its module, so that one command does not import what the others need.
 _COMMANDS = {
@@ -92,6 +92,7 @@ class _Commands(click.Group):
         if args is not None:
             return super().main(args, *more, **options)
         # The words that this process was started with: it is ours.
+        use_utf8_names()
         prepare_streams()
         _leave_on_interrupt()
         try:

@@ -49,6 +49,18 @@ class _Output(io.FileIO):
         return memoryview(data).nbytes
 
 
+def use_utf8_names() -> None:
+    """Start the program again in Python's UTF-8 mode if the locale has another encoding.
+
+    Files are named after entries, in UTF-8 whatever the locale of the process that saved them. The streams keep the
+    encoding of the locale.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1" and sys.executable:
+        os.environ["PYTHONUTF8"] = "1"
+        os.environ.setdefault("PYTHONIOENCODING", getattr(sys.stdout, "encoding", "utf-8"))
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def prepare_streams() -> None:
     """Make writes to the standard streams fail with errors of this package, and in no encoding for a character.
 
