@@ -385,12 +385,44 @@ def test_doctor_says_what_to_run_and_recover_runs_it(saved: Path) -> None:
 
 
 def test_rm_asks_and_deletes(saved: Path) -> None:
-    asked = CliRunner().invoke(main, ["rm", str(saved)], input="n\n")
-    assert asked.exit_code == 1 and zarrckpt.open(saved).verify()
+    for answer in ("n\n", ""):
+        asked = CliRunner().invoke(main, ["rm", str(saved)], input=answer)
+        assert asked.exit_code == 3 and "--yes" in asked.stderr and zarrckpt.open(saved).verify()
     assert run("rm", saved, "--yes").exit_code == 0
     assert not list(saved.rglob("*")) or not saved.exists()
     found = run("rm", saved)  # nothing is there: nothing to ask
     assert found.exit_code == 3 and "Delete it?" not in found.output
+
+
+def test_an_error_at_one_folder_does_not_end_the_others(tmp_path: Path) -> None:
+    folder, names = tmp_path / "run", ("a", "b", "c", "d")
+    for name in names:
+        zarrckpt.save(STATE, folder / name)
+    for name in names[1:]:
+        with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+            zarrckpt.save(STATE, testing.FaultyStore(folder / name, testing.at(12, testing.STOP)), overwrite=True)
+    (folder / "b" / "zarr.json").write_text("{")
+    found = run("recover", folder, "--stopped")
+    assert found.exit_code == 3 and found.stderr.startswith("b: ") and found.stderr.count("\n") == 1
+    assert [line.split(" ", 1)[0] for line in found.stdout.splitlines()] == ["a:", "c:", "d:"]
+    assert all(f"{name}: 1" in found.stdout for name in "cd")
+    found = run("recover", folder, "--json")
+    assert found.exit_code == 3 and found.stderr.startswith("b: ")
+    assert [bool(part["error"]) for part in json.loads(found.stdout)["checkpoints"]] == [False, True, False, False]
+
+    (folder / "c" / "notes.txt").write_text("keep me")
+    zarrckpt.pin(folder / "a", "in use")
+    found = run("rm", *(folder / name for name in (*names, "e")), "--yes", "--json")
+    errors = {Path(item["url"]).name: item.get("error", "") for item in json.loads(found.stdout)}
+    assert found.exit_code == 3 and sorted(os.listdir(folder)) == ["a", "c"]
+    kinds = ("CheckpointPinnedError", "ForeignObjectsError", "CheckpointNotFoundError")
+    assert [errors[name].partition(":")[0] for name in "ace"] == [*kinds] and errors["b"] == errors["d"] == ""
+    assert [line.split(": ")[:2] for line in found.stderr.splitlines()] == [
+        [str(folder / name), kind] for name, kind in zip("ace", kinds, strict=True)
+    ]
+    zarrckpt.save(STATE, folder / "f")
+    asked = CliRunner().invoke(main, ["rm", str(folder / "c"), str(folder / "f")], input="y\n")
+    assert asked.exit_code == 3 and "notes.txt" in asked.stderr and sorted(os.listdir(folder)) == ["a", "c"]
 
 
 def test_doctor_does_not_take_a_damaged_checkpoint_for_leftovers(saved: Path) -> None:
@@ -483,13 +515,96 @@ def test_an_interrupt_ends_a_command_that_waits_for_a_server() -> None:
     assert command.returncode == 130 and told == "zarrckpt: interrupted\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(saved: Path) -> None:
+def test_an_interrupt_ends_a_question(saved: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
-        [*PROGRAM, "ls", saved], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*PROGRAM, "rm", saved], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as command:
-        assert command.stdout is not None and command.stderr is not None
-        command.stdout.close()
-        assert command.stderr.read() == "" and command.wait(20) == 0
+        assert command.stderr is not None
+        asked = b""
+        while b"Delete it?" not in asked:
+            asked += command.stderr.read1()
+        command.send_signal(signal.SIGINT)
+        assert command.wait(30) == 130 and command.stderr.read().endswith(b"zarrckpt: interrupted\n")
+    assert zarrckpt.open(saved).verify()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(saved: Path) -> None:
+    for words in (["ls", saved], ["--help"]):
+        with subprocess.Popen([*PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+            assert command.stdout is not None and command.stderr is not None
+            command.stdout.close()
+            assert command.stderr.read() == "" and command.wait(20) == 0
+
+
+NAMES = {"modèle": {"ü": torch.ones(2), "ü2": 1}, "漢字": 1}
+ENCODINGS: list[tuple[dict[str, str], str, list[str]]] = [
+    ({"PYTHONIOENCODING": "ascii"}, "ascii", ["|-- mod\\xe8le  8 B", "|   |-- \\xfc  float32 (2,)  8 B"]),
+    ({"PYTHONIOENCODING": "latin-1"}, "latin-1", ["|-- modèle  8 B", "|   |-- ü  float32 (2,)  8 B"]),
+    ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "ascii", ["|-- mod\\xe8le  8 B"]),
+    (
+        {"PYTHONIOENCODING": "utf-8"},
+        "utf-8",
+        ["├── modèle  8 B", "│   ├── ü  float32 (2,)  8 B", "│   └── ü2  value 1"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("variables", "encoding", "lines"), ENCODINGS)
+def test_output_is_in_the_encoding_that_is_set(
+    variables: dict[str, str], encoding: str, lines: list[str], tmp_path: Path
+) -> None:
+    zarrckpt.save(NAMES, tmp_path / "ünï")
+    environment = {**os.environ, **variables}
+    found = subprocess.run([*PROGRAM, "tree", tmp_path / "ünï"], capture_output=True, env=environment)
+    text = found.stdout.decode(encoding).splitlines()
+    assert (found.returncode, found.stderr, text[1 : 1 + len(lines)]) == (0, b"", lines)
+    # Names of files and patterns are UTF-8 all the same.
+    found = subprocess.run([*PROGRAM, "verify", tmp_path / "ünï"], capture_output=True, env=environment)
+    assert (found.returncode, found.stderr) == (0, b"")
+    words = ["stats", tmp_path / "ünï", "modèle.ü", "漢字", "nö"]
+    found = subprocess.run([*PROGRAM, *words], capture_output=True, env=environment)
+    assert found.returncode == 3 and found.stderr.startswith(b"zarrckpt: KeyMismatchError: ")
+    assert "'n\\xf6'" in found.stderr.decode(encoding) or "'nö'" in found.stderr.decode(encoding)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "told"),
+    [
+        (">/dev/full", 3, "standard output failed: No space left"),
+        ("1</dev/null", 3, "standard output failed: Bad file descriptor"),
+        (">&-", 1, "1 damaged"),
+        ("<&- >&- 2>&-", 1, ""),
+        ("2>/dev/full", 1, ""),
+        (">/dev/full 2>/dev/full", 3, ""),
+    ],
+)
+def test_streams_that_take_no_output_change_no_status(redirection: str, status: int, told: str, saved: Path) -> None:
+    """A result that cannot be written is an error; messages that cannot be are left out."""
+    (saved / "half" / "c.0.0").unlink()
+    found = subprocess.run(
+        ["sh", "-c", f'"$@" {redirection}', "sh", *PROGRAM, "verify", saved], capture_output=True, text=True
+    )
+    assert found.returncode == status and told in found.stderr and found.stderr.count("\n") <= 1
+    if told.startswith("standard"):
+        helped = subprocess.run(["sh", "-c", f'"$@" {redirection}', "sh", *PROGRAM, "-h"], capture_output=True)
+        assert helped.returncode == status and helped.stderr.count(b"\n") == 1
+
+
+def test_an_unexpected_error_has_a_status_of_its_own(saved: Path) -> None:
+    """Also one that is no Exception, as panics of clients are none."""
+    code = (
+        "import sys, zarrckpt.cli, zarrckpt._ops.recover as module\n"
+        "class Panic(BaseException): ...\n"
+        "def examine(*arguments, **options): raise Panic('b\x1b[2J')\n"
+        "module.examine = examine; sys.argv[0] = 'zarrckpt'; zarrckpt.cli.main()"
+    )
+    words = [sys.executable, "-c", code, "doctor", saved]
+    found = subprocess.run(words, capture_output=True, text=True)
+    assert found.returncode == 70 and "Panic: b\\x1b[2J (" in found.stderr and "report it" in found.stderr
+    assert "Traceback" not in found.stderr and found.stdout == ""
+    traced = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "ZARRCKPT_TRACEBACK": "1"})
+    assert traced.returncode == 70 and "Traceback" in traced.stderr and ", in examine" in traced.stderr
 
 
 def on_a_terminal(*words: str, **environment: str) -> str:

@@ -473,7 +473,7 @@ def test_from_the_terminal(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> 
     assert json.loads(found.stdout)["tensors"] == len(tensors)
     assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors)
     assert run("export", tmp_path / "one", tmp_path / "out").exit_code == 3
-    assert run("import", tmp_path / "gone", tmp_path / "two").exit_code == 2
+    assert run("import", tmp_path / "gone", tmp_path / "two").exit_code == 3
 
 
 def test_the_terminal_chooses_a_format_by_the_name(tmp_path: Path) -> None:

@@ -707,8 +707,9 @@ def test_a_proxy_is_used(s3_stub: S3Stub) -> None:
 def test_an_own_certificate_authority(
     how: str, tls_stub: S3Stub, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", str(certificate.parent))
     options: dict[str, Any] = {
-        "path": {"root_certificate": str(certificate)},
+        "path": {"root_certificate": f"~/{certificate.name}"},
         "pem": {"client_options": {"root_certificate": certificate.read_bytes()}},
         "environment": {},
         "unverified": {"allow_invalid_certificates": True},

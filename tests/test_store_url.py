@@ -7,6 +7,8 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,16 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import zarr
+from click.testing import CliRunner
 
 import zarrckpt
+from zarrckpt import ZarrStorageReader, ZarrStorageWriter, testing
 from zarrckpt._errors import StorageError
 from zarrckpt._store import StoreSpec, join_url, open_store
 from zarrckpt._store._url import Place, normalize, parse
+from zarrckpt.cli import main
 
 
 @pytest.mark.parametrize(
@@ -44,6 +50,7 @@ from zarrckpt._store._url import Place, normalize, parse
         ("/tmp/per%20cent", "/tmp/per%20cent"),
         ("memory://", "memory://"),
         ("simplecache::s3://bucket/run", "simplecache::s3://bucket/run"),
+        (Path("simplecache::s3://bucket/run"), "simplecache::s3://bucket/run"),
     ],
 )
 def test_normalizes(typed: str | Path, expected: str) -> None:
@@ -104,6 +111,7 @@ def test_parses(typed: str, expected: Place) -> None:
         ("file://tmp/run", "three slashes"),
         (b"/tmp", "not bytes"),
         (7, "not int"),
+        ("s3://b/\udcc3", "lone surrogate"),
     ],
 )
 def test_refuses(typed: str, reason: str) -> None:
@@ -143,6 +151,116 @@ def test_a_mistyped_url_is_refused_with_the_right_form(
         with pytest.raises(StorageError, match=re.escape(meant)):
             use(typed)
     assert not [*tmp_path.iterdir()]
+
+
+STATE = {"w": torch.ones(2)}
+
+
+def run_command(*words: Any) -> None:
+    """Run the command line. Raises StorageError for one that it prints."""
+    found = CliRunner().invoke(main, [*map(str, words)], catch_exceptions=False)
+    if found.exit_code:
+        raise StorageError(found.stderr) if "StorageError" in found.stderr else AssertionError(found.output)
+
+
+def load_dcp(**place: Any) -> None:
+    dcp.load({"w": torch.zeros(2)}, no_dist=True, **place)
+
+
+# Entry points with a place of any kind: what they do with the places of a checkpoint "run/one", and of a new one.
+ANYWHERE: dict[str, Callable[[Any], Any]] = {
+    "save": lambda at: zarrckpt.save(STATE, at("run/new")),
+    "async_save": lambda at: zarrckpt.async_save(STATE, at("run/new")).result(),
+    "open": lambda at: zarrckpt.open(at("run/one")),
+    "load": lambda at: zarrckpt.load({"w": torch.zeros(2)}, at("run/one")),
+    "latest": lambda at: zarrckpt.open(zarrckpt.latest(at("run")) or ""),
+    "best": lambda at: zarrckpt.open(zarrckpt.best(at("run"), "loss") or ""),
+    "recover": lambda at: zarrckpt.recover(at("run/one")),
+    "remove": lambda at: zarrckpt.remove(at("run/two")),
+    "copy_to": lambda at: zarrckpt.open(at("run/one")).copy_to(at("run/new")),
+    "manager": lambda at: zarrckpt.CheckpointManager(at("new"), signals=(), background=False).save(1, STATE),
+    "import to": lambda at: zarrckpt.import_checkpoint(Path.home() / "x.pt", at("run/new")),
+    "DCP writer": lambda at: dcp.save(STATE, storage_writer=ZarrStorageWriter(at("run/new")), no_dist=True),
+    "DCP writer's id": lambda at: dcp.save(
+        STATE, storage_writer=ZarrStorageWriter(), checkpoint_id=at("run/new"), no_dist=True
+    ),
+    "DCP reader": lambda at: load_dcp(storage_reader=ZarrStorageReader(at("run/one"))),
+    "DCP reader's id": lambda at: load_dcp(storage_reader=ZarrStorageReader(), checkpoint_id=at("run/one")),
+    "testing": lambda at: zarrckpt.save(STATE, testing.FaultyStore(at("run/new"), lambda operation: None)),
+    **{
+        command: lambda at, command=command: run_command(command, at("run/one"))  # type: ignore[misc]
+        for command in ("ls", "tree", "info", "stats", "verify", "doctor", "recover")
+    },
+    "rm": lambda at: run_command("rm", at("run/two"), "--yes"),
+    "cat": lambda at: run_command("cat", at("run/one"), "w"),
+    "diff": lambda at: run_command("diff", at("run/one"), at("run/one")),
+    "cp": lambda at: run_command("cp", at("run/one"), at("run/new")),
+    "import to, command": lambda at: run_command("import", "~/x.pt", at("run/new")),
+}
+# Entry points with a place on a local disk.
+LOCAL: dict[str, Callable[[Any], Any]] = {
+    "to_safetensors": lambda at: zarrckpt.open("~/run/one").to_safetensors(at("run/new")),
+    "to_safetensors, file": lambda at: zarrckpt.open("~/run/one").to_safetensors(at("run/new.safetensors")),
+    "to_torch_save": lambda at: zarrckpt.open("~/run/one").to_torch_save(at("run/new.pt")),
+    "to_dcp": lambda at: zarrckpt.open("~/run/one").to_dcp(at("run/new")),
+    "report": lambda at: zarrckpt.open("~/run/one").report(at("run/new.html")),
+    "import from": lambda at: zarrckpt.import_checkpoint(at("x.pt"), "~/run/new"),
+    **{
+        f"export {kind}": lambda at, kind=kind: run_command(  # type: ignore[misc]
+            "export", "~/run/one", at("run/new"), "--format", kind
+        )
+        for kind in ("safetensors", "torch", "dcp")
+    },
+    "report, command": lambda at: run_command("report", "~/run/one", "-o", at("run/new.html")),
+    "import from, command": lambda at: run_command("import", at("x.pt"), "~/run/new"),
+}
+CHANGE_NOTHING = ("open", "load", "latest", "best", "recover", "DCP reader", "DCP reader's id")
+CHANGE_NOTHING += ("ls", "tree", "info", "stats", "verify", "doctor", "cat", "diff")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with two checkpoints and a file of torch.save; the working folder is an empty one beside it."""
+    for name in ("home", "work"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    for place in (tmp_path / "home", f"memory://{tmp_path.name}"):
+        for name in ("one", "two"):
+            zarrckpt.save(STATE, join_url(place, f"run/{name}"), metadata={"loss": 1.0})
+    torch.save(STATE, tmp_path / "home" / "x.pt")
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("entry", [*ANYWHERE, *LOCAL])
+def test_every_entry_point_understands_the_same_places(entry: str, home: Path) -> None:
+    """A path with "~", a file url, and either as a Path, are the file; a url is a url, also as a Path."""
+    use, before = (ANYWHERE | LOCAL)[entry], sorted(home.rglob("*"))
+    forms: list[Callable[[str], Any]] = [
+        lambda name: f"~/{name}",
+        lambda name: Path("~", name),
+        lambda name: f"file://{home}/{name}",
+        lambda name: Path(f"file://{home}/{name}"),
+        lambda name: os.path.relpath(home / name),
+    ]
+    for at in forms:
+        shutil.copytree(home, home.with_name("kept"))
+        use(at)
+        assert (sorted(home.rglob("*")) == before) == (entry in CHANGE_NOTHING)
+        assert not [name for name in os.listdir(home) if name not in ("run", "new", "x.pt")]
+        shutil.rmtree(home)
+        home.with_name("kept").rename(home)
+    in_memory: list[Callable[[str], Any]] = [
+        lambda name: Path(f"memory://{home.parent.name}/{name}"),
+        lambda name: str(Path(f"memory://{home.parent.name}/{name}")),
+    ]
+    for at in in_memory[: 1 if entry in ANYWHERE and entry not in CHANGE_NOTHING else 2]:
+        with nullcontext() if entry in ANYWHERE else pytest.raises(StorageError, match="is a url"):
+            use(at)
+    for text in ("memory:{}", "s3//{}", "x/memory://{}"):
+        with pytest.raises((StorageError, dcp.api.CheckpointException), match="looks like one"):
+            use(text.format)
+    assert sorted(home.rglob("*")) == before and not os.listdir()
 
 
 RESOLVED = ["reference://::file://{}", "reference://{}", "zip://::file://{}", "zip://{}", "simplecache::file://{}"]

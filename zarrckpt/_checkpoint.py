@@ -22,7 +22,7 @@ from zarrckpt._read.arrays import read_arrays
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import ExportReport, count_text, size_text, time_text, value_text
 from zarrckpt._store import StoreSpec, Url
-from zarrckpt._store._whole_files import local_path
+from zarrckpt._store._whole_files import local_file, local_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -436,7 +436,7 @@ class Checkpoint(Mapping[str, Any]):
         return export_torch_save(
             self._catalog,
             self.select(*patterns)._stripped(strip),
-            local_path(path),
+            local_file(path),
             overwrite=overwrite,
             allow_pickle=self._allow_pickle,
             max_inflight_bytes=max_inflight_bytes,
@@ -558,7 +558,8 @@ class Checkpoint(Mapping[str, Any]):
         """
         from zarrckpt._inspect.page import Side, check_target, write_page
 
-        check_target(os.fspath(path), overwrite)
+        target = local_file(path)
+        check_target(target, overwrite)
         everything = other if other is not None else self
         dropped = set(self._of_both(everything, drop)) if (drop := [*exclude]) else set()
         wanted = [fqn for fqn in self._of_both(everything, [*include]) if fqn not in dropped]
@@ -566,7 +567,7 @@ class Checkpoint(Mapping[str, Any]):
         parts = [ckpt._part(fqn for fqn in wanted if fqn in ckpt) for ckpt in ckpts]
         sides = [Side(part._catalog, tuple(part), part.info) for part in parts]
         changed, same = ({}, []) if other is None else self._changes(other, wanted)
-        return write_page(os.fspath(path), sides, same, changed, values=values, overwrite=overwrite, progress=progress)
+        return write_page(target, sides, same, changed, values=values, overwrite=overwrite, progress=progress)
 
     def _fingerprint(self, fqn: str) -> object:
         """What equal values have alike; bytes that need code to be understood are only compared."""

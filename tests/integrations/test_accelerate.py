@@ -203,6 +203,17 @@ def test_names_and_limit_are_those_of_the_project(moto_bucket: Any) -> None:
         zarrckpt.open(f"{url}/checkpoints/checkpoint_0", storage_options=options)
 
 
+def test_the_projects_folder_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    accelerator, _ = accelerator_with()
+    in_memory = f"memory://{tmp_path.name}"
+    forms = {"~/a": f"{tmp_path}/a", f"file://{tmp_path}/b": f"{tmp_path}/b", Path(in_memory): in_memory}
+    for form, expected in forms.items():
+        accelerator.project_configuration = ProjectConfiguration(str(form), automatic_checkpoint_naming=True)
+        assert save_state(accelerator).result().url == f"{expected}/checkpoints/checkpoint_0"
+        assert load_state(accelerator).url == f"{expected}/checkpoints/checkpoint_0"
+
+
 def test_an_optimizer_may_train_two_models(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     first, second = accelerator.prepare(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))

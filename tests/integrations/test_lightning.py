@@ -242,6 +242,26 @@ def test_last_is_found_in_object_stores_and_broken_off_saves_are_passed_over(
     assert {*map(os.path.exists, ModelCheckpoint(moto_bucket.url("run"))._find_last_checkpoints(trainer))} == {False}
 
 
+def test_folders_and_checkpoints_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(logger=False, accelerator="cpu", enable_checkpointing=False)
+    io, in_memory = ZarrCheckpointIO(), f"memory://{tmp_path.name}"
+    forms = {"~/a": f"{tmp_path}/a", Path(f"file://{tmp_path}/b"): f"{tmp_path}/b", "c": f"{tmp_path}/c"}
+    for form, expected in {**forms, Path(in_memory): in_memory}.items():
+        folder = ZarrModelCheckpoint(form)
+        io.save_checkpoint({"epoch": 1}, f"{form}/last.ckpt")
+        assert folder.dirpath == expected and len(folder._find_last_checkpoints(trainer)) == 1
+        assert io.load_checkpoint(Path(form, "last.ckpt")) == {"epoch": 1}
+        io.remove_checkpoint(f"{form}/last.ckpt")
+        with pytest.raises(zarrckpt.CheckpointNotFoundError):
+            zarrckpt.open(f"{expected}/last.ckpt")
+    torch.save({"epoch": 2}, tmp_path / "a" / "file.ckpt")
+    for own in ("~/a/file.ckpt", f"file://{tmp_path}/a/file.ckpt"):
+        assert io.load_checkpoint(own) == {"epoch": 2}
+    assert {*os.listdir()} <= {"a", "b", "c"}
+
+
 @pytest.mark.parametrize("averaging", ["ema", "swa"])
 def test_averages_of_weights_come_back_bit_for_bit(averaging: str, tmp_path: Path) -> None:
     """EMA amid an epoch and an accumulation of gradients, with torchdata's loader; SWA between two epochs."""

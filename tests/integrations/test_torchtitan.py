@@ -168,6 +168,21 @@ def test_a_chosen_step_is_loaded_and_later_ones_are_removed_only_where_that_is_s
         loaded(tmp_path, 7)
 
 
+def test_folders_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    in_memory = f"memory://{tmp_path.name}"
+    forms = {"~/a": tmp_path / "a", Path(f"file://{tmp_path}/b"): tmp_path / "b", "c": tmp_path / "c"}
+    for form, expected in {**forms, Path(in_memory): in_memory}.items():
+        saved(form, 1)
+        assert steps_of(expected) == [1]
+    for first in ("~/a/step-00000001", f"file:{tmp_path}/b/step-00000001"):
+        assert loaded("new", initial_load_path=first)[0] == 1
+    with pytest.raises(zarrckpt.StorageError, match="looks like one"):
+        saved("s3//bucket/run", 1)
+    assert {*os.listdir()} <= {"a", "b", "c", "init", "new"}
+
+
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_but_not_where_it_was_chosen(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / "weight" / "c.0.0").write_bytes(b"")

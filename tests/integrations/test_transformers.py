@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -298,6 +299,24 @@ def test_where_the_newest_is_damaged_the_one_before_is_resumed() -> None:
     assert [bool(zarrckpt.open(f"run/step-{step:08d}").verify()) for step in (4, 8, 12)] == [True] * 3
 
 
+def test_folders_of_a_trainer_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    in_memory, local = f"memory://{tmp_path.name}", f"{tmp_path}/run"
+    forms = {"~/run": local, Path("~/run"): local, f"file://{local}": local, str(Path(in_memory)): in_memory}
+    for form, expected in forms.items():
+        model = LlamaForCausalLM(transformers_run.config())
+        for trainer in (
+            ZarrTrainer(model, transformers_run.arguments(output_dir=form)),
+            ZarrTrainer(model, transformers_run.arguments(), checkpoint_dir=form),
+        ):
+            assert trainer.checkpoint_dir == expected
+        trainer.save_model(f"file://{tmp_path}/model")
+        assert (tmp_path / "model" / "config.json").is_file()
+        trained(arguments={"max_steps": 4}, trainer={"checkpoint_dir": form}, resume="auto")
+        assert (zarrckpt.latest(expected) or "").startswith(f"{expected}/step-")
+    assert not [name for name in os.listdir() if ":" in name or "~" in name]
+
+
 def test_a_folder_of_the_trainer_itself_is_resumed() -> None:
     best = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "greater_is_better": True}
     whole = transformers_run.result(trained(arguments=best, trainer={"checkpoint_dir": "run"}))
@@ -305,7 +324,8 @@ def test_a_folder_of_the_trainer_itself_is_resumed() -> None:
     sets = {"train_dataset": transformers_run.dataset(), "eval_dataset": transformers_run.dataset(8)}
     own = Trainer(LlamaForCausalLM(transformers_run.config()), transformers_run.arguments(**best), **sets)
     own.train()
-    resumed = trained(arguments=best, trainer={"checkpoint_dir": "new"}, resume="out/checkpoint-8", seed=2)
+    own_8 = Path("out/checkpoint-8").absolute().as_uri()
+    resumed = trained(arguments=best, trainer={"checkpoint_dir": "new"}, resume=own_8, seed=2)
     assert_equal(whole, transformers_run.result(resumed))
     # The best one is still a folder of the Trainer's.
     assert resumed.state.best_model_checkpoint == own.state.best_model_checkpoint == "out/checkpoint-4"

@@ -111,7 +111,7 @@ def _files(tensors: Mapping[str, _Tensor], target: str, limit: int) -> tuple[str
     """The folder, and the names of the tensors in each of its files."""
     if target.endswith(SAFETENSORS_SUFFIX):
         folder, name = os.path.split(target)
-        return folder or ".", {name: list(tensors)}
+        return folder, {name: list(tensors)}
     dealt = list(batches(tensors, lambda fqn: tensors[fqn].nbytes, limit))
     if len(dealt) == 1:
         return target, {f"model{SAFETENSORS_SUFFIX}": dealt[0]}

@@ -45,4 +45,4 @@ def export_torch_save(
         except RuntimeError as err:  # torch raises it if a disk is full
             raise StorageError(f"writing {target} failed: {err}") from err
     total = sum(node.nbytes for node in nodes)
-    return ExportReport(folder or ".", (name,), len(nodes), len(paths) - len(nodes), total)
+    return ExportReport(folder, (name,), len(nodes), len(paths) - len(nodes), total)

@@ -289,7 +289,7 @@ def _unlike(name: str, value: Any, expected: str) -> StorageError:
 
 def _pem(value: Any) -> str:
     """A certificate: PEM text or bytes as they are, or the content of the file that is named."""
-    text = value.decode() if isinstance(value, bytes) else os.fspath(value)
+    text = value.decode() if isinstance(value, bytes) else os.path.expanduser(value)
     if "-----BEGIN" in text:
         return text
     try:
@@ -435,8 +435,8 @@ def _complete_gs(out: Translated, token: Any) -> None:
         out.config["service_account_key"] = json.dumps(dict(token))
     elif token == "anon":
         out.config["skip_signature"] = True
-    elif token is not None and isinstance(token, str | os.PathLike) and os.path.isfile(token):
-        out.config["application_credentials"] = os.fspath(token)
+    elif isinstance(token, str | os.PathLike) and os.path.isfile(path := os.path.expanduser(token)):
+        out.config["application_credentials"] = path
     elif token is not None:
         raise StorageError(
             "storage_options['token'] for gs:// must be 'anon', a service account's dict, or the path of its JSON "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
@@ -75,6 +76,7 @@ def normalize(url: str | os.PathLike[str]) -> str:
     if found is not None and found[1].lower() in _LOCAL:
         return _local_path(text, text[found.end() :])
     root = found.end() if found else 0
+    _check_text(text, str.encode)  # a local path may have bytes that are no text
     return text[:root] + text[root:].rstrip("/")
 
 
@@ -141,12 +143,12 @@ def text_of(url: str | os.PathLike[str]) -> str:
     text = os.fspath(url)
     if not isinstance(text, str):
         raise StorageError("a path must be text, not bytes: pass os.fsdecode(...) of it")
-    return _checked(text)
+    return _check_text(text)
 
 
-def _checked(text: str) -> str:
+def _check_text(text: str, encode: Callable[[str], bytes] = os.fsencode) -> str:
     try:
-        valid = b"\0" not in os.fsencode(text)
+        valid = b"\0" not in encode(text)
     except UnicodeEncodeError:
         valid = False
     if not valid:
@@ -179,6 +181,9 @@ def _meant_url(text: str) -> str:
 
 
 def _repair(text: str) -> str:
+    if _begins_chain(text):
+        first, *others = text.split("::")
+        return "::".join([first, *map(_repair, others)])
     found = _ONE_SLASH.match(text)
     if found is None or not _known(found[1].lower()):
         return text
@@ -199,4 +204,4 @@ def _local_path(url: str, rest: str) -> str:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
         raise StorageError(f"{redact_url(url)!r} names a host: a local file url is 'file:///path', with three slashes")
-    return os.path.abspath(_checked(unquote(f"/{path}")))
+    return os.path.abspath(_check_text(unquote(f"/{path}")))

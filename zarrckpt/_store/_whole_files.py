@@ -13,22 +13,32 @@ from zarrckpt._errors import StorageError
 from zarrckpt._store._base import Store
 from zarrckpt._store._local_commit import locked, move_new, sync_path
 from zarrckpt._store._secrets import redact_url
-from zarrckpt._store._url import has_protocol, parse
+from zarrckpt._store._url import parse
 
 _PRIVATE_NAME = ".zarrckpt-export-"
 
 
 def local_path(target: str | os.PathLike[str]) -> str:
-    """Return the local path of other libraries' files. Raises StorageError for a url: they are on local disks alone."""
-    path = os.fspath(target)
-    if not has_protocol(path):
-        return path
-    if (found := parse(path)).kind == "local":
-        return found.path
-    raise StorageError(
-        f"{redact_url(path)} is a url; files of other libraries are read from and written to local files: copy them "
-        "from there or to there, or use copy_to"
-    )
+    """Return the absolute path of a local file or folder that a user names: a path, also with ``~``, or ``file://``.
+
+    Raises StorageError for any other url, and for text that looks like a mistyped one: exports, reports and what is
+    imported are on local disks alone.
+    """
+    place = parse(target)
+    if place.kind != "local":
+        raise StorageError(
+            f"{redact_url(place.address)} is a url; exports, reports and imported files are local: copy them from "
+            "there or to there, or use copy_to"
+        )
+    return place.path
+
+
+def local_file(target: str | os.PathLike[str]) -> str:
+    """Return :func:`local_path` of a file to write. Raises StorageError also for text that ends in "/"."""
+    path = local_path(target)
+    if os.fspath(target).endswith("/"):
+        raise StorageError(f"{redact_url(os.fspath(target))} names a folder; expected the name of a file")
+    return path
 
 
 def refuse_existing(names: Iterable[str]) -> None:

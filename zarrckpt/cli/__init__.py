@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ import click
 
 from zarrckpt._errors import CheckpointError, printable
 from zarrckpt._version import __version__
+from zarrckpt.cli._streams import ReaderGoneError, prepare_streams, use_utf8_names
 
 # Command -> its module, so that one command does not import what the others need.
 _COMMANDS = {
@@ -46,8 +48,15 @@ Examples:
   zarrckpt verify s3://bucket/run/step-100 --quick
 
 \b
-Exit codes: 0 all is well; 1 differences, damage or leftovers were found; 2 wrong
-usage; 3 an error. `zarrckpt COMMAND -h` has each command's options."""
+Exit codes: 0 all is well; 1 differences, damage, NaN or leftovers were found; 2
+wrong usage; 3 an error; 70 an unexpected one, a bug; 130 Ctrl-C.
+`zarrckpt COMMAND -h` has each command's options."""
+
+_ERROR, _BUG, _INTERRUPTED = 3, 70, 130
+"""Exit statuses; 2 is click's, and a command exits with 1 itself."""
+
+_TRACEBACK = "ZARRCKPT_TRACEBACK"
+"""The variable that has the traceback of an unexpected error printed."""
 
 
 _PATIENCE = 1.0
@@ -73,16 +82,35 @@ def _leave() -> NoReturn:
     """End at once, without waiting for requests: what was begun is not committed, and ``recover`` removes it."""
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # progress bars hide it
     click.echo(f"{show_cursor}zarrckpt: interrupted", err=True)
-    os._exit(130)
+    os._exit(_INTERRUPTED)
 
 
 class _Commands(click.Group):
     """Loads a command's module when it is used."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
-        if args is None:  # the words that this process was started with: it is ours
-            _leave_on_interrupt()
-        return super().main(args, *more, **options)
+        if args is not None:
+            return super().main(args, *more, **options)
+        # The words that this process was started with: it is ours.
+        use_utf8_names()
+        prepare_streams()
+        _leave_on_interrupt()
+        try:
+            status = super().main(None, *more, **{**options, "standalone_mode": False})
+        except click.ClickException as err:
+            err.show()
+            status = err.exit_code
+        except (click.Abort, KeyboardInterrupt):  # before or after the command
+            _leave()
+        except SystemExit:
+            raise
+        except ReaderGoneError:
+            status = 0
+        except CheckpointError as err:
+            status = _print_error(err)
+        except BaseException as err:  # also panics of clients, which are no Exception
+            status = _report_bug(err)
+        sys.exit(status)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -112,20 +140,43 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except CheckpointError as err:
-            from zarrckpt.cli._wording import in_options
-
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            click.echo(f"zarrckpt: {type(err).__name__}: {in_options(str(err), command)}", err=True)
-            ctx.exit(3)
+            ctx.exit(_print_error(err, command))
         except KeyboardInterrupt:
             _leave()
+        except click.Abort as err:
+            if isinstance(err.__context__, KeyboardInterrupt):
+                _leave()
+            click.echo("zarrckpt: not confirmed, nothing was done; --yes confirms", err=True)
+            ctx.exit(_ERROR)
         except ModuleNotFoundError as err:
             click.echo(f"zarrckpt: {printable(str(err))}", err=True)
-            ctx.exit(3)
-        except BrokenPipeError:
-            # Whoever read our output has seen enough (`| head`); nothing more is flushed there at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(0)
+            ctx.exit(_ERROR)
+        except MemoryError as err:
+            click.echo(f"zarrckpt: the memory does not suffice: {printable(str(err))}", err=True)
+            ctx.exit(_ERROR)
+
+
+def _print_error(error: CheckpointError, command: click.Command | None = None) -> int:
+    """Print an error of the package with the options of a command; return the exit status."""
+    from zarrckpt.cli._wording import in_options
+
+    click.echo(f"zarrckpt: {type(error).__name__}: {in_options(str(error), command)}", err=True)
+    return _ERROR
+
+
+def _report_bug(error: BaseException) -> int:
+    """Print an unexpected error, and how to report it; return the exit status."""
+    if os.environ.get(_TRACEBACK):
+        traceback.print_exception(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    click.echo(
+        f"zarrckpt: an unexpected error, most likely a bug of zarrckpt {__version__}: {type(error).__name__}: "
+        f"{printable(str(error))} ({last.filename}, line {last.lineno}).\nPlease report it with the command and the "
+        f"traceback that it prints with {_TRACEBACK}=1 in the environment",
+        err=True,
+    )
+    return _BUG
 
 
 @click.group(cls=_Commands, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})

@@ -95,7 +95,9 @@ def opened(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterab
 
 def opened_beside(url: str, target_options: Mapping[str, Any] | None, first: Mapping[str, Any] | None) -> Checkpoint:
     """The checkpoint at a second url; without options of its own, and no local path, with those of the first."""
-    if target_options is None and "://" in url:
+    from zarrckpt._store._url import parse
+
+    if target_options is None and parse(url).kind != "local":
         return opened(url, first)
     with of_target_options():
         return opened(url, target_options)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -19,9 +19,12 @@ from zarrckpt.cli._common import (
     say,
     store_options,
 )
+from zarrckpt.cli._wording import in_options
 
 if TYPE_CHECKING:
     from zarrckpt._ops.recover import RecoverReport
+
+T = TypeVar("T")
 
 
 @click.command("verify")
@@ -94,7 +97,8 @@ def doctor_command(url: str, as_json: bool, storage_options: Any) -> None:
 def recover_command(url: str, stopped: bool, as_json: bool, storage_options: Any) -> None:
     """Remove what dead saves left; the checkpoint stays. Finish a removal that was broken off.
 
-    URL may also be a folder of checkpoints: then of each right below it.
+    URL may also be a folder of checkpoints: then of each right below it. An error at one of them does not keep the
+    others from being recovered; it is printed, and the exit code is 3.
 
     \b
     Examples:
@@ -106,10 +110,9 @@ def recover_command(url: str, stopped: bool, as_json: bool, storage_options: Any
     report = zarrckpt.recover(url, stopped=stopped, storage_options=storage_options)
     if as_json:
         print_json(dataclasses.asdict(report))
-        return
     for part in report.checkpoints or (report,):
         name = f"{part.url.rpartition('/')[2]}: " if report.checkpoints else ""
-        for line in _say_recovered(part):
+        for line in _say_recovered(part) if part.error or not as_json else ():
             say(f"{name}{line}", err=bool(part.error))
     if any(part.error for part in report.checkpoints):
         click.get_current_context().exit(3)
@@ -120,7 +123,7 @@ def _say_recovered(report: RecoverReport) -> Iterator[str]:
     from zarrckpt._reports import count_text
 
     if report.error:
-        yield report.error
+        yield in_options(report.error, click.get_current_context().command)
         return
     if report.objects:
         yield f"{count_text(report.objects, 'object')} of {count_text(len(report.removed), 'save')} removed"
@@ -131,27 +134,52 @@ def _say_recovered(report: RecoverReport) -> Iterator[str]:
 
 
 @click.command("rm")
-@click.argument("url")
+@click.argument("urls", metavar="URL...", nargs=-1, required=True)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
 @store_options
-def rm_command(url: str, yes: bool, as_json: bool, storage_options: Any) -> None:
-    """Delete a checkpoint, damaged or whole, and what saves left there. Refuses what is none.
+def rm_command(urls: tuple[str, ...], yes: bool, as_json: bool, storage_options: Any) -> None:
+    """Delete checkpoints, damaged or whole, and what saves left there. Refuses what is none.
+
+    An error at one URL does not keep the others from being deleted; it is printed, and the exit code is 3.
 
     \b
-    Example:
+    Examples:
       zarrckpt rm s3://bucket/run/step-100 --yes
+      zarrckpt rm run/step-1??
     """
     import zarrckpt
+    from zarrckpt._errors import CheckpointError
     from zarrckpt._ops.recover import examine
     from zarrckpt._reports import count_text
 
-    found = None if yes else examine(url, storage_options=storage_options)
-    if found is not None and not found.empty:
-        say(found.state, err=True)
-        click.confirm("Delete it?", abort=True, err=True)
-    count = zarrckpt.remove(url, storage_options=storage_options)
+    failed: dict[str, str] = {}
+    context = click.get_current_context()
+
+    def attempt(call: Callable[..., T], url: str) -> T | None:
+        try:
+            return call(url, storage_options=storage_options)
+        except CheckpointError as err:
+            if len(urls) == 1:
+                raise
+            failed[url] = f"{type(err).__name__}: {in_options(str(err), context.command)}"
+            say(f"{url}: {failed[url]}", err=True)
+            return None
+
+    if not yes:
+        found = [attempt(examine, url) for url in urls]
+        states = [place.state for place in found if place is not None and not place.empty]
+        for state in states:
+            say(state, err=True)
+        if states:
+            click.confirm("Delete it?" if len(states) == 1 else f"Delete these {len(states)}?", abort=True, err=True)
+    removed = []
+    for url in urls:
+        count = None if url in failed else attempt(zarrckpt.remove, url)
+        removed.append({"url": url, "objects": count or 0} | ({"error": failed[url]} if url in failed else {}))
+        if count is not None and not as_json:
+            say(f"{f'{url}: ' if len(urls) > 1 else ''}{count_text(count, 'object')} deleted")
     if as_json:
-        print_json({"url": url, "objects": count})
-    else:
-        click.echo(f"{count_text(count, 'object')} deleted")
+        print_json(removed[0] if len(urls) == 1 else removed)
+    if failed:
+        context.exit(3)

@@ -20,7 +20,7 @@ _FORMATS = ("safetensors", "torch", "dcp")
 
 @click.command("export")
 @click.argument("url")
-@click.argument("target", type=click.Path())
+@click.argument("target")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option(
     "--format",
@@ -99,8 +99,7 @@ def export_command(
         return
     values = f", {count_text(report.values, 'value')}" if report.values else ""
     files = ", ".join(report.files) if len(report.files) <= 3 else count_text(len(report.files), "file")
-    where = files if report.folder == "." else f"{report.folder}: {files}"
-    say(f"{count_text(report.tensors, 'tensor')}{values}, {size_text(report.nbytes)}, in {where}")
+    say(f"{count_text(report.tensors, 'tensor')}{values}, {size_text(report.nbytes)}, in {report.folder}: {files}")
     say_uncast(report.uncast)
 
 
@@ -115,7 +114,7 @@ def _with_torch(part: Any, kind: str, target: str, options: dict[str, Any]) -> E
 
 
 @click.command("import")
-@click.argument("source", type=click.Path(exists=True))
+@click.argument("source")
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--prefix", default="", metavar="KEY", help="Put everything below a key: embed -> model.embed.")

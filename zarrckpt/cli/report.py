@@ -25,9 +25,7 @@ _NAMED = 5
 @click.command("report")
 @click.argument("url")
 @click.argument("other", required=False, metavar="[OTHER]")
-@click.option(
-    "--output", "-o", default="report.html", show_default=True, type=click.Path(dir_okay=False), help="The page."
-)
+@click.option("--output", "-o", default="report.html", show_default=True, metavar="FILE", help="The page.")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Only these entries (repeatable).")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="All but these (repeatable).")
 @click.option("--no-values", is_flag=True, help="Show the layout alone; read no tensor.")

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 
 import zarrckpt
 from zarrckpt._errors import log
+from zarrckpt._store._url import normalize
 from zarrckpt.integrations._data import objects_in, refuse_objects, with_plain_parameters
 from zarrckpt.integrations._values import remove_or_log
 
@@ -94,7 +95,7 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         except zarrckpt.CheckpointNotFoundError:
             if not get_filesystem(url).isfile(url):
                 raise
-            loaded = TorchCheckpointIO().load_checkpoint(path, map_location or "cpu", weights_only)
+            loaded = TorchCheckpointIO().load_checkpoint(url, map_location or "cpu", weights_only)
             return self.without_foreign_paths(loaded, url)
         checkpoint = found.load(device=map_location if isinstance(map_location, str | torch.device) else "cpu")
         for key, value in checkpoint.items():
@@ -225,10 +226,8 @@ def _lies_below(path: Any, folders: set[str]) -> bool:
 
 
 def url_of(path: str | PurePath) -> str:
-    url = str(path)
-    if isinstance(path, PurePath):
-        url = re.sub("^([a-z][a-z0-9+.-]+):/(?!/)", r"\1://", url)  # a Path has one slash of two
-    return url.removesuffix(ROOT)
+    """Return the url of a checkpoint that a user or Lightning names, also by its root document."""
+    return normalize(path).removesuffix(ROOT)
 
 
 def is_lightnings(path: str) -> bool:

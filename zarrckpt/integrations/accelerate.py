@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zarrckpt
+from zarrckpt._store import join_url
 from zarrckpt.integrations import _values
 from zarrckpt.integrations._data import loose_parts, objects_in, refuse_objects
 from zarrckpt.integrations._framework import require
@@ -209,7 +210,7 @@ def _checkpoints_of(accelerator: Accelerator) -> str:
     """The folder in which Accelerate would name checkpoints itself."""
     if not accelerator.project_configuration.automatic_checkpoint_naming or accelerator.project_dir is None:
         raise ValueError("pass a url, or ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)")
-    return f"{str(accelerator.project_dir).rstrip('/')}/checkpoints"
+    return join_url(accelerator.project_dir, "checkpoints")
 
 
 class _Read:

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 import zarrckpt
+from zarrckpt._store._url import normalize
 from zarrckpt.integrations import _framework
 
 _framework.require("lightning", "2.6.6", "2.7", "lightning")
@@ -60,6 +61,10 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     ``fit`` raises TypeError if the Trainer would save with anything but :class:`ZarrCheckpointIO` or a strategy of this
     module.
     """
+
+    def __init__(self, dirpath: str | PurePath | None = None, *others: Any, **named: Any) -> None:
+        # Lightning would take "file://..." and Path("s3://...") for names of local folders.
+        super().__init__(None if dirpath is None else normalize(dirpath), *others, **named)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse a Trainer whose checkpoints are Lightning's own, on every rank, before training. Makes no request."""

@@ -23,6 +23,7 @@ require("torchtitan", "0.3", "0.4", "torchtitan")
 from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, AsyncMode, CheckpointManager  # noqa: E402
 
 import zarrckpt  # noqa: E402
+from zarrckpt._store._url import has_protocol, normalize  # noqa: E402
 
 __all__ = ["ZarrCheckpointManager"]
 
@@ -63,6 +64,9 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
         """Unpickle any state of the data loader, which runs the code that it holds."""
 
         def __post_init__(self) -> None:
+            for name in ("folder", "initial_load_path"):
+                if (text := getattr(self, name)) and text.strip():
+                    setattr(self, name, _place_of(text.strip()))
             CheckpointManager.Config.__post_init__(self)
             if self.rewind and self.load_step == -1:
                 raise ValueError("rewind needs the step to go back to: load_step=...")
@@ -186,6 +190,12 @@ def _load_plain(loader: Any, state: dict[str, Any]) -> None:
         except Exception:  # no bytes, or no pickle: the loader's own error tells more
             continue
     loader.load_state_dict(state)
+
+
+def _place_of(text: str) -> str:
+    """Return the place that a setting names; a relative path stays one. Raises StorageError for a mistyped url."""
+    place = normalize(text)
+    return place if text.startswith("~") or has_protocol(text) else text
 
 
 def _step_of(url: str) -> int:

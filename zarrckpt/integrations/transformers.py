@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import zarrckpt
 from zarrckpt._errors import log
+from zarrckpt._store._url import normalize, parse
 from zarrckpt._store._whole_files import local_path
 from zarrckpt.integrations import _framework, _values
 
@@ -87,9 +88,9 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         **named: Any,
     ) -> None:
         args = TrainingArguments(_LOCAL_OUTPUT) if args is None else copy.copy(args)
-        self.checkpoint_dir = _plain_url(args.output_dir if checkpoint_dir is None else checkpoint_dir)
-        if "://" in args.output_dir:
-            args.output_dir = _LOCAL_OUTPUT
+        self.checkpoint_dir = normalize(args.output_dir if checkpoint_dir is None else checkpoint_dir)
+        place = parse(args.output_dir)
+        args.output_dir = place.path if place.kind == "local" else _LOCAL_OUTPUT
         self.adapters_only = adapters_only
         self.preempted = False
         self._make_manager = partial(
@@ -221,8 +222,8 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         assert self._manager is not None
         self._manager.wait()
         url = self.state.best_model_checkpoint
-        trainers = self._resumed.get("folder")
-        if trainers and trainers == _folder_of(url) and os.path.isfile(os.path.join(url, _STATE_FILE)):
+        own = os.path.join(url, _STATE_FILE)
+        if os.path.dirname(os.path.abspath(url)) == self._resumed.get("folder") and os.path.isfile(own):
             super()._load_best_model()  # from before the run became one of zarrckpt
             return
         if self._step_in_run(url) is None and url != self._resumed.get("best"):
@@ -237,9 +238,10 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
 
     def _begin(self, resume: Any, manager: zarrckpt.CheckpointManager, folder: str) -> str | None:
         """Find what is resumed from, and lay out in a folder what the Trainer itself reads of it."""
-        if isinstance(resume, str | os.PathLike) and os.path.isfile(os.path.join(resume, _STATE_FILE)):
-            self._resumed = {"folder": _folder_of(resume)}
-            return os.fspath(resume)
+        place = parse(resume) if isinstance(resume, str | os.PathLike) and resume not in ("", "auto") else None
+        if place is not None and place.kind == "local" and os.path.isfile(os.path.join(place.path, _STATE_FILE)):
+            self._resumed = {"folder": os.path.dirname(place.path)}
+            return place.path
         newest = zarrckpt.latest(self.checkpoint_dir, storage_options=self._storage_options)
         if resume == "auto":
             resume = newest is not None
@@ -249,7 +251,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
             return None
         if resume is True and newest is None:
             raise ValueError(f"No valid checkpoint found in output directory ({self.checkpoint_dir})")
-        url = str(newest) if resume is True else _plain_url(resume)
+        url = str(newest) if resume is True else normalize(resume)
         step, last = self._step_in_run(url), self._step_in_run(newest or "")
         state: dict[str, Any] = {"trainer": {"state": None, "saved": None}}
         if resume is True or step is not None:
@@ -292,16 +294,6 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
     def _module(self) -> nn.Module:
         model: nn.Module = self.model
         return AdaptersOnly(model) if self.adapters_only else model
-
-
-def _plain_url(url: str | os.PathLike[str]) -> str:
-    """A url as :func:`zarrckpt.latest` returns it, so that two can be compared."""
-    text = os.fspath(url).removeprefix("file://")
-    return text.rstrip("/") if "://" in text else os.path.abspath(os.path.expanduser(text))
-
-
-def _folder_of(path: str | os.PathLike[str]) -> str:
-    return os.path.dirname(os.path.abspath(path))
 
 
 def _best_in_run(run: str, saved: Any) -> str | None:

@@ -42,7 +42,7 @@ class PageReport:
 
 def check_target(path: str, overwrite: bool) -> None:
     """Refuse a file that could not be written, before anything is read. Raises StorageError."""
-    folder = os.path.dirname(path) or "."
+    folder = os.path.dirname(path)
     if os.path.isdir(path):
         raise StorageError(f"{path} is a folder: name a file in it, {os.path.join(path, 'report.html')}")
     if not os.path.isdir(folder):
