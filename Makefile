@@ -2,6 +2,7 @@
 # make test     all tests (ARGS="-k name" for some)
 # make test-readers  those that need no torch, with newer zarr: in .venv-readers (PYTHON=python3.13, constraints-readers.txt)
 # make test-integrations  those of zarrckpt.integrations, with the frameworks: in .venv-integrations
+# make zarrita  installs what the tests marked "node" need: Node's npm has to be there; 'make test' leaves them out without
 # make lint     ruff, mypy and import-linter
 # make docs     the documentation as a site, into build/docs; warnings are errors
 # make bench    speed beside others, into docs/explanation/speed.md (ARGS="--only local s3", ARGS=--quick, ...)
@@ -21,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What reads checkpoints, and what that stands on; only servers are left out.
 READERS := $(addprefix tests/test_,readers.py dtypes.py codec.py names.py store.py store_fsspec.py store_local.py)
 
-.PHONY: demo test test-readers test-integrations lint docs bench clean
+.PHONY: demo test test-readers test-integrations zarrita lint docs bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo
@@ -37,6 +38,8 @@ test-readers: .venv-readers/.installed
 test-integrations: .venv-integrations/.installed
 	.venv-integrations/bin/python -m pytest -n 2 --dist loadfile tests/integrations $(ARGS)
 
+zarrita: tests/zarrita/node_modules/.installed
+
 lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,7 +54,7 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf .venv .venv-readers .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-readers .venv-integrations tests/zarrita/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -74,4 +77,9 @@ $(BIN)/python:
 	@[ -x .venv-integrations/bin/python ] || $(PYTHON) -m venv .venv-integrations || { rm -rf .venv-integrations; exit 1; }
 	@echo "Installing what 'make test-integrations' needs into .venv-integrations"
 	@.venv-integrations/bin/python -m pip install -qq $(PIP_ARGS) -c constraints-integrations.txt -e '.[test-integrations]'
+	@touch $@
+
+tests/zarrita/node_modules/.installed: tests/zarrita/package.json tests/zarrita/package-lock.json
+	@echo "Installing zarrita into tests/zarrita/node_modules"
+	@cd tests/zarrita && npm ci --silent --ignore-scripts --no-audit --no-fund --fetch-timeout=30000 --fetch-retries=1
 	@touch $@

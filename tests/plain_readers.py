@@ -69,13 +69,49 @@ def zarr_parts(url: str, path: str, boxes: list[list[list[int]]]) -> list[Any]:
     return [_bits(array[tuple(slice(*pair) for pair in box)]) for box in boxes]
 
 
-def zarr_without_the_package(url: str) -> Found:
-    """Like ``zarr_all`` where the package is not installed."""
+def _hide_the_package() -> None:
+    """Make this process one in which the package is not installed."""
     every = [point for package in importlib.metadata.distributions() for point in package.entry_points]
     others = importlib.metadata.EntryPoints(point for point in every if not point.value.startswith("zarrckpt"))
     importlib.metadata.entry_points = others.select  # type: ignore[assignment]
     sys.modules["zarrckpt"] = None  # type: ignore[assignment]
+
+
+def zarr_without_the_package(url: str) -> Found:
+    """Like ``zarr_all`` where the package is not installed."""
+    _hide_the_package()
     return zarr_all(url)
+
+
+def calls_without_the_package(url: str) -> dict[str, Any]:
+    """Read ``plain/w`` and ``mixed/w`` where the package is not installed: call -> elements as a list, or the error.
+
+    The group ``mixed`` has a tensor ``half`` of bfloat16, too.
+    """
+    _hide_the_package()
+    import xarray
+    import zarr
+
+    group = {"group": "mixed", "consolidated": False}
+    calls: dict[str, Callable[[], Any]] = {
+        "zarr": lambda: zarr.open_group(url, mode="r")["plain/w"][:],
+        "zarr, use_consolidated": lambda: zarr.open_group(url, mode="r", use_consolidated=False)["mixed/w"][:],
+        "zarr, half": lambda: zarr.open_group(url, mode="r", use_consolidated=False)["mixed/half"][:],
+        "zarr, array": lambda: zarr.open_array(url, path="mixed/w", mode="r")[:],
+        "zarr, members": lambda: zarr.open_group(url, mode="r", use_consolidated=False)["mixed"].members(),
+        "xarray": lambda: xarray.open_zarr(url, group="plain")["w"].values,
+        "xarray, consolidated": lambda: xarray.open_zarr(url, group="plain", consolidated=False)["w"].values,
+        "xarray, mixed": lambda: xarray.open_zarr(url, **group)["w"].values,
+        "xarray, drop_variables": lambda: xarray.open_zarr(url, drop_variables="half", **group)["w"].values,
+        "xarray, tree": lambda: xarray.open_datatree(url, engine="zarr", consolidated=False)["plain/w"].values,
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = call().tolist()
+        except ValueError as err:
+            found[name] = str(err)
+    return found
 
 
 def xarray_tree(url: str, storage_options: Any = None) -> Found:

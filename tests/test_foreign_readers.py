@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import plain_readers
@@ -12,13 +14,16 @@ import pytest
 import tensorstore
 import torch
 import zarr
+from obstore.exceptions import NotSupportedError
 from portable import save_portable
 from random_tensors import random_tensor
+from s3_stub import S3Stub
 from store_servers import REGION, S3Place
 
 import zarrckpt
 from zarrckpt._format.dtypes import DTYPES
 
+RECIPES = Path(__file__).parent.parent / "docs" / "how-to" / "read.md"
 NAMES = ["layers.0.weight", "a%b", "a/b", "@home", "__meta", "c", "c.0", "ünï✓", "zarr.json", "x y", "q?*#1"]
 
 
@@ -135,6 +140,50 @@ def test_portable_dtypes_need_no_package(tmp_path: Path) -> None:
     for name, tensor in state.items():
         _, shape, data = bits(tensor)
         assert found[name] == (DTYPES[name].portable.name, shape, data)
+
+
+def test_bfloat16_stops_groups_without_the_package(tmp_path: Path) -> None:
+    """The calls that ``docs/how-to/read.md`` names, and no others."""
+    url, w = str(tmp_path / "ck"), torch.arange(3.0)
+    zarrckpt.save({"plain": {"w": w}, "mixed": {"w": w, "half": w.bfloat16()}}, url)
+    (found,) = plain_readers.call(tmp_path, ("calls_without_the_package", {"url": url}))
+    works = {"zarr, use_consolidated", "zarr, array", "xarray, consolidated"}
+    assert {name for name, answer in found.items() if answer == w.tolist()} == works
+    assert {answer for name, answer in found.items() if name not in works} == {
+        "No Zarr data type found that matches 'bfloat16'"
+    }
+
+
+@pytest.mark.parametrize("overwritten", [False, True])
+def test_the_recipe_for_http_reads(overwritten: bool, tmp_path: Path, s3_stub: S3Stub) -> None:
+    """The code of ``docs/how-to/read.md``, at a server that serves ranges and at one that does not."""
+    names = {"norm": torch.ones(16), "größe": torch.ones(2), "large": torch.ones(1100, 600)}
+    for _ in range(1 + overwritten):
+        zarrckpt.save({"model": names}, tmp_path / "ck", overwrite=True)
+    with s3_stub.lock:
+        for file in filter(Path.is_file, (tmp_path / "ck").rglob("*")):
+            s3_stub.store(f"run/{file.relative_to(tmp_path / 'ck').as_posix()}", file.read_bytes(), {})
+    tree = zarrckpt.open(tmp_path / "ck").tree
+    (recipe,) = re.findall(r"```python no-run\n(import.*?HTTPStore.*?)```", RECIPES.read_text(), re.DOTALL)
+    found: dict[str, Any] = {}
+    code = recipe.replace("https://example.org/run/step-100", f"{s3_stub.endpoint}/run")
+    exec(code.replace("model/norm", f"{tree}/model/norm".lstrip("/")), found)
+    group, model, url = found["group"], f"{tree}/model".lstrip("/"), found["url"]
+    assert (found["norm"] == 1).all() and (found["same"] == 1).all() and found["norm"].shape == (16,)
+    assert (group[f"{model}/größe"][...] == 1).all() and (group[f"{model}/large"][:3] == 1).all()
+    assert (found["tree"][model]["large"][5:9].values == 1).all()
+    assert (zarrckpt.open(url)["model.large"][:3] == 1).all()
+
+    def by_tensorstore(name: str) -> Any:
+        return tensorstore.open({"driver": "zarr3", "kvstore": f"{url}/{model}/{name}/"}, read=True).result()
+
+    assert (by_tensorstore(quote("größe")).read().result() == 1).all()
+    assert (by_tensorstore("large")[:3].read().result() == 1).all()
+    s3_stub.faults.ignore_ranges = True
+    with pytest.raises(NotSupportedError, match="Range"):
+        group[f"{model}/large"][:3]
+    with pytest.raises(ValueError, match="byte range"):
+        by_tensorstore("large")[:3].read().result()
 
 
 def tensorstore_array(saved: Saved, path: str) -> Any:

@@ -25,8 +25,8 @@ FillValue = bool | int | str | list[str]
 class DType:
     """One data type: its name, its kind and the size of an element in bytes.
 
-    ``core`` tells the types that Zarr's own specification names, and every reader knows, from those that
-    need ml_dtypes and, in zarr-python, the data-type plugin of this package.
+    ``core`` is true for the types of Zarr's core specification. The others need ml_dtypes and, in zarr-python, the
+    data-type plugin of this package.
     """
 
     name: str
