@@ -129,17 +129,16 @@ class Sums:
         unequal, beyond_rounding = _unequal(one, other)
         self.unequal += int(np.count_nonzero(unequal))
         self.beyond_rounding += int(np.count_nonzero(beyond_rounding))
+        places = None
         if one.dtype.kind in "biu":
-            places, found = None, _compare_integers(as_reals(one), as_reals(other))
+            apart, rel, sums = _compare_integers(as_reals(one), as_reals(other))
         else:
             a, b = _vector(one), _vector(other)
-            places = self._finite_places(a, b, unequal)
-            if places is not None:
+            if (places := self._finite_places(a, b, unequal)) is not None:
                 a, b = a[places], b[places]
-            found = _compare_floats(a, b, _is_wide(one.dtype) or _is_wide(other.dtype)) if len(a) else None
-        if found is None:
-            return
-        apart, rel, sums = found
+            if not len(a):
+                return
+            apart, rel, sums = _compare_floats(a, b, _is_wide(one.dtype) or _is_wide(other.dtype))
         first = int(apart.argmax())
         greatest, position = apart[first].item(), None
         if greatest > 0 and not self.max_abs >= greatest:
@@ -299,7 +298,8 @@ def _compare_floats(a: NumberArray, b: NumberArray, wide: bool) -> Comparison:
 
 
 def _ratio(part: NumberArray, whole: NumberArray) -> NumberArray:
-    return part / (whole + (whole == 0))  # if the whole is zero, so is the part
+    found: NumberArray = part / (whole + (whole == 0))  # if the whole is zero, so is the part
+    return found
 
 
 def _unequal(one: NumberArray, other: NumberArray) -> tuple[NumberArray, NumberArray]:

@@ -136,7 +136,7 @@ def _by_change(found: Mapping[str, M], sort: str) -> dict[str, M]:
     """Most changed first. If NaN or inf came or went, nothing is greater."""
 
     def change(item: Measures) -> float:
-        number = getattr(item, sort)
+        number: float = getattr(item, sort)
         if math.isnan(number):
             return math.inf if item.not_finite else -math.inf
         return -number if sort == "cosine" else number
@@ -155,22 +155,15 @@ def _print_difference(found: Difference, everything: bool, groups: bool) -> None
             say(f"{mark} {name}")
     for name, (here, there) in found.changed.items():
         say(f"! {name}: {here} -> {there}")
+    columns: tuple[str, ...] = ("group", *_MEASURES, "changed", "tensors")
     if groups:
-        rows = [
-            (name, *_cells(item), f"{item.changed:,}", f"{item.tensors:,}")
-            for name, item in found.groups.items()
-            if everything or item.changed
-        ]
-        columns = ("group", *_MEASURES, "changed", "tensors")
-        print_table(columns, rows, right=columns[1:])
+        parts = ((name, item) for name, item in found.groups.items() if everything or item.changed)
+        rows = [(name, *_cells(item), f"{item.changed:,}", f"{item.tensors:,}") for name, item in parts]
     else:
-        rows = [
-            (name, *_cells(item), *_tensor_cells(item))
-            for name, item in found.tensors.items()
-            if everything or not item.equal
-        ]
         columns = ("name", *_MEASURES, "at", "dtype", "beyond rounding")
-        print_table(columns, rows, right=[*_MEASURES, "beyond rounding"])
+        tensors = ((name, item) for name, item in found.tensors.items() if everything or not item.equal)
+        rows = [(name, *_cells(item), *_tensor_cells(item)) for name, item in tensors]
+    print_table(columns, rows, right=[name for name in columns[1:] if name not in ("at", "dtype")])
     unequal = [item for item in found.tensors.values() if not item.equal]
     same = f"{count_text(len(found.tensors) - len(unequal), 'tensor')} equal, {len(unequal):,} not"
     rounded = sum(not item.beyond_rounding for item in unequal)
