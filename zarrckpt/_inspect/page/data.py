@@ -174,7 +174,8 @@ def _histogram(found: Histogram) -> list[Any]:
 
 def _extreme(item: Extreme, look: Look) -> list[Any]:
     value, position = item
-    return [_number(value), position, look.sigmas.get(value)]
+    sigma = look.sigmas.get(value)
+    return [_number(value), position, sigma if sigma is None else round(sigma, 4)]
 
 
 _MAX_INTEGER = 2**53
