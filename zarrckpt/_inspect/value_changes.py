@@ -10,7 +10,7 @@ from zarrckpt._reports import value_text
 MAX_SHOWN = 80
 """Characters of a value in a list of entries."""
 
-_ABSENT = object()
+_NOT_THERE = object()
 
 
 def shorten(text: str) -> str:
@@ -20,11 +20,11 @@ def shorten(text: str) -> str:
 
 def describe_change(one: Any, other: Any) -> tuple[str, str]:
     """Return two values as texts; of long ones the path inside, and the first elements that differ."""
-    texts = _text(one), _text(other)
+    texts = _python_text(one), _python_text(other)
     if max(map(len, texts)) <= MAX_SHOWN and texts[0] != texts[1]:
         return f"value {texts[0]}", f"value {texts[1]}"
     path, one, other = _first_difference(one, other)
-    shown = _shown(one, other)
+    shown = _differing_texts(one, other)
     return f"value{path} {shown[0]}", f"value{path} {shown[1]}"
 
 
@@ -38,7 +38,7 @@ def comparison_key(value: Any) -> object:
         return [*map(comparison_key, value)] if isinstance(value, list | tuple) else hex(value)
 
 
-def _text(value: Any) -> str:
+def _python_text(value: Any) -> str:
     """Return a value as Python writes it; an integer of too many digits in hexadecimal."""
     try:
         return repr(value)
@@ -47,40 +47,40 @@ def _text(value: Any) -> str:
 
 
 def _first_difference(one: Any, other: Any) -> tuple[str, Any, Any]:
-    """Return the path inside two values that differ, in Python's syntax, and what is there; _ABSENT for nothing."""
+    """Return the path inside two values that differ, in Python's syntax, and what is there; _NOT_THERE for nothing."""
     if type(one) is not type(other):
         return "", one, other
     if isinstance(one, Mapping):
         for key in {**one, **other}:
-            a, b = one.get(key, _ABSENT), other.get(key, _ABSENT)
-            if _differ(a, b):
-                return _below(f"[{key!r}]", a, b)
+            a, b = one.get(key, _NOT_THERE), other.get(key, _NOT_THERE)
+            if _values_differ(a, b):
+                return _inside(f"[{key!r}]", a, b)
         return ".keys()", list(one), list(other)
     if isinstance(one, list | tuple):
         for index in range(max(len(one), len(other))):
-            a, b = (value[index] if index < len(value) else _ABSENT for value in (one, other))
-            if _differ(a, b):
-                return _below(f"[{index}]", a, b)
+            a, b = (value[index] if index < len(value) else _NOT_THERE for value in (one, other))
+            if _values_differ(a, b):
+                return _inside(f"[{index}]", a, b)
     if isinstance(one, str | bytes) and max(len(one), len(other)) > MAX_SHOWN // 2:
         begin = _common_length(one, other)
         return f"[{begin}:]", one[begin:], other[begin:]
     return "", one, other
 
 
-def _below(step: str, one: Any, other: Any) -> tuple[str, Any, Any]:
+def _inside(step: str, one: Any, other: Any) -> tuple[str, Any, Any]:
     path, a, b = _first_difference(one, other)
     return f"{step}{path}", a, b
 
 
-def _differ(one: Any, other: Any) -> bool:
-    if one is _ABSENT or other is _ABSENT:
+def _values_differ(one: Any, other: Any) -> bool:
+    if one is _NOT_THERE or other is _NOT_THERE:
         return one is not other
     return comparison_key(one) != comparison_key(other)
 
 
-def _shown(one: Any, other: Any) -> tuple[str, str]:
+def _differing_texts(one: Any, other: Any) -> tuple[str, str]:
     """Return two elements as texts that differ within MAX_SHOWN characters."""
-    texts = ["absent" if value is _ABSENT else _text(value) for value in (one, other)]
+    texts = ["absent" if value is _NOT_THERE else _python_text(value) for value in (one, other)]
     begin = _common_length(*texts)
     if begin >= MAX_SHOWN - 1:
         texts = [f"…{text[begin:]}" for text in texts]

@@ -107,6 +107,7 @@ def page_data(
 def _side(side: Side, layouts: Layouts) -> Json:
     root = side.catalog.root
     info = dataclasses.asdict(dataclasses.replace(side.info, largest=(), groups={}, metadata={}))
+    info["step"] = None if side.info.step is None else _number(side.info.step)
     info["metadata"] = {name: value_text(value) for name, value in side.info.metadata.items()}
     return {
         "info": info,

@@ -54,7 +54,7 @@ function tiles(info) {
   return el(
     'div',
     { class: 'tiles' },
-    info.step === null ? null : tile('Step', countText(info.step)),
+    info.step === null ? null : tile('Step', exactText(info.step)),
     tile('Size', bytesText(info.nbytes), `${countText(info.nbytes)} bytes`),
     tile('Tensors', countText(info.tensors), `${largeText(info.elements)} elements`),
     tile('Values', countText(info.values + info.blobs), info.blobs ? `${countText(info.blobs)} kept as bytes` : null),
@@ -212,7 +212,7 @@ function aboutCard(info) {
 function bothFacts(infos) {
   const more = (info) => [
     ['url', info.url],
-    ['step', info.step === null ? '\u2013' : countText(info.step)],
+    ['step', info.step === null ? '\u2013' : exactText(info.step)],
     ['size', bytesText(info.nbytes)],
     ['tensors', `${countText(info.tensors)}, ${largeText(info.elements)} elements`],
     [

@@ -27,7 +27,7 @@ _FAR = 6
 _MAX_BROKEN = 4096
 """Chunks with NaN or inf of which the number is kept."""
 
-_BLOCK = 1 << 18
+_PAGE_BLOCK = 1 << 18
 """Elements per block: fewer would cost more, since each block has a histogram of its own."""
 
 Extreme = tuple[float, Ints]
@@ -179,7 +179,7 @@ def look_at(catalog: Catalog, fqns: Sequence[str], progress: Progress | None) ->
 
     def look(fqn: str, box: Box) -> None:
         part, begin = found.part(fqn), 0
-        for (block,) in blocks(read_part(catalog, fqn, box), size=_BLOCK):
+        for (block,) in blocks(read_part(catalog, fqn, box), size=_PAGE_BLOCK):
             part.take(as_reals(block), begin, box)
             begin += len(block)
         found.add(fqn, part)
@@ -200,7 +200,7 @@ def look_at_both(
 
     def look(fqn: str, box: Box) -> Sums:
         a, b, part, begin = ones.part(fqn), others.part(fqn), Sums(), 0
-        for here, there in blocks(read_part(one, fqn, box), read_part(other, fqn, box), size=_BLOCK):
+        for here, there in blocks(read_part(one, fqn, box), read_part(other, fqn, box), size=_PAGE_BLOCK):
             part.add(here, there, begin, box)
             a.take(as_reals(here), begin, box)
             b.take(as_reals(there), begin, box)
