@@ -54,20 +54,20 @@ def _first_difference(one: Any, other: Any) -> tuple[str, Any, Any]:
         for key in {**one, **other}:
             a, b = one.get(key, _NOT_THERE), other.get(key, _NOT_THERE)
             if _values_differ(a, b):
-                return _inside(f"[{key!r}]", a, b)
+                return _within_step(f"[{key!r}]", a, b)
         return ".keys()", list(one), list(other)
     if isinstance(one, list | tuple):
         for index in range(max(len(one), len(other))):
             a, b = (value[index] if index < len(value) else _NOT_THERE for value in (one, other))
             if _values_differ(a, b):
-                return _inside(f"[{index}]", a, b)
+                return _within_step(f"[{index}]", a, b)
     if isinstance(one, str | bytes) and max(len(one), len(other)) > MAX_SHOWN // 2:
         begin = _common_length(one, other)
         return f"[{begin}:]", one[begin:], other[begin:]
     return "", one, other
 
 
-def _inside(step: str, one: Any, other: Any) -> tuple[str, Any, Any]:
+def _within_step(step: str, one: Any, other: Any) -> tuple[str, Any, Any]:
     path, a, b = _first_difference(one, other)
     return f"{step}{path}", a, b
 
