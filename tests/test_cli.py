@@ -292,6 +292,25 @@ def test_cat_shows_a_corner_of_what_is_large(tmp_path: Path) -> None:
     assert "[:2, :2, :6, :6]" in text and "min 0  max 863" in text
 
 
+def test_integers_are_shown_exactly(tmp_path: Path) -> None:
+    ids = torch.tensor([123456789, 2**63 - 1, -(2**63)])
+    zarrckpt.save({"ids": ids, "u": torch.tensor([2**64 - 1], dtype=torch.uint64)}, tmp_path / "one")
+    rows = [line.split("\t")[:3] for line in run("stats", tmp_path / "one").stdout.splitlines()]
+    assert rows == [["ids", str(-(2**63)), str(2**63 - 1)], ["u", str(2**64 - 1), str(2**64 - 1)]]
+    text = run("cat", tmp_path / "one", "ids").stdout
+    assert f"max {2**63 - 1}" in text and "123456789" in text
+    assert as_json("stats", tmp_path / "one")["u"]["max"] == 2**64 - 1
+
+
+def test_finite_complex_numbers_are_not_infinite(tmp_path: Path) -> None:
+    state = {"a": torch.full((3,), 3e38 + 3e38j), "b": torch.full((3,), 1.7e308 + 1.7e308j, dtype=torch.complex128)}
+    zarrckpt.save(state, tmp_path / "one")
+    found = run("stats", tmp_path / "one", "--json")
+    numbers = json.loads(found.stdout)
+    assert found.exit_code == 0 and [numbers[name]["inf"] for name in "ab"] == [0, 0]
+    assert numbers["a"]["max"] == pytest.approx(2**0.5 * 3e38) and numbers["b"]["max"] == np.finfo("f8").max
+
+
 def test_cat_takes_no_slice_of_a_value_and_no_unknown_option(saved: Path) -> None:
     assert "SLICE" in run("cat", saved, "step", "0").stderr
     for word in ("--jsn", "-q"):
@@ -327,7 +346,8 @@ def test_diff_says_what_differs(saved: Path, tmp_path: Path) -> None:
     assert any(line.startswith("! step: value 7 -> value 8") for line in lines)
     assert any(line.startswith("! half: bfloat16 (1, 2) -> float32 (2,)") for line in lines)
     numbers = as_json("diff", saved, tmp_path / "two", "model.w")["tensors"]["model.w"]
-    exact = {"count": 12, "unequal": 11, "not_finite": 0, "max_abs": 11.0, "max_rel": 0.5, "rel_norm": 1.0}
+    exact = {"count": 12, "unequal": 11, "max_abs": 11.0, "max_abs_at": [2, 3], "max_rel": 0.5, "rel_norm": 1.0}
+    exact |= dict.fromkeys(("not_finite", "new_nan", "gone_nan", "common_nan"), 0)
     same_dtype = {"beyond_rounding": 11, "dtypes": ["float32", "float32"]}
     assert numbers == {**exact, **same_dtype, "cosine": pytest.approx(1.0)}
     assert found.stderr == "0 tensors equal, 1 not; 2 other entries changed; 1 only in A, 1 only in B\n"
@@ -343,10 +363,69 @@ def test_diff_of_a_copy_of_another_dtype(tmp_path: Path) -> None:
     rows = {line.split("\t")[0]: line.split("\t")[1:] for line in found.stdout.splitlines()}
     assert found.exit_code == 1 and set(rows) == {"w", "half"}
     assert rows["w"][-2:] == ["float32 -> bfloat16", "1"] and rows["half"] == [
-        *("0%", "0", "0", "0", "1.000000000", "float32 -> float16", "0")
+        *("0%", "0", "-", "0", "0", "0", "1.000000000", "-", "float32 -> float16", "0")
     ]
     summary = "0 tensors equal, 2 not (1 only rounded to another dtype); 0 other entries changed"
     assert found.stderr == f"{summary}; 0 only in A, 0 only in B\n"
+
+
+def test_diff_sorts_and_adds_up_groups(tmp_path: Path) -> None:
+    ids = torch.arange(6).reshape(2, 3) + 2**60
+    half = torch.arange(4.0)
+    one = {"m": {"a": torch.ones(3), "b": torch.zeros(2), "c": torch.ones(9)}, "ids": ids, "half": half}
+    other = {**one, "m": {"a": torch.tensor([1.0, 1, 1.5]), "b": torch.ones(2), "c": torch.ones(9)}, "ids": ids.clone()}
+    other["ids"][1, 1] += 3  # type: ignore[index]
+    other["half"] = torch.where(half < 2, torch.nan, half)
+    for name, state in (("one", one), ("two", other)):
+        zarrckpt.save(state, tmp_path / name)
+    found = run("diff", tmp_path / "one", tmp_path / "two", "--sort", "rel_norm", "--header")
+    columns, *rows = [line.split("\t") for line in found.stdout.splitlines()]
+    cells = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+    assert [*cells] == ["m.b", "half", "m.a", "ids"] and cells["m.b"]["rel norm"] == "inf"
+    assert (cells["ids"]["max abs"], cells["ids"]["at"]) == ("3", "[1, 1]")
+    half_row = {name: cells["half"][name] for name in ("nan", "rel norm", "cosine")}
+    assert half_row == {"nan": "2 new", "rel norm": "-", "cosine": "-"}
+    columns, *rows = [
+        line.split("\t")
+        for line in run("diff", tmp_path / "one", tmp_path / "two", "--groups", "--header").stdout.splitlines()
+    ]
+    assert [(row[0], *row[-2:]) for row in rows] == [("m", "2", "3"), ("ids", "1", "1"), ("half", "1", "1")]
+    group = as_json("diff", tmp_path / "one", tmp_path / "two")["groups"]["m"]
+    assert group["rel_norm"] == pytest.approx((2.25 / 12) ** 0.5) and (group["count"], group["unequal"]) == (14, 3)
+    assert group["cosine"] == pytest.approx(12.5 / (12 * 15.25) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "here", "there"),
+    [
+        ((0,) * 50 + ({"lr": 0.1},), (0,) * 50 + ({"lr": 0.2},), "value[50]['lr'] 0.1", "value[50]['lr'] 0.2"),
+        (("x" * 99 + "a",), ("x" * 99 + "b",), "value[0][99:] 'a'", "value[0][99:] 'b'"),
+        ([*range(60)], [*range(61)], "value[60] absent", "value[60] 60"),
+        (
+            ({"k": 1, "l": "y" * 90},),
+            ({"l": "y" * 90, "k": 1},),
+            "value[0].keys() ['k', 'l']",
+            "value[0].keys() ['l', 'k']",
+        ),
+        ([0] * 50 + [1], [0] * 50 + [True], "value[50] 1", "value[50] True"),
+        (b"x" * 70_000, b"x" * 70_001, "raw bytes, 70,000 bytes", "raw bytes, 70,001 bytes"),
+        (torch.ones(2), 7, "float32 (2,)", "value 7"),
+    ],
+)
+def test_diff_shows_what_differs_in_a_value(one: Any, other: Any, here: str, there: str, tmp_path: Path) -> None:
+    for name, value in (("one", one), ("two", other)):
+        zarrckpt.save({"v": value}, tmp_path / name)
+    found = run("diff", tmp_path / "one", tmp_path / "two")
+    assert found.stdout == f"! v: {here} -> {there}\n" and found.exit_code == 1
+    assert run("diff", tmp_path / "one", tmp_path / "one").exit_code == 0
+
+
+def test_texts_of_unequal_values_differ(tmp_path: Path) -> None:
+    pairs = {"blob": (b"x" * 70_000, b"y" * 70_000), "big": (10**5000, 10**5000 + 1), "in": ([10**5000], [10**5001])}
+    for side, name in enumerate(("one", "two")):
+        zarrckpt.save({key: pair[side] for key, pair in pairs.items()}, tmp_path / name)
+    found = zarrckpt.open(tmp_path / "one").diff(zarrckpt.open(tmp_path / "two"))
+    assert {*found.changed} == {*pairs} and all(here != there for here, there in found.changed.values())
 
 
 def test_diff_takes_options_for_each_store(saved: Path, moto_bucket: S3Place) -> None:

@@ -13,10 +13,11 @@ from zarrckpt._convert.export_paths import MAX_EXPORT_BYTES, stripped
 from zarrckpt._errors import CheckpointError, KeyMismatchError, warn
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.matching import hint, select
-from zarrckpt._format.root import BlobEntry
+from zarrckpt._format.root import BlobEntry, ValueEntry
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._inspect.html import Group, as_html
 from zarrckpt._inspect.info import CheckpointInfo, info_of
+from zarrckpt._inspect.value_changes import comparison_key, describe_change, shorten
 from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, Progress
 from zarrckpt._read.arrays import read_arrays
 from zarrckpt._read.catalog import Catalog
@@ -29,16 +30,13 @@ if TYPE_CHECKING:
     import zarr
 
     from zarrckpt._format.compression import CompressionOption
+    from zarrckpt._inspect.differences import Difference
     from zarrckpt._inspect.page import PageReport
-    from zarrckpt._inspect.stats import Difference, TensorStats
+    from zarrckpt._inspect.stats import TensorStats
     from zarrckpt._ops.copy_plan import ChunksOption
     from zarrckpt._ops.verify import VerifyReport
     from zarrckpt._read.casts import DTypeOption
     from zarrckpt._reports import CopyReport
-
-
-_SHOWN = 80
-"""Characters of a value in a list of entries."""
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -206,8 +204,7 @@ class Checkpoint(Mapping[str, Any]):
             return fqn, entry.dtype.name, str(entry.grid.shape), size_text(entry.nbytes)
         if isinstance(entry, BlobEntry):
             return fqn, entry.encoding, entry.kind or "", size_text(entry.array.nbytes)
-        text = value_text(self[fqn])
-        return fqn, "value", text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…", ""
+        return fqn, "value", shorten(value_text(self[fqn])), ""
 
     def nbytes_of(self, fqn: str) -> int:
         """Bytes of one entry, as :attr:`nbytes` counts them; 0 for a value that the root document holds."""
@@ -485,6 +482,9 @@ class Checkpoint(Mapping[str, Any]):
     def stats(self, *patterns: str, progress: Progress | None = None) -> dict[str, TensorStats]:
         """Min, max, mean, std, norm, zeros, NaN and inf of each tensor, or of those that patterns mean.
 
+        Integers are summed exactly. Sums of floats are those of float64, scaled so that squares neither over- nor
+        underflow.
+
         Everything is read, some chunks at a time: memory is bounded by 512 MiB. Errors as for :meth:`read`.
         """
         from zarrckpt._inspect.stats import tensor_stats
@@ -494,17 +494,18 @@ class Checkpoint(Mapping[str, Any]):
     def diff(self, other: Checkpoint, *patterns: str, progress: Progress | None = None) -> Difference:
         """Compare with another checkpoint: keys, shapes, dtypes, values, and how far tensors are apart.
 
-        Their chunks, and their stores, may differ; so may floating dtypes: of a bfloat16 copy of float32 weights it
-        tells how many elements are not merely rounded. Memory is bounded as in :meth:`stats`. ``patterns`` are those
-        of :meth:`select`; they must mean something in one of the two.
+        Their chunks, and their stores, may differ; so may floating dtypes: of a bfloat16 copy of float32 weights, the
+        result counts the elements that are not merely rounded. Integers are compared exactly. The result has totals for
+        each group, the first part of the names. Memory is bounded as in :meth:`stats`. ``patterns`` are those of
+        :meth:`select`; they must mean something in one of the two.
         """
-        from zarrckpt._inspect.stats import Difference, tensor_differences
+        from zarrckpt._inspect.differences import Difference, tensor_differences
 
         wanted = self._of_both(other, patterns)
         changed, same = self._changes(other, wanted)
         here, there = [n for n in wanted if n not in other], [n for n in wanted if n not in self]
-        found = tensor_differences(self._catalog, other._catalog, same, progress)
-        return Difference(tuple(here), tuple(there), changed, found)
+        found, groups = tensor_differences(self._catalog, other._catalog, same, progress)
+        return Difference(tuple(here), tuple(there), changed, found, groups)
 
     def _of_both(self, other: Checkpoint, patterns: Sequence[str]) -> list[str]:
         """The entries of either that patterns mean."""
@@ -516,17 +517,39 @@ class Checkpoint(Mapping[str, Any]):
 
     def _changes(self, other: Checkpoint, names: Iterable[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
         """What differs without a look at numbers, as texts; and the tensors whose numbers can be compared."""
-        from zarrckpt._inspect.stats import comparable
+        from zarrckpt._inspect.differences import comparable
 
         arrays, others = self._catalog.root.tensors, other._catalog.root.tensors
         changed, same = {}, []
         for fqn in (name for name in names if name in self and name in other):
-            one, two = (" ".join(ckpt.summary(fqn)[1:3]) for ckpt in (self, other))
             if fqn in arrays and fqn in others and comparable(arrays[fqn], others[fqn]):
                 same.append(fqn)
-            elif one != two or self._fingerprint(fqn) != other._fingerprint(fqn):
-                changed[fqn] = (one, two)
+            elif (texts := self._change(other, fqn)) is not None:
+                changed[fqn] = texts
         return changed, same
+
+    def _change(self, other: Checkpoint, fqn: str) -> tuple[str, str] | None:
+        """Describe how an entry differs that is no pair of comparable tensors; None if it does not."""
+        one, two = self._catalog.root.entries[fqn], other._catalog.root.entries[fqn]
+        if isinstance(one, ValueEntry) and isinstance(two, ValueEntry):
+            values = self[fqn], other[fqn]
+            return None if comparison_key(values[0]) == comparison_key(values[1]) else describe_change(*values)
+        texts = self._described(fqn), other._described(fqn)
+        if not (isinstance(one, BlobEntry) and isinstance(two, BlobEntry)):
+            return texts
+        sums = self._catalog.checksums(one.array).tolist(), other._catalog.checksums(two.array).tolist()
+        if texts[0] == texts[1]:  # bytes that need code to be understood are only compared
+            if sums[0] == sums[1]:
+                return None
+            first = next((pair for pair in zip(*sums, strict=False) if pair[0] != pair[1]), (0, 0))
+            return f"{texts[0]}, checksum {first[0]:08x}", f"{texts[1]}, checksum {first[1]:08x}"
+        return texts
+
+    def _described(self, fqn: str) -> str:
+        """An entry beside another one: dtype and shape, the value, or encoding, kind and size of a blob."""
+        entry = self._catalog.root.entries[fqn]
+        text = " ".join(self.summary(fqn)[1:3])
+        return f"{text}, {entry.array.nbytes:,} bytes" if isinstance(entry, BlobEntry) else text
 
     def report(
         self,
@@ -568,17 +591,6 @@ class Checkpoint(Mapping[str, Any]):
         sides = [Side(part._catalog, tuple(part), part.info) for part in parts]
         changed, same = ({}, []) if other is None else self._changes(other, wanted)
         return write_page(target, sides, same, changed, values=values, overwrite=overwrite, progress=progress)
-
-    def _fingerprint(self, fqn: str) -> object:
-        """What equal values have alike; bytes that need code to be understood are only compared."""
-        entry = self._catalog.root.entries[fqn]
-        if isinstance(entry, BlobEntry):
-            return self._catalog.checksums(entry.array).tolist()
-        value = self[fqn]
-        try:
-            return repr(value)
-        except ValueError:  # an integer of more digits than Python writes: as it is stored
-            return repr(entry)
 
     def path(self, fqn: str) -> tuple[object, ...]:
         """The keys that lead to an entry in the state dict that was saved."""

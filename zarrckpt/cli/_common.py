@@ -224,7 +224,9 @@ def _shortened(text: str, width: int) -> str:
 
 
 def shown(number: float) -> str:
-    """A number for a table."""
+    """A number for a table: integers in full, others with five digits, "-" for NaN."""
+    if isinstance(number, int):
+        return str(number)
     return "-" if math.isnan(number) else f"{number:.5g}"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -24,8 +25,11 @@ from zarrckpt.cli._common import (
 )
 
 if TYPE_CHECKING:
-    from zarrckpt._inspect.stats import Difference, TensorDifference
+    from zarrckpt._inspect.differences import Difference, Measures, TensorDifference
 
+M = TypeVar("M", bound="Measures")
+
+_CHANGES = ("name", "unequal", "not_finite", "new_nan", "max_abs", "max_rel", "rel_norm", "cosine")
 _ORDERS = ("name", "nan", "inf", "min", "max", "mean", "std", "norm", "zeros")
 
 
@@ -79,6 +83,8 @@ def _share(part: int, whole: int) -> str:
 @click.argument("other", metavar="B")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--all", "everything", is_flag=True, help="List equal tensors, too.")
+@click.option("--sort", type=click.Choice(_CHANGES), default="name", help="Most changed first, or as saved (name).")
+@click.option("--groups", is_flag=True, help="Show totals by the first part of the names, in place of the tensors.")
 @partial(target_options, said="An option of B's store (default: A's, but for a local path); -o is A's.")
 @header_option
 @json_option
@@ -88,32 +94,60 @@ def diff_command(
     other: str,
     patterns: tuple[str, ...],
     everything: bool,
+    sort: str,
+    groups: bool,
     target_options: Any,
     as_json: bool,
     storage_options: Any,
 ) -> None:
     """Compare two checkpoints: keys, shapes, dtypes, values, and how far tensors are apart.
 
-    Exits with 1 where they differ. Chunks may differ: numbers are compared. So may floating dtypes: then "beyond
-    rounding" counts the elements that are more than rounded, and a difference in dtype alone counts as one. "nan or
-    inf" counts the unequal elements that are so in A or B, which the differences beside it leave out.
+    Exits with 1 where they differ. Chunks may differ: numbers are compared, integers exactly. So may floating dtypes:
+    then "beyond rounding" counts the elements that are more than rounded, and a difference in dtype alone counts as
+    one.
+
+    "nan or inf" counts the unequal elements that are so in A or B; "nan" counts those that are NaN in B alone (new), in
+    A alone (gone) and in both (common). The greatest differences leave all of them out. "rel norm" is the norm of the
+    difference over the norm of A; it and "cosine" are "-" if any element became or ceased to be NaN or inf. "at" is
+    the position of the greatest absolute difference.
 
     \b
     Examples:
       zarrckpt diff run/step-100 s3://bucket/run/step-100
       zarrckpt diff run/step-100 run/step-200 'model.*' --json
+      zarrckpt diff run/step-100 run/step-200 --sort rel_norm
+      zarrckpt diff run/step-100 run/step-200 --groups
     """
     ckpts = opened(one, storage_options), opened_beside(other, target_options, storage_options)
     with progress_bar("comparing") as progress:
         found = ckpts[0].diff(ckpts[1], *patterns, progress=progress)
+    if sort != "name":
+        found = dataclasses.replace(
+            found, tensors=_by_change(found.tensors, sort), groups=_by_change(found.groups, sort)
+        )
     if as_json:
         print_json(dataclasses.asdict(found))
     else:
-        _print_difference(found, everything)
+        _print_difference(found, everything, groups)
     click.get_current_context().exit(0 if found else 1)
 
 
-def _print_difference(found: Difference, everything: bool) -> None:
+def _by_change(found: Mapping[str, M], sort: str) -> dict[str, M]:
+    """Most changed first. If NaN or inf came or went, nothing is greater."""
+
+    def change(item: Measures) -> float:
+        number: float = getattr(item, sort)
+        if math.isnan(number):
+            return math.inf if item.not_finite else -math.inf
+        return -number if sort == "cosine" else number
+
+    return dict(sorted(found.items(), key=lambda pair: -change(pair[1])))
+
+
+_MEASURES = ("unequal", "nan or inf", "nan", "max abs", "max rel", "rel norm", "cosine")
+
+
+def _print_difference(found: Difference, everything: bool, groups: bool) -> None:
     from zarrckpt._reports import count_text
 
     for mark, names in (("-", found.only_here), ("+", found.only_there)):
@@ -121,9 +155,15 @@ def _print_difference(found: Difference, everything: bool) -> None:
             say(f"{mark} {name}")
     for name, (here, there) in found.changed.items():
         say(f"! {name}: {here} -> {there}")
-    rows = [(name, *_cells(item)) for name, item in found.tensors.items() if everything or not item.equal]
-    columns = ("name", "unequal", "nan or inf", "max abs", "max rel", "cosine", "dtype", "beyond rounding")
-    print_table(columns, rows, right=[*columns[1:6], columns[7]])
+    columns: tuple[str, ...] = ("group", *_MEASURES, "changed", "tensors")
+    if groups:
+        parts = ((name, item) for name, item in found.groups.items() if everything or item.changed)
+        rows = [(name, *_cells(item), f"{item.changed:,}", f"{item.tensors:,}") for name, item in parts]
+    else:
+        columns = ("name", *_MEASURES, "at", "dtype", "beyond rounding")
+        tensors = ((name, item) for name, item in found.tensors.items() if everything or not item.equal)
+        rows = [(name, *_cells(item), *_tensor_cells(item)) for name, item in tensors]
+    print_table(columns, rows, right=[name for name in columns[1:] if name not in ("at", "dtype")])
     unequal = [item for item in found.tensors.values() if not item.equal]
     same = f"{count_text(len(found.tensors) - len(unequal), 'tensor')} equal, {len(unequal):,} not"
     rounded = sum(not item.beyond_rounding for item in unequal)
@@ -133,9 +173,16 @@ def _print_difference(found: Difference, everything: bool) -> None:
     click.echo(f"{same}; {others}; {len(found.only_here):,} only in A, {len(found.only_there):,} only in B", err=True)
 
 
-def _cells(item: TensorDifference) -> tuple[str, ...]:
+def _cells(item: Measures) -> tuple[str, ...]:
+    """The columns of _MEASURES."""
     cosine = "-" if math.isnan(item.cosine) else f"{item.cosine:.9f}"
+    nans = ((item.new_nan, "new"), (item.gone_nan, "gone"), (item.common_nan, "common"))
+    nan = ", ".join(f"{count:,} {word}" for count, word in nans if count) or "-"
+    counts = _share(item.unequal, item.count), f"{item.not_finite:,}", nan
+    return *counts, shown(item.max_abs), shown(item.max_rel), shown(item.rel_norm), cosine
+
+
+def _tensor_cells(item: TensorDifference) -> tuple[str, ...]:
     here, there = item.dtypes
-    dtypes = (here, "-") if here == there else (f"{here} -> {there}", f"{item.beyond_rounding:,}")
-    counts = _share(item.unequal, item.count), f"{item.not_finite:,}"
-    return *counts, shown(item.max_abs), shown(item.max_rel), cosine, *dtypes
+    at = "-" if item.max_abs_at is None else f"[{', '.join(map(str, item.max_abs_at))}]"
+    return (at, *((here, "-") if here == there else (f"{here} -> {there}", f"{item.beyond_rounding:,}")))

@@ -61,10 +61,16 @@ function minus(text) {
   return text.replaceAll('-', '\u2212');
 }
 
-/** A number of the data: null is NaN, texts are infinities. */
+/** A number of the data: null is NaN, texts are infinities and integers of more than 53 bits. */
 function asNumber(value) {
   if (value === null || value === undefined) return NaN;
-  return typeof value === 'string' ? (value.startsWith('-') ? -Infinity : Infinity) : value;
+  return typeof value === 'string' ? Number(value.replace('inf', 'Infinity')) : value;
+}
+
+/** Integers in full; other numbers with some digits at most. */
+function exactText(value, digits = 5) {
+  const whole = typeof value === 'string' ? !value.endsWith('inf') : Number.isSafeInteger(value);
+  return whole ? minus(BigInt(value).toLocaleString('en-US')) : numberText(value, digits);
 }
 
 /** Five digits at most. */

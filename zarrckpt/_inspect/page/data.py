@@ -14,11 +14,11 @@ import numpy as np
 
 from zarrckpt._format.documents import ArrayNode, Json
 from zarrckpt._format.root import BlobEntry
+from zarrckpt._inspect.differences import TensorDifference, wider
 from zarrckpt._inspect.info import CheckpointInfo
 from zarrckpt._inspect.page.histogram import Histogram
 from zarrckpt._inspect.page.layout import Layouts
 from zarrckpt._inspect.page.values import Extreme, Look, look_at, look_at_both
-from zarrckpt._inspect.stats import TensorDifference, wider
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import value_text
@@ -107,6 +107,7 @@ def page_data(
 def _side(side: Side, layouts: Layouts) -> Json:
     root = side.catalog.root
     info = dataclasses.asdict(dataclasses.replace(side.info, largest=(), groups={}, metadata={}))
+    info["step"] = None if side.info.step is None else _number(side.info.step)
     info["metadata"] = {name: value_text(value) for name, value in side.info.metadata.items()}
     return {
         "info": info,
@@ -130,10 +131,14 @@ def _tensor_json(
         part = layouts[number]
         looks.append(None if node is None else {"layout": part.number(node), "look": shown})
     tensor: Json = {"name": fqn, "sides": looks}
+    if any(fqn in side.objects for side in sides):
+        tensor["value"] = True
     if in_both and found is not None:
         measures = dataclasses.asdict(found.differences[fqn])
         dtypes = measures.pop("dtypes")
-        tensor["difference"] = {name: _number(value) for name, value in measures.items()} | {"dtypes": dtypes}
+        position = measures.pop("max_abs_at")
+        numbers = {name: _number(value) for name, value in measures.items()}
+        tensor["difference"] = {**numbers, "dtypes": dtypes, "max_abs_at": position}
     elif in_both and len({node.dtype for node in nodes if node is not None}) == 1:
         tensor["equal"] = _equal_bytes(sides, fqn)
     return tensor
@@ -152,7 +157,7 @@ def _look_json(look: Look, *, with_chunks: bool) -> Json:
     found: Json = {"stats": [_number(value) for value in dataclasses.astuple(look.stats)]}
     if look.histogram is not None:
         found["histogram"] = _histogram(look.histogram)
-        found["low"], found["high"] = _extremes(look.low), _extremes(look.high)
+        found["low"], found["high"] = ([_extreme(item, look) for item in items] for items in (look.low, look.high))
         found["beyond"] = look.beyond
     if look.bulk is not None:
         middle, below, above = look.bulk
@@ -168,22 +173,35 @@ def _histogram(found: Histogram) -> list[Any]:
     return [found.exponent, found.first, found.counts.tolist()]
 
 
-def _extremes(found: Sequence[Extreme]) -> list[Any]:
-    return [[_number(value), place] for value, place in found]
+def _extreme(item: Extreme, look: Look) -> list[Any]:
+    value, position = item
+    sigma = look.sigmas.get(value)
+    return [_number(value), position, sigma if sigma is None else round(sigma, 4)]
+
+
+_MAX_INTEGER = 2**53
+"""Integers from here on are texts: JavaScript's numbers hold 53 bits."""
 
 
 def _number(value: float) -> float | str | None:
-    """A number for JSON, nine digits: None for NaN, infinities as texts."""
+    """A number for JSON, unrounded: None for NaN; infinities and large integers as texts."""
     if isinstance(value, int):
-        return value
+        return value if abs(value) < _MAX_INTEGER else str(value)
     if math.isnan(value):
         return None
-    return float(f"{value:.9g}") if math.isfinite(value) else str(value)
+    return value if math.isfinite(value) else str(value)
 
 
 def _entry_json(fqn: str, sides: Sequence[Side], changed: bool) -> Json:
-    shown = [_value(side, fqn) if fqn in side.objects else None for side in sides]
+    shown = [_side_of_entry(side, fqn) for side in sides]
     return {"name": fqn, "sides": shown, "changed": changed}
+
+
+def _side_of_entry(side: Side, fqn: str) -> Json | None:
+    if fqn in side.objects:
+        return _value(side, fqn)
+    node = side.tensors.get(fqn)
+    return None if node is None else {"type": "tensor", "tensor": f"{node.dtype.name} {node.grid.shape}"}
 
 
 def _value(side: Side, fqn: str) -> Json:

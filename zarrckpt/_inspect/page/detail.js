@@ -28,7 +28,7 @@ const STATUS_TEXT = {
   changed: 'changed',
   equal: 'equal bit for bit',
   rounded: 'only rounded to another dtype',
-  differs: 'other shape or dtype',
+  differs: 'other kind, shape or dtype',
   A: 'only in A',
   B: 'only in B',
   unknown: 'not compared',
@@ -93,11 +93,15 @@ function changes(tensor) {
   const found = tensor.difference;
   if (!found) return el('p', { class: 'chips' }, STATUS_TEXT[tensor.status]);
   const rows = [
-    ['relative change', found.rel_norm, 'norm of the difference over the norm of A'],
-    ['greatest difference', found.max_abs, 'absolute, of one element'],
-    ['greatest relative', found.max_rel, 'of one element'],
-    ['cosine', found.cosine, '1 where both point the same way'],
-  ];
+    ['relative change', numberText(found.rel_norm), 'norm of the difference over the norm of A'],
+    ['greatest difference', exactText(found.max_abs), 'absolute, of one element'],
+    ['at', found.max_abs_at && `[${found.max_abs_at.join(', ')}]`, 'the first element with this difference'],
+    ['greatest relative', numberText(found.max_rel), 'of one element'],
+    ['cosine', cosineText(found.cosine), '1 where both point the same way'],
+    ['new NaN', found.new_nan && countText(found.new_nan), 'elements that are NaN in B alone'],
+    ['gone NaN', found.gone_nan && countText(found.gone_nan), 'elements that are NaN in A alone'],
+    ['common NaN', found.common_nan && countText(found.common_nan), 'elements that are NaN in A and B'],
+  ].filter(([, text]) => text);
   return el(
     'div',
     { class: 'block' },
@@ -108,12 +112,12 @@ function changes(tensor) {
       el(
         'tbody',
         {},
-        ...rows.map(([name, value, note]) =>
+        ...rows.map(([name, text, note]) =>
           el(
             'tr',
             { title: note },
             el('th', { scope: 'row' }, name),
-            el('td', {}, name === 'cosine' ? cosineText(value) : numberText(value)),
+            el('td', {}, text),
           ),
         ),
         el(
@@ -162,7 +166,7 @@ function histograms(looks) {
       el(
         'p',
         { class: 'note' },
-        `All finite elements are ${[...new Set(some.map((look) => numberText(statsOf(look).min)))].join(' and ')}.`,
+        `All finite elements are ${[...new Set(some.map((look) => exactText(statsOf(look).min)))].join(' and ')}.`,
       ),
     );
   const draw = () => {
@@ -252,7 +256,7 @@ function numbers(looks) {
             'tr',
             {},
             el('th', { scope: 'row' }, text),
-            ...found.map((stats) => el('td', {}, numberText(stats[name], 6))),
+            ...found.map((stats) => el('td', {}, exactText(stats[name], 6))),
           ),
         ),
         ...counts.map(([name, text]) =>
@@ -274,9 +278,8 @@ function outliers(looks) {
   const blocks = looks
     .map((look, i) => {
       if (!look || !look.low || !look.low.length) return null;
-      const { mean, std, count } = statsOf(look);
-      if (!std) return null;
-      const far = (value) => (value - mean) / std;
+      const { count } = statsOf(look);
+      if (look.low[0][2] === null) return null;
       const heads = el(
         'thead',
         {},
@@ -293,14 +296,14 @@ function outliers(looks) {
         el(
           'tbody',
           {},
-          ...list.map(([value, at], place) =>
+          ...list.map(([value, at, sigmas], place) =>
             el(
               'tr',
               {},
               el('th', { scope: 'row' }, place ? '' : title),
-              el('td', {}, numberText(value)),
+              el('td', {}, exactText(value)),
               el('td', { class: 'at' }, `[${at.join(', ')}]`),
-              el('td', { class: Math.abs(far(value)) >= 6 ? 'warn' : null }, minus(far(value).toFixed(1))),
+              el('td', { class: Math.abs(sigmas) >= 6 ? 'warn' : null }, minus(sigmas.toFixed(1))),
             ),
           ),
         );

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zarrckpt._inspect.stats import NumberArray
+from zarrckpt._inspect.exact import NumberArray
 
 FINE = 1 << 15
 """At most so many bins while parts are counted: more than a page shows, so that it can show the bulk alone."""
@@ -32,11 +32,14 @@ class Histogram:
     counts: NumberArray
 
     @classmethod
-    def of(cls, values: NumberArray, low: float, high: float, *, whole: bool, most: int = FINE) -> Histogram:
-        """Count finite doubles from ``low`` to ``high``, of which there is one at least; ``whole`` for integers."""
-        exponent = _exponent(low, high, whole, most)
+    def of(cls, values: NumberArray, low: float, high: float, *, most: int = FINE) -> Histogram:
+        """Count float64 values, or integers of 64 bits, all finite, from ``low`` to ``high``; one at least."""
+        exponent = _exponent(low, high, most)
         first, last = _place(low, exponent), _place(high, exponent)
-        places = np.floor(np.ldexp(values, -exponent)).astype(np.int64)
+        if values.dtype.kind == "f":
+            places = np.floor(np.ldexp(values, -exponent)).astype(np.int64)
+        else:
+            places = (values >> min(exponent, 63)).astype(np.int64)
         places -= first
         return cls(exponent, first, np.bincount(places, minlength=last - first + 1))
 
@@ -101,16 +104,17 @@ class Histogram:
         return shown, int(self.counts[:begin].sum()), int(self.counts[end:].sum())
 
 
-def _exponent(low: float, high: float, whole: bool, most: int) -> int:
+def _exponent(low: float, high: float, most: int) -> int:
     """The least that needs no more than ``most`` bins. It grows with the range, so that parts fit into the whole."""
     largest = max(abs(low), abs(high))
-    exponent = max(math.frexp(largest)[1] - _DIGITS, _LEAST) if largest else _LEAST
-    if whole:
-        exponent = max(exponent, 0)
+    if isinstance(largest, int):
+        exponent = max(largest.bit_length() - _DIGITS, 0)
+    else:
+        exponent = max(math.frexp(largest)[1] - _DIGITS, _LEAST) if largest else _LEAST
     while _place(high, exponent) - _place(low, exponent) >= most:
         exponent += 1
     return exponent
 
 
 def _place(value: float, exponent: int) -> int:
-    return math.floor(math.ldexp(value, -exponent))
+    return value >> exponent if isinstance(value, int) else math.floor(math.ldexp(value, -exponent))

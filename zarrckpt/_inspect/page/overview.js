@@ -54,7 +54,7 @@ function tiles(info) {
   return el(
     'div',
     { class: 'tiles' },
-    info.step === null ? null : tile('Step', countText(info.step)),
+    info.step === null ? null : tile('Step', exactText(info.step)),
     tile('Size', bytesText(info.nbytes), `${countText(info.nbytes)} bytes`),
     tile('Tensors', countText(info.tensors), `${largeText(info.elements)} elements`),
     tile('Values', countText(info.values + info.blobs), info.blobs ? `${countText(info.blobs)} kept as bytes` : null),
@@ -65,26 +65,34 @@ function tiles(info) {
 /** What was found by comparing. */
 function comparison(tensors, infos) {
   const count = (status) => tensors.filter((tensor) => tensor.status === status).length;
-  const greatest = tensors
-    .filter((tensor) => tensor.status === 'changed' && Number.isFinite(tensor.change))
-    .sort((a, b) => b.change - a.change)[0];
-  const values = DATA.entries.filter((entry) => entry.changed || entry.sides.includes(null)).length;
+  const values = DATA.entries.filter(
+    (entry) => (entry.changed || entry.sides.includes(null)) && !entry.sides.some((side) => side && side.tensor),
+  ).length;
   return el(
     'div',
     { class: 'tiles' },
-    tile(
-      'Tensors changed',
-      countText(count('changed')),
-      greatest && greatest.change ? `by ${numberText(greatest.change, 3)} at most, relative` : null,
-    ),
+    tile('Tensors changed', countText(count('changed')), greatestChange(tensors)),
     tile('Equal bit for bit', countText(count('equal'))),
     count('rounded') ? tile('Only rounded', countText(count('rounded')), 'to another dtype') : null,
     count('unknown') ? tile('Not compared', countText(count('unknown')), 'other chunks, and no values read') : null,
-    tile('Other shape or dtype', countText(count('differs'))),
+    tile('Other kind, shape or dtype', countText(count('differs'))),
     tile('Only in A', countText(count('A'))),
     tile('Only in B', countText(count('B'))),
     tile('Values that differ', countText(values)),
   );
+}
+
+/** The greatest relative change; those without a finite one are counted apart. */
+function greatestChange(tensors) {
+  const found = tensors.filter((tensor) => tensor.status === 'changed').map((tensor) => tensor.change);
+  const finite = found.filter(Number.isFinite);
+  const [infinite, unknown] = [(change) => change === Infinity, Number.isNaN].map((test) => found.filter(test).length);
+  const texts = [
+    infinite ? `by \u221e from zero in ${plural(infinite, 'tensor')}` : null,
+    finite.length ? `by ${numberText(Math.max(...finite), 3)} at most${infinite ? ' in others' : ', relative'}` : null,
+    unknown ? `${plural(unknown, 'tensor')} to or from NaN or inf` : null,
+  ].filter(Boolean);
+  return texts.join('; ') || null;
 }
 
 function card(title, ...children) {
@@ -204,7 +212,7 @@ function aboutCard(info) {
 function bothFacts(infos) {
   const more = (info) => [
     ['url', info.url],
-    ['step', info.step === null ? '\u2013' : countText(info.step)],
+    ['step', info.step === null ? '\u2013' : exactText(info.step)],
     ['size', bytesText(info.nbytes)],
     ['tensors', `${countText(info.tensors)}, ${largeText(info.elements)} elements`],
     [

@@ -10,7 +10,7 @@ function tensorOf(given, order) {
     layout = DATA.sides[at].layouts[side.layout];
   const looks = given.sides.map((one) => one && one.look).filter(Boolean);
   const broken = looks.reduce((sum, look) => sum + look.stats[1] + look.stats[2], 0);
-  const status = !TWO ? null : !given.sides[0] ? 'B' : !given.sides[1] ? 'A' : statusOf(given);
+  const status = !TWO ? null : statusOf(given);
   const change = given.difference
     ? given.difference.unequal
       ? asNumber(given.difference.rel_norm)
@@ -31,12 +31,15 @@ function tensorOf(given, order) {
     stats: looks.length ? statsOf(looks[0]) : {},
     broken,
     status,
-    change: Number.isNaN(change) ? Infinity : change,
+    change,
+    weight: change === null ? -1 : Number.isNaN(change) ? Infinity : change,
     difference: given.difference || null,
   };
 }
 
 function statusOf(given) {
+  if (given.value) return 'differs';
+  if (!given.sides[0] || !given.sides[1]) return given.sides[0] ? 'A' : 'B';
   if (given.difference) {
     const { unequal, beyond_rounding, dtypes } = given.difference;
     if (dtypes[0] === dtypes[1]) return unequal ? 'changed' : 'equal';
@@ -113,6 +116,7 @@ function entryRow(entry) {
 
 function valueCell(side) {
   if (!side) return el('span', { class: 'note' }, 'not there');
+  if (side.tensor) return el('span', { class: 'note' }, side.tensor);
   if (side.encoding) return el('span', { class: 'note' }, `${bytesText(side.nbytes)}, not read`);
   const text = visible(side.text.replaceAll('\n', '\u0001')).replaceAll('\\u0001', '\n');
   const rest = side.cut ? `\n\u2026 and ${countText(side.cut)} more characters` : '';

@@ -36,7 +36,7 @@ function columnsOf() {
     title,
     kind,
     86,
-    (tensor) => numberText(tensor.stats[key], 4),
+    (tensor) => el('span', { title: exactText(tensor.stats[key]) }, numberText(tensor.stats[key], 4)),
     (tensor) => asNumber(tensor.stats[key]),
   ];
   if (TWO) {
@@ -52,7 +52,7 @@ function columnsOf() {
       name,
       ...layout,
       ...(DATA.values ? [values] : []),
-      ['change', 'Relative change', 'n', 158, changeCell, (tensor) => tensor.change ?? NaN],
+      ['change', 'Relative change', 'n', 158, changeCell, (tensor) => (tensor.weight < 0 ? NaN : tensor.weight)],
       ...(DATA.values
         ? [
             from('max_abs', 'Max. diff.', 86, (value) => numberText(value, 4)),
@@ -90,7 +90,7 @@ function columnsOf() {
 function changeCell(tensor) {
   if (tensor.change === null || !tensor.difference)
     return el('span', { class: `status ${tensor.status}` }, STATUS_TEXT[tensor.status]);
-  const share = tensor.change ? Math.max(0.03, changeShare(tensor.change)) : 0;
+  const share = tensor.weight > 0 ? Math.max(0.03, changeShare(tensor.weight)) : 0;
   const bar = el('span', { class: 'meter' }, el('i', { style: { width: `${100 * share}%` } }));
   return el(
     'div',
@@ -129,7 +129,7 @@ function byImportance(one, other) {
   const rank = (tensor) =>
     tensor.broken ? 3 : tensor.status === 'differs' ? 2 : tensor.status === 'A' || tensor.status === 'B' ? 1 : 0;
   return (
-    rank(other) - rank(one) || (TWO ? (other.change ?? -1) - (one.change ?? -1) || 0 : 0) || one.order - other.order
+    rank(other) - rank(one) || (TWO ? other.weight - one.weight || 0 : 0) || one.order - other.order
   );
 }
 
@@ -137,7 +137,7 @@ const BY_STATUS = {
   changed: 'Changed',
   rounded: 'Only rounded',
   equal: 'Equal',
-  differs: 'Shape or dtype',
+  differs: 'Kind, shape or dtype',
   A: 'Only in A',
   B: 'Only in B',
 };

@@ -287,7 +287,7 @@ function changeColours(node) {
 /** The change of what is below a node, weighed by bytes, and whether nothing there can be compared. */
 function changeOf(node) {
   const { tensor } = node;
-  if (tensor) return [Math.min(tensor.change ?? 0, 1), !['changed', 'rounded', 'equal'].includes(tensor.status)];
+  if (tensor) return [Math.max(0, Math.min(tensor.weight, 1)), !['changed', 'rounded', 'equal'].includes(tensor.status)];
   const parts = [...node.children.values()].map((child) => [child.bytes, ...changeOf(child)]);
   const sum = parts.reduce((total, [bytes, change]) => total + bytes * change, 0);
   return [sum / Math.max(node.bytes, 1), parts.every((part) => part[2])];

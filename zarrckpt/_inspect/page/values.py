@@ -5,25 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 
 from zarrckpt._format.documents import ArrayNode
-from zarrckpt._format.grid import Box, Ints, unravel
+from zarrckpt._format.grid import Box, Ints
+from zarrckpt._inspect.differences import Sums, TensorDifference, dtypes_of, wider
+from zarrckpt._inspect.exact import NumberArray
 from zarrckpt._inspect.page.histogram import Histogram
-from zarrckpt._inspect.stats import (
-    Moments,
-    NumberArray,
-    Sums,
-    TensorDifference,
-    TensorStats,
-    blocks,
-    by_chunks,
-    doubles,
-    dtypes_of,
-    read_part,
-    wider,
-)
+from zarrckpt._inspect.stats import Moments, TensorStats, as_reals, blocks, by_chunks, position_in, read_part
 from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 
@@ -35,6 +26,9 @@ _FAR = 6
 """Standard deviations from the mean."""
 _MAX_BROKEN = 4096
 """Chunks with NaN or inf of which the number is kept."""
+
+_PAGE_BLOCK = 1 << 18
+"""Elements per block: fewer would cost more, since each block has a histogram of its own."""
 
 Extreme = tuple[float, Ints]
 """A value, and where it is."""
@@ -52,6 +46,8 @@ class Look:
     """The least values, the least one first."""
     high: tuple[Extreme, ...] = ()
     """The greatest values, the greatest one first."""
+    sigmas: Mapping[float, float] = field(default_factory=dict)
+    """Each of these values -> its distance from the mean in standard deviations, unless the deviation is 0."""
     beyond: int = 0
     """Elements further than six standard deviations from the mean, at the histogram's full resolution."""
     broken: Mapping[int, int] = field(default_factory=dict)
@@ -65,7 +61,6 @@ class Gathering:
 
     def __init__(self, node: ArrayNode) -> None:
         self._node = node
-        self._whole = node.dtype.kind in ("bool", "int", "uint")
         self._moments = Moments()
         self._histogram: Histogram | None = None
         self._low: list[Extreme] = []
@@ -73,16 +68,16 @@ class Gathering:
         self._broken: dict[int, tuple[int, Ints]] = {}
 
     def take(self, values: NumberArray, begin: int, box: Box) -> None:
-        """Look at elements of a box, as doubles; ``begin`` is the first one's number in the box, in C order."""
+        """Look at elements of a box, see :func:`as_reals`; ``begin`` is the number of the first one in C order."""
         moments = Moments.of(values)
         self._moments.add(moments)
         if moments.finite < moments.count:
             odd = ~np.isfinite(values)
-            self._note_broken(box, int(odd.sum()), _position_in(box, begin + int(np.argmax(odd))))
+            self._note_broken(box, int(odd.sum()), position_in(box, begin + int(np.argmax(odd))))
         if not moments.finite:
             return
         finite = values[np.isfinite(values)] if moments.finite < moments.count else values
-        found = Histogram.of(finite, moments.low, moments.high, whole=self._whole)
+        found = Histogram.of(finite, moments.low, moments.high)
         self._histogram = found if self._histogram is None else self._histogram.plus(found)
         self._low = _extremes_of(self._low, moments.low, values, begin, box, 1)
         self._high = _extremes_of(self._high, moments.high, values, begin, box, -1)
@@ -122,10 +117,16 @@ class Gathering:
             fine.bulk(_TAIL, SHOWN_BINS),
             tuple(self._low),
             tuple(self._high),
+            self._sigmas(),
             fine.beyond(stats.mean - _FAR * stats.std, stats.mean + _FAR * stats.std) if stats.std else 0,
             counts,
             first,
         )
+
+    def _sigmas(self) -> dict[float, float]:
+        mean, std = self._moments.mean, self._moments.std
+        values = {value for value, _ in (*self._low, *self._high)}
+        return {value: float((Fraction(value) - mean) / Fraction(std)) for value in values} if std else {}
 
 
 def _greatest_first(item: Extreme) -> tuple[float, Ints]:
@@ -138,15 +139,12 @@ def _extremes_of(
     """The extremes of what was kept and of a block, whose best value is known; most blocks have nothing to add."""
     if len(kept) == EXTREMES and sign * kept[-1][0] <= sign * best:
         return kept
-    ordered = np.where(np.isfinite(values), sign * values, np.inf)
-    few = min(EXTREMES, len(ordered))
-    places = np.argpartition(ordered, few - 1)[:few]
-    found = [(float(values[i]), _position_in(box, begin + int(i))) for i in places if np.isfinite(values[i])]
+    few = min(EXTREMES, len(values))
+    finite = np.isfinite(values)
+    ordered = values if finite.all() else np.where(finite, values, sign * np.inf)
+    places = np.argpartition(ordered, few - 1)[:few] if sign > 0 else np.argpartition(ordered, -few)[-few:]
+    found = [(values[i].item(), position_in(box, begin + int(i))) for i in places if finite[i]]
     return sorted([*kept, *found], key=lambda item: (sign * item[0], item[1]))[:EXTREMES]
-
-
-def _position_in(box: Box, number: int) -> Ints:
-    return tuple(o + i for o, i in zip(box.offset, unravel(number, box.shape), strict=True))
 
 
 class _Gatherings:
@@ -181,8 +179,8 @@ def look_at(catalog: Catalog, fqns: Sequence[str], progress: Progress | None) ->
 
     def look(fqn: str, box: Box) -> None:
         part, begin = found.part(fqn), 0
-        for (block,) in blocks(read_part(catalog, fqn, box)):
-            part.take(doubles(block), begin, box)
+        for (block,) in blocks(read_part(catalog, fqn, box), size=_PAGE_BLOCK):
+            part.take(as_reals(block), begin, box)
             begin += len(block)
         found.add(fqn, part)
 
@@ -202,10 +200,10 @@ def look_at_both(
 
     def look(fqn: str, box: Box) -> Sums:
         a, b, part, begin = ones.part(fqn), others.part(fqn), Sums(), 0
-        for here, there in blocks(read_part(one, fqn, box), read_part(other, fqn, box)):
-            part.add(here, there)
-            a.take(doubles(here), begin, box)
-            b.take(doubles(there), begin, box)
+        for here, there in blocks(read_part(one, fqn, box), read_part(other, fqn, box), size=_PAGE_BLOCK):
+            part.add(here, there, begin, box)
+            a.take(as_reals(here), begin, box)
+            b.take(as_reals(there), begin, box)
             begin += len(here)
         ones.add(fqn, a)
         others.add(fqn, b)
