@@ -31,6 +31,7 @@ NO_BUCKET = "has no such bucket"
 """In the message of an error: the bucket is missing."""
 
 _SERVER = re.compile(r"https?://[^/\s\"]+")
+_ABORT = r"performing DELETE \S*uploadId="
 _FAULTS = [
     (re.compile(words), sentence)
     for words, sentence in (
@@ -42,7 +43,7 @@ _FAULTS = [
             "'*' for any",
         ),
         (
-            r"performing DELETE \S*uploadId=",
+            _ABORT,
             "{} failed during an upload in parts, and failed to abort it as well. obstore keeps only the second error. "
             "Check the server's log, and what the credentials allow, and try again",
         ),
@@ -81,18 +82,30 @@ _NO_ANSWER = re.compile(r"kind: (Connect|Interrupted|Timeout)\b|IncompleteMessag
 """In what obstore writes: no server has answered."""
 
 _PASSING = re.compile(
-    r"status code: 40[039]\b(?s:.)*?<Code>(RequestTimeout|IncompleteBody|Throttling(Exception)?|ThrottledException"
-    r"|RequestThrottled|SlowDown|TooManyRequests(Exception)?|RequestLimitExceeded|BandwidthLimitExceeded"
-    r"|OperationAborted|ConditionalRequestConflict)</Code>"
+    r"(status code: 40[039]\b(?s:.)*?<Code>|\(code: )(RequestTimeout(Exception)?|IncompleteBody|\w*Throttl\w*|SlowDown"
+    r"|TooManyRequests(Exception)?|RequestLimitExceeded|BandwidthLimitExceeded|PriorRequestNotComplete"
+    r"|OperationAborted|ConditionalRequestConflict)(</Code>|\))"
 )
 """In a server's answer: the same request may succeed soon. obstore repeats those with status 429, 500 and above."""
-_SKEWED = "<Code>RequestTimeTooSkewed</Code>"
-"""A request that waited long has an old signature. A clock that is wrong stays wrong."""
 _LOST = re.compile(
-    r"kind: Interrupted\b|IncompleteMessage|UnexpectedEof|ConnectionReset|error decoding response body|"
-    r"[Ii]nvalid (list|DeleteObjects) response"
+    r"kind: (Interrupted|Timeout)\b|IncompleteMessage|UnexpectedEof|ConnectionReset|error decoding response body"
 )
 """In what obstore writes: the answer did not arrive, or not as a whole."""
+_REPEATED = re.compile(r", after (\d+) retries, max_retries: \1\b")
+"""In what obstore writes: it has repeated the request itself, as often as it may."""
+_SELDOM_PASSING = re.compile(
+    # A request that waited long has an old signature. A clock that is wrong stays wrong.
+    r"<Code>RequestTimeTooSkewed</Code>"
+    # The connection was closed before the request was sent.
+    r"|connection was not ready"
+    # An answer that is cut looks like one that is no such document at all.
+    r"|[Ii]nvalid (list|DeleteObjects|multipart) response"
+    # An answer to HEAD has no code, and a conflict with nobody's condition is one with another request.
+    r"|performing HEAD (?s:.)*status code: 40[03]\b|status code: 409\b"
+    # An upload whose last answer was lost is gone, and the error of an abort replaces the reason for it.
+    r"|<Code>NoSuchUpload</Code>"
+    rf"|{_ABORT}"
+)
 _FEW = 2
 
 _PAGE = re.compile(r"<(!doctype html|html)\b.*?(</html>|$)", re.DOTALL | re.IGNORECASE)
@@ -111,7 +124,8 @@ def storage_error(what: str, url: str, error: BaseException, known: Sequence[str
 
 def no_answer(error: BaseException) -> bool:
     """Whether a request failed before any server answered it: nobody is there, or nobody that speaks this protocol."""
-    return _NO_ANSWER.search(_ends(str(error))) is not None
+    text = _ends(str(error))
+    return _NO_ANSWER.search(text) is not None and "response body" not in text
 
 
 def is_redirect(error: BaseException) -> bool:
@@ -124,15 +138,30 @@ def not_implemented(error: BaseException) -> bool:
     return getattr(error, "errno", None) == errno.ENOSYS or "501 Not Implemented" in str(error)
 
 
-def most_repeats(error: BaseException, idempotent: bool) -> int:
-    """How often a request may be made again that failed with this error, and that obstore does not repeat itself.
+def most_repeats(error: BaseException) -> int:
+    """How often a request may be made again, signed anew, that failed with this error.
 
-    It is signed anew then. An ``idempotent`` one is also repeated if its answer was lost.
+    No request is harmed by that: what is deleted twice is absent, and a refused condition is settled by a read.
     """
     text = _ends(str(error))
-    if _PASSING.search(text):
+    if is_passing(error) or (_LOST.search(text) and not _REPEATED.search(text)):
         return sys.maxsize
-    return _FEW if never_sent(error) or _SKEWED in text or (idempotent and _LOST.search(text)) else 0
+    return _FEW if _SELDOM_PASSING.search(text) else 0
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether a server asks for the same request again."""
+    return _PASSING.search(_ends(str(error))) is not None
+
+
+def hides_reason(error: BaseException) -> bool:
+    """Whether an error is that of the abort of an upload in parts: obstore drops the error that it is aborted for."""
+    return re.search(_ABORT, _ends(str(error))) is not None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a client written in Rust gave up on what it cannot handle: no Exception, and its class has no address."""
+    return type(error).__name__ == "PanicException"
 
 
 def never_sent(error: BaseException) -> bool:

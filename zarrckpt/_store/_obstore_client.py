@@ -88,7 +88,6 @@ class Bucket:
     def __init__(self, make: Callable[..., Any], out: Translated, server: str) -> None:
         self.persistent = make(client_options=out.client, retry_config=out.retry)
         """Repeats failed requests as ``retry_config`` says."""
-        self.repeats = out.retry["max_retries"] > 0
         self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
         """Seconds after which a listing is given up: a server may send pages for ever."""
         self._make, self._out, self._server = make, out, server
@@ -135,7 +134,12 @@ class Bucket:
             client.setdefault("read_timeout", _FIRST_ANSWER)
         return self._make(client_options=client, retry_config=_FIRST_RETRY)
 
-    def reach(self, call: Callable[[], T], idempotent: bool) -> T:
+    @cached_property
+    def unrepeated(self) -> Any:
+        """Makes each request once."""
+        return self._make(client_options=self._out.client, retry_config={**self._out.retry, "max_retries": 0})
+
+    def reach(self, call: Callable[[], T]) -> T:
         """A call to a server that has not answered yet: a wrong address is told in a second or so, silence in ten."""
         try:
             result = call()
@@ -143,21 +147,21 @@ class Bucket:
             if _failures.no_answer(error):
                 raise
             _answered.add(self._server)
-            if not isinstance(error, GenericError) and not _failures.most_repeats(error, idempotent):
+            if not isinstance(error, GenericError) and not _failures.most_repeats(error):
                 raise
             # It is there, and busy: from now on as ``retry_config`` says.
-            return self.send(call, idempotent)
+            return self.send(call)
         _answered.add(self._server)
         return result
 
-    def send(self, call: Callable[[], T], idempotent: bool) -> T:
+    def send(self, call: Callable[[], T]) -> T:
         """A call that is made again, with a new signature, after failures that pass and obstore does not repeat."""
         deadline = time.monotonic() + _as_seconds(self._out.retry["retry_timeout"])
         for repeat in range(self._out.retry["max_retries"]):
             try:
                 return call()
-            except BaseError as error:
-                if repeat >= _failures.most_repeats(error, idempotent) or time.monotonic() > deadline:
+            except (BaseError, FileNotFoundError) as error:
+                if repeat >= _failures.most_repeats(error) or time.monotonic() > deadline:
                     raise
                 pause = 0.0 if _failures.never_sent(error) else random.uniform(0.1, min(5.0, 0.2 * 2**repeat))
             time.sleep(pause)
