@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -190,9 +190,11 @@ def _new_folder(target: str, overwrite: bool) -> Iterator[str]:
                 if overwrite and os.path.lexists(target):
                     os.rename(target, replaced)
                 os.rename(part, target)
-            finally:
+            except BaseException:
                 if os.path.lexists(replaced) and not os.path.lexists(target):
-                    os.rename(replaced, target)
+                    with suppress(OSError):
+                        os.rename(replaced, target)
+                raise
         if os.path.islink(replaced):
             os.unlink(replaced)
         shutil.rmtree(replaced, ignore_errors=True)

@@ -16,6 +16,7 @@ from zarrckpt._errors import (
     one_line,
     printable,
 )
+from zarrckpt._store._next_steps import next_step
 from zarrckpt._store._secrets import hide, scrub
 
 _BEGIN, _END = 300, 700
@@ -114,9 +115,16 @@ _TITLE = re.compile(r"<title>\s*(.*?)\s*</title>", re.DOTALL | re.IGNORECASE)
 _ERROR_DOCUMENT = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?</Error>", re.DOTALL)
 
 
-def storage_error(what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "") -> StorageError:
-    """A StorageError with a scrubbed reason and a scrubbed cause."""
-    said = _address_fault(error, known) or f"{reason(error, known)}{'. ' + hint if hint else ''}"
+def storage_error(
+    what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "", may_ask: bool = False
+) -> StorageError:
+    """A StorageError with a scrubbed reason and a scrubbed cause. A code with a next step of its own needs no hint.
+
+    ``may_ask``: see :func:`~zarrckpt._store._next_steps.next_step`.
+    """
+    text = _scrubbed(f"{error} {error.__cause__ or ''}", known)
+    step = next_step(text, is_panic(error), may_ask) or hint
+    said = _address_fault(text) or ". ".join(filter(None, (reason(error, known).rstrip("."), step)))
     failure = StorageError(f"{_cut(what)} in {url} failed: {said}")
     failure.__cause__ = clean_cause(error, known)
     return failure
@@ -169,9 +177,8 @@ def never_sent(error: BaseException) -> bool:
     return "connection was not ready" in str(error)
 
 
-def _address_fault(error: BaseException, known: Sequence[str]) -> str:
+def _address_fault(text: str) -> str:
     """A sentence for what is usually a wrong address, with the next step; "" for anything else."""
-    text = _scrubbed(f"{error} {error.__cause__ or ''}", known)
     server = _SERVER.search(text)
     found = (sentence for words, sentence in _FAULTS if words.search(text))
     return next(found, "").format(server[0] if server else "the server")

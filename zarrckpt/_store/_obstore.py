@@ -104,9 +104,7 @@ class ObstoreStore(ClientStore):
         pieces.append(memoryview(b""))
         at_once = max(1, self.max_concurrency // _PARTS_AT_ONCE)
         try:
-            self._ask(
-                lambda: self._put(key, pieces, use_multipart=True, chunk_size=_PART, max_concurrency=at_once)
-            )
+            self._ask(lambda: self._put(key, pieces, use_multipart=True, chunk_size=_PART, max_concurrency=at_once))
         except (client_errors.BaseError, FileNotFoundError) as error:
             if not _failures.hides_reason(error) or sum(map(len, views)) > _MOST_OF_A_PUT:
                 raise
@@ -235,6 +233,11 @@ class ObstoreStore(ClientStore):
         if isinstance(error, FileNotFoundError):
             return "Check that the bucket (or container) exists and that the endpoint and the region are its own"
         return "Check the endpoint, the region and the network, and after a refusal the credentials"
+
+    def failure(self, what: str, error: BaseException) -> StorageError:
+        # Where all requests go through a proxy, one that does not might not arrive.
+        may_ask = not self._bucket.is_proxied
+        return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error), may_ask)
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
         return super().call(what, partial(self._ask, request), key)

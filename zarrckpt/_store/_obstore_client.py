@@ -23,7 +23,7 @@ from zarrckpt._store import _failures, _options
 from zarrckpt._store._conditional_puts import Honoured, honoured_by
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, Translated
-from zarrckpt._store._redirects import restrict_redirects
+from zarrckpt._store._redirects import NO_PROXY_THERE, restrict_redirects
 from zarrckpt._store._secrets import redact_url, scrub, secret_values
 from zarrckpt._store._url import Place
 
@@ -90,6 +90,8 @@ class Bucket:
         """Repeats failed requests as ``retry_config`` says."""
         self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
         """Seconds after which a listing is given up: a server may send pages for ever."""
+        self.is_proxied = out.client.get("proxy_url") not in (None, NO_PROXY_THERE)
+        """Whether the caller names a proxy."""
         self._make, self._out, self._server = make, out, server
         self._objects = f"{server}, objects without redirects but to {out.client.get('proxy_excludes')}"
 
@@ -190,6 +192,10 @@ def open_client(place: Place, options: Mapping[str, Any], provider: Callable[...
             f"{redact_url(place.address)!r} is no place for objects: its path has an empty name, '.' or '..', or a "
             "control character; write it without"
         )
+    if re.search(r"[\x00-\x20\x7f]", place.bucket + place.account):
+        raise StorageError(
+            f"{redact_url(place.address)!r} names no bucket: expected a name without spaces and control characters"
+        )
     known = secret_values(options)
     try:
         return _open(place, options, provider, known)
@@ -200,7 +206,9 @@ def open_client(place: Place, options: Mapping[str, Any], provider: Callable[...
     except UnknownConfigurationKeyError as error:
         name = re.search("'([^']*)'", str(error))
         failure = _options.unknown(place.kind, name[1] if name else str(error))
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _failures.is_panic(error):
+            raise
         failure = _failures.storage_error("opening the store", redact_url(place.address), error, known)
     raise failure
 
