@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -190,10 +190,12 @@ def _new_folder(target: str, overwrite: bool) -> Iterator[str]:
                 if overwrite and os.path.lexists(target):
                     os.rename(target, replaced)
                 os.rename(part, target)
-            except BaseException:
+            except BaseException as err:
                 if os.path.lexists(replaced) and not os.path.lexists(target):
-                    with suppress(OSError):
+                    try:
                         os.rename(replaced, target)
+                    except OSError:
+                        err.add_note(f"The export that was there could not be moved back: it is now {replaced}")
                 raise
         if os.path.islink(replaced):
             os.unlink(replaced)
