@@ -10,7 +10,7 @@ from typing import IO
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
-_SECONDS = 5.0
+_REGION_SECONDS = 5.0
 """Time for the one request for a region."""
 
 _BAD_SETTING = (
@@ -19,7 +19,7 @@ _BAD_SETTING = (
     "that are none"
 )
 
-_STEPS = [
+_STEPS_BY_CODE = [
     (re.compile(words, re.IGNORECASE), step)
     for words, step in (
         (
@@ -52,8 +52,8 @@ _STEPS = [
 _WRONG_REGION = re.compile(
     r"redirect without LOCATION|\b(PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraintException)\b"
 )
-_NAME = "[a-z0-9-]{1,40}"
-_REGION = re.compile(rf"<Region>({_NAME})</Region>|expecting '({_NAME})'")
+_REGION_NAME = "[a-z0-9-]{1,40}"
+_NAMED_REGION = re.compile(rf"<Region>({_REGION_NAME})</Region>|expecting '({_REGION_NAME})'")
 _URL = re.compile(r"performing [A-Z]+ (https?://[^\s\"]+)")
 
 
@@ -69,11 +69,11 @@ def next_step(text: str, panic: bool, may_ask: bool) -> str:
         return _BAD_SETTING
     if _WRONG_REGION.search(text):
         return _region_step(text, may_ask)
-    return next((step for words, step in _STEPS if words.search(text)), "")
+    return next((step for words, step in _STEPS_BY_CODE if words.search(text)), "")
 
 
 def _region_step(text: str, may_ask: bool) -> str:
-    found, url = _REGION.search(text), _URL.search(text)
+    found, url = _NAMED_REGION.search(text), _URL.search(text)
     region = next(filter(None, found.groups()), "") if found else ""
     if not region and url is not None and may_ask:
         address = urlsplit(url[1])
@@ -97,7 +97,7 @@ def _region_of(url: str) -> str:
     """
     request = urllib.request.Request(url, method="HEAD")
     try:
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=_SECONDS) as answer:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=_REGION_SECONDS) as answer:
             headers = answer.headers
     except HTTPError as error:
         headers = error.headers
@@ -105,7 +105,7 @@ def _region_of(url: str) -> str:
     except (OSError, ValueError):
         return ""
     region = str(headers.get("x-amz-bucket-region", ""))
-    return region if re.fullmatch(_NAME, region) else ""
+    return region if re.fullmatch(_REGION_NAME, region) else ""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
