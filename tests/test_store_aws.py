@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import botocore.session
 import obstore
 import pytest
+import torch
 from botocore.config import Config
 from botocore.loaders import create_loader
 
+import zarrckpt
+from s3_stub import Request, S3Stub
+from zarr.core.buffer import default_buffer_prototype
 from zarrckpt import StorageError
-from zarrckpt._store import _aws
+from zarrckpt._store import _aws, _obstore
+from zarrckpt._store._base import Store
 from zarrckpt._store._obstore import ObstoreStore
 from zarrckpt._store._spec import open_store
 
@@ -138,3 +147,151 @@ def test_without_botocore_the_environment_counts(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", TRUE)
     assert url_of_zarrckpt({}).netloc == "s3.ap-south-1.amazonaws.com"
     _aws._ask_botocore.cache_clear()
+
+
+class Rotation:
+    """A server that accepts the latest key alone, and the source of that key."""
+
+    def __init__(self, stub: S3Stub, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stub, self._source, self._folder, self._monkeypatch = stub, source, folder, monkeypatch
+        self.key, self.asked = "key-0", 0
+        self.options: dict[str, Any] = {"endpoint_url": stub.endpoint}
+        if source == "profile":
+            self.options["profile"] = "p"
+        elif source == "provider":
+            self.options["credential_provider"] = self._credentials
+        stub.faults.accepts_key = lambda key, request: key == self.key
+        self.rotate()
+
+    def _credentials(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"access_key_id": self.key, "secret_access_key": "s", "token": None, "expires_at": None}
+
+    def rotate(self) -> None:
+        """Refuse the key, and give another one to the source."""
+        self.key = f"key-{int(self.key[4:]) + 1}"
+        keys = f"aws_access_key_id = {self.key}\naws_secret_access_key = s\n"
+        if self._source == "profile":
+            (self._folder / "config").write_text(f"[profile p]\nregion = eu-west-3\n{keys}")
+            self._monkeypatch.setenv("AWS_CONFIG_FILE", str(self._folder / "config"))
+        elif self._source == "environment":
+            for name, value in {**KEYS, "AWS_ACCESS_KEY_ID": self.key}.items():
+                self._monkeypatch.setenv(name, value)
+
+
+REQUESTS: dict[str, tuple[Callable[[Store], Any], Any]] = {
+    "get": (lambda store: store.get("a/k"), b"0123"),
+    "range": (lambda store: bytes(store.read("a/k", 1, 2)), b"12"),
+    "versioned": (lambda store: store.get_versioned("a/k").data, b"0123"),
+    "list": (lambda store: [info.key for info in store.list()], ["a/k"]),
+    "list_dir": (lambda store: store.list_dir(), ([], ["a"])),
+    "put": (lambda store: store.put("a/k", [b"0123"]), None),
+    "multipart": (lambda store: store.put("a/big", [b"0123" * 2]), None),
+    "create": (lambda store: store.create("a/new", b"new"), None),
+    "replace": (lambda store: store.replace("a/new", b"newer", store.get_versioned("a/new").version), None),
+    "delete": (lambda store: store.delete(["a/big", "a/new"]), None),
+    "absent": (lambda store: store.read_if_any("a/new"), None),
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "source"),
+    [
+        ("obstore", "environment"),
+        ("obstore", "profile"),
+        ("obstore", "provider"),
+        ("fsspec", "environment"),
+        ("fsspec", "profile"),
+    ],
+)
+def test_every_request_survives_rotated_keys(
+    backend: str, source: str, s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_obstore, "SPLIT", 8)
+    rotation = Rotation(s3_stub, source, tmp_path, monkeypatch)
+    store = open_store("s3://research/run", storage_options={"backend": backend, **rotation.options})
+    store.put("a/k", [b"0123"])
+    for name, (request, expected) in REQUESTS.items():
+        rotation.rotate()
+        assert request(store) == expected, name
+    # As every other store that is open there: a reader of zarr's.
+    rotation.rotate()
+    if backend == "obstore":
+        zarr_store = store.zarr_store()
+        for _ in range(2):
+            rotation.rotate()
+            found = asyncio.run(zarr_store.get("a/k", default_buffer_prototype()))
+            assert found is not None and found.to_bytes() == b"0123"
+    assert s3_stub.objects["research/run/a/k"].data == b"0123"
+
+
+def test_an_upload_whose_key_ends_begins_anew(
+    s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotation = Rotation(s3_stub, "provider", tmp_path, monkeypatch)
+    store = open_store("s3://research/run", storage_options=rotation.options)
+
+    def accepts(key: str, request: Request) -> bool:
+        if "partNumber=2" in request.target and rotation.key == "key-1":
+            rotation.rotate()
+        return key == rotation.key
+
+    s3_stub.faults.accepts_key = accepts
+    monkeypatch.setattr(_obstore, "SPLIT", 8 * 2**20)
+    data = bytes(range(256)) * 2**16
+    store.put("k", [data, data[:100]])
+    assert s3_stub.objects["research/run/k"].data == data + data[:100]
+
+
+def test_requests_that_fail_together_share_one_renewal(
+    s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotation = Rotation(s3_stub, "provider", tmp_path, monkeypatch)
+    store = open_store("s3://research/run", storage_options=rotation.options)
+    store.put("k", [b"x"])
+    rotation.rotate()
+    rotation.asked, barrier = 0, Barrier(16)
+
+    def read(_: int) -> bytes:
+        barrier.wait()
+        return store.get("k")
+
+    with ThreadPoolExecutor(16) as threads:
+        assert [*threads.map(read, range(16))] == [b"x"] * 16
+    # One by the client for all, and one by that for the first requests.
+    assert rotation.asked <= 2
+
+
+@pytest.mark.parametrize("backend", ["obstore", "fsspec"])
+def test_keys_that_cannot_be_renewed_are_named(backend: str, s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(options: dict[str, Any]) -> str:
+        store = open_store("s3://research/run", storage_options={"endpoint_url": s3_stub.endpoint, **options})
+        s3_stub.requests.clear()
+        with pytest.raises(StorageError) as caught:
+            store.get_bounded("k", 3)
+        return str(caught.value)
+
+    s3_stub.faults.accepts_key = lambda key, request: False
+    text = refused({"backend": backend, "key": "given", "secret": "s"})
+    assert "option key " in text and "credential_provider" in text
+    assert len(s3_stub.requests) == 1
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    assert "again from their source" in refused({"backend": backend})
+    assert len(s3_stub.requests) == 2
+
+
+def test_a_manager_outlives_its_keys(s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotation = Rotation(s3_stub, "profile", tmp_path, monkeypatch)
+    state = {"w": torch.arange(8.0)}
+    url, keep = "s3://research/run", zarrckpt.Keep(newest=2)
+    with zarrckpt.CheckpointManager(url, storage_options=rotation.options, keep=keep, signals=()) as manager:
+        for step in range(1, 5):
+            manager.save(step, state)
+            manager.wait()
+            rotation.rotate()
+        checkpoint = zarrckpt.open(f"{url}/step-4", storage_options=rotation.options)
+        for _ in range(2):
+            rotation.rotate()
+            assert torch.equal(checkpoint["w"][2:4], state["w"][2:4])
+            assert manager.latest() is not None

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from zarrckpt._errors import StorageError
 
-_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_S3_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """In the order in which they count. The last one is obstore's own."""
 _FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 _SECRET_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -142,7 +142,7 @@ def _ask_client(session: Any, region: str | None, virtual: bool) -> tuple[str | 
 
 def _environment_endpoint(region: str | None, ignored: bool) -> str | None:
     """The endpoint that a variable names. obstore reads these itself: if they are ignored, another one must be set."""
-    found = next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), None)
+    found = next((os.environ[name] for name in _S3_ENDPOINT_VARIABLES if os.environ.get(name)), None)
     return _usual_endpoint(region) if found and ignored else found
 
 

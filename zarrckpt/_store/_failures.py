@@ -95,6 +95,16 @@ _LOST = re.compile(
 """In what obstore writes: the answer did not arrive, or not as a whole."""
 _FEW = 2
 
+_REFUSED_CODES = (
+    "ExpiredToken|ExpiredTokenException|InvalidToken|InvalidTokenId|TokenRefreshRequired|InvalidAccessKeyId"
+    "|InvalidClientTokenId|SignatureDoesNotMatch|AuthenticationFailed"
+)
+_REFUSED_KEYS = re.compile(
+    rf"<Code>({_REFUSED_CODES})</Code>|\(({_REFUSED_CODES})\) when calling|status code: 401\b"
+    r"|performing HEAD (?s:.)*?status code: 40[03]\b|\(40[013]\) when calling the HeadObject"
+)
+"""In what obstore and s3fs write: the credentials have ended or were withdrawn. Answers to HEAD give no reason."""
+
 _PAGE = re.compile(r"<(!doctype html|html)\b.*?(</html>|$)", re.DOTALL | re.IGNORECASE)
 _TITLE = re.compile(r"<title>\s*(.*?)\s*</title>", re.DOTALL | re.IGNORECASE)
 
@@ -138,6 +148,11 @@ def most_repeats(error: BaseException, idempotent: bool) -> int:
 def never_sent(error: BaseException) -> bool:
     """Whether the server closed the connection before any of the request was on its way."""
     return "connection was not ready" in str(error)
+
+
+def refuses_credentials(error: BaseException) -> bool:
+    """Whether a server refused credentials, or may have: others may be accepted."""
+    return _REFUSED_KEYS.search(_ends(f"{error} {error.__cause__ or ''}")) is not None
 
 
 def _address_fault(error: BaseException, known: Sequence[str]) -> str:

@@ -101,8 +101,8 @@ class ObstoreStore(ClientStore):
         upload = partial(self._put, key, pieces, use_multipart=True, chunk_size=_PART, max_concurrency=at_once)
         try:
             upload()
-        except (client_errors.GenericError, FileNotFoundError):
-            if not self._bucket.repeats:
+        except (client_errors.GenericError, FileNotFoundError) as error:
+            if not self._bucket.repeats or _failures.refuses_credentials(error):
                 raise
             # Parts are repeated by obstore. What is left is an end whose answer was lost: the upload is gone then.
             upload()
@@ -132,14 +132,14 @@ class ObstoreStore(ClientStore):
             return str(meta.get("e_tag") or "")
         return ""
 
-    def _put(self, key: str, data: Any, *, client: Any = None, **options: Any) -> None:
-        client = client or self._bucket.persistent
+    def _put(self, key: str, data: Any, *, patient: bool = True, **options: Any) -> None:
+        client = self._bucket.persistent if patient else self._bucket.impatient
         obstore.put(client, self.name(key), data, **self._client.put_options, **options)
 
     def _put_mode(self, key: str, data: bytes, mode: Any, what: str) -> bool:
-        def put(client: Any = None) -> bool:
+        def put(patient: bool = True) -> bool:
             try:
-                self._put(key, data, client=client, mode=mode, use_multipart=False)
+                self._put(key, data, patient=patient, mode=mode, use_multipart=False)
             except (client_errors.AlreadyExistsError, client_errors.PreconditionError):
                 return False
             return True
@@ -147,7 +147,7 @@ class ObstoreStore(ClientStore):
         if (self._honoured.creates if mode == "create" else self._honoured.matches) is None:
             # Where a server has no conditions, obstore would ask for more than a minute.
             try:
-                return self.call(what, partial(put, self._bucket.impatient))
+                return self.call(what, partial(put, patient=False))
             except StorageError as error:
                 if _failures.not_implemented(error):
                     raise NoConditionsError(str(error)) from None
@@ -217,11 +217,14 @@ class ObstoreStore(ClientStore):
 
     def zarr_store(self) -> ZarrStore:
         check_fork()
-        from zarrckpt._store._zarr_readers import ForkCheckedStore
+        from zarrckpt._store._zarr_readers import ClientReadStore
 
-        return ForkCheckedStore(self._bucket.persistent, self._client.prefix)
+        return ClientReadStore(self._bucket, self._client.prefix)
 
     def hint(self, error: BaseException) -> str:
+        option = self._client.fixed_credentials
+        if (option or self._bucket.renewable) and _failures.refuses_credentials(error):
+            return self.renewal_hint(option, self._bucket.renewal_error)
         if isinstance(error, client_errors.PermissionDeniedError | client_errors.UnauthenticatedError):
             return "Check the credentials, and what they allow"
         if isinstance(error, FileNotFoundError):
@@ -230,8 +233,7 @@ class ObstoreStore(ClientStore):
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None, idempotent: bool = False) -> T:
         check_fork()
-        ask = self._bucket.send if self._bucket.answered else self._bucket.reach
-        return super().call(what, partial(ask, request, idempotent), key)
+        return super().call(what, partial(self._bucket.ask, request, idempotent), key)
 
 
 def _take_whole(answer: Any, name: str, most: int) -> bytes:

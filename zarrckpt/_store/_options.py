@@ -73,6 +73,12 @@ _WAYS = {
 """Ways to sign in, or not to, of which a caller gives one: the options of each. A credential_provider is one more."""
 _SWITCHES = ("skip_signature", "use_azure_cli")
 
+_FIXED_CREDENTIALS = {
+    "s3": ("access_key_id", "session_token"),
+    "gs": ("bearer_token",),
+    "az": ("account_key", "sas_token", "token"),
+}
+
 _CLIENT = """
     allow_http allow_invalid_certificates connect_timeout default_content_type default_headers http1_only
     http2_keep_alive_interval http2_keep_alive_timeout http2_keep_alive_while_idle http2_only
@@ -128,6 +134,10 @@ class Translated:
     credential_provider: Callable[..., Any] | None = None
     keys: tuple[str, ...] | None = None
     """The keys that the provider gives, where they were given as options."""
+    fixed_credentials: str | None = None
+    """The option that holds the credentials."""
+    renewable: bool = True
+    """Whether the source of the credentials may give others later."""
     redirect_hosts: tuple[str, ...] = ()
     """Hosts (and all below them) that redirects may lead to, beside the endpoint's own; "*" for all."""
 
@@ -146,6 +156,8 @@ def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., 
     if _signs_in(place.kind, given, provider):
         # What the caller says counts for more than AWS_SKIP_SIGNATURE and its like.
         out.config["skip_signature"] = False
+    fixed = (given[bare][0] for bare in _FIXED_CREDENTIALS[place.kind] if bare in given)
+    out.fixed_credentials = next(fixed, None)
     _, extra = given.pop(special or "", ("", None))
     for bare, (name, value) in given.items():
         _apply(out, place.kind, bare, name, value)
@@ -156,6 +168,7 @@ def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., 
             _complete_gs(out, extra)
         case _:
             _complete_az(out, place.account)
+    out.renewable = out.fixed_credentials is None and not is_true(out.config.get("skip_signature"))
     return out
 
 
