@@ -117,8 +117,8 @@ class ClientReadStore(PrefixStore):
     """
 
     def __init__(self, bucket: Bucket, prefix: str) -> None:
-        super().__init__(ObjectStore(bucket.persistent, read_only=True), prefix)
-        self._bucket = bucket
+        self._bucket, self._client = bucket, bucket.persistent
+        super().__init__(ObjectStore(self._client, read_only=True), prefix)
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         if byte_range is not None and not isinstance(byte_range, OffsetByteRequest):
@@ -173,8 +173,9 @@ class ClientReadStore(PrefixStore):
 
     async def _opened(self) -> Store:
         check_fork()
-        if self._inner.store is not self._bucket.persistent:
-            self._inner = ObjectStore(self._bucket.persistent, read_only=True)
+        if self._client is not self._bucket.persistent:
+            self._client = self._bucket.persistent
+            self._inner = ObjectStore(self._client, read_only=True)
         return await super()._opened()
 
 
