@@ -48,7 +48,7 @@ _RESOLVING_MODULES = {
 
 _REGION = "x-amz-bucket-region"
 
-_FIXED_CREDENTIALS = ("key", "secret", "token", "username", "password", "session", "aws_access_key_id")
+_SIGN_IN_OPTIONS = ("key", "secret", "token", "username", "password", "session", "aws_access_key_id")
 """Options of s3fs and, the last one, of its client."""
 
 _CONNECTIONS = 8
@@ -114,7 +114,7 @@ class Filesystems:
     def fixed_credentials(self) -> str | None:
         """The option of s3fs that holds the credentials, which cannot be read again."""
         given = {**(self._options.get("client_kwargs") or {}), **self._options}
-        return next((name for name in _FIXED_CREDENTIALS if given.get(name)), None)
+        return next((name for name in _SIGN_IN_OPTIONS if given.get(name)), None)
 
     @property
     def signs_for_s3(self) -> bool:

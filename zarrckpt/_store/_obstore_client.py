@@ -176,8 +176,10 @@ class Bucket:
         with self._renewing:
             if generation == self.generation:
                 try:
-                    # Only these: the server stays the same.
-                    self._provider = self._translate().credential_provider
+                    fresh = self._translate()
+                    if fresh.config.get("endpoint") != self._out.config.get("endpoint"):
+                        raise StorageError("the environment or the profile names another endpoint than at first")
+                    self._provider = fresh.credential_provider
                     self._begin()
                 except Exception as error:
                     self.renewal_error = error
