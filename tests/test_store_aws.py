@@ -209,6 +209,7 @@ def test_every_request_survives_rotated_keys(
     backend: str, source: str, s3_stub: S3Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_obstore, "SPLIT", 8)
+    monkeypatch.setattr("botocore.session.create_loader", lambda *_: LOADER)
     rotation = Rotation(s3_stub, source, tmp_path, monkeypatch)
     store = open_store("s3://research/run", storage_options={"backend": backend, **rotation.options})
     store.put("a/k", [b"0123"])

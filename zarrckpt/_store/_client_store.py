@@ -76,8 +76,10 @@ class ClientStore(ConditionalStore):
                 f"Check the credentials. They were passed as the option {option} and cannot be renewed: pass new ones, "
                 "or leave them to a profile, the environment or a credential_provider, which are read again"
             )
-        again = "from their source was of no use" if renewal_error is None else f"failed: {renewal_error}"
-        return scrub(f"Check the credentials, and what they allow. Reading them again {again}", self.secrets)
+        again = "Those that were read again from their source are refused, too"
+        if renewal_error is not None:
+            again = f"Reading them again failed: {renewal_error}"
+        return scrub(f"Check the credentials, and what they allow. {again}", self.secrets)
 
     # -- the store
 
