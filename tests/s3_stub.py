@@ -84,6 +84,8 @@ class Faults:
     """By kind of request: all get an error of this status and code."""
     region: str = ""
     """The region of all buckets, in a header of each answer."""
+    accepts_key: Callable[[str, Request], bool] = lambda key, request: True
+    """Requests whose access key it does not accept get a 400 ExpiredToken."""
     resets: int = 0
     """That many connections are closed before a request is read."""
     refusal: str = ""
@@ -238,7 +240,8 @@ class Handler(BaseHTTPRequestHandler):
         self._key = unquote(target.path).lstrip("/")
         self._query = parse_qs(target.query, keep_blank_values=True)
         self._body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        stub.requests.append(Request(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
+        request = Request(self.command, self.path, {k.lower(): v for k, v in self.headers.items()})
+        stub.requests.append(request)
         if faults.stall_seconds:
             time.sleep(faults.stall_seconds)
         if faults.redirect_to:
@@ -247,6 +250,9 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(faults.refusal_status, faults.refusal.encode())
         if faults.refuse_deletes and (self.command == "DELETE" or "delete" in self._query):
             return self._answer(faults.refuse_deletes, b"<Error><Code>Refused</Code></Error>")
+        signer = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
+        if not faults.accepts_key(signer, request):
+            return self._answer(400, b"<Error><Code>ExpiredToken</Code></Error>")
         with stub.lock:
             if faults.server_errors > 0:
                 faults.server_errors -= 1

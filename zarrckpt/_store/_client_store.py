@@ -14,6 +14,7 @@ from zarrckpt._jobs import run_jobs
 from zarrckpt._store import _failures
 from zarrckpt._store._base import MOST_WHOLE, Buffer, check_key
 from zarrckpt._store._conditional_puts import ConditionalStore, Honoured
+from zarrckpt._store._secrets import scrub, secret_values
 
 _DELETES_AT_ONCE = 16
 
@@ -62,6 +63,23 @@ class ClientStore(ConditionalStore):
     @abc.abstractmethod
     def delete_named(self, name: str) -> None:
         """Delete an object; an absent one is no error."""
+
+    def failure(self, what: str, error: BaseException) -> StorageError:
+        # The environment may hold other credentials than at first.
+        self.secrets = [*dict.fromkeys((*self.secrets, *secret_values({})))]
+        return super().failure(what, error)
+
+    def renewal_hint(self, option: str | None, renewal_error: BaseException | None) -> str:
+        """The next step after refused credentials. Those in an option cannot be read again."""
+        if option is not None:
+            return (
+                f"Check the credentials. They were passed as the option {option} and cannot be renewed: pass new ones, "
+                "or leave them to a profile, the environment or a credential_provider, which are read again"
+            )
+        again = "Those that were read again from their source are refused, too"
+        if renewal_error is not None:
+            again = f"Reading them again failed: {renewal_error}"
+        return scrub(f"Check the credentials, and what they allow. {again}", self.secrets)
 
     # -- the store
 

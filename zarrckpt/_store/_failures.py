@@ -109,6 +109,16 @@ _SELDOM_PASSING = re.compile(
 )
 _FEW = 2
 
+_REFUSED_CODES = (
+    "ExpiredToken|ExpiredTokenException|InvalidToken|InvalidTokenId|TokenRefreshRequired|InvalidAccessKeyId"
+    "|InvalidClientTokenId|SignatureDoesNotMatch|AuthenticationFailed"
+)
+_REFUSED_KEYS = re.compile(
+    rf"<Code>({_REFUSED_CODES})</Code>|\(({_REFUSED_CODES})\) when calling|status code: 401\b"
+    r"|performing HEAD (?s:.)*?status code: 40[03]\b|\(40[013]\) when calling the HeadObject"
+)
+"""In what obstore and s3fs write: the credentials have ended or were withdrawn. Answers to HEAD give no reason."""
+
 _PAGE = re.compile(r"<(!doctype html|html)\b.*?(</html>|$)", re.DOTALL | re.IGNORECASE)
 _TITLE = re.compile(r"<title>\s*(.*?)\s*</title>", re.DOTALL | re.IGNORECASE)
 
@@ -123,7 +133,10 @@ def storage_error(
     ``may_ask``: see :func:`~zarrckpt._store._next_steps.next_step`.
     """
     text = _scrubbed(f"{error} {error.__cause__ or ''}", known)
-    step = next_step(text, is_panic(error), may_ask) or hint
+    step = next_step(text, is_panic(error), may_ask)
+    if not step or refuses_credentials(error):
+        # Of credentials, the code gives the reason, and the hint where they come from.
+        step = ". ".join(filter(None, (step, hint)))
     said = _address_fault(text) or ". ".join(filter(None, (reason(error, known).rstrip("."), step)))
     failure = StorageError(f"{_cut(what)} in {url} failed: {said}")
     failure.__cause__ = clean_cause(error, known)
@@ -175,6 +188,11 @@ def is_panic(error: BaseException) -> bool:
 def never_sent(error: BaseException) -> bool:
     """Whether the server closed the connection before any of the request was on its way."""
     return "connection was not ready" in str(error)
+
+
+def refuses_credentials(error: BaseException) -> bool:
+    """Whether a server refused credentials, or may have: others may be accepted."""
+    return _REFUSED_KEYS.search(_ends(f"{error} {error.__cause__ or ''}")) is not None
 
 
 def _address_fault(text: str) -> str:

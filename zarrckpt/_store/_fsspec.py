@@ -7,6 +7,7 @@ ones on Google Cloud and Azure as well. Every other filesystem gets check-then-p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarrckpt._errors import StorageError
@@ -43,7 +44,7 @@ class FsspecStore(ClientStore):
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
         secrets = secret_values({**options, "url": address})
         super().__init__(redact_url(address), "", Honoured(), _PLAIN_LOCK, secrets)
-        self._filesystems = self.call("opening the store", lambda: Filesystems(address, options))
+        self._filesystems = super().call("opening the store", lambda: Filesystems(address, options))
         self._folder, self._traits = self._filesystems.root, self._filesystems.traits
         if self._traits.memory:
             self._honoured = Honoured(True, True)
@@ -159,7 +160,13 @@ class FsspecStore(ClientStore):
     def zarr_store(self) -> ZarrStore:
         return self.call("opening the store", self._filesystems.zarr_store)
 
+    def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
+        return super().call(what, partial(self._filesystems.ask, request), key)
+
     def hint(self, error: BaseException) -> str:
+        filesystems = getattr(self, "_filesystems", None)  # none yet, if it could not be opened
+        if filesystems is not None and filesystems.signs_for_s3 and _failures.refuses_credentials(error):
+            return self.renewal_hint(filesystems.fixed_credentials, None)
         if isinstance(error, ImportError):
             package = (getattr(error.__cause__, "name", None) or error.name or "").partition(".")[0]
             return f"Install what this protocol needs: pip install {_EXTRAS.get(package, package) or 'PACKAGE'}"

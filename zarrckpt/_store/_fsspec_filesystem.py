@@ -12,18 +12,22 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import fsspec
 
 from zarrckpt._errors import StorageError
+from zarrckpt._forks import ForkSafeLock
+from zarrckpt._store._failures import refuses_credentials
 from zarrckpt._store._secrets import redact_url
 from zarrckpt._store._url import RESOLVERS, is_chain
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
+
+T = TypeVar("T")
 
 _S3 = {"s3", "s3a"}
 # Flat stores: a put is atomic, and there are no folders to make (s3fs would make a bucket instead).
@@ -43,6 +47,9 @@ _RESOLVING_MODULES = {
 """Where the classes of filesystems that take other urls are, whatever protocol is registered for them."""
 
 _REGION = "x-amz-bucket-region"
+
+_SIGN_IN_OPTIONS = ("key", "secret", "token", "username", "password", "session", "aws_access_key_id")
+"""Options of s3fs and, the last one, of its client."""
 
 _CONNECTIONS = 8
 _FSSPEC_TRIES = 5
@@ -100,12 +107,42 @@ class Filesystems:
         first, root = self._open_shared()
         self.root: str = root.rstrip("/")
         self.traits = Traits.of(first)
+        self._generation, self._renewing = 0, ForkSafeLock()
         self._begin(first)
 
+    @property
+    def fixed_credentials(self) -> str | None:
+        """The option of s3fs that holds the credentials, which cannot be read again."""
+        given = {**(self._options.get("client_kwargs") or {}), **self._options}
+        return next((name for name in _SIGN_IN_OPTIONS if given.get(name)), None)
+
+    @property
+    def signs_for_s3(self) -> bool:
+        """Whether requests have a signature of S3."""
+        return self.traits.s3 and not self._options.get("anon")
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """Make a call that borrows a filesystem; once more with new credentials if a server of S3 refuses these.
+
+        Calls that fail at the same time share one renewal.
+        """
+        generation = self._generation
+        try:
+            return call()
+        except Exception as error:
+            if not self.signs_for_s3 or self.fixed_credentials or not refuses_credentials(error):
+                raise
+        with self._renewing:
+            if generation == self._generation:
+                # fsspec would return the same filesystem again.
+                self._begin(self._open_shared(skip_instance_cache=True)[0])
+                self._generation = generation + 1
+        return call()
+
     def _begin(self, first: Any) -> None:
-        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
-        self._idle: queue.LifoQueue[Any] = queue.LifoQueue()
-        self._idle.put(first)
+        idle: queue.LifoQueue[Any] = queue.LifoQueue()
+        idle.put(first)
+        self._slots, self._idle = threading.BoundedSemaphore(_CONNECTIONS), idle
         self._pid = os.getpid()
 
     @contextlib.contextmanager
@@ -136,7 +173,9 @@ class Filesystems:
 
         fs = self._open()
         if fs.async_impl:
-            fs = type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": True})
+            # s3fs would keep the credentials of an earlier one.
+            fresh = {"skip_instance_cache": True} if self.traits.s3 else {}
+            fs = type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": True, **fresh})
         else:
             one_at_a_time = None if self.traits.shared else asyncio.Semaphore(1)
             fs = AsyncFileSystemWrapper(fs, asynchronous=True, semaphore=one_at_a_time)

@@ -44,8 +44,7 @@ _STEPS_BY_CODE = [
         ),
         (
             r"\b(ExpiredToken(Exception)?|InvalidToken|TokenRefreshRequired)\b",
-            "Check the credentials: they have expired, or the session token does not belong to the keys. Renew them "
-            "(such as by aws sso login), or pass a new key, secret and token together",
+            "The credentials have expired, or the session token does not belong to the keys",
         ),
     )
 ]

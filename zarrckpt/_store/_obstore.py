@@ -109,7 +109,7 @@ class ObstoreStore(ClientStore):
             if not _failures.hides_reason(error) or sum(map(len, views)) > _MOST_OF_A_PUT:
                 raise
             # The reason is lost. One request succeeds, or fails with a reason of its own.
-            self._put(key, views, client=self._bucket.unrepeated, use_multipart=False)
+            self._put(key, views, client="unrepeated", use_multipart=False)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         return self._put_mode(key, data, "create", f"creating {key!r}")
@@ -136,12 +136,12 @@ class ObstoreStore(ClientStore):
             return str(meta.get("e_tag") or "")
         return ""
 
-    def _put(self, key: str, data: Any, *, client: Any = None, **options: Any) -> None:
-        client = client or self._bucket.persistent
-        obstore.put(client, self.name(key), data, **self._client.put_options, **options)
+    def _put(self, key: str, data: Any, *, client: str = "persistent", **options: Any) -> None:
+        # By name: renewed credentials come with new clients.
+        obstore.put(getattr(self._bucket, client), self.name(key), data, **self._client.put_options, **options)
 
     def _put_mode(self, key: str, data: bytes, mode: Any, what: str) -> bool:
-        def put(client: Any = None) -> bool:
+        def put(client: str = "persistent") -> bool:
             try:
                 self._put(key, data, client=client, mode=mode, use_multipart=False)
             except (client_errors.AlreadyExistsError, client_errors.PreconditionError) as error:
@@ -153,7 +153,7 @@ class ObstoreStore(ClientStore):
         if (self._honoured.creates if mode == "create" else self._honoured.matches) is None:
             # Where a server has no conditions, obstore would ask for more than a minute.
             try:
-                return self.call(what, partial(put, self._bucket.impatient))
+                return self.call(what, partial(put, "impatient"))
             except StorageError as error:
                 if _failures.not_implemented(error):
                     raise NoConditionsError(str(error)) from None
@@ -223,11 +223,14 @@ class ObstoreStore(ClientStore):
 
     def zarr_store(self) -> ZarrStore:
         check_fork()
-        from zarrckpt._store._zarr_readers import ForkCheckedStore
+        from zarrckpt._store._zarr_readers import ClientReadStore
 
-        return ForkCheckedStore(self._bucket.persistent, self._client.prefix)
+        return ClientReadStore(self._bucket, self._client.prefix)
 
     def hint(self, error: BaseException) -> str:
+        option = self._client.fixed_credentials
+        if (option or self._bucket.renewable) and _failures.refuses_credentials(error):
+            return self.renewal_hint(option, self._bucket.renewal_error)
         if isinstance(error, client_errors.PermissionDeniedError | client_errors.UnauthenticatedError):
             return "Check the credentials, and what they allow"
         if isinstance(error, FileNotFoundError):
@@ -245,7 +248,7 @@ class ObstoreStore(ClientStore):
     def _ask(self, request: Callable[[], T]) -> T:
         """Make a request, and repeat it after failures that pass."""
         check_fork()
-        return (self._bucket.send if self._bucket.answered else self._bucket.reach)(request)
+        return self._bucket.ask(request)
 
 
 def _take_whole(answer: Any, name: str, most: int) -> bytes:

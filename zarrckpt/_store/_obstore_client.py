@@ -83,17 +83,49 @@ def _as_seconds(value: Any) -> float:
 
 
 class Bucket:
-    """obstore's clients of a whole bucket, and their connections."""
+    """obstore's clients of a whole bucket, and their connections.
 
-    def __init__(self, make: Callable[..., Any], out: Translated, server: str) -> None:
-        self.persistent = make(client_options=out.client, retry_config=out.retry)
-        """Repeats failed requests as ``retry_config`` says."""
+    Args:
+        kind: of the cloud.
+        name: of the bucket.
+        out: for the clients.
+        server: a name for the server and the bucket.
+        translate: reads the source of the credentials again; None if that cannot give others.
+    """
+
+    def __init__(
+        self, kind: str, name: str, out: Translated, server: str, translate: Callable[[], Translated] | None
+    ) -> None:
         self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
         """Seconds after which a listing is given up: a server may send pages for ever."""
         self.is_proxied = out.client.get("proxy_url") not in (None, NO_PROXY_THERE)
         """Whether the caller names a proxy."""
-        self._make, self._out, self._server = make, out, server
+        self.generation = 0
+        """Number of times that the credentials were read again."""
+        self.renewal_error: Exception | None = None
+        """The reason why credentials could not be read again."""
+        self._recipe = kind, name, out, server
+        self._make = partial(_CLIENT_KINDS[kind], name, config=out.config)
+        self.renewable = translate is not None
+        self._out, self._server, self._translate = out, server, translate
         self._objects = f"{server}, objects without redirects but to {out.client.get('proxy_excludes')}"
+        self._provider = out.credential_provider
+        self._renewing = ForkSafeLock()
+        self._begin()
+
+    def __reduce__(self) -> Any:
+        # With a reader for zarr. The other process does not renew credentials.
+        return Bucket, (*self._recipe, None)
+
+    def _begin(self) -> None:
+        """Make clients with the present credentials."""
+        self.persistent = self._made(self._out.client, self._out.retry)
+        """Repeats failed requests as ``retry_config`` says."""
+        for name in ("impatient", "unrepeated"):
+            self.__dict__.pop(name, None)
+
+    def _made(self, client: Mapping[str, Any], retry: Mapping[str, Any]) -> Any:
+        return self._make(credential_provider=self._provider, client_options=client, retry_config=retry)
 
     @property
     def answered(self) -> bool:
@@ -116,7 +148,7 @@ class Bucket:
         try:
             found = fetch(self.impatient)
         except GenericError as error:
-            if not self.answered or _failures.is_redirect(error):
+            if not self.answered or _failures.is_redirect(error) or _failures.refuses_credentials(error):
                 raise
             return fetch(self.store)
         _answered.add(self._objects)
@@ -134,12 +166,46 @@ class Bucket:
         # Unless the caller says how long a request may take.
         if client["timeout"] == REQUEST_TIMEOUT:
             client.setdefault("read_timeout", _FIRST_ANSWER)
-        return self._make(client_options=client, retry_config=_FIRST_RETRY)
+        return self._made(client, _FIRST_RETRY)
+
+    def renew(self, generation: int) -> bool:
+        """Take the credentials from their source again, after a server refused those of this generation.
+
+        Requests that fail at the same time share one renewal. Returns False if the source gives none.
+        """
+        if self._translate is None:
+            return False
+        with self._renewing:
+            if generation == self.generation:
+                try:
+                    fresh = self._translate()
+                    if fresh.config.get("endpoint") != self._out.config.get("endpoint"):
+                        raise StorageError("the environment or the profile names another endpoint than at first")
+                    self._provider = fresh.credential_provider
+                    self._begin()
+                except Exception as error:
+                    self.renewal_error = error
+                    return False
+                self.generation, self.renewal_error = generation + 1, None
+        return True
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """Make a call, and repeat it if it passes later; and once more with new credentials if these are refused."""
+        generation = self.generation
+        try:
+            return self._repeat(call)
+        except BaseError as error:
+            if not _failures.refuses_credentials(error) or not self.renew(generation):
+                raise
+        return self._repeat(call)
+
+    def _repeat(self, call: Callable[[], T]) -> T:
+        return self.send(call) if self.answered else self.reach(call)
 
     @cached_property
     def unrepeated(self) -> Any:
         """Makes each request once."""
-        return self._make(client_options=self._out.client, retry_config={**self._out.retry, "max_retries": 0})
+        return self._made(self._out.client, {**self._out.retry, "max_retries": 0})
 
     def reach(self, call: Callable[[], T]) -> T:
         """A call to a server that has not answered yet: a wrong address is told in a second or so, silence in ten."""
@@ -149,6 +215,8 @@ class Bucket:
             if _failures.no_answer(error):
                 raise
             _answered.add(self._server)
+            if _failures.refuses_credentials(error):
+                raise
             if not isinstance(error, GenericError) and not _failures.most_repeats(error):
                 raise
             # It is there, and busy: from now on as ``retry_config`` says.
@@ -182,6 +250,8 @@ class Client:
     """What is known of the server's conditional puts."""
     bulk_delete: bool = False
     known_secrets: Sequence[str] = ()
+    fixed_credentials: str | None = None
+    """The option that holds the credentials."""
 
 
 def open_client(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Client:
@@ -214,35 +284,40 @@ def open_client(place: Place, options: Mapping[str, Any], provider: Callable[...
 
 
 def _open(place: Place, options: Mapping[str, Any], provider: Any, known: Sequence[str]) -> Client:
-    out = _options.translate(place, options, provider)
-    restrict_redirects(place.kind, out)
+    def translate() -> Translated:
+        out = _options.translate(place, options, provider)
+        restrict_redirects(place.kind, out)
+        return out
+
+    out = translate()
     server = f"{place.kind} {out.config.get('endpoint')} {place.bucket}"
+    make = partial(Bucket, place.kind, place.bucket, out, server, translate if out.renewable else None)
     if place.kind != "s3":
-        return Client(_new_bucket(place, out, server), place.path, out.put, known_secrets=known)
+        return Client(make(), place.path, out.put, known_secrets=known, fixed_credentials=out.fixed_credentials)
     honoured = Honoured(True, True) if _options.is_amazon(out) else honoured_by(server)
     bulk = not out.config.get("disable_bulk_delete") and not os.environ.get("AWS_DISABLE_BULK_DELETE")
-    return Client(_s3_bucket(place, out, server), place.path, out.put, honoured, bulk, known)
+    bucket = _shared_bucket(place, out, make)
+    return Client(bucket, place.path, out.put, honoured, bulk, known, out.fixed_credentials)
 
 
-def _new_bucket(place: Place, out: Translated, server: str) -> Bucket:
-    fixed = {"config": out.config, "credential_provider": out.credential_provider}
-    return Bucket(partial(_CLIENT_KINDS[place.kind], place.bucket, **fixed), out, server)
-
-
-def _s3_bucket(place: Place, out: Translated, server: str) -> Bucket:
+def _shared_bucket(place: Place, out: Translated, make: Callable[[], Bucket]) -> Bucket:
     """The clients that the last stores with the same settings had: new ones would take 25 ms each, and connect anew.
 
     Not where a profile or the caller's own provider gives the credentials: they may be others for the next store, and
     clients keep those that do not expire.
     """
     if out.credential_provider is not None and out.keys is None:
-        return _new_bucket(place, out, server)
+        return make()
     environment = sorted(item for item in os.environ.items() if _READ_BY_OBSTORE.match(item[0]))
     settings = [sorted(items.items()) for items in (out.config, out.client, out.retry)]
     recipe = repr((place.bucket, settings, out.keys, environment))
     with _keeping:
+        found = _kept.pop(recipe, None)
+        if found is None or found.generation:
+            # Renewed clients have other credentials than those in the recipe.
+            found = make()
         # The last is the one that was used last.
-        _kept[recipe] = found = _kept.pop(recipe, None) or _new_bucket(place, out, server)
+        _kept[recipe] = found
         if len(_kept) > _MOST_KEPT:
             del _kept[next(iter(_kept))]
         return found

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from zarrckpt._errors import StorageError, one_line
+from zarrckpt._store import _aws
 from zarrckpt._store._url import Place, check_endpoint
 
 # obstore's own default bounds a whole request, body included, by 30 s: too short for 16 MiB over a slow line. A request
@@ -71,6 +72,12 @@ _WAYS = {
 }
 """Ways to sign in, or not to, of which a caller gives one: the options of each. A credential_provider is one more."""
 _SWITCHES = ("skip_signature", "use_azure_cli")
+
+_FIXED_CREDENTIALS = {
+    "s3": ("access_key_id", "session_token"),
+    "gs": ("bearer_token",),
+    "az": ("account_key", "sas_token", "token"),
+}
 
 _CLIENT = """
     allow_http allow_invalid_certificates connect_timeout default_content_type default_headers http1_only
@@ -130,6 +137,10 @@ class Translated:
     credential_provider: Callable[..., Any] | None = None
     keys: tuple[str, ...] | None = None
     """The keys that the provider gives, where they were given as options."""
+    fixed_credentials: str | None = None
+    """The option that holds the credentials."""
+    renewable: bool = True
+    """Whether the source of the credentials may give others later."""
     redirect_hosts: tuple[str, ...] = ()
     """Hosts (and all below them) that redirects may lead to, beside the endpoint's own; "*" for all."""
 
@@ -149,6 +160,8 @@ def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., 
     if _signs_in(place.kind, given, provider):
         # What the caller says counts for more than AWS_SKIP_SIGNATURE and its like.
         out.config["skip_signature"] = False
+    fixed = (given[bare][0] for bare in _FIXED_CREDENTIALS[place.kind] if bare in given)
+    out.fixed_credentials = next(fixed, None)
     _, extra = given.pop(special or "", ("", None))
     for bare, (name, value) in given.items():
         _apply(out, place.kind, bare, name, value)
@@ -159,6 +172,7 @@ def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., 
             _complete_gs(out, extra)
         case _:
             _complete_az(out, place.account)
+    out.renewable = out.fixed_credentials is None and not is_true(out.config.get("skip_signature"))
     return out
 
 
@@ -354,16 +368,19 @@ def is_amazon(out: Translated) -> bool:
 
 
 def _complete_s3(out: Translated, bucket: str, profile: str | None) -> None:
-    config, found = out.config, None
+    config = out.config
     key, secret, token = (config.pop(name, None) for name in ("access_key_id", "secret_access_key", "session_token"))
     anonymous = is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE")))
     if key or secret or token:
         _use_keys(out, key, secret, token)
     elif profile is not None or not (out.credential_provider or anonymous or _obstore_finds_credentials(config)):
-        found = _use_profile(out, profile)
-    variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    endpoint = config.pop("endpoint", None) or _variable(*variables) or found
-    if endpoint:
+        out.credential_provider = _aws.find_credentials(profile)
+    found = _aws.find_settings(profile, config.get("region"), config.pop("endpoint", None))
+    if found.region:
+        config["region"] = found.region
+    if found.virtual_hosts and "." not in bucket and not os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST"):
+        config.setdefault("virtual_hosted_style_request", True)
+    if endpoint := found.endpoint:
         _use_endpoint(out, endpoint, bucket)
     # TLS protects what is sent: hashing it as well, for the signature, would cost a core for each GB/s. Nor does
     # anybody listen on the way to a server on this machine. On the way to others, over plain HTTP, the signature is the
@@ -388,43 +405,9 @@ def _use_keys(out: Translated, key: str | None, secret: str | None, token: str |
 
 
 def _obstore_finds_credentials(config: Mapping[str, Any]) -> bool:
-    if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
-        return True
     names = ("web_identity_token_file", "container_credentials_relative_uri", "container_credentials_full_uri")
-    return any(config.get(name) or os.environ.get(f"AWS_{name.upper()}") for name in names)
-
-
-def _use_profile(out: Translated, profile: str | None) -> str | None:
-    """Take credentials and the region from AWS's configuration (profiles, SSO, a role); return the endpoint there."""
-    try:
-        import botocore.exceptions  # type: ignore[import-untyped]
-        import botocore.session  # type: ignore[import-untyped]
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        file = _variable("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials")
-        if profile is None and not _variable("AWS_PROFILE") and not os.path.isfile(file):
-            # There is still obstore's own way to the machine's role.
-            return None
-        raise StorageError(f"AWS profiles, SSO and {file} are read through boto3: pip install boto3") from error
-    try:
-        session = botocore.session.Session(profile=profile)
-        if session.get_credentials() is None:
-            raise StorageError(
-                f"no AWS credentials were found in {f'the profile {profile!r}' if profile else 'the environment'}, the "
-                "AWS configuration or this machine's role: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-                "AWS_PROFILE, or pass storage_options={'key': ..., 'secret': ...} or credential_provider=; for a "
-                "public bucket, storage_options={'anon': True}"
-            )
-        # botocore renews what ends within ten minutes: asked this often, no request is signed with what has ended.
-        out.credential_provider = Boto3CredentialProvider(session, ttl=timedelta(minutes=5))
-        region = session.get_config_variable("region")
-        if region and not _variable("AWS_REGION", "AWS_DEFAULT_REGION"):
-            out.config.setdefault("region", region)
-        endpoint: str | None = session.get_scoped_config().get("endpoint_url")
-        return endpoint
-    except botocore.exceptions.BotoCoreError as error:
-        name = profile or os.environ.get("AWS_PROFILE", "default")
-        raise StorageError(f"the AWS profile {name!r} gives no credentials: {error}") from error
+    named = any(config.get(name) or os.environ.get(f"AWS_{name.upper()}") for name in names)
+    return named or _aws.has_keys_in_environment()
 
 
 def _use_endpoint(out: Translated, endpoint: str, bucket: str) -> None:

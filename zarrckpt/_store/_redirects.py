@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from zarrckpt._errors import StorageError
+from zarrckpt._store._aws import has_keys_in_environment
 from zarrckpt._store._options import Translated, is_true
 
 NO_PROXY_THERE = "http://127.0.0.1:0"
@@ -101,16 +102,12 @@ def _has_credentials(kind: str, out: Translated) -> bool:
     if out.credential_provider is not None or _is_anonymous(kind, out):
         return True
     given = any(out.config.get(name) for name in _OWN_CREDENTIALS[kind].split())
-    return given or (kind == "s3" and _keys_in_environment())
+    return given or (kind == "s3" and has_keys_in_environment())
 
 
 def _is_anonymous(kind: str, out: Translated) -> bool:
     variable = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}[kind]
     return is_true(out.config.get("skip_signature", os.environ.get(f"{variable}_SKIP_SIGNATURE")))
-
-
-def _keys_in_environment() -> bool:
-    return bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
 
 
 def _is_proxied(kind: str, out: Translated, endpoint: str) -> bool:
@@ -172,7 +169,7 @@ def _has_session_token(out: Translated) -> bool:
         return bool(out.keys[2])
     if out.credential_provider is not None or _is_anonymous("s3", out):
         return False
-    return bool(os.environ.get("AWS_SESSION_TOKEN")) or not _keys_in_environment()
+    return bool(os.environ.get("AWS_SESSION_TOKEN")) or not has_keys_in_environment()
 
 
 def _refusal(what: str, why: str, otherwise: str) -> StorageError:

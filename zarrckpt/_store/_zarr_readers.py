@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import LocalStore, ObjectStore
 
 from zarrckpt._errors import StorageError
-from zarrckpt._store._failures import ABSENT
+from zarrckpt._store._failures import ABSENT, refuses_credentials
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._regular_files import check_regular
+
+if TYPE_CHECKING:
+    from zarrckpt._store._obstore_client import Bucket
+
+T = TypeVar("T")
 
 
 class ReadOnlyStore(Store):
@@ -104,22 +110,48 @@ class RegularFilesStore(LocalStore):
         return await super().get(key, prototype, byte_range)
 
 
-class ForkCheckedStore(PrefixStore):
-    """zarr's store on a prefix of an obstore client, which raises in a forked child where it would hang."""
+class ClientReadStore(PrefixStore):
+    """zarr's store on a prefix of a bucket, read with obstore. Raises in a forked child, where obstore would hang.
 
-    def __init__(self, client: Any, prefix: str) -> None:
-        super().__init__(ObjectStore(client, read_only=True), prefix)
-        self._client = client
+    Refused credentials are read again once for each call, as other reads of the bucket do.
+    """
+
+    def __init__(self, bucket: Bucket, prefix: str) -> None:
+        self._bucket, self._client = bucket, bucket.persistent
+        super().__init__(ObjectStore(self._client, read_only=True), prefix)
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         if byte_range is not None and not isinstance(byte_range, OffsetByteRequest):
-            return await super().get(key, prototype, byte_range)
+            return await self._ask(partial(super().get, key, prototype, byte_range))
+        return await self._ask(partial(self._get, key, prototype, byte_range))
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return await self._ask(partial(super().get_partial_values, prototype, [*key_ranges]))
+
+    async def exists(self, key: str) -> bool:
+        return await self._ask(partial(super().exists, key))
+
+    async def getsize(self, key: str) -> int:
+        return await self._ask(partial(super().getsize, key))
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        for key in await self._ask(partial(_collect, super().list_prefix, prefix)):
+            yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        for name in await self._ask(partial(_collect, super().list_dir, prefix)):
+            yield name
+
+    async def _get(self, key: str, prototype: BufferPrototype, tail: OffsetByteRequest | None) -> Buffer | None:
+        """Get an object, or what follows its first bytes."""
         check_fork()
         import obstore
 
-        options: Any = {} if byte_range is None else {"range": {"offset": byte_range.offset}}
+        options: Any = {} if tail is None else {"range": {"offset": tail.offset}}
         try:
-            answer = await obstore.get_async(self._client, self._full(key), options=options)
+            answer = await obstore.get_async(self._bucket.persistent, self._full(key), options=options)
             # Not as a whole: obstore would allocate what the server announces.
             start, end = answer.range
             data = await anext(answer.stream(min_chunk_size=end - start + 1), b"")
@@ -129,6 +161,23 @@ class ForkCheckedStore(PrefixStore):
             raise StorageError(f"the server sends more than the {end - start} bytes that it announces of {key!r}")
         return prototype.buffer.from_bytes(bytes(data))
 
+    async def _ask(self, call: Callable[[], Awaitable[T]]) -> T:
+        generation = self._bucket.generation
+        try:
+            return await call()
+        except Exception as error:
+            # The source of the credentials may be a slow program.
+            if not refuses_credentials(error) or not await asyncio.to_thread(self._bucket.renew, generation):
+                raise
+        return await call()
+
     async def _opened(self) -> Store:
         check_fork()
+        if self._client is not self._bucket.persistent:
+            self._client = self._bucket.persistent
+            self._inner = ObjectStore(self._client, read_only=True)
         return await super()._opened()
+
+
+async def _collect(ask: Callable[[str], AsyncIterator[str]], prefix: str) -> list[str]:
+    return [name async for name in ask(prefix)]
