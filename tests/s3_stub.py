@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import html
+import io
 import socket
 import ssl
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -37,6 +39,35 @@ class Request:
 
 
 @dataclass
+class Strike:
+    """One request of a kind that goes wrong: it is refused, or carried out and answered in part."""
+
+    kind: str
+    """See :func:`kind_of`."""
+    status: int = 0
+    """Of the refusal; 0: the request is carried out."""
+    code: str = ""
+    sent: float = 0.0
+    """The share of the answer that is sent before the connection is cut."""
+    spared: int = 0
+    """So many requests of the kind come before it."""
+
+
+def kind_of(method: str, query: Collection[str]) -> str:
+    """Return the kind of a request: get, head, list, put, begin, part, end, abort, delete or bulk."""
+    match method:
+        case "GET":
+            return "list" if "list-type" in query else "get"
+        case "POST":
+            return "bulk" if "delete" in query else "begin" if "uploads" in query else "end"
+        case "PUT":
+            return "part" if "partNumber" in query else "put"
+        case "DELETE":
+            return "abort" if "uploadId" in query else "delete"
+    return method.lower()
+
+
+@dataclass
 class Faults:
     """What the stub does wrong. May be changed while it runs."""
 
@@ -47,18 +78,16 @@ class Faults:
     """That many puts are carried out, and then the connection is cut instead of an answer."""
     server_errors: int = 0
     """That many requests get a 503."""
-    refused_once: tuple[int, str] | None = None
-    """The next request gets an error of this status and code."""
+    strike: Strike | None = None
+    """One request that goes wrong."""
+    refused: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By kind of request: all get an error of this status and code."""
+    region: str = ""
+    """The region of all buckets, in a header of each answer."""
     accepts_key: Callable[[str, Request], bool] = lambda key, request: True
     """Requests whose access key it does not accept get a 400 ExpiredToken."""
-    refused_parts: bool = False
-    """Each part of an upload gets a 400, and each abort of an upload a 404."""
-    cut_answers: int = 0
-    """That many listings and deletions of many are answered by half, and then the connection is cut."""
     resets: int = 0
     """That many connections are closed before a request is read."""
-    lose_ends: int = 0
-    """That many multipart uploads are completed, and then the connection is cut instead of an answer."""
     refusal: str = ""
     """Every request gets a 403 with this text."""
     refusal_status: int = 403
@@ -228,12 +257,18 @@ class Handler(BaseHTTPRequestHandler):
             if faults.server_errors > 0:
                 faults.server_errors -= 1
                 return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
-            if faults.refused_parts and "uploadId" in self._query:
-                status, code = (404, "NoSuchUpload") if self.command == "DELETE" else (400, "Refused")
+            kind = kind_of(self.command, self._query)
+            if kind in faults.refused:
+                status, code = faults.refused[kind]
                 return self._answer(status, f"<Error><Code>{code}</Code></Error>".encode())
-            if faults.refused_once is not None:
-                (status, code), faults.refused_once = faults.refused_once, None
-                return self._answer(status, f"<Error><Code>{code}</Code></Error>".encode())
+            strike = faults.strike if faults.strike is not None and faults.strike.kind == kind else None
+            if strike is not None and strike.spared:
+                strike.spared -= 1
+            elif strike is not None:
+                faults.strike = None
+                if strike.status:
+                    return self._answer(strike.status, f"<Error><Code>{strike.code}</Code></Error>".encode())
+                work = partial(self._answer_in_part, work, strike.sent)
         work()
         if faults.hang_up or faults.parting_words:
             self.close_connection = True
@@ -243,12 +278,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
+        if self.server_stub.faults.region:
+            self.send_header("x-amz-bucket-region", self.server_stub.faults.region)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.server_stub.faults.cut_answers > 0 and (self._query.keys() & {"list-type", "delete"}):
-            self.server_stub.faults.cut_answers -= 1
-            self.wfile.write(body[: len(body) // 2])
-            return self._cut()
         if status == 206 and self.server_stub.faults.cut_bodies > 0:
             self.server_stub.faults.cut_bodies -= 1
             self.wfile.write(body[: len(body) // 2])
@@ -282,6 +315,13 @@ class Handler(BaseHTTPRequestHandler):
         if lost:
             return self._cut()
         self._answer(200, headers=_object_headers(made))
+
+    def _answer_in_part(self, work: Callable[[], None], share: float) -> None:
+        wire, self.wfile = self.wfile, io.BytesIO()
+        work()
+        answer, self.wfile = self.wfile.getvalue(), wire
+        self.wfile.write(answer[: int(len(answer) * share)])
+        self._cut()
 
     def _cut(self) -> None:
         self.close_connection = True
@@ -372,10 +412,6 @@ class Handler(BaseHTTPRequestHandler):
                 return self._answer(404, b"<Error><Code>NoSuchUpload</Code></Error>")
             parts = stub.uploads.pop(upload)
             made = stub.store(self._key, b"".join(parts[n] for n in sorted(parts)), stub.upload_headers.pop(upload))
-            lost = stub.faults.lose_ends > 0
-            stub.faults.lose_ends -= lost
-        if lost:
-            return self._cut()
         names = f"<Location>l</Location><Bucket>b</Bucket><Key>k</Key><ETag>{escape(made.e_tag)}</ETag>"
         body = f"<CompleteMultipartUploadResult>{names}</CompleteMultipartUploadResult>"
         self._answer(200, body.encode())

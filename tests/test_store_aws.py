@@ -18,7 +18,7 @@ import pytest
 import torch
 from botocore.config import Config
 from botocore.loaders import create_loader
-from s3_stub import Request, S3Stub
+from s3_stub import Request, S3Stub, Strike
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.buffer import default_buffer_prototype
 
@@ -251,7 +251,7 @@ def test_a_provider_for_google_is_asked_again(s3_stub: S3Stub) -> None:
         return {"token": next(tokens), "expires_at": None}
 
     options = {"endpoint_url": s3_stub.endpoint, "credential_provider": provider}
-    s3_stub.faults.refused_once = 401, "AuthenticationRequired"
+    s3_stub.faults.strike = Strike("put", 401, "AuthenticationRequired")
     open_store("gs://research/run", storage_options=options).put("k", [b"x"])
     assert s3_stub.requests[-1].headers["authorization"] == "Bearer second"
 

@@ -75,10 +75,19 @@ def test_a_write_that_fails_leaves_the_old_object_and_nothing_else(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put("k", [b"old"])
-    monkeypatch.setattr(os, "writev", failing(errno.ENOSPC))
-    for write in (lambda: store.put("k", [b"new"]), lambda: store.create("other", b"new")):
-        with pytest.raises(StorageError, match=r"(?s)/root/.*disk is full.*save elsewhere"):
-            write()
+    whole_close = os.close
+
+    def close(file: int) -> None:
+        # On a network filesystem, after a write that failed. The first error is the reason.
+        whole_close(file)
+        raise OSError(errno.EIO, "late")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "writev", failing(errno.ENOSPC))
+        broken.setattr(os, "close", close)
+        for write in (lambda: store.put("k", [b"new"]), lambda: store.create("other", b"new")):
+            with pytest.raises(StorageError, match=r"(?s)/root/.*disk is full.*save elsewhere"):
+                write()
     assert store.get("k") == b"old"
     assert files_below(tmp_path / "root") == {"k"}
 

@@ -211,15 +211,6 @@ def test_a_request_that_cannot_succeed_is_given_up_at_once(s3_stub: S3Stub) -> N
         assert len(s3_stub.requests) <= 9
 
 
-def test_the_lost_answer_to_the_end_of_an_upload(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_obstore, "SPLIT", 2**20)
-    store = stub_store(s3_stub)
-    data = os.urandom(2**21)
-    s3_stub.faults.lose_ends = 1
-    store.put("big", [data[:100], data[100:]])
-    assert store.get("big") == data
-
-
 def test_e_tags_without_quotes(backend: str, s3_stub: S3Stub) -> None:
     store = stub_store(s3_stub, backend=backend)
     s3_stub.faults.bare_e_tags = True
@@ -629,73 +620,6 @@ def test_a_provider_is_asked_again_when_its_credentials_expire(s3_stub: S3Stub) 
     store.put("k", [b"x"])
     assert len(asked) >= 2
     assert f"Credential=key-{len(asked)}/" in s3_stub.requests[-1].headers["authorization"]
-
-
-PASSING = [
-    (400, "RequestTimeout"),
-    (400, "IncompleteBody"),
-    (400, "ThrottlingException"),
-    (403, "RequestTimeTooSkewed"),
-    (409, "OperationAborted"),
-]
-
-
-@pytest.mark.parametrize(("status", "code"), PASSING)
-def test_failures_that_pass_are_repeated_with_a_new_signature(status: int, code: str, s3_stub: S3Stub) -> None:
-    store = stub_store(s3_stub)
-    calls: list[Callable[[], object]] = [
-        lambda: store.put("k", [b"x"]),
-        lambda: store.get("k"),
-        lambda: store.create("new", b"x"),
-        store.list_dir,
-        lambda: [*store.list()],
-        lambda: store.delete(["k"]),
-    ]
-    for call in calls:
-        s3_stub.faults.refused_once = (status, code)
-        call()
-        assert s3_stub.faults.refused_once is None
-
-
-def test_an_abort_that_fails_is_not_called_the_reason(s3_stub: S3Stub) -> None:
-    store = stub_store(s3_stub)
-    s3_stub.faults.refused_parts = True
-    with pytest.raises(StorageError, match="upload in parts"):
-        store.put("k", [bytes(_obstore.SPLIT)])
-
-
-def test_a_clock_that_stays_wrong_is_told_soon(s3_stub: S3Stub) -> None:
-    s3_stub.faults.refusal = "<Error><Code>RequestTimeTooSkewed</Code></Error>"
-    with pytest.raises(StorageError, match="RequestTimeTooSkewed"):
-        stub_store(s3_stub).put("k", [b"x"])
-    assert len(s3_stub.requests) <= 4
-
-
-def test_answers_that_are_cut_end_no_listing_and_no_deletion(s3_stub: S3Stub) -> None:
-    store = stub_store(s3_stub)
-    names = [f"{number:04}" for number in range(25)]
-    for name in names:
-        store.put(name, [b"x"])
-    s3_stub.faults.page = 10
-    with patch.object(_obstore, "_LISTED_AT_ONCE", 10):
-        listed = store.list()
-        found = [next(listed).key]
-        s3_stub.faults.cut_answers = 1
-        found += [item.key for item in listed]
-    assert sorted(found) == names
-    s3_stub.faults.cut_answers = 1
-    assert store.list_dir()[0] == names
-    s3_stub.faults.cut_answers = 1
-    store.delete(names)
-    assert store.list_dir() == ([], [])
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["http://h:99999", "http://h:x", "http://h :80", "http://h\n", "http://[::1", "ftp://h"]
-)
-def test_an_endpoint_that_is_no_address_is_an_error(endpoint: str) -> None:
-    with pytest.raises(StorageError, match="endpoint"):
-        open_store("s3://bucket/run", storage_options={"endpoint_url": endpoint, "key": "k", "secret": "s"})
 
 
 def test_a_proxy_is_used(s3_stub: S3Stub) -> None:

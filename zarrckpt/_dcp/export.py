@@ -193,9 +193,13 @@ def _new_folder(target: str, overwrite: bool) -> Iterator[str]:
                 if os.path.lexists(target) and (overwrite or not os.path.islink(target)):
                     os.rename(target, replaced)
                 os.rename(part, target)
-            finally:
+            except BaseException as err:
                 if os.path.lexists(replaced) and not os.path.lexists(target):
-                    os.rename(replaced, target)
+                    try:
+                        os.rename(replaced, target)
+                    except OSError:
+                        err.add_note(f"The export that was there could not be moved back: it is now {replaced}")
+                raise
         if os.path.islink(replaced):
             os.unlink(replaced)
         shutil.rmtree(replaced, ignore_errors=True)

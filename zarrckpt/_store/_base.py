@@ -159,7 +159,9 @@ class Store(abc.ABC):
             return request()
         except CheckpointError:
             raise
-        except self.client_errors as error:
+        except BaseException as error:
+            if not isinstance(error, self.client_errors) and not _failures.is_panic(error):
+                raise
             if key is not None and isinstance(error, _failures.ABSENT):
                 failure: StorageError = _failures.not_found(key, self.url, error, self.secrets)
             else:

@@ -16,6 +16,7 @@ from zarrckpt._errors import (
     one_line,
     printable,
 )
+from zarrckpt._store._next_steps import next_step
 from zarrckpt._store._secrets import hide, scrub
 
 _BEGIN, _END = 300, 700
@@ -31,6 +32,7 @@ NO_BUCKET = "has no such bucket"
 """In the message of an error: the bucket is missing."""
 
 _SERVER = re.compile(r"https?://[^/\s\"]+")
+_ABORT = r"performing DELETE \S*uploadId="
 _FAULTS = [
     (re.compile(words), sentence)
     for words, sentence in (
@@ -42,7 +44,7 @@ _FAULTS = [
             "'*' for any",
         ),
         (
-            r"performing DELETE \S*uploadId=",
+            _ABORT,
             "{} failed during an upload in parts, and failed to abort it as well. obstore keeps only the second error. "
             "Check the server's log, and what the credentials allow, and try again",
         ),
@@ -81,18 +83,30 @@ _NO_ANSWER = re.compile(r"kind: (Connect|Interrupted|Timeout)\b|IncompleteMessag
 """In what obstore writes: no server has answered."""
 
 _PASSING = re.compile(
-    r"status code: 40[039]\b(?s:.)*?<Code>(RequestTimeout|IncompleteBody|Throttling(Exception)?|ThrottledException"
-    r"|RequestThrottled|SlowDown|TooManyRequests(Exception)?|RequestLimitExceeded|BandwidthLimitExceeded"
-    r"|OperationAborted|ConditionalRequestConflict)</Code>"
+    r"(status code: 40[039]\b(?s:.)*?<Code>|\(code: )(RequestTimeout(Exception)?|IncompleteBody|\w*Throttl\w*|SlowDown"
+    r"|TooManyRequests(Exception)?|RequestLimitExceeded|BandwidthLimitExceeded|PriorRequestNotComplete"
+    r"|OperationAborted|ConditionalRequestConflict)(</Code>|\))"
 )
 """In a server's answer: the same request may succeed soon. obstore repeats those with status 429, 500 and above."""
-_SKEWED = "<Code>RequestTimeTooSkewed</Code>"
-"""A request that waited long has an old signature. A clock that is wrong stays wrong."""
 _LOST = re.compile(
-    r"kind: Interrupted\b|IncompleteMessage|UnexpectedEof|ConnectionReset|error decoding response body|"
-    r"[Ii]nvalid (list|DeleteObjects) response"
+    r"kind: (Interrupted|Timeout)\b|IncompleteMessage|UnexpectedEof|ConnectionReset|error decoding response body"
 )
 """In what obstore writes: the answer did not arrive, or not as a whole."""
+_REPEATED = re.compile(r", after (\d+) retries, max_retries: \1\b")
+"""In what obstore writes: it has repeated the request itself, as often as it may."""
+_SELDOM_PASSING = re.compile(
+    # A request that waited long has an old signature. A clock that is wrong stays wrong.
+    r"<Code>RequestTimeTooSkewed</Code>"
+    # The connection was closed before the request was sent.
+    r"|connection was not ready"
+    # An answer that is cut looks like one that is no such document at all.
+    r"|[Ii]nvalid (list|DeleteObjects|multipart) response"
+    # An answer to HEAD has no code, and a conflict with nobody's condition is one with another request.
+    r"|performing HEAD (?s:.)*status code: 40[03]\b|status code: 409\b"
+    # An upload whose last answer was lost is gone, and the error of an abort replaces the reason for it.
+    r"|<Code>NoSuchUpload</Code>"
+    rf"|{_ABORT}"
+)
 _FEW = 2
 
 _REFUSED_CODES = (
@@ -111,9 +125,19 @@ _TITLE = re.compile(r"<title>\s*(.*?)\s*</title>", re.DOTALL | re.IGNORECASE)
 _ERROR_DOCUMENT = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?</Error>", re.DOTALL)
 
 
-def storage_error(what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "") -> StorageError:
-    """A StorageError with a scrubbed reason and a scrubbed cause."""
-    said = _address_fault(error, known) or f"{reason(error, known)}{'. ' + hint if hint else ''}"
+def storage_error(
+    what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "", may_ask: bool = False
+) -> StorageError:
+    """A StorageError with a scrubbed reason and a scrubbed cause. A code with a next step of its own needs no hint.
+
+    ``may_ask``: see :func:`~zarrckpt._store._next_steps.next_step`.
+    """
+    text = _scrubbed(f"{error} {error.__cause__ or ''}", known)
+    step = next_step(text, is_panic(error), may_ask)
+    if not step or refuses_credentials(error):
+        # Of credentials, the code gives the reason, and the hint where they come from.
+        step = ". ".join(filter(None, (step, hint)))
+    said = _address_fault(text) or ". ".join(filter(None, (reason(error, known).rstrip("."), step)))
     failure = StorageError(f"{_cut(what)} in {url} failed: {said}")
     failure.__cause__ = clean_cause(error, known)
     return failure
@@ -121,7 +145,8 @@ def storage_error(what: str, url: str, error: BaseException, known: Sequence[str
 
 def no_answer(error: BaseException) -> bool:
     """Whether a request failed before any server answered it: nobody is there, or nobody that speaks this protocol."""
-    return _NO_ANSWER.search(_ends(str(error))) is not None
+    text = _ends(str(error))
+    return _NO_ANSWER.search(text) is not None and "response body" not in text
 
 
 def is_redirect(error: BaseException) -> bool:
@@ -134,15 +159,30 @@ def not_implemented(error: BaseException) -> bool:
     return getattr(error, "errno", None) == errno.ENOSYS or "501 Not Implemented" in str(error)
 
 
-def most_repeats(error: BaseException, idempotent: bool) -> int:
-    """How often a request may be made again that failed with this error, and that obstore does not repeat itself.
+def most_repeats(error: BaseException) -> int:
+    """How often a request may be made again, signed anew, that failed with this error.
 
-    It is signed anew then. An ``idempotent`` one is also repeated if its answer was lost.
+    No request is harmed by that: what is deleted twice is absent, and a refused condition is settled by a read.
     """
     text = _ends(str(error))
-    if _PASSING.search(text):
+    if is_passing(error) or (_LOST.search(text) and not _REPEATED.search(text)):
         return sys.maxsize
-    return _FEW if never_sent(error) or _SKEWED in text or (idempotent and _LOST.search(text)) else 0
+    return _FEW if _SELDOM_PASSING.search(text) else 0
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether a server asks for the same request again."""
+    return _PASSING.search(_ends(str(error))) is not None
+
+
+def hides_reason(error: BaseException) -> bool:
+    """Whether an error is that of the abort of an upload in parts: obstore drops the error that it is aborted for."""
+    return re.search(_ABORT, _ends(str(error))) is not None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a client written in Rust gave up on what it cannot handle: no Exception, and its class has no address."""
+    return type(error).__name__ == "PanicException"
 
 
 def never_sent(error: BaseException) -> bool:
@@ -155,9 +195,8 @@ def refuses_credentials(error: BaseException) -> bool:
     return _REFUSED_KEYS.search(_ends(f"{error} {error.__cause__ or ''}")) is not None
 
 
-def _address_fault(error: BaseException, known: Sequence[str]) -> str:
+def _address_fault(text: str) -> str:
     """A sentence for what is usually a wrong address, with the next step; "" for anything else."""
-    text = _scrubbed(f"{error} {error.__cause__ or ''}", known)
     server = _SERVER.search(text)
     found = (sentence for words, sentence in _FAULTS if words.search(text))
     return next(found, "").format(server[0] if server else "the server")

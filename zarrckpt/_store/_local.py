@@ -138,10 +138,8 @@ class LocalStore(Store):
             if done != needed:
                 raise _failures.short_object(key, self.url, byte_offset + needed, byte_offset + done)
 
-        try:
+        with files.closed_after(file):
             yield read
-        finally:
-            os.close(file)
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         self._put(key, lambda path: files.put_file(path, [byte_views(buffers)]))

@@ -104,14 +104,11 @@ def _open_new(path: str) -> int:
 def _fill_new(file: int, path: str, groups: Views, sync: bool) -> None:
     """Write and close a file that was made just now. It is removed where that fails."""
     try:
-        try:
+        with closed_after(file):
             for views in groups:
                 _write_all(file, list(views))
             if sync:
                 os.fsync(file)
-        finally:
-            # Network filesystems report a full disk here.
-            os.close(file)
     except BaseException:
         _unlink(path)
         raise
@@ -163,15 +160,25 @@ def replace_file(path: str, data: bytes, version: str) -> bool:
 
 def sync_path(path: str) -> None:
     """fsync a file or a folder."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with closed_after(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as file:
+        try:
+            os.fsync(file)
+        except OSError as error:
+            # Some filesystems cannot sync a folder, and then keep its names without.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not os.path.isdir(path):
+                raise
+
+
+@contextlib.contextmanager
+def closed_after(file: int) -> Iterator[int]:
+    """Close a file after the block. Network filesystems report a full disk then; an error of the block counts more."""
     try:
-        os.fsync(file)
-    except OSError as error:
-        # Some filesystems cannot sync a folder, and then keep its names without.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not os.path.isdir(path):
-            raise
-    finally:
-        os.close(file)
+        yield file
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(file)
+        raise
+    os.close(file)
 
 
 def refuse_mount(path: str) -> None:
@@ -219,14 +226,12 @@ def _create_exclusively(path: str, data: bytes) -> bool:
 def locked(path: str) -> Iterator[None]:
     """Hold the lock of ``path`` against threads and processes (of other machines too, where the mount does that)."""
     name = own_name(path, "lock")
-    with _THREADS_LOCK:
-        file = _open_locked(name)
+    with _THREADS_LOCK, closed_after(_open_locked(name)):
         try:
             yield
         finally:
             # Removed while it is held: whoever waits on this file sees that it is gone, and opens a new one.
             _unlink(name)
-            os.close(file)
 
 
 def _open_locked(name: str) -> int:

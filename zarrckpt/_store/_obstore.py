@@ -40,6 +40,9 @@ SPLIT = 16 * 2**20
 _AWAITED = 2**18
 """Ranges from this size on are asked for asynchronously. For smaller ones the way to the event loop costs more."""
 
+_MOST_OF_A_PUT = 5 * 2**30
+"""No server takes more in one request."""
+
 _PART = 8 * 2**20
 _PARTS_AT_ONCE = 8
 
@@ -88,9 +91,11 @@ class ObstoreStore(ClientStore):
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         views = byte_views(buffers) or [memoryview(b"")]
-        split = sum(map(len, views)) >= SPLIT
-        put = self._put_split if split else partial(self._put, use_multipart=False)
-        self.call(f"writing {key!r}", lambda: put(key, views))
+        what = f"writing {key!r}"
+        if sum(map(len, views)) < SPLIT:
+            self.call(what, lambda: self._put(key, views, use_multipart=False))
+        else:
+            super().call(what, lambda: self._put_split(key, views))
 
     def _put_split(self, key: str, views: Sequence[memoryview]) -> None:
         # obstore takes a buffer at a time, and begins all parts that are in it at once.
@@ -98,14 +103,13 @@ class ObstoreStore(ClientStore):
         # It begins the last part without waiting for its turn; it does wait for that of a buffer after it.
         pieces.append(memoryview(b""))
         at_once = max(1, self.max_concurrency // _PARTS_AT_ONCE)
-        upload = partial(self._put, key, pieces, use_multipart=True, chunk_size=_PART, max_concurrency=at_once)
         try:
-            upload()
-        except (client_errors.GenericError, FileNotFoundError) as error:
-            if not self._bucket.repeats or _failures.refuses_credentials(error):
+            self._ask(lambda: self._put(key, pieces, use_multipart=True, chunk_size=_PART, max_concurrency=at_once))
+        except (client_errors.BaseError, FileNotFoundError) as error:
+            if not _failures.hides_reason(error) or sum(map(len, views)) > _MOST_OF_A_PUT:
                 raise
-            # Parts are repeated by obstore. What is left is an end whose answer was lost: the upload is gone then.
-            upload()
+            # The reason is lost. One request succeeds, or fails with a reason of its own.
+            self._put(key, views, client="unrepeated", use_multipart=False)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         return self._put_mode(key, data, "create", f"creating {key!r}")
@@ -132,22 +136,24 @@ class ObstoreStore(ClientStore):
             return str(meta.get("e_tag") or "")
         return ""
 
-    def _put(self, key: str, data: Any, *, patient: bool = True, **options: Any) -> None:
-        client = self._bucket.persistent if patient else self._bucket.impatient
-        obstore.put(client, self.name(key), data, **self._client.put_options, **options)
+    def _put(self, key: str, data: Any, *, client: str = "persistent", **options: Any) -> None:
+        # By name: renewed credentials come with new clients.
+        obstore.put(getattr(self._bucket, client), self.name(key), data, **self._client.put_options, **options)
 
     def _put_mode(self, key: str, data: bytes, mode: Any, what: str) -> bool:
-        def put(patient: bool = True) -> bool:
+        def put(client: str = "persistent") -> bool:
             try:
-                self._put(key, data, patient=patient, mode=mode, use_multipart=False)
-            except (client_errors.AlreadyExistsError, client_errors.PreconditionError):
+                self._put(key, data, client=client, mode=mode, use_multipart=False)
+            except (client_errors.AlreadyExistsError, client_errors.PreconditionError) as error:
+                if _failures.is_passing(error):
+                    raise
                 return False
             return True
 
         if (self._honoured.creates if mode == "create" else self._honoured.matches) is None:
             # Where a server has no conditions, obstore would ask for more than a minute.
             try:
-                return self.call(what, partial(put, patient=False))
+                return self.call(what, partial(put, "impatient"))
             except StorageError as error:
                 if _failures.not_implemented(error):
                     raise NoConditionsError(str(error)) from None
@@ -158,7 +164,7 @@ class ObstoreStore(ClientStore):
             return super().delete(keys)
         if names := [self.name(key) for key in keys]:
             what = f"deleting {len(names)} objects"
-            self.call(what, lambda: obstore.delete(self._bucket.store, names), idempotent=True)
+            self.call(what, lambda: obstore.delete(self._bucket.store, names))
 
     def delete_named(self, name: str) -> None:
         try:
@@ -180,9 +186,9 @@ class ObstoreStore(ClientStore):
                 return stream, self._awaited_page(lambda: anext(stream, None))
             except client_errors.BaseError:
                 # The stream is at its end then, and the rest would be missing.
-                return self.call(what, begin, idempotent=True)
+                return self.call(what, begin)
 
-        stream, batch = self.call(what, begin, idempotent=True)
+        stream, batch = self.call(what, begin)
         first_paths: set[str] = set()
         while batch:
             if batch[0]["path"] in first_paths:
@@ -204,7 +210,7 @@ class ObstoreStore(ClientStore):
             folder = self.folder(prefix) or None
             return self._awaited_page(lambda: obstore.list_with_delimiter_async(self._bucket.store, folder))
 
-        found = self.call(f"listing {prefix!r}", fetch, idempotent=True)
+        found = self.call(f"listing {prefix!r}", fetch)
         paths = (item["path"] for item in found["objects"] if item["path"] != self.folder(prefix))
         objects = sorted(path.rpartition("/")[2] for path in paths)
         return objects, sorted(path.rpartition("/")[2] for path in found["common_prefixes"])
@@ -239,9 +245,18 @@ class ObstoreStore(ClientStore):
             return "Check that the bucket (or container) exists and that the endpoint and the region are its own"
         return "Check the endpoint, the region and the network, and after a refusal the credentials"
 
-    def call(self, what: str, request: Callable[[], T], key: str | None = None, idempotent: bool = False) -> T:
+    def failure(self, what: str, error: BaseException) -> StorageError:
+        # Where all requests go through a proxy, one that does not might not arrive.
+        may_ask = not self._bucket.is_proxied
+        return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error), may_ask)
+
+    def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
+        return super().call(what, partial(self._ask, request), key)
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        """Make a request, and repeat it after failures that pass."""
         check_fork()
-        return super().call(what, partial(self._bucket.ask, request, idempotent), key)
+        return self._bucket.ask(request)
 
 
 def _take_whole(answer: Any, name: str, most: int) -> bytes:

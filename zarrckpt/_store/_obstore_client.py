@@ -23,7 +23,7 @@ from zarrckpt._store import _failures, _options
 from zarrckpt._store._conditional_puts import Honoured, honoured_by
 from zarrckpt._store._fork import check_fork
 from zarrckpt._store._options import REQUEST_TIMEOUT, RETRY, Translated
-from zarrckpt._store._redirects import restrict_redirects
+from zarrckpt._store._redirects import NO_PROXY_THERE, restrict_redirects
 from zarrckpt._store._secrets import redact_url, scrub, secret_values
 from zarrckpt._store._url import Place
 
@@ -96,9 +96,10 @@ class Bucket:
     def __init__(
         self, kind: str, name: str, out: Translated, server: str, translate: Callable[[], Translated] | None
     ) -> None:
-        self.repeats = out.retry["max_retries"] > 0
         self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
         """Seconds after which a listing is given up: a server may send pages for ever."""
+        self.is_proxied = out.client.get("proxy_url") not in (None, NO_PROXY_THERE)
+        """Whether the caller names a proxy."""
         self.generation = 0
         """Number of times that the credentials were read again."""
         self.renewal_error: Exception | None = None
@@ -120,7 +121,8 @@ class Bucket:
         """Make clients with the present credentials."""
         self.persistent = self._made(self._out.client, self._out.retry)
         """Repeats failed requests as ``retry_config`` says."""
-        self.__dict__.pop("impatient", None)
+        for name in ("impatient", "unrepeated"):
+            self.__dict__.pop(name, None)
 
     def _made(self, client: Mapping[str, Any], retry: Mapping[str, Any]) -> Any:
         return self._make(credential_provider=self._provider, client_options=client, retry_config=retry)
@@ -187,20 +189,25 @@ class Bucket:
                 self.generation, self.renewal_error = generation + 1, None
         return True
 
-    def ask(self, call: Callable[[], T], idempotent: bool) -> T:
+    def ask(self, call: Callable[[], T]) -> T:
         """Make a call, and repeat it if it passes later; and once more with new credentials if these are refused."""
         generation = self.generation
         try:
-            return self._repeat(call, idempotent)
+            return self._repeat(call)
         except BaseError as error:
             if not _failures.refuses_credentials(error) or not self.renew(generation):
                 raise
-        return self._repeat(call, idempotent)
+        return self._repeat(call)
 
-    def _repeat(self, call: Callable[[], T], idempotent: bool) -> T:
-        return self.send(call, idempotent) if self.answered else self.reach(call, idempotent)
+    def _repeat(self, call: Callable[[], T]) -> T:
+        return self.send(call) if self.answered else self.reach(call)
 
-    def reach(self, call: Callable[[], T], idempotent: bool) -> T:
+    @cached_property
+    def unrepeated(self) -> Any:
+        """Makes each request once."""
+        return self._made(self._out.client, {**self._out.retry, "max_retries": 0})
+
+    def reach(self, call: Callable[[], T]) -> T:
         """A call to a server that has not answered yet: a wrong address is told in a second or so, silence in ten."""
         try:
             result = call()
@@ -210,21 +217,21 @@ class Bucket:
             _answered.add(self._server)
             if _failures.refuses_credentials(error):
                 raise
-            if not isinstance(error, GenericError) and not _failures.most_repeats(error, idempotent):
+            if not isinstance(error, GenericError) and not _failures.most_repeats(error):
                 raise
             # It is there, and busy: from now on as ``retry_config`` says.
-            return self.send(call, idempotent)
+            return self.send(call)
         _answered.add(self._server)
         return result
 
-    def send(self, call: Callable[[], T], idempotent: bool) -> T:
+    def send(self, call: Callable[[], T]) -> T:
         """A call that is made again, with a new signature, after failures that pass and obstore does not repeat."""
         deadline = time.monotonic() + _as_seconds(self._out.retry["retry_timeout"])
         for repeat in range(self._out.retry["max_retries"]):
             try:
                 return call()
-            except BaseError as error:
-                if repeat >= _failures.most_repeats(error, idempotent) or time.monotonic() > deadline:
+            except (BaseError, FileNotFoundError) as error:
+                if repeat >= _failures.most_repeats(error) or time.monotonic() > deadline:
                     raise
                 pause = 0.0 if _failures.never_sent(error) else random.uniform(0.1, min(5.0, 0.2 * 2**repeat))
             time.sleep(pause)
@@ -255,6 +262,10 @@ def open_client(place: Place, options: Mapping[str, Any], provider: Callable[...
             f"{redact_url(place.address)!r} is no place for objects: its path has an empty name, '.' or '..', or a "
             "control character; write it without"
         )
+    if re.search(r"[\x00-\x20\x7f]", place.bucket + place.account):
+        raise StorageError(
+            f"{redact_url(place.address)!r} names no bucket: expected a name without spaces and control characters"
+        )
     known = secret_values(options)
     try:
         return _open(place, options, provider, known)
@@ -265,7 +276,9 @@ def open_client(place: Place, options: Mapping[str, Any], provider: Callable[...
     except UnknownConfigurationKeyError as error:
         name = re.search("'([^']*)'", str(error))
         failure = _options.unknown(place.kind, name[1] if name else str(error))
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _failures.is_panic(error):
+            raise
         failure = _failures.storage_error("opening the store", redact_url(place.address), error, known)
     raise failure
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from zarrckpt._errors import StorageError
+from zarrckpt._errors import StorageError, one_line
 from zarrckpt._store import _aws
 from zarrckpt._store._url import Place, check_endpoint
 
@@ -122,6 +122,9 @@ _SAID_ELSEWHERE = {
 """How s3fs, boto3 and adlfs call it -> the name here."""
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
 @dataclass
 class Translated:
     """What an obstore client is built from."""
@@ -148,6 +151,7 @@ def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., 
     given: dict[str, tuple[str, Any]] = {}
     for name, value in options.items():
         if value is not None:
+            _refuse_controls(_bare(place.kind, name), name, value)
             first, _ = given.setdefault(_bare(place.kind, name), (name, value))
             if first != name:
                 raise StorageError(
@@ -170,6 +174,25 @@ def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., 
             _complete_az(out, place.account)
     out.renewable = out.fixed_credentials is None and not is_true(out.config.get("skip_signature"))
     return out
+
+
+_LINES = ("root_certificate", "proxy_ca_certificate", "service_account_key")
+"""Options that may be the content of a file, with line breaks."""
+
+
+def _refuse_controls(bare: str, name: str, value: Any) -> None:
+    """Raise StorageError for a text that no request can hold: obstore ends with a panic at many of them."""
+    if bare in _LINES or (bare == "token" and isinstance(value, Mapping)):
+        return
+    if isinstance(value, Mapping):
+        for inner, item in value.items():
+            _refuse_controls(str(inner), f"{name}[{one_line(str(inner))!r}]", item)
+            _refuse_controls("", f"{name}, in a name,", str(inner))
+    elif isinstance(value, str) and (found := _CONTROL.search(value)):
+        raise StorageError(
+            f"the option {name} holds the control character {found[0]!r} at position {found.start()}: pass it "
+            "without. A text that was read from a file often ends with a line break, which strip() removes"
+        )
 
 
 def unknown(cloud: str, name: str, value: Any = None, table: str = "storage_options") -> StorageError:

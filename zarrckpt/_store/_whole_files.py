@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 from zarrckpt._errors import StorageError
 from zarrckpt._store._base import Store
@@ -121,7 +121,8 @@ def _move_files(part: str, folder: str, names: Sequence[str], replaced: Sequence
             moved.append(target)
     except BaseException:
         for target in [] if overwrite else moved:
-            os.unlink(target)
+            with suppress(OSError):
+                os.unlink(target)
         raise
 
 
