@@ -310,9 +310,9 @@ class Checkpoint(Mapping[str, Any]):
             max_chunk_bytes: give all other tensors the chunks that a :func:`save` by one process gives them, of at most
                 so many bytes.
             dtype: cast floating tensors, such as ``"bfloat16"``, or a mapping pattern -> dtype with the patterns of
-                :meth:`select` (the first match counts). Values are rounded to nearest even; one beyond the dtype's
-                range becomes infinite (NaN where the dtype has no infinity), which is counted in the report, with a
-                UserWarning. Left alone: float8_e8m0fnu, what is not floating, and numbers that a training counts or
+                :meth:`select` (the first match counts). The rule is torch's (``docs/reference/casts.md``). Finite
+                values beyond the dtype's range are counted in the report, with a UserWarning.
+                Left alone: float8_e8m0fnu, what is not floating, and numbers that a training counts or
                 sets by: tensors named ``step``, ``global_step`` or ``iteration``, 0-d tensors, and tensors of one
                 element whose names have no part ``weight`` or ``bias``. The report's ``uncast`` names them. A mapping
                 casts one of them if it has its full name: ``{"model.scale": "bfloat16"}``.
