@@ -21,7 +21,6 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_peaks import peak_of
-from portable import save_portable
 from random_tensors import random_tensor
 from safetensors.torch import load_file
 from store_servers import S3Place
@@ -60,7 +59,11 @@ def _tables(ckpt: zarrckpt.Checkpoint) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(
     "save",
-    [zarrckpt.save, partial(zarrckpt.save, options=zarrckpt.SaveOptions(compression="blosc")), save_portable],
+    [
+        zarrckpt.save,
+        partial(zarrckpt.save, options=zarrckpt.SaveOptions(compression="blosc")),
+        partial(zarrckpt.save, options=zarrckpt.SaveOptions(portable_dtypes=True)),
+    ],
     ids=["", "blosc", "portable"],
 )
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)

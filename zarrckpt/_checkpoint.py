@@ -317,8 +317,7 @@ class Checkpoint(Mapping[str, Any]):
                 element whose names have no part ``weight`` or ``bias``. The report's ``uncast`` names them. A mapping
                 casts one of them if it has its full name: ``{"model.scale": "bfloat16"}``.
             compression: of all tensors, as in :func:`save`: None takes it away; ``"keep"`` leaves it.
-            portable_dtypes: keep bfloat16 and float8 as unsigned integers of their size, bit for bit, for Zarr readers
-                that know neither. Loads give tensors of the real dtype all the same.
+            portable_dtypes: as in :class:`SaveOptions`. Tensors that are stored so already stay so.
             max_inflight_bytes: bound on the memory (default 512 MiB, at least one chunk and what it is made from).
             progress: called as ``progress(bytes_done, bytes_total)``.
 

@@ -15,6 +15,7 @@ from zarrckpt.cli._common import (
     json_option,
     of_target_options,
     opened,
+    portable_option,
     print_json,
     progress_bar,
     say,
@@ -91,12 +92,7 @@ def dtype(text: str) -> str:
     "numbers such as Adam's step.",
 )
 @click.option("--compression", type=click.Choice(["zstd", "blosc", "none"]), help="Of all tensors; default: as it is.")
-@click.option(
-    "--portable",
-    "portable_dtypes",
-    is_flag=True,
-    help="Keep bfloat16 and float8 as unsigned integers, for readers that know neither.",
-)
+@portable_option
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
 @target_options
 @json_option
