@@ -140,7 +140,7 @@ class Checkpoint(Mapping[str, Any]):
         Where they fail, ``info.nbytes_stored`` is None: a damaged checkpoint can be looked at, too.
         """
         try:
-            stored = self.tensors.nbytes_stored
+            stored = self.nbytes_stored
         except CheckpointError:
             stored = None
         return info_of(self.url, self._catalog.root, self._names, stored)

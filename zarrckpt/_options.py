@@ -35,7 +35,7 @@ class SaveOptions:
         compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
             ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``); tensors are compressed, values are not.
         portable_dtypes: store bfloat16 and float8 as unsigned integers of their size, bit for bit, for Zarr readers
-            that know neither (``docs/how-to/read.md``). Loads give tensors of the real dtype all the same. Default: False.
+            that know neither (``docs/how-to/read.md``). Loads give tensors of the real dtype (default False).
         durable: local files are synced to disk before the commit (default). False is faster, and a power cut may cost
             the checkpoint. Without meaning in object stores, where a put is durable.
         max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of

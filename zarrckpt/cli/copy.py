@@ -132,7 +132,7 @@ def cp_command(
     if as_json:
         print_json(dataclasses.asdict(report))
         return
-    say(f"{report.objects:,} chunks, {size_text(report.nbytes)}, copied to {report.url}")
+    say(f"{count_text(report.objects, 'chunk')}, {size_text(report.nbytes)}, copied to {report.url}")
     say_uncast(report.uncast)
 
 
