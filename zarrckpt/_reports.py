@@ -115,8 +115,8 @@ class PlanReport:
             f"{count_text(self.objects, 'chunk object')} ({self.merged:,} merged) and "
             f"{count_text(self.documents, 'document')}, ${self.put_cost():.4f} of puts at S3's price and "
             f"{self.put_seconds():.1f} s at its rate; {self.moved_bytes / 1e9:.3f} GB ({share}) move between "
-            f"ranks{hosts}, in {count_text(self.bundles, 'bundle')}; the rank with most writes {self.balance:.2f} of the mean, and "
-            f"the one with most connections has {max(self.rank_connections, default=0)}"
+            f"ranks{hosts}, in {count_text(self.bundles, 'bundle')}; the rank with most writes {self.balance:.2f} of "
+            f"the mean, and the one with most connections has {max(self.rank_connections, default=0)}"
         )
 
 

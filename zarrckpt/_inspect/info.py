@@ -33,9 +33,9 @@ class DTypeInfo:
 class CheckpointInfo:
     """The numbers of ``Checkpoint.info``.
 
-    ``nbytes``, ``nbytes_stored``, ``chunks``, ``subchunks`` and ``groups`` count tensors and blobs (values that are kept
-    as bytes); the other numbers count tensors alone. ``nbytes`` and ``groups`` are bytes of elements, without padding,
-    checksums and compression.
+    ``nbytes``, ``nbytes_stored``, ``chunks``, ``subchunks`` and ``groups`` count tensors and blobs (values that are
+    kept as bytes); the other numbers count tensors alone. ``nbytes`` and ``groups`` are bytes of elements, without
+    padding, checksums and compression.
     """
 
     url: str

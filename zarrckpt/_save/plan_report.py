@@ -58,8 +58,12 @@ def plan_report(
         refuse_objects_of_ranks(state)
     with joined(ranks, "plan_report", options.timeout) as rounds:
         agreed = plan_together(rounds, partial(LocalState.from_user_state, state), options.plan)
-        blobs = rounds.merge("their values", partial(_own_blobs, agreed), lambda found: list(chain(*found)))
+        blobs: list[ArrayNode] = rounds.merge("their values", partial(_own_blobs, agreed), _joined_blobs)
     return report_of(agreed.plan, rounds.members, ranks_per_host, blobs)
+
+
+def _joined_blobs(found: list[list[ArrayNode]]) -> list[ArrayNode]:
+    return [*chain(*found)]
 
 
 def _own_blobs(agreed: Agreed[None]) -> list[ArrayNode]:

@@ -202,6 +202,9 @@ def _cell(value: object) -> str:
 
 
 def _number_text(value: float) -> str:
-    """Return a number with 6 digits, or as many more as tell it from a whole number."""
+    """Return a number with 6 digits. A whole number has all of them, and no other number is shown as one."""
     texts = (f"{value:.{digits}g}" for digits in range(6, 18))
-    return next((text for text in texts if value.is_integer() or not float(text).is_integer()), repr(value))
+    whole = value.is_integer()
+    return next(
+        (text for text in texts if (float(text) == value if whole else not float(text).is_integer())), repr(value)
+    )

@@ -121,7 +121,7 @@ def cp_command(
       zarrckpt cp run/step-100 smaller --dtype model=bfloat16
       zarrckpt cp run/step-100 small --compression blosc
     """
-    from zarrckpt._reports import size_text
+    from zarrckpt._reports import count_text, size_text
 
     options |= {"storage_options": target_options, "compression": _COMPRESSIONS.get(compression, compression)}
     if max_chunk_mb is not None:
