@@ -74,6 +74,7 @@ NAVIGATION = {
         "Command line, all options <reference/commands>",
         "Errors <reference/errors>",
         "Glossary <reference/glossary>",
+        "Casts <reference/casts>",
         "Format <reference/format>",
         "Other readers <reference/readers>",
         "Object stores <reference/stores>",

@@ -40,7 +40,6 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import torch
-from portable import save_portable
 
 import zarrckpt
 from zarrckpt import CheckpointError
@@ -167,13 +166,11 @@ def make(folder: Path, kind: str) -> Path:
     """Save a checkpoint; with portable arrays for the kind "blosc", in a tree of its own for the last one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        options = zarrckpt.SaveOptions(compression=kind if kind in ("zstd", "blosc") else None, durable=False)
+        compression = kind if kind in ("zstd", "blosc") else None
+        options = zarrckpt.SaveOptions(compression=compression, portable_dtypes=kind == "blosc", durable=False)
         if kind == "tree":
             zarrckpt.save(state(1), folder, options=options)
-        if kind == "blosc":
-            save_portable(state(), folder, options=options)
-        else:
-            zarrckpt.save(state(), folder, overwrite=kind == "tree", options=options)
+        zarrckpt.save(state(), folder, overwrite=kind == "tree", options=options)
     return folder
 
 

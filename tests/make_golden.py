@@ -33,7 +33,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that run_ranks starts
 
 from independent_reader import Reader
-from portable import save_portable
 from ranks import run_ranks, stop_ranks
 from simulated import simulate
 
@@ -164,7 +163,7 @@ def portable() -> dict[str, Any]:
 
 
 def _save_portable(folder: Path) -> None:
-    save_portable(portable(), folder, options=zarrckpt.SaveOptions(compression="zstd"))
+    zarrckpt.save(portable(), folder, options=zarrckpt.SaveOptions(compression="zstd", portable_dtypes=True))
 
 
 def large() -> dict[str, Any]:

@@ -135,7 +135,11 @@ def test_stored_bytes_are_those_of_the_objects(compression: str | None, tmp_path
     for part in (ckpt, ckpt.select("m"), ckpt.select("large")):
         places = [tmp_path / "one" / fqn.replace(".", "/") for fqn in part]
         assert part.nbytes_stored == sum(f.stat().st_size for place in places for f in place.rglob("c*"))
-    assert ckpt.info.nbytes_stored == ckpt.tensors.nbytes_stored and ckpt.info.blob_nbytes == 70000
+    info = ckpt.info
+    assert (info.nbytes, info.nbytes_stored) == (ckpt.nbytes, ckpt.nbytes_stored) and info.blob_nbytes == 70000
+    assert info.groups == {name: ckpt.select(name).nbytes for name in ("large", "m", "blob")}
+    assert info.nbytes - info.blob_nbytes == ckpt.tensors.nbytes == sum(part.nbytes for part in info.dtypes.values())
+    assert info.chunks == sum(ckpt.writers(fqn).size for fqn in ckpt.tensors) + 1  # the blob's
 
 
 def test_only_compressed_checkpoints_need_a_table_for_stored_bytes(tmp_path: Path) -> None:

@@ -247,10 +247,13 @@ def test_info_says_what_it_is(saved: Path) -> None:
     rows = dict(line.split(maxsplit=1) for line in text.splitlines() if not line.startswith(" "))
     assert rows["tensors"] == "3 with 18 elements, 68 B" and rows["step"] == "7"
     assert rows["values"] == "1, and 1 kept as bytes, 100 KB"
-    assert rows["saved"].endswith(" UTC by 1 rank") and rows["layout"] == "3 chunks, 3 subchunks"
+    assert rows["saved"].endswith(" UTC by 1 rank") and rows["layout"] == "4 chunks, 4 subchunks"
     assert "half" in text and "half.*" not in text
     found = as_json("info", saved)
-    assert (found["step"], found["tensors"], found["blobs"], found["nbytes"]) == (7, 3, 1, 68)
+    assert (found["step"], found["tensors"], found["blobs"], found["nbytes"]) == (7, 3, 1, 100_068)
+    assert rows["size"] == "100 KB" and as_json("tree", saved)["nbytes"] == found["nbytes"] == sum(
+        found["groups"].values()
+    )
     assert found["dtypes"]["bfloat16"] == {"tensors": 1, "elements": 2, "nbytes": 4}
 
 
@@ -333,6 +336,43 @@ def test_stats_finds_the_broken_tensor(saved: Path) -> None:
     assert numbers["std"] == pytest.approx(values.std()) and numbers["norm"] == pytest.approx(np.linalg.norm(values))
     assert numbers["zeros"] == 1
     assert run("stats", saved, "model.w").exit_code == 0
+
+
+def test_shares_are_whole_only_of_all_and_sorted_as_shown(tmp_path: Path) -> None:
+    zeros = {"few": (3, 2), "most": (100_000, 99_999), "many": (10_000, 9_997), "all": (4, 4), "one": (100_000, 1)}
+    state = {name: (torch.arange(size) >= part).float() for name, (size, part) in zeros.items()} | {
+        "none": torch.ones(0)
+    }
+    zarrckpt.save(state, tmp_path / "one")
+    rows = [line.split("\t") for line in run("stats", tmp_path / "one", "--sort", "zeros").stdout.splitlines()]
+    assert [(row[0], row[6]) for row in rows] == [
+        ("all", "100%"),
+        ("most", "> 99.99%"),
+        ("many", "99.97%"),
+        ("few", "66.7%"),
+        ("one", "< 0.01%"),
+        ("none", "-"),
+    ]
+    zarrckpt.save({name: value + (value == 0).float() for name, value in state.items()}, tmp_path / "two")
+    rows = [line.split("\t") for line in run("diff", tmp_path / "one", tmp_path / "two").stdout.splitlines()]
+    unequal = {row[0]: row[1] for row in rows}
+    assert (unequal["most"], unequal["many"], unequal["one"]) == ("> 99.99%", "99.97%", "< 0.01%")
+    assert str(zarrckpt.plan_report({"w": torch.ones(3)})).startswith("1 tensor, 0.000 GB from 1 rank: 1 chunk object")
+
+
+def test_ls_shows_no_fraction_as_a_whole_number(tmp_path: Path) -> None:
+    numbers = {
+        "a": 0.999999999,
+        "b": 1.0000001,
+        "c": 2.0,
+        "d": 0.123456789,
+        "e": 1234567.5,
+        "f": 1e-300,
+        "g": 123456789.0,
+    }
+    zarrckpt.save(STATE, tmp_path / "run" / "step-1", metadata=numbers)
+    (line,) = run("ls", tmp_path / "run", "--all").stdout.splitlines()
+    assert line.split("\t")[4:] == ["0.999999999", "1.0000001", "2", "0.123457", "1234567.5", "1e-300", "123456789"]
 
 
 def test_diff_says_what_differs(saved: Path, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from independent_reader import Reader
 from memory_peaks import traced_peak_of
-from portable import save_portable
 from random_tensors import random_tensor
 from ranks import run_ranks
 from store_servers import S3Place
@@ -579,7 +578,8 @@ def test_on_s3(moto_bucket: S3Place, tmp_path: Path) -> None:
 
 def test_portable_dtypes(tmp_path: Path) -> None:
     tensor = random_tensor("bfloat16", (300, 20))
-    save_portable({"w": tensor}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression="blosc"))
+    options = zarrckpt.SaveOptions(compression="blosc", portable_dtypes=True)
+    zarrckpt.save({"w": tensor}, tmp_path / "ck", options=options)
     target = torch.zeros_like(tensor)
     zarrckpt.load({"w": target}, tmp_path / "ck")
     assert (

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from portable import save_portable
 from store_servers import S3Place
 
 import zarrckpt
@@ -36,7 +35,11 @@ def _state(value: float = 1.0) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "save",
-    [zarrckpt.save, partial(zarrckpt.save, options=zarrckpt.SaveOptions(compression="zstd")), save_portable],
+    [
+        zarrckpt.save,
+        partial(zarrckpt.save, options=zarrckpt.SaveOptions(compression="zstd")),
+        partial(zarrckpt.save, options=zarrckpt.SaveOptions(portable_dtypes=True)),
+    ],
     ids=["", "zstd", "portable"],
 )
 def test_a_copy_is_what_it_is_a_copy_of(tmp_path: Path, save: Callable[..., Any]) -> None:

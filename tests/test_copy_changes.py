@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import warnings
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -19,8 +21,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_peaks import peak_of
-from portable import save_portable
 from random_tensors import random_tensor
+from safetensors.torch import load_file
 from store_servers import S3Place
 
 import zarrckpt
@@ -57,7 +59,11 @@ def _tables(ckpt: zarrckpt.Checkpoint) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(
     "save",
-    [zarrckpt.save, partial(zarrckpt.save, options=zarrckpt.SaveOptions(compression="blosc")), save_portable],
+    [
+        zarrckpt.save,
+        partial(zarrckpt.save, options=zarrckpt.SaveOptions(compression="blosc")),
+        partial(zarrckpt.save, options=zarrckpt.SaveOptions(portable_dtypes=True)),
+    ],
     ids=["", "blosc", "portable"],
 )
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
@@ -118,25 +124,55 @@ def test_what_no_option_changes_is_copied_as_it_is(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2"])
-def test_casts_are_those_of_torch(tmp_path: Path, name: str) -> None:
-    dtype = getattr(torch, name)
-    # Both have the halves between two neighbours, where rounding to even shows; all are within the range of the dtype.
-    halves = (torch.randint(-4096, 4096, (400, 300)).double() / 512).float()
-    state = {"w": torch.randn(400, 300), "h": halves, "half": torch.randn(50).half()}
+CAST_TO = [name for name, dtype in DTYPES.items() if dtype.kind == "float" and name != "float8_e8m0fnu"]
+
+
+def _hard_to_cast() -> dict[str, torch.Tensor]:
+    """Every float16 and bfloat16; wide numbers between two narrow neighbours, next to there, and of any magnitude."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    found = {"float16": bits.view(torch.float16), "bfloat16": bits.view(torch.bfloat16)}
+    narrow = [found["float16"][::7], found["bfloat16"][::7]]
+    narrow += [torch.arange(256).byte().view(getattr(torch, name)) for name in CAST_TO if name.startswith("float8")]
+    values = [torch.unique(part.double()[part.double().isfinite()]) for part in narrow]
+    middle = torch.cat([(part[1:] + part[:-1]) / 2 for part in values])
+    random = torch.randn(5000, dtype=torch.float64) * 10.0 ** torch.empty(5000, dtype=torch.float64).uniform_(-330, 300)
+    special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e300, 5e-324], dtype=torch.float64)
+    near = [middle * factor for factor in (1, 1 + 2**-52, 1 - 2**-53, 1 + 2**-30, 1 - 2**-30, 1 + 2**-22, 1 - 2**-22)]
+    wide = torch.cat([*values, *near, random, special])
+    return found | {"float64": wide, "float32": wide.float()}
+
+
+def _same_numbers(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    one, other = found.double(), expected.double()
+    same = (one.view(torch.int64) == other.view(torch.int64)) | (one.isnan() & other.isnan())
+    return found.dtype == expected.dtype and bool(same.all())
+
+
+@pytest.mark.parametrize("name", CAST_TO)
+def test_copies_exports_and_loads_cast_as_torch(tmp_path: Path, name: str) -> None:
+    dtype, state = getattr(torch, name), _hard_to_cast()
     rest = {"i": torch.arange(5), "z": torch.randn(3).cfloat(), "t": torch.tensor([True, False])}
-    special = {"nan": torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0])}
-    state = {k: (v.clamp(-400, 400) if v.dtype is torch.float32 else v) for k, v in state.items()}
-    zarrckpt.save({**state, **rest, **special}, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=60_000))
-    report = zarrckpt.open(tmp_path / "one").copy_to(tmp_path / "two", dtype=name)
+    zarrckpt.save(state | rest, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=100_000))
+    one = zarrckpt.open(tmp_path / "one")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of values beyond the range
+        report = one.copy_to(tmp_path / "two", dtype=name)
+        exported = one.select(*state).to_safetensors(tmp_path / "three.safetensors", dtype=name)
     two = zarrckpt.open(tmp_path / "two")
-    two.verify().raise_if_damaged()
-    found = two.load()
+    assert two.verify() and report.overflowed == exported.overflowed
+    ways = [two.load(), load_file(tmp_path / "three.safetensors")]
+    for strided in (False, True):
+        target = {key: torch.empty(2 * len(value), dtype=dtype)[::2] for key, value in state.items()}
+        target = target if strided else {key: value.contiguous() for key, value in target.items()}
+        zarrckpt.load(target, tmp_path / "one", strict=False, allow_cast=True)
+        ways.append(target)
     for key, value in state.items():
-        assert torch.equal(_bits(found[key]), _bits(value.to(dtype))), key
-    assert all(torch.equal(found[key], value) and found[key].dtype == value.dtype for key, value in rest.items())
-    assert torch.isnan(found["nan"].float())[0] and found["nan"].float()[3:].signbit().tolist() == [True, False]
-    assert report.overflowed == {} and found["nan"].dtype == dtype
+        expected = value.to(dtype)
+        assert [_same_numbers(way[key], expected) for way in ways] == [True] * 4, key
+        # 464 is half-way between 448 and 480, which would be next.
+        beyond = value.float().abs() > 464 if name == "float8_e4m3fn" else ~expected.double().isfinite()
+        assert report.overflowed.get(key, 0) == (value.isfinite() & beyond).sum()
+    assert all(torch.equal(two.load()[key], value) for key, value in rest.items())
 
 
 def test_portable_copies_have_the_same_bytes(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from portable import save_portable
 
 import zarrckpt
 from benchmarks.s3_server import served
@@ -85,7 +84,6 @@ class Kind:
     state: Callable[[int], dict[str, Any]]
     options: zarrckpt.SaveOptions
     overwritten: bool = False
-    portable: bool = False
 
 
 PLAIN = zarrckpt.SaveOptions(durable=False)
@@ -95,7 +93,7 @@ KINDS = {
     "subchunks": Kind(large, PLAIN),
     "zstd": Kind(compressible, replace(PLAIN, compression="zstd")),
     "blosc": Kind(compressible, replace(PLAIN, compression="blosc", max_chunk_bytes=300_000)),
-    "portable": Kind(narrow, PLAIN, portable=True),
+    "portable": Kind(narrow, replace(PLAIN, portable_dtypes=True)),
     "tree": Kind(small, replace(PLAIN, max_chunk_bytes=256), overwritten=True),
 }
 
@@ -131,11 +129,10 @@ def subject(kind: str, url: str, storage_options: dict[str, Any] | None = None) 
     first = url if made.overwritten else f"{url}-older"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        save: Callable[..., zarrckpt.SaveReport] = save_portable if made.portable else zarrckpt.save
-        old = save(made.state(1), first, **options)
+        old = zarrckpt.save(made.state(1), first, **options)
         store, other = (open_store(place, storage_options=storage_options, durable=False) for place in (url, first))
         earlier = {info.key: other.get(info.key) for info in other.list()}
-        report = save(made.state(2), url, **options, **({"overwrite": True} if made.overwritten else {}))
+        report = zarrckpt.save(made.state(2), url, **options, **({"overwrite": True} if made.overwritten else {}))
     prefixes = (report.save_id, f"@{report.save_id}/") if made.overwritten else (report.save_id, "")
     objects = {info.key: store.get(info.key) for info in store.list() if _belongs(info.key, *prefixes)}
     older = {}

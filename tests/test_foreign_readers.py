@@ -15,7 +15,6 @@ import tensorstore
 import torch
 import zarr
 from obstore.exceptions import NotSupportedError
-from portable import save_portable
 from random_tensors import random_tensor
 from s3_stub import S3Stub
 from store_servers import REGION, S3Place
@@ -135,7 +134,7 @@ def test_xarray_opens_a_group(saved: Saved, found: dict[str, Any]) -> None:
 
 def test_portable_dtypes_need_no_package(tmp_path: Path) -> None:
     url, state = str(tmp_path / "ck"), {name: random_tensor(name, (3, 4)) for name in DTYPES}
-    save_portable(state, url)
+    zarrckpt.save(state, url, options=zarrckpt.SaveOptions(portable_dtypes=True))
     (found,) = plain_readers.call(tmp_path, ("zarr_without_the_package", {"url": url}))
     for name, tensor in state.items():
         _, shape, data = bits(tensor)

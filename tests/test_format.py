@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from independent_reader import ITEMSIZE, PORTABLE, Reader
-from portable import save_portable
 from random_tensors import random_tensor
 from ranks import run_ranks
 
@@ -64,7 +63,7 @@ SHAPES = {"matrix": (5, 7), "scalar": (), "empty": (0, 3), "none": (4, 0), "one"
 def test_every_dtype_and_shape(tmp_path: Path, portable: bool) -> None:
     torch.manual_seed(1)
     state = {kind: {name: random_tensor(name, shape) for name in DTYPES} for kind, shape in SHAPES.items()}
-    (save_portable if portable else zarrckpt.save)(state, tmp_path / "ck")
+    zarrckpt.save(state, tmp_path / "ck", options=zarrckpt.SaveOptions(portable_dtypes=portable))
     reader = Reader(tmp_path / "ck")
     flat = {f"{kind}.{name}": tensor for kind, group in state.items() for name, tensor in group.items()}
     check_tensors(reader, flat)

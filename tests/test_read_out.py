@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from memory_peaks import peak_of
-from portable import save_portable
 from store_servers import S3Place
 
 import zarrckpt
@@ -33,13 +32,13 @@ def _state() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=[SaveOptions(), SaveOptions(compression="zstd"), SaveOptions(max_chunk_bytes=70_000), None])
+FORMS: list[dict[str, Any]] = [{}, {"compression": "zstd"}, {"max_chunk_bytes": 70_000}, {"portable_dtypes": True}]
+
+
+@pytest.fixture(params=FORMS)
 def ckpt(tmp_path: Path, request: pytest.FixtureRequest) -> zarrckpt.Checkpoint:
-    """A checkpoint whose chunks are stored in several ways; None: of portable arrays."""
-    if request.param is None:
-        save_portable(_state(), tmp_path / "ckpt")
-    else:
-        zarrckpt.save(_state(), tmp_path / "ckpt", options=request.param)
+    """A checkpoint whose chunks are stored in several ways."""
+    zarrckpt.save(_state(), tmp_path / "ckpt", options=SaveOptions(**request.param))
     return zarrckpt.open(tmp_path / "ckpt")
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import plain_readers
 import torch
-from portable import save_portable
 from random_tensors import random_tensor
 from store_servers import REGION, S3Place
 from test_foreign_readers import bits
@@ -98,9 +97,10 @@ def _types(rows: Rows) -> None:
     rows.add("0-dimensional", ckpt, {f"scalar.{name}": scalar[name] for name in CORE})
     rows.add("no elements", ckpt, {f"empty.{name}": empty[name] for name in CORE})
     others = {name: square[name] for name in DTYPES if name not in CORE}
-    save_portable(others, folder := rows.folder / "portable", options=zarrckpt.SaveOptions(durable=False))
+    options = zarrckpt.SaveOptions(durable=False, portable_dtypes=True)
+    zarrckpt.save(others, folder := rows.folder / "portable", options=options)
     as_integers = {name: t.view(getattr(torch, DTYPES[name].portable.name)) for name, t in others.items()}
-    rows.add("bfloat16 and float8 copied with `portable_dtypes`", zarrckpt.open(folder), as_integers)
+    rows.add("bfloat16 and float8 saved with `portable_dtypes`", zarrckpt.open(folder), as_integers)
 
 
 def _forms(rows: Rows) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -11,14 +12,15 @@ import sys
 import warnings
 from ast import literal_eval
 from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import KINDS, Run, make_run, same, snapshot
-from portable import save_portable
 from ranks import all_ranks_raise, run_ranks
 from store_servers import S3Place
 from torch import nn
@@ -390,12 +392,53 @@ def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 def test_every_dtype_comes_back_bit_for_bit(portable: bool, tmp_path: Path) -> None:
     state = {str(dtype): _random(dtype, 7, 5) for dtype in DTYPES}
     state |= {f"scalar {dtype}": _random(dtype, 1)[0] for dtype in DTYPES}
-    (save_portable if portable else zarrckpt.save)(state, tmp_path / "one")
+    zarrckpt.save(state, tmp_path / "one", options=zarrckpt.SaveOptions(portable_dtypes=portable))
     targets = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     places = [target.data_ptr() for target in targets.values()]
     zarrckpt.load(targets, tmp_path / "one")
     assert [name for name in state if _bits(targets[name]) != _bits(state[name])] == []
     assert [target.data_ptr() for target in targets.values()] == places
+
+
+def _dcp_save(state: dict[str, Any], url: Path, options: zarrckpt.SaveOptions) -> None:
+    dcp.save(dict(state), storage_writer=zarrckpt.ZarrStorageWriter(url, options=options), no_dist=True)
+
+
+def _manager_save(state: dict[str, Any], url: Path, options: zarrckpt.SaveOptions) -> None:
+    with zarrckpt.CheckpointManager(url.with_name("run"), signals=(), options=options) as manager:
+        manager.save(1, state)
+    url.with_name("run").joinpath("step-00000001").rename(url)
+
+
+def _import(state: dict[str, Any], url: Path, options: zarrckpt.SaveOptions) -> None:
+    torch.save(state, url.with_name("state.pt"))
+    zarrckpt.import_checkpoint(url.with_name("state.pt"), url, options=options)
+
+
+WAYS_TO_SAVE: dict[str, Callable[[dict[str, Any], Path, zarrckpt.SaveOptions], Any]] = {
+    "save": lambda state, url, options: zarrckpt.save(state, url, options=options),
+    "async_save": lambda state, url, options: zarrckpt.async_save(state, url, options=options).result(),
+    "dcp": _dcp_save,
+    "manager": _manager_save,
+    "import": _import,
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_SAVE)
+def test_saves_store_the_arrays_of_a_portable_copy(way: str, tmp_path: Path) -> None:
+    state = {str(dtype): _random(dtype, 7, 5) for dtype in DTYPES} | {"own": torch.ones(3).bfloat16()}
+    zarrckpt.save(state, tmp_path / "native")
+    native = zarrckpt.open(tmp_path / "native")
+    native.copy_to(tmp_path / "copied", portable_dtypes=True)
+    WAYS_TO_SAVE[way](state, tmp_path / "saved", zarrckpt.SaveOptions(portable_dtypes=True))
+    saved = zarrckpt.open(tmp_path / "saved")
+    for name, tensor in state.items():
+        documents = [json.loads((tmp_path / url / name / "zarr.json").read_bytes()) for url in ("saved", "copied")]
+        assert documents[0] == documents[1] and _bits(saved.load(name)[name]) == _bits(tensor)
+    assert documents[0]["data_type"] == "uint16" and saved.verify() and native.diff(saved, *state)
+    assert repr(saved.stats()["own"]) == repr(native.stats()["own"])
+    saved.copy_to(tmp_path / "back", dtype={"own": "float32"})
+    assert zarrckpt.open(tmp_path / "back").read(["own"])["own"].tolist() == [1, 1, 1]
 
 
 def test_views_are_saved_as_they_look_and_filled_where_they_are(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ class Checkpoint(Mapping[str, Any]):
         Where they fail, ``info.nbytes_stored`` is None: a damaged checkpoint can be looked at, too.
         """
         try:
-            stored = self.tensors.nbytes_stored
+            stored = self.nbytes_stored
         except CheckpointError:
             stored = None
         return info_of(self.url, self._catalog.root, self._names, stored)
@@ -310,15 +310,14 @@ class Checkpoint(Mapping[str, Any]):
             max_chunk_bytes: give all other tensors the chunks that a :func:`save` by one process gives them, of at most
                 so many bytes.
             dtype: cast floating tensors, such as ``"bfloat16"``, or a mapping pattern -> dtype with the patterns of
-                :meth:`select` (the first match counts). Values are rounded to nearest even; one beyond the dtype's
-                range becomes infinite (NaN where the dtype has no infinity), which is counted in the report, with a
-                UserWarning. Left alone: float8_e8m0fnu, what is not floating, and numbers that a training counts or
+                :meth:`select` (the first match counts). The rule is torch's (``docs/reference/casts.md``). Finite
+                values beyond the dtype's range are counted in the report, with a UserWarning.
+                Left alone: float8_e8m0fnu, what is not floating, and numbers that a training counts or
                 sets by: tensors named ``step``, ``global_step`` or ``iteration``, 0-d tensors, and tensors of one
                 element whose names have no part ``weight`` or ``bias``. The report's ``uncast`` names them. A mapping
                 casts one of them if it has its full name: ``{"model.scale": "bfloat16"}``.
             compression: of all tensors, as in :func:`save`: None takes it away; ``"keep"`` leaves it.
-            portable_dtypes: keep bfloat16 and float8 as unsigned integers of their size, bit for bit, for Zarr readers
-                that know neither. Loads give tensors of the real dtype all the same.
+            portable_dtypes: as in :class:`SaveOptions`. Tensors that are stored so already stay so.
             max_inflight_bytes: bound on the memory (default 512 MiB, at least one chunk and what it is made from).
             progress: called as ``progress(bytes_done, bytes_total)``.
 

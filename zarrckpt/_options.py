@@ -34,6 +34,8 @@ class SaveOptions:
     Args:
         compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
             ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``); tensors are compressed, values are not.
+        portable_dtypes: store bfloat16 and float8 as unsigned integers of their size, bit for bit, for Zarr readers
+            that know neither (``docs/how-to/read.md``). Loads give tensors of the real dtype (default False).
         durable: local files are synced to disk before the commit (default). False is faster, and a power cut may cost
             the checkpoint. Without meaning in object stores, where a put is durable.
         max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
@@ -54,6 +56,7 @@ class SaveOptions:
     """
 
     compression: CompressionOption = None
+    portable_dtypes: bool = False
     durable: bool = True
     max_chunk_bytes: int = MAX_CHUNK_BYTES
     min_piece_bytes: int | None = None
@@ -67,6 +70,7 @@ class SaveOptions:
         if isinstance(self.compression, Mapping):
             # What the caller does to the mapping later changes nothing here.
             object.__setattr__(self, "compression", dict(self.compression))
+        _check_bool("portable_dtypes", self.portable_dtypes)
         _check_bool("durable", self.durable)
         check_limits(max_chunk_bytes=self.max_chunk_bytes)
         if self.fill_bytes is not None:
@@ -81,7 +85,7 @@ class SaveOptions:
         # A chunk that is copied is in memory as a whole, but for local files; an eighth is for what is rounded up.
         fits = max(self.max_inflight_bytes - self.max_inflight_bytes // 8, LEAST_FITTING)
         sizes = Sizes(min(self.max_chunk_bytes, fits), self.min_piece_bytes, self.fill_bytes)
-        return PlanOptions(parse_option(self.compression), sizes)
+        return PlanOptions(parse_option(self.compression), sizes, self.portable_dtypes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,8 +61,8 @@ class LoadReport:
 class PlanReport:
     """What a save would do, the same on every rank.
 
-    ``nbytes`` counts the bytes of all tensors and ``objects`` their chunks, ``documents`` the Zarr documents and tables
-    beside them (blobs of non-tensor values are not counted: they are encoded only by a save). ``rank_bytes`` holds the
+    ``nbytes`` counts the bytes of all tensors and ``objects`` their chunks; ``documents`` the objects beside them: Zarr
+    documents, tables, and the chunks of values that are stored as blobs. ``rank_bytes`` holds the
     part that each rank would write, ``moved_bytes`` the bytes that would go from one rank to another before, in
     ``bundles`` bundles, ``host_bytes`` those that would leave a host (None where it is not known which ranks are on
     one); ``merged`` counts the chunks that span pieces of several ranks. ``rank_connections`` has the number of other
@@ -91,7 +91,12 @@ class PlanReport:
 
     @property
     def puts(self) -> int:
-        """Requests that put an object."""
+        """Objects that are put, in an overwrite as well.
+
+        A put is one request. Object stores take an object of 16 MiB or more in parts of 8 MiB, with a request for each
+        part and two more. The first save of a process to a server also tests its conditional puts: one request, and in
+        the first overwrite four, with an object that is deleted at once.
+        """
         return self.objects + self.documents
 
     def put_cost(self, usd_per_1000: float = 0.005) -> float:
@@ -103,14 +108,15 @@ class PlanReport:
         return self.puts / per_second
 
     def __str__(self) -> str:
-        share = 100 * self.moved_bytes / self.nbytes if self.nbytes else 0.0
+        share = share_text(self.moved_bytes, self.nbytes or 1)
         hosts = "" if self.host_bytes is None else f", {self.host_bytes / 1e9:.3f} GB of them between hosts"
         return (
-            f"{self.tensors} tensors, {self.nbytes / 1e9:.3f} GB from {self.ranks} ranks: {self.objects} chunk objects "
-            f"({self.merged} merged) and {self.documents} documents, ${self.put_cost():.4f} of puts at S3's price and "
-            f"{self.put_seconds():.1f} s at its rate; {self.moved_bytes / 1e9:.3f} GB ({share:.0f} %) move between "
-            f"ranks{hosts}, in {self.bundles} bundles; the rank with most writes {self.balance:.2f} of the mean, and "
-            f"the one with most connections has {max(self.rank_connections, default=0)}"
+            f"{count_text(self.tensors, 'tensor')}, {self.nbytes / 1e9:.3f} GB from {count_text(self.ranks, 'rank')}: "
+            f"{count_text(self.objects, 'chunk object')} ({self.merged:,} merged) and "
+            f"{count_text(self.documents, 'document')}, ${self.put_cost():.4f} of puts at S3's price and "
+            f"{self.put_seconds():.1f} s at its rate; {self.moved_bytes / 1e9:.3f} GB ({share}) move between "
+            f"ranks{hosts}, in {count_text(self.bundles, 'bundle')}; the rank with most writes {self.balance:.2f} of "
+            f"the mean, and the one with most connections has {max(self.rank_connections, default=0)}"
         )
 
 
@@ -128,6 +134,18 @@ def size_text(nbytes: int) -> str:
 def count_text(number: int, noun: str, nouns: str | None = None) -> str:
     """A number of things for people: "1 rank", "2,048 ranks"; ``nouns`` where more than one take more than an s."""
     return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
+def share_text(part: int, whole: int) -> str:
+    """A part of a whole in percent, for people. Only nothing is 0%, and only the whole is 100%."""
+    if not whole:
+        return "-"
+    percent = 100 * part / whole
+    if part and percent < 0.01:
+        return "< 0.01%"
+    if part < whole and percent > 99.99:
+        return "> 99.99%"
+    return "> 100%" if part > whole else f"{percent:.{4 if percent > 99 else 3}g}%"
 
 
 def value_text(value: object) -> str:

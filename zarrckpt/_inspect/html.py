@@ -64,7 +64,7 @@ def _head(found: CheckpointInfo) -> str:
     step = "" if found.step is None else f" &nbsp;step <b>{found.step:,}</b>"
     values = count_text(found.values + found.blobs, "value")
     saved = f"saved {time_text(found.created)} by {count_text(found.world_size, 'rank')}"
-    size = size_text(found.nbytes + found.blob_nbytes)
+    size = size_text(found.nbytes)
     return (
         f"<header><b>zarrckpt.Checkpoint</b> &nbsp;<code>{html.escape(found.url)}</code>{step}<br>"
         f"{count_text(found.tensors, 'tensor')}, {values}, {size}{_stored_size(found)} "
@@ -75,7 +75,7 @@ def _head(found: CheckpointInfo) -> str:
 def _stored_size(found: CheckpointInfo) -> str:
     if not found.compression or not found.nbytes_stored:
         return ""
-    return f", its tensors stored in {size_text(found.nbytes_stored)} ({html.escape(', '.join(found.compression))})"
+    return f", stored in {size_text(found.nbytes_stored)} ({html.escape(', '.join(found.compression))})"
 
 
 def _group(group: Group, most: int) -> str:

@@ -31,7 +31,12 @@ class DTypeInfo:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What ``Checkpoint.info`` says. ``nbytes`` are of elements, without padding, checksums and compression."""
+    """The numbers of ``Checkpoint.info``.
+
+    ``nbytes``, ``nbytes_stored``, ``chunks``, ``subchunks`` and ``groups`` count tensors and blobs (values that are
+    kept as bytes); the other numbers count tensors alone. ``nbytes`` and ``groups`` are bytes of elements, without
+    padding, checksums and compression.
+    """
 
     url: str
     format: int
@@ -58,13 +63,13 @@ class CheckpointInfo:
     """The names of the codecs that compress some of the tensors."""
     dtypes: Mapping[str, DTypeInfo] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of tensors by the first part of their names."""
+    """Bytes by the first part of the names."""
     largest: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
     """(name, shape, dtype, bytes) of the ten largest tensors."""
     blob_nbytes: int = 0
-    """Bytes of the values that are kept as bytes."""
+    """Bytes of the blobs among ``nbytes``."""
     nbytes_stored: int | None = None
-    """Bytes of the tensors' chunks in the store, with padding, checksums and compression; None where the table that
+    """Bytes of the chunks in the store, with padding, checksums and compression; None where the table that
     says how long compressed chunks are cannot be read."""
     run: str = ""
     """The id of the run that it belongs to, as :class:`~zarrckpt.CheckpointManager` saved it; "" for none."""
@@ -75,7 +80,8 @@ def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | Non
     entries = {fqn: root.entries[fqn] for fqn in names}
     tensors = {fqn: entry for fqn, entry in entries.items() if isinstance(entry, ArrayNode)}
     blobs = [entry for entry in entries.values() if isinstance(entry, BlobEntry)]
-    arrays = list(tensors.values())
+    tensor_nodes = list(tensors.values())
+    arrays = {fqn: node for fqn in entries if (node := root.array(fqn)) is not None}
     largest = sorted(tensors.items(), key=lambda item: -item[1].nbytes)[:_LARGEST]
     return CheckpointInfo(
         url=url,
@@ -91,13 +97,13 @@ def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | Non
         tensors=len(tensors),
         values=len(entries) - len(tensors) - len(blobs),
         blobs=len(blobs),
-        nbytes=sum(node.nbytes for node in arrays),
-        elements=sum(math.prod(node.grid.shape) for node in arrays),
-        chunks=sum(node.grid.num_chunks for node in arrays),
-        subchunks=sum(node.grid.num_subchunks for node in arrays),
-        compression=tuple(sorted({node.compression.name for node in arrays if node.compression is not None})),
-        dtypes=_dtypes(arrays),
-        groups=_groups(tensors),
+        nbytes=sum(node.nbytes for node in arrays.values()),
+        elements=sum(math.prod(node.grid.shape) for node in tensor_nodes),
+        chunks=sum(node.grid.num_chunks for node in arrays.values()),
+        subchunks=sum(node.grid.num_subchunks for node in arrays.values()),
+        compression=tuple(sorted({node.compression.name for node in tensor_nodes if node.compression is not None})),
+        dtypes=_dtypes(tensor_nodes),
+        groups=_groups(arrays),
         largest=tuple((fqn, node.grid.shape, node.dtype.name, node.nbytes) for fqn, node in largest),
         blob_nbytes=sum(blob.array.nbytes for blob in blobs),
         nbytes_stored=nbytes_stored,
@@ -126,9 +132,9 @@ def _dtypes(arrays: list[ArrayNode]) -> dict[str, DTypeInfo]:
     return {name: DTypeInfo(*numbers) for name, numbers in sorted(found.items(), key=lambda item: -item[1][2])}
 
 
-def _groups(tensors: Mapping[str, ArrayNode]) -> dict[str, int]:
+def _groups(arrays: Mapping[str, ArrayNode]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for fqn, node in tensors.items():
+    for fqn, node in arrays.items():
         name = fqn.partition(".")[0]
         found[name] = found.get(name, 0) + node.nbytes
     return found

@@ -21,6 +21,7 @@ from zarrckpt._load.recheck import ReadEntries
 from zarrckpt._load.whole import Roots, find_roots
 from zarrckpt._plan.description import Description
 from zarrckpt._plan.shards import Sharding
+from zarrckpt._reports import count_text
 from zarrckpt._state import objects
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.local_state import listed, tensor_entry
@@ -99,8 +100,8 @@ class ObjectMatch:
         self._check()
         if lost := sorted(self._match.roots.lost):
             warn(
-                f"the checkpoint lacks {len(lost)} tensors that Stateful objects and PerRanks of the state have, and "
-                f"these get the saved state without them: {lost[:5]}"
+                f"the checkpoint lacks {count_text(len(lost), 'tensor')} that Stateful objects and PerRanks of the "
+                f"state have, and these get the saved state without them: {lost[:5]}"
             )
 
     def _roots(self, allow_cast: bool) -> Roots:

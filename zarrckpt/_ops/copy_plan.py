@@ -40,7 +40,7 @@ class Changes:
         compression = self.compression if self.compress else old.compression
         if not compressible(grid, dtype):
             compression = None
-        portable = (self.portable or old.portable) and dtype.portable is not dtype
+        portable = (self.portable or old.portable) and not dtype.core
         return ArrayNode(old.path, grid, dtype, portable, compression)
 
     def _grid(self, fqn: str, old: Grid, itemsize: int) -> Grid:

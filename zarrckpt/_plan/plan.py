@@ -63,6 +63,8 @@ class PlanOptions:
 
     compression: Compression | None = None
     sizes: Sizes = Sizes()
+    portable: bool = False
+    """Whether types that few readers know are stored as unsigned integers of their size."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class SavePlan:
     @cached_property
     def digest(self) -> bytes:
         """A digest of 16 bytes that must be equal on all ranks."""
-        nodes = [(fqn, n.path, n.grid, n.dtype.name, n.compression) for fqn, n in self.layout.tensors.items()]
+        tensors = self.layout.tensors.items()
+        nodes = [(fqn, n.path, n.grid, n.dtype.name, n.portable, n.compression) for fqn, n in tensors]
         text = repr((nodes, sorted(self.writers.items()), [*self.layout.node_paths.items()]))
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16)
         digest.update(self.dealt.owner.astype("<i8").tobytes())
@@ -109,7 +112,8 @@ def plan_save(state: GlobalState, options: PlanOptions) -> SavePlan:
         for fqn, tensor in state.tensors.items():
             grid = grids.of(tensor)
             chosen = options.compression if compressible(grid, tensor.dtype) else None
-            tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, compression=chosen)
+            portable = options.portable and not tensor.dtype.core
+            tensors[fqn] = ArrayNode(node_paths[fqn], grid, tensor.dtype, portable, chosen)
             spreads.append(Spread(fqn, grid, tensor.dtype.itemsize, tensor.held, tensor.whole))
         layout = Layout(state.paths, node_paths, tensors, frozenset(state.values), state.ranks)
         # Values are written by their ranks in turn, because one rank that wrote all of them would finish last.

@@ -20,6 +20,12 @@ DTypeOption = str | Mapping[str, str] | None
 SCALES = "float8_e8m0fnu"
 """Powers of two that scale other tensors: no zero, no sign. Nothing is cast to it or from it."""
 
+_SATURATING = "float8_e4m3fn"
+"""It has no infinity: torch gives its greatest number for values beyond its range and for infinite ones."""
+
+_GREATEST = np.float32(448)
+"""The greatest number of ``_SATURATING``."""
+
 _COUNTERS = ("step", "global_step", "iteration")
 """The last parts of the names of counters. In bfloat16 a counter stops at 256."""
 
@@ -117,12 +123,17 @@ class CastTarget:
 
 
 def cast_elements(cells: RawArray, old: DType, new: DType) -> tuple[RawArray, int]:
-    """Cast raw elements to another floating type, rounded to nearest even.
+    """Cast raw elements to another floating type by the rule of ``docs/reference/casts.md``, torch 2.13's.
 
-    Returns them, and the number of finite values that became infinite, or NaN if the type has no infinity.
+    Returns them, and the number of finite values beyond the range of the new type.
     """
     values = np.asarray(cells).view(old.numpy)
     with np.errstate(over="ignore", invalid="ignore"):
-        cast = values.astype(new.numpy)
+        # torch casts float64 to narrower types by way of float32, and so does ml_dtypes. numpy's float16 does not.
+        narrow = values.astype(np.float32) if new.itemsize < 4 else values
+        cast = np.asarray(narrow.astype(new.numpy))
     lost = int(np.count_nonzero(np.isfinite(values))) - int(np.count_nonzero(np.isfinite(cast)))
+    if new.name == _SATURATING:
+        beyond = np.isnan(cast) & ~np.isnan(values)
+        np.copyto(cast, np.copysign(_GREATEST, narrow).astype(new.numpy), where=beyond)
     return cast.view(raw_dtype(new.itemsize)), lost

@@ -135,11 +135,13 @@ def agree(
     return _Agreement(rounds, read_state, options, begin).reached()
 
 
-def plan_together(rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions) -> SavePlan:
-    """The plan of a save that is not made. Raises what :func:`agree` raises."""
-    if rounds.size == 1:
-        return plan_alone(read_state(), options, rounds.members)
-    return agree(rounds, read_state, options, lambda layout: None).plan
+def plan_together(rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions) -> Agreed[None]:
+    """Come to the plan of a save that is not made. Raises what :func:`agree` raises."""
+    if rounds.size > 1:
+        return agree(rounds, read_state, options, lambda layout: None)
+    state = read_state()
+    plan = plan_alone(state, options, rounds.members)
+    return Agreed(state, plan, plan.part(0), None)
 
 
 def plan_alone(state: LocalState, options: PlanOptions, members: tuple[int, ...]) -> SavePlan:

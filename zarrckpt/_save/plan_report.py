@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
+from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import parent_groups
 from zarrckpt._jobs import check_limits
 from zarrckpt._options import SaveOptions, checked_options
@@ -19,15 +21,13 @@ from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.mesh import FANOUT
 from zarrckpt._ranks.rounds import joined
 from zarrckpt._reports import PlanReport
-from zarrckpt._save.agree import plan_together
+from zarrckpt._save.agree import Agreed, plan_together
+from zarrckpt._save.write import blob_node, encode_value
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import refuse_objects_of_ranks
 
-_BESIDE = 5
-"""Documents beside those of nodes: claim, marker, root, and one for each of the two tables."""
-
-_TABLE_CHUNKS = 2
-"""Chunks of the two tables, one each; there are none where the checkpoint has no chunk."""
+_BESIDE = 3
+"""Documents beside those of nodes: marker, root, and the claim or, in an overwrite, the group of the new tree."""
 
 _ROUNDS = 5
 """The rounds of a save: digests, descriptions, plans, what was written, the commit."""
@@ -43,9 +43,10 @@ def plan_report(
 ) -> PlanReport:
     """What :func:`save` would do with a state: objects, bytes by rank, bytes between ranks, cost of the puts.
 
-    Every rank of the process group calls it. Plans as a save does and stops there: no request, no data moves. The
-    arguments are those of :func:`save`; raises what it raises for them, and for a state that cannot be saved.
-    ``ranks_per_host`` (default: torchrun's ``LOCAL_WORLD_SIZE``) tells which ranks are on one host.
+    Every rank of the process group calls it. Plans as a save does, encodes the values that are not tensors, and stops
+    there: no request, no data moves. The arguments are those of :func:`save`; raises what it raises for them, and for
+    a state that cannot be saved. ``ranks_per_host`` (default: torchrun's ``LOCAL_WORLD_SIZE``) is the number of
+    consecutive ranks on one host.
     """
     if ranks_per_host is None:
         ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
@@ -56,21 +57,40 @@ def plan_report(
     if no_dist:
         refuse_objects_of_ranks(state)
     with joined(ranks, "plan_report", options.timeout) as rounds:
-        plan = plan_together(rounds, partial(LocalState.from_user_state, state), options.plan)
-    return report_of(plan, rounds.members, ranks_per_host)
+        agreed = plan_together(rounds, partial(LocalState.from_user_state, state), options.plan)
+        blobs: list[ArrayNode] = rounds.merge("their values", partial(_own_blobs, agreed), _joined_blobs)
+    return report_of(agreed.plan, rounds.members, ranks_per_host, blobs)
 
 
-def report_of(plan: SavePlan, members: Sequence[int], ranks_per_host: int | None = None) -> PlanReport:
+def _joined_blobs(found: list[list[ArrayNode]]) -> list[ArrayNode]:
+    return [*chain(*found)]
+
+
+def _own_blobs(agreed: Agreed[None]) -> list[ArrayNode]:
+    """Return the arrays of the values that this rank would store as blobs. Raises UnsupportedValueError."""
+    paths = agreed.part.object_paths.items()
+    stored = ((path, encode_value(agreed.state, fqn).stored(fqn)) for fqn, path in paths)
+    return [blob_node(path, len(blob.payload)) for path, blob in stored if blob is not None]
+
+
+def report_of(
+    plan: SavePlan, members: Sequence[int], ranks_per_host: int | None = None, blobs: Sequence[ArrayNode] = ()
+) -> PlanReport:
     """The report of a whole plan of these ranks, given by their numbers in the default process group."""
     nodes, dealt = plan.layout.tensors.values(), plan.dealt
-    beside = _BESIDE + _TABLE_CHUNKS * bool(len(dealt.owner))
+    arrays = [*nodes, *blobs]
+    blob_chunks = sum(node.grid.num_chunks for node in blobs)
+    # Tables of checksums, writers and, if anything is compressed, sizes: a document, and a chunk unless it is empty.
+    compressed = [node for node in nodes if node.compression is not None]
+    beside = _BESIDE + 2 * (1 + any(node.grid.num_chunks for node in arrays))
+    beside += bool(compressed) + any(node.grid.num_chunks for node in compressed)
     hosts = None if ranks_per_host is None else np.array(members, np.int64) // ranks_per_host
     return PlanReport(
         ranks=plan.layout.world_size,
         tensors=len(nodes),
         nbytes=int(dealt.nbytes.sum()),
         objects=len(dealt.owner),
-        documents=len(nodes) + len(parent_groups(node.path for node in nodes)) + beside,
+        documents=len(arrays) + len(parent_groups(node.path for node in arrays)) + blob_chunks + beside,
         rank_bytes=tuple(dealt.rank_bytes()),
         moved_bytes=dealt.moved_bytes(),
         merged=dealt.merged(),

@@ -298,13 +298,12 @@ class RankWork:
         return key
 
     def _write_object(self, fqn: str, path: str) -> ObjectResult:
-        value = self._source.value(fqn)
-        encoded = value if isinstance(value, EncodedValue) else EncodedValue.of(fqn, value)
+        encoded = encode_value(self._source, fqn)
         blob = encoded.stored(fqn)
         if blob is None:
             return ObjectResult(value=ValueEntry(path, encoded.json))
         payload = np.frombuffer(blob.payload, np.uint8)
-        node = ArrayNode(path, blob_grid(len(payload)), by_name("uint8"))
+        node = blob_node(path, len(payload))
         written = _Written()
         for chunk in node.grid.chunks_of(node.grid.whole):
             elements = ArrayElements(payload[node.grid.chunk_box(chunk).slices()])
@@ -314,6 +313,12 @@ class RankWork:
         return ObjectResult(blob=BlobEntry(node, blob.encoding, blob.kind), array=written.result())
 
 
-def blob_grid(nbytes: int) -> Grid:
-    """The grid of a blob: one dimension, one chunk as long as that is not too large."""
-    return Grid((nbytes,), (min(max(nbytes, 1), MAX_CHUNK_BYTES),))
+def encode_value(source: Source, fqn: str) -> EncodedValue:
+    """Return a value of a rank in the form in which it is saved."""
+    value = source.value(fqn)
+    return value if isinstance(value, EncodedValue) else EncodedValue.of(fqn, value)
+
+
+def blob_node(path: str, nbytes: int) -> ArrayNode:
+    """Return the array of a blob: one dimension, one chunk as long as that is not too large."""
+    return ArrayNode(path, Grid((nbytes,), (min(max(nbytes, 1), MAX_CHUNK_BYTES),)), by_name("uint8"))

@@ -19,6 +19,7 @@ from zarrckpt._plan.description import REPLICATED, DescribedEntry, Description, 
 from zarrckpt._plan.group_numbers import GroupNumbers, renumbered
 from zarrckpt._plan.holders import ReplicaPart
 from zarrckpt._plan.shards import Sharding
+from zarrckpt._reports import count_text
 from zarrckpt._state.digests import content_digest, is_compared, is_parameter_list
 from zarrckpt._state.flatten import flatten
 from zarrckpt._state.group_options import ParameterNames
@@ -109,8 +110,9 @@ class LocalState:
                     parts.append(f"{fqn!r} lacks {size - held if leaf.boxes else 'all'} elements")
         if parts:
             raise UnsupportedLayoutError(
-                f"{len(parts)} tensors are sharded over ranks, but this process saves alone. Nothing was written:"
-                f"{listed(parts)}\nsave on all ranks that hold parts, without no_dist, or save .full_tensor() of each"
+                f"this process saves alone, but holds only parts of {count_text(len(parts), 'tensor')}. Nothing was "
+                f"written:{listed(parts)}\nsave on all ranks that hold parts, without no_dist, or save .full_tensor() "
+                "of each"
             )
 
     # -- for the writer

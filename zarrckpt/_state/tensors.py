@@ -136,6 +136,9 @@ class CopiedTensor:
         """Convert and copy the elements of one part. The copy is complete on return."""
         plain = np.require(cells, requirements=["C", "A", "W"])
         part = torch.from_numpy(plain.reshape(-1).view(np.uint8)).view(self._saved).reshape(plain.shape)
+        if self._tensor.dtype == torch.float8_e4m3fn and not part.is_complex():
+            # As torch 2.13 does on CPUs: the result must not depend on the version or the device.
+            part = part.float().clamp(-448, 448)
         # Inference mode is set per thread, and inference tensors can only be changed within it.
         with torch.inference_mode(self._tensor.is_inference()):
             self._tensor[place].copy_(part)

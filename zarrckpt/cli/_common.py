@@ -65,6 +65,16 @@ def target_options(command: F, said: str = "An option of B's store; -o is A's.")
     return option(command)
 
 
+def portable_option(command: F) -> F:
+    option = click.option(
+        "--portable",
+        "portable_dtypes",
+        is_flag=True,
+        help="Store bfloat16 and float8 as unsigned integers, for readers that know neither.",
+    )
+    return option(command)
+
+
 def json_option(command: F) -> F:
     """``--json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(command)

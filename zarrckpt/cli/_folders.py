@@ -106,8 +106,7 @@ def _described_root(url: str, root: Root) -> dict[str, Any]:
     from zarrckpt._inspect.info import info_of
 
     found = info_of(url, root, root.entries, None)
-    size = found.nbytes + found.blob_nbytes
-    described = {"created": found.created, "step": found.step, "nbytes": size, "metadata": found.metadata}
+    described = {name: getattr(found, name) for name in ("created", "step", "nbytes", "metadata")}
     return described | {"run": found.run or None}
 
 
@@ -199,4 +198,13 @@ def _cell(value: object) -> str:
     """Return a value of the metadata as a cell."""
     if value is None or isinstance(value, dict | list):
         return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)[:40]
+    return _number_text(value) if isinstance(value, float) else str(value)[:40]
+
+
+def _number_text(value: float) -> str:
+    """Return a number with 6 digits. A whole number has all of them, and no other number is shown as one."""
+    texts = (f"{value:.{digits}g}" for digits in range(6, 18))
+    whole = value.is_integer()
+    return next(
+        (text for text in texts if (float(text) == value if whole else not float(text).is_integer())), repr(value)
+    )

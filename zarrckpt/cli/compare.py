@@ -26,6 +26,7 @@ from zarrckpt.cli._common import (
 
 if TYPE_CHECKING:
     from zarrckpt._inspect.differences import Difference, Measures, TensorDifference
+    from zarrckpt._inspect.stats import TensorStats
 
 M = TypeVar("M", bound="Measures")
 
@@ -50,11 +51,13 @@ def stats_command(url: str, patterns: tuple[str, ...], sort: str, as_json: bool,
       zarrckpt stats run/step-100 --sort nan
       zarrckpt stats run/step-100 'model.layers.*.weight' --json
     """
+    from zarrckpt._reports import share_text
+
     ckpt = opened(url, storage_options, patterns)
     with progress_bar("reading") as progress:
         found = ckpt.stats(progress=progress)
     if sort != "name":
-        found = dict(sorted(found.items(), key=lambda item: -_sortable(getattr(item[1], sort))))
+        found = dict(sorted(found.items(), key=lambda item: -_sortable(item[1], sort)))
     if as_json:
         print_json({fqn: dataclasses.asdict(item) for fqn, item in found.items()})
     else:
@@ -62,7 +65,7 @@ def stats_command(url: str, patterns: tuple[str, ...], sort: str, as_json: bool,
         rows = []
         for fqn, item in found.items():
             numbers = [shown(getattr(item, name)) for name in columns[1:6]]
-            rows.append([fqn, *numbers, _share(item.zeros, item.count), str(item.nan), str(item.inf)])
+            rows.append([fqn, *numbers, share_text(item.zeros, item.count), str(item.nan), str(item.inf)])
         print_table(columns, rows, right=columns[1:])
         if not rows:
             click.echo("no tensors among them", err=True)
@@ -70,12 +73,11 @@ def stats_command(url: str, patterns: tuple[str, ...], sort: str, as_json: bool,
         click.get_current_context().exit(1)
 
 
-def _sortable(number: float) -> float:
+def _sortable(item: TensorStats, column: str) -> float:
+    number: float = getattr(item, column)
+    if column == "zeros":  # shown as a share
+        return number / item.count if item.count else -math.inf
     return -math.inf if math.isnan(number) else number
-
-
-def _share(part: int, whole: int) -> str:
-    return "-" if not whole else f"{100 * part / whole:.3g}%"
 
 
 @click.command("diff")
@@ -137,6 +139,8 @@ def _by_change(found: Mapping[str, M], sort: str) -> dict[str, M]:
 
     def change(item: Measures) -> float:
         number: float = getattr(item, sort)
+        if sort == "unequal":  # shown as a share
+            return number / item.count if item.count else -math.inf
         if math.isnan(number):
             return math.inf if item.not_finite else -math.inf
         return -number if sort == "cosine" else number
@@ -175,10 +179,12 @@ def _print_difference(found: Difference, everything: bool, groups: bool) -> None
 
 def _cells(item: Measures) -> tuple[str, ...]:
     """The columns of _MEASURES."""
+    from zarrckpt._reports import share_text
+
     cosine = "-" if math.isnan(item.cosine) else f"{item.cosine:.9f}"
     nans = ((item.new_nan, "new"), (item.gone_nan, "gone"), (item.common_nan, "common"))
     nan = ", ".join(f"{count:,} {word}" for count, word in nans if count) or "-"
-    counts = _share(item.unequal, item.count), f"{item.not_finite:,}", nan
+    counts = share_text(item.unequal, item.count), f"{item.not_finite:,}", nan
     return *counts, shown(item.max_abs), shown(item.max_rel), shown(item.rel_norm), cosine
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt.cli._common import hints, json_option, print_json, progress_bar, say, store_options
+from zarrckpt.cli._common import hints, json_option, portable_option, print_json, progress_bar, say, store_options
 from zarrckpt.cli.copy import by_pattern, dtype, say_uncast, warnings_as_lines
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def _with_torch(part: Any, kind: str, target: str, options: dict[str, Any]) -> E
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @click.option("--prefix", default="", metavar="KEY", help="Put everything below a key: embed -> model.embed.")
 @click.option("--compression", type=click.Choice(["zstd", "blosc"]), help="Compress the tensors.")
+@portable_option
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
 @click.option("--allow-pickle", is_flag=True, help="Run the code of values (torch.save, DCP) that need it.")
 @json_option
@@ -129,6 +130,7 @@ def import_command(
     patterns: tuple[str, ...],
     prefix: str,
     compression: str | None,
+    portable_dtypes: bool,
     overwrite: bool,
     allow_pickle: bool,
     as_json: bool,
@@ -155,7 +157,7 @@ def import_command(
             prefix=prefix,
             keys=patterns,
             allow_pickle=allow_pickle,
-            options=zarrckpt.SaveOptions(compression=compression),
+            options=zarrckpt.SaveOptions(compression=compression, portable_dtypes=portable_dtypes),
             overwrite=overwrite,
             storage_options=storage_options,
             progress=progress,

@@ -15,6 +15,7 @@ from zarrckpt.cli._common import (
     json_option,
     of_target_options,
     opened,
+    portable_option,
     print_json,
     progress_bar,
     say,
@@ -91,12 +92,7 @@ def dtype(text: str) -> str:
     "numbers such as Adam's step.",
 )
 @click.option("--compression", type=click.Choice(["zstd", "blosc", "none"]), help="Of all tensors; default: as it is.")
-@click.option(
-    "--portable",
-    "portable_dtypes",
-    is_flag=True,
-    help="Keep bfloat16 and float8 as unsigned integers, for readers that know neither.",
-)
+@portable_option
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
 @target_options
 @json_option
@@ -125,7 +121,7 @@ def cp_command(
       zarrckpt cp run/step-100 smaller --dtype model=bfloat16
       zarrckpt cp run/step-100 small --compression blosc
     """
-    from zarrckpt._reports import size_text
+    from zarrckpt._reports import count_text, size_text
 
     options |= {"storage_options": target_options, "compression": _COMPRESSIONS.get(compression, compression)}
     if max_chunk_mb is not None:
@@ -136,7 +132,7 @@ def cp_command(
     if as_json:
         print_json(dataclasses.asdict(report))
         return
-    say(f"{report.objects:,} chunks, {size_text(report.nbytes)}, copied to {report.url}")
+    say(f"{count_text(report.objects, 'chunk')}, {size_text(report.nbytes)}, copied to {report.url}")
     say_uncast(report.uncast)
 
 

@@ -212,6 +212,7 @@ def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
 
     blobs = f", and {found.blobs:,} kept as bytes, {size_text(found.blob_nbytes)}" if found.blobs else ""
     chunks = f"{count_text(found.chunks, 'chunk')}, {count_text(found.subchunks, 'subchunk')}"
+    tensors = found.nbytes - found.blob_nbytes
     place = f"; the arrays are below {found.tree}" if found.tree else ""
     before = f"; replaced {count_text(len(found.replaced), 'save')} before" if found.replaced else ""
     rows = [
@@ -222,7 +223,8 @@ def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
         *([("run", found.run)] if found.run else []),
         ("step", "-" if found.step is None else f"{found.step:,}"),
         *_headed("metadata", [(name, value_text(value)) for name, value in found.metadata.items()]),
-        ("tensors", f"{found.tensors:,} with {count_text(found.elements, 'element')}, {size_text(found.nbytes)}"),
+        ("size", size_text(found.nbytes)),
+        ("tensors", f"{found.tensors:,} with {count_text(found.elements, 'element')}, {size_text(tensors)}"),
         ("stored", _stored(found)),
         ("layout", chunks + place),
         ("values", f"{found.values:,}{blobs}"),
@@ -248,14 +250,14 @@ def _shown_numbers(part: DTypeInfo) -> str:
 
 
 def _stored(found: CheckpointInfo) -> str:
-    """The tensors' bytes in the store, and what compression makes of them."""
-    from zarrckpt._reports import size_text
+    """The bytes in the store, and what compression makes of them."""
+    from zarrckpt._reports import share_text, size_text
 
     if found.nbytes_stored is None:
         return f"unknown: a table cannot be read; run zarrckpt verify {found.url}"
     if not found.compression:
         return f"{size_text(found.nbytes_stored)}, not compressed"
-    share = f" ({found.nbytes_stored / found.nbytes:.1%})" if found.nbytes else ""
+    share = f" ({share_text(found.nbytes_stored, found.nbytes)})" if found.nbytes else ""
     return f"{size_text(found.nbytes_stored)}{share}, compressed by {', '.join(found.compression)}"
 
 

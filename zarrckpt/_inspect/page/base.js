@@ -96,15 +96,15 @@ function shareText(part, whole) {
   const percent = (100 * part) / whole;
   if (part && percent < 0.01) return '< 0.01%';
   if (part < whole && percent > 99.99) return '> 99.99%';
-  return `${Number(percent.toPrecision(3))}%`;
+  return `${Number(percent.toPrecision(percent > 99 ? 4 : 3))}%`;
 }
 
 function shapeText(shape) {
   return shape.length ? shape.map(countText).join(' \u00d7 ') : 'scalar';
 }
 
-function plural(count, word) {
-  return `${countText(count)} ${word}${count === 1 ? '' : 's'}`;
+function plural(count, word, text = countText) {
+  return `${text(count)} ${word}${count === 1 ? '' : 's'}`;
 }
 
 /** Characters that print nothing, or turn the text around, made visible: a name is not to pass for another one. */

@@ -56,7 +56,7 @@ function tiles(info) {
     { class: 'tiles' },
     info.step === null ? null : tile('Step', exactText(info.step)),
     tile('Size', bytesText(info.nbytes), `${countText(info.nbytes)} bytes`),
-    tile('Tensors', countText(info.tensors), `${largeText(info.elements)} elements`),
+    tile('Tensors', countText(info.tensors), plural(info.elements, 'element', largeText)),
     tile('Values', countText(info.values + info.blobs), info.blobs ? `${countText(info.blobs)} kept as bytes` : null),
     tile('Saved by', plural(info.world_size, 'rank'), timeText(info.created)),
   );
@@ -164,7 +164,7 @@ function ranksCard(side) {
       'p',
       { class: 'note' },
       wrote.length ? range : 'nothing',
-      idle > 0 ? `; ${plural(idle, 'rank')} wrote nothing` : '',
+      wrote.length && idle > 0 ? `; ${plural(idle, 'rank')} wrote nothing` : '',
     ),
   );
 }
@@ -214,7 +214,7 @@ function bothFacts(infos) {
     ['url', info.url],
     ['step', info.step === null ? '\u2013' : exactText(info.step)],
     ['size', bytesText(info.nbytes)],
-    ['tensors', `${countText(info.tensors)}, ${largeText(info.elements)} elements`],
+    ['tensors', `${countText(info.tensors)}, ${plural(info.elements, 'element', largeText)}`],
     [
       'data types',
       Object.entries(info.dtypes)
