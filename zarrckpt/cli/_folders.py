@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class FolderListing:
+class CheckpointTable:
     """The checkpoints, or the runs, right below a url."""
 
     kind: str
@@ -26,13 +26,13 @@ class FolderListing:
     """The metric that the rules of the run name."""
 
 
-def list_checkpoints(url: str, storage_options: Any) -> FolderListing:
+def list_checkpoints(url: str, storage_options: Any) -> CheckpointTable:
     """List the checkpoints right below a url: by step; if a name has none, by the time of the commit."""
     from zarrckpt._commit.protocol import checkpoints_below, number_in
     from zarrckpt._errors import StorageError, UnsupportedFormatError
     from zarrckpt._store import StoreSpec
 
-    spec, listing = StoreSpec(url, storage_options), FolderListing("checkpoint", [])
+    spec, listing = StoreSpec(url, storage_options), CheckpointTable("checkpoint", [])
     try:
         below = checkpoints_below(spec.open(), unfinished=True)
     except StorageError:
@@ -62,7 +62,7 @@ def list_checkpoints(url: str, storage_options: Any) -> FolderListing:
     return listing
 
 
-def list_runs(url: str, storage_options: Any) -> FolderListing:
+def list_runs(url: str, storage_options: Any) -> CheckpointTable:
     """List the folders of checkpoints right below a url by name, each with its newest checkpoint."""
     from zarrckpt._commit.listings import list_below
     from zarrckpt._errors import StorageError
@@ -74,9 +74,9 @@ def list_runs(url: str, storage_options: Any) -> FolderListing:
         store = spec.open()
         names = list_below(store).folders
     except StorageError:
-        return FolderListing("run", [])
+        return CheckpointTable("run", [])
     looks = (partial(_run_below, spec.child(name), name) for name in names)
-    return FolderListing("run", [row for row in run_jobs(looks, store.max_concurrency) if row is not None])
+    return CheckpointTable("run", [row for row in run_jobs(looks, store.max_concurrency) if row is not None])
 
 
 def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
@@ -110,7 +110,7 @@ def _described_root(url: str, root: Root) -> dict[str, Any]:
     return described | {"run": found.run or None}
 
 
-def _add_reasons(spec: StoreSpec, listing: FolderListing) -> None:
+def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
     """Add to each committed checkpoint of a run why it is kept, as the manager decides it, and the rules' metric."""
     from zarrckpt._commit.protocol import pins
     from zarrckpt._errors import CheckpointError
@@ -147,7 +147,7 @@ def _add_reasons(spec: StoreSpec, listing: FolderListing) -> None:
         row["kept"] = [*kept, *(["pinned"] if pinned else [])]
 
 
-def print_listing(listing: FolderListing, as_json: bool, all_metadata: bool) -> None:
+def print_listing(listing: CheckpointTable, as_json: bool, all_metadata: bool) -> None:
     """Print a listing; of the metadata the rules' metric, else what most have, or with ``all_metadata`` all."""
     if as_json:
         print_json(listing.rows)
@@ -159,7 +159,7 @@ def print_listing(listing: FolderListing, as_json: bool, all_metadata: bool) -> 
     print_table([*columns, "kept because"] if reasons else columns, rows, right=columns[2 if runs else 1 :])
 
 
-def _metadata_columns(listing: FolderListing, all_metadata: bool) -> list[str]:
+def _metadata_columns(listing: CheckpointTable, all_metadata: bool) -> list[str]:
     from zarrckpt._inspect.info import STEPS
 
     # What fits into a cell; the step has a column of its own.
