@@ -56,7 +56,7 @@ def test_every_public_name_is_in_the_overview() -> None:
     "call", [zarrckpt.save, zarrckpt.async_save, zarrckpt.load, zarrckpt.ZarrStorageWriter, zarrckpt.ZarrStorageReader]
 )
 def test_every_argument_is_explained_where_it_is_typed(call: Any) -> None:
-    section = (inspect.getdoc(call) or "").partition("\nArgs:\n")[2]
+    section = (inspect.getdoc(call) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
     assert re.findall(r"^    (\w+): ", section, re.M) == [*inspect.signature(call).parameters]
 
 

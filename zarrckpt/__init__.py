@@ -1,7 +1,7 @@
-"""Sharded PyTorch checkpoints as Zarr, straight to object stores or disk.
+"""Sharded PyTorch checkpoints as Zarr, directly in object stores or on disk.
 
-``save``, ``load`` and ``async_save`` need torch; ``open``, ``latest`` and ``best`` do not. Nothing heavy is imported
-before it is used.
+``save``, ``load`` and ``async_save`` need torch; ``open``, ``latest`` and ``best`` do not. Large packages are imported
+at their first use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zarrckpt._errors import (
 )
 from zarrckpt._version import __version__
 
-TYPE_CHECKING = False  # that of the typing module, which is not needed otherwise, and slow to import
+TYPE_CHECKING = False  # instead of typing.TYPE_CHECKING, because typing imports slowly
 if TYPE_CHECKING:
     from typing import Any
 

@@ -1,4 +1,4 @@
-"""``save`` and ``load``: any state, any mesh, one call."""
+"""``save`` and ``load``."""
 
 from __future__ import annotations
 
@@ -35,47 +35,53 @@ def save(
     options: SaveOptions | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Save a state as a Zarr hierarchy at a url; return when it is committed.
+    """Save a state as a Zarr hierarchy at a url, and return when it is committed.
 
-    Every rank of the process group calls it with its own part of the state; without ``torch.distributed`` one
-    process saves all. Each rank writes its own pieces, the coordinator (rank 0 of the group) commits last. All ranks
-    pass the same arguments, ``state`` and ``progress`` apart; where they differ, the coordinator's layout counts.
+    Every rank of the process group calls it with its own part of the state. Without ``torch.distributed``, one process
+    saves everything. Each rank writes its own pieces. The coordinator (rank 0 of the group) commits last. All ranks
+    pass the same arguments except ``state`` and ``progress``. If they differ, the coordinator's layout is used.
 
-    In an object store a save makes one put for each chunk, array and group, and about a dozen requests besides; an
-    overwrite makes some more, and deletes what it replaced. It sends the bytes of the state, about 1 KB for each array,
-    and a few bytes of checksums for each subchunk.
+    In an object store, a save makes one put for each chunk, array and group, and about a dozen other requests. An
+    overwrite makes a few more, and deletes the old objects. A save sends the bytes of the state, about 1 KB per array,
+    and a few bytes of checksums per subchunk.
 
     Args:
         state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
-            Python values. One without any entry is saved with a UserWarning.
-        url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url; or a ready zarr or
-            obstore store, with ``zarr.storage.StorePath(store, "run/step-7")`` for a path in one.
-        overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
-            committed. False, the default: raise CheckpointExistsError.
-        metadata: what to keep with the checkpoint, for people and programs that choose among several: a dict of JSON
-            types such as ``{"step": 7, "val_loss": 2.1}``, at most 64 KiB. Tensors and numpy values of one element are
-            taken as numbers. ``Checkpoint.metadata``, ``zarrckpt info`` and ``ls`` show it. The coordinator's counts.
-        process_group: the ranks that save together (default: all); each of them calls, the others do not.
-        no_dist: this process saves alone, whatever process group there is: nothing waits for other ranks, which need
-            not call it. For calls on one rank, as Lightning makes them, and for a checkpoint of each rank, each at a
-            url of its own. What other ranks hold a part of (a DTensor with ``Shard``, a module of FSDP1) is refused
-            with its name; a :class:`PerRank` keeps this process's rank. Not together with ``process_group``.
-        storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
-            (``docs/how-to/stores.md``); default: what the environment says. ``credential_provider``, for tokens that
-            expire: a picklable callable that returns fresh credentials. An unknown name is a StorageError.
-        options: how bytes are laid out and moved, see :class:`SaveOptions`.
+            Python values. A state without entries is saved with a UserWarning.
+        url: the url of the new checkpoint: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec
+            url. A zarr or obstore store is accepted too, or ``zarr.storage.StorePath(store, "run/step-7")`` for a path
+            in it.
+        overwrite: replace a committed checkpoint at this url. The old checkpoint stays readable until the commit. If
+            False (default), a committed checkpoint raises CheckpointExistsError.
+        metadata: a dict of JSON types to store with the checkpoint, such as ``{"step": 7, "val_loss": 2.1}``, at most
+            64 KiB. Tensors and numpy values with one element become numbers. ``Checkpoint.metadata``, ``zarrckpt info``
+            and ``ls`` show it. If ranks pass different metadata, rank 0's is saved.
+        process_group: the ranks that save together (default: all). Each of them calls ``save``, other ranks do not.
+        no_dist: save with this process only, and wait for no other rank. This is for calls on one rank, as in
+            Lightning, and for a separate checkpoint of each rank, each at a different url. An entry of which other
+            ranks hold a part (a DTensor with ``Shard``, a module of FSDP1) is refused with its name. A
+            :class:`PerRank` keeps the rank of this process. Excludes ``process_group``.
+        storage_options: options of the store by name, as in fsspec or obstore, such as ``endpoint_url``
+            (``docs/how-to/stores.md``). The default is the environment. ``credential_provider`` is a picklable callable
+            that returns fresh credentials, for tokens that expire. An unknown name raises StorageError.
+        options: the layout and the transfer of bytes, see :class:`SaveOptions`.
         progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are written.
 
     Returns a :class:`SaveReport`, the same on every rank: url, id, bytes, objects, bytes by rank, seconds.
 
-    Raises CheckpointExistsError where a checkpoint is committed and ``overwrite`` is false, before any data moves, and
-    where another save committed first; ForeignObjectsError where the url holds what no save of this package wrote, or
-    lies inside a checkpoint; CheckpointPinnedError where a pin keeps the checkpoint that would be replaced, and
-    CheckpointRemovedError where a removal has not ended; UnsupportedValueError and UnsupportedLayoutError for an entry
-    that cannot be saved, by its name; StorageError where the store failed after its retries; IncompleteSaveError where
-    a rank did not write what was planned: children of :class:`CheckpointError` all of them. An error on one rank is
-    raised on all; nothing is committed then, and what was written is removed, unless the root document may have been
-    put. Raises TypeError and ValueError for arguments that make no sense.
+    Raises:
+        CheckpointExistsError: a checkpoint is committed and ``overwrite`` is false (raised before any data moves), or
+            another save committed first.
+        ForeignObjectsError: the url has objects that no save of this package wrote, or lies inside a checkpoint.
+        CheckpointPinnedError: a pin keeps the checkpoint that would be replaced.
+        CheckpointRemovedError: a removal at this url has not ended.
+        UnsupportedValueError, UnsupportedLayoutError: an entry, given by its name, cannot be saved.
+        StorageError: the store failed after its retries.
+        IncompleteSaveError: a rank did not write its part of the plan.
+        TypeError, ValueError: an argument has a wrong type or value.
+
+    All but the last are subclasses of :class:`CheckpointError`. An error on one rank is raised on all ranks. Then
+    nothing is committed, and the written objects are removed unless the root document may have been put.
     """
     objects.refuse_swapped(state, url, "save")
     ranks = Ranks(process_group, no_dist)
@@ -107,55 +113,57 @@ def load(
     options: LoadOptions | None = None,
     progress: Progress | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into a state, in place: tensors are filled where they are, values are replaced.
+    """Load a checkpoint into a state in place: fill the tensors and replace the values.
 
     Every rank of the process group calls it with its own state, in any sharding. Keys, shapes and dtypes of all
-    targets are checked before the first is touched. The coordinator (rank 0 of the group) reads the root document, with
-    one request; each rank reads the table of checksums, with one or two, and what its own boxes need, less what
-    ``LoadOptions.share_reads`` has others hand it: one request for neighbours in storage, of up to 16 MiB.
+    targets are checked before the first target changes. The coordinator (rank 0 of the group) reads the root document
+    with one request. Each rank reads the table of checksums with one or two requests, and the data of its own boxes,
+    except data that other ranks send (``LoadOptions.share_reads``). One request covers neighbouring data of up to
+    16 MiB.
 
     Args:
-        state: as for :func:`save`. A non-tensor target stands for whatever the checkpoint has under its name. Stateful
-            objects and PerRanks get all that was saved of them; lists get the saved length, and nested dicts with
-            values the keys that they lack. A dict of tensors alone loads the tensors that it names.
-        url: where from: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url; or a ready zarr
-            or obstore store, with ``zarr.storage.StorePath(store, "run/step-7")`` for a path in one.
-        strict: targets that the checkpoint lacks are an error, and so are entries below a requested module or
-            optimizer that find no target on any rank (default); otherwise both are only reported.
-        keys: load a part: flat names, their beginnings up to a dot, or glob patterns (``"model"``, ``"optim.state"``,
-            ``"*.bias"``). One that matches nothing in the checkpoint is an error, and with ``strict`` so is one that
-            matches no target on any rank. Default: everything that has a target.
-        rename: loads entries under other names: a dict of beginnings of names in the checkpoint -> those in the state
-            (``{"model.old.": "model.new."}``; whole keys, the longest one counts), or a callable that returns the new
-            name for each name. If a layer of a module is renamed, so are its parameters in the module's optimizer.
-            ``keys`` and the report have the names in the state. The same on all ranks.
-        allow_pickle: also load values that were saved pickled, which can run any code that the checkpoint holds.
-            Default: UnsafeValueError.
-        allow_cast: convert where dtypes differ, instead of raising (default False).
-        process_group: the ranks that load together (default: all); each of them calls, the others do not.
-        no_dist: this process loads alone, as in :func:`save`: nothing waits for other ranks. Of DTensors it fills its
-            own part.
-        storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
-            (``docs/how-to/stores.md``); default: what the environment says. ``credential_provider``, for tokens that
-            expire: a picklable callable that returns fresh credentials. An unknown name is a StorageError.
-        options: how bytes are moved, see :class:`LoadOptions`.
+        state: as for :func:`save`. A non-tensor target is replaced by the entry with its name. Stateful objects and
+            PerRanks get their whole saved state. Lists get the saved length. Nested dicts with values get missing keys.
+            A dict of tensors only loads the tensors that it names.
+        url: the url of the checkpoint, as for :func:`save`.
+        strict: raise an error for targets that the checkpoint lacks, and for entries below a requested module or
+            optimizer without a target on any rank (default). If False, both are only reported.
+        keys: the part to load: fqns, their prefixes up to a dot, or glob patterns (``"model"``, ``"optim.state"``,
+            ``"*.bias"``). The default is everything that has a target. A pattern that matches no entry of the
+            checkpoint is an error. With ``strict``, so is a pattern that matches no target on any rank.
+        rename: load entries under other names. Either a dict from prefixes of names in the checkpoint to prefixes in
+            the state (``{"model.old.": "model.new."}``; whole keys, the longest prefix is used), or a callable that
+            returns the new name. If a layer of a module is renamed, its parameters in the module's optimizer are
+            renamed too. ``keys`` and the report use the names in the state. Equal on all ranks.
+        allow_pickle: also load values that were saved as pickles. They can run any code in the checkpoint. Without it,
+            they raise UnsafeValueError.
+        allow_cast: convert to the target's dtype instead of raising an error (default False).
+        process_group: the ranks that load together (default: all). Each of them calls ``load``, other ranks do not.
+        no_dist: load with this process only, and wait for no other rank. It fills its own part of DTensors.
+        storage_options: options of the store by name, as for :func:`save`.
+        options: the transfer of bytes, see :class:`LoadOptions`.
         progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are read.
 
-    After the last ``load_state_dict`` the state is flattened again and compared with what was read (``check_after`` of
-    :class:`LoadOptions`). Pass objects: a dict such as ``optimizer.state_dict()`` that only this call holds is lost
-    with it, which a warning names.
+    After the last ``load_state_dict``, the state is flattened again and compared with the data that was read (see
+    ``check_after`` of :class:`LoadOptions`). Pass objects: a dict such as ``optimizer.state_dict()`` that only this
+    call references is lost afterwards. A warning names it.
 
     Returns a :class:`LoadReport` of this rank: url, id, the names that were loaded, missing, unexpected and changed,
     bytes, seconds.
 
-    Raises CheckpointNotFoundError if nothing is committed (the message names a save that was begun); KeyMismatchError
-    for names, shapes or dtypes that do not fit (all differences at once; nothing was loaded), and for a
-    ``rename`` that gives two entries one name or matches nothing; LoadMismatchError for objects that do not hold what
-    they were given; UnsafeValueError for a pickled value without ``allow_pickle``;
-    CorruptCheckpointError for damage; CheckpointReplacedError if another save replaced the checkpoint meanwhile;
-    StorageError if the store failed after its retries (after these three, the targets are undefined): children of
-    :class:`CheckpointError` all of them. An error on one rank is raised on all.
-    Raises TypeError and ValueError for arguments that make no sense.
+    Raises:
+        CheckpointNotFoundError: nothing is committed. The message names an unfinished save.
+        KeyMismatchError: names, shapes or dtypes do not fit (all differences are listed), or ``rename`` maps two
+            entries to one name or matches nothing. Nothing was loaded.
+        LoadMismatchError: objects do not hold the loaded state.
+        UnsafeValueError: a value is pickled, and ``allow_pickle`` is false.
+        CorruptCheckpointError: the checkpoint is damaged.
+        CheckpointReplacedError: another save replaced the checkpoint during the load.
+        StorageError: the store failed after its retries.
+        TypeError, ValueError: an argument has a wrong type or value.
+
+    All but the last are subclasses of :class:`CheckpointError`. After damage, a replacement or a failure of the store,
+    the targets are undefined. An error on one rank is raised on all ranks.
     """
     objects.refuse_swapped(state, url, "load")
     references = sys.getrefcount(state)

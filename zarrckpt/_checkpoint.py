@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Mapping[str, Any]):
-    """A committed checkpoint: flat name -> ``zarr.Array`` or Python value.
+    """A committed checkpoint: a mapping from fqns to ``zarr.Array`` objects or Python values.
 
-    Arrays are lazy: nothing is read before they are indexed. Then whatever is read is checked against the table of
-    checksums (one request, with the first chunk), and a missing or altered chunk raises CorruptCheckpointError.
-    Values come decoded; pickled ones raise UnsafeValueError unless the checkpoint was opened with
-    ``allow_pickle=True``.
+    Arrays are lazy: data are read when an array is indexed. All data are compared with the table of checksums (one
+    request, with the first chunk). A missing or altered chunk raises CorruptCheckpointError. Values are decoded.
+    Pickled values raise UnsafeValueError unless the checkpoint was opened with ``allow_pickle=True``.
 
-    :attr:`tensors`, :attr:`non_tensors`, :attr:`groups` and :meth:`select` give parts of it: Checkpoints, too.
+    :attr:`tensors`, :attr:`non_tensors`, :attr:`groups` and :meth:`select` return parts of it, which are Checkpoints
+    too.
     """
 
-    __eq__ = object.__eq__  # a mapping would compare all values, and read them
+    __eq__ = object.__eq__  # Mapping would read and compare all values.
     __hash__ = object.__hash__
 
     def __init__(self, catalog: Catalog, *, allow_pickle: bool = False, names: Iterable[str] | None = None) -> None:
@@ -60,7 +60,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def url(self) -> str:
-        """Where it was opened."""
+        """The url at which it was opened."""
         return self._catalog.store.url
 
     @property
@@ -75,25 +75,25 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def created(self) -> str:
-        """When it was committed: UTC, ISO 8601."""
+        """The time of the commit: UTC, ISO 8601."""
         return self._catalog.root.created
 
     @property
     def world_size(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that saved it."""
         return self._catalog.root.world_size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors and blobs, without padding and checksums."""
+        """The number of bytes of all tensors and blobs, without padding and checksums."""
         return sum(node.nbytes for node in self._catalog.root.arrays(self._names))
 
     @property
     def nbytes_stored(self) -> int:
-        """Bytes of the chunks of all tensors and blobs as they are stored: with padding, checksums and compression.
+        """The number of bytes of all stored chunks of tensors and blobs, with padding, checksums and compression.
 
-        No request; where any of them is compressed, one or two for the tables, the first time. Raises
-        CorruptCheckpointError where a table is damaged, CheckpointReplacedError, StorageError.
+        No request. If a tensor or blob is compressed, the first access needs one or two requests for the tables. Raises
+        CorruptCheckpointError if a table is damaged, CheckpointReplacedError, StorageError.
         """
         return sum(self._catalog.stored_nbytes(node) for node in self._catalog.root.arrays(self._names))
 
@@ -109,7 +109,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def groups(self) -> dict[str, Checkpoint]:
-        """The nested dicts right below the state dict: their keys, and the entries below each."""
+        """The nested dicts at the first level of the state dict, by key, with the entries below each."""
         found: dict[str, list[str]] = {}
         for fqn in self._names:
             keys = self._catalog.root.state_path(fqn).keys
@@ -118,10 +118,10 @@ class Checkpoint(Mapping[str, Any]):
         return {name: self._part(names) for name, names in found.items()}
 
     def select(self, *patterns: str, exclude: Iterable[str] = ()) -> Checkpoint:
-        """The entries that the patterns mean: names, their beginnings up to a dot, or globs (``"*.bias"``).
+        """Return the entries that match patterns: fqns, their prefixes up to a dot, or globs (``"*.bias"``).
 
-        No pattern means all; ``exclude`` takes away what its patterns mean. Raises KeyMismatchError for a pattern that
-        means none.
+        Without patterns, all entries match. Entries that match ``exclude`` are left out. Raises KeyMismatchError for a
+        pattern without a match.
         """
         wanted = select(self._names, patterns, self.url) if patterns else self._names
         dropped = {*select(self._names, [*exclude], self.url)}
@@ -135,9 +135,9 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def info(self) -> CheckpointInfo:
-        """Sizes, dtypes, step, who wrote it, layout. No request, but those of :attr:`nbytes_stored`.
+        """Sizes, dtypes, step, software and layout. It needs only the requests of :attr:`nbytes_stored`.
 
-        Where they fail, ``info.nbytes_stored`` is None: a damaged checkpoint can be looked at, too.
+        If these fail, ``info.nbytes_stored`` is None, so that a damaged checkpoint can be inspected too.
         """
         try:
             stored = self.nbytes_stored
@@ -147,14 +147,13 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What was given to the save as ``metadata``: a dict of JSON types, a new one each time."""
+        """The ``metadata`` of the save: a dict of JSON types, a new copy at each access."""
         return copy.deepcopy(dict(self._catalog.root.metadata))
 
     def ranks(self, fqn: str) -> tuple[int, ...]:
-        """The ranks that the first axis of a tensor stands for, where it holds what each rank keeps for itself.
+        """Return the rank of each element of the first axis of a :class:`PerRank` tensor, and () for other entries.
 
-        Their numbers in the default process group, as :class:`PerRank` says; () for every other entry. Raises
-        KeyMismatchError for an unknown name. No request.
+        Ranks are numbered as in the default process group. Raises KeyMismatchError for an unknown name. No request.
         """
         if fqn not in self._names:
             raise self._no("entry", fqn, self)
@@ -170,7 +169,7 @@ class Checkpoint(Mapping[str, Any]):
         raise self._no("entry", fqn, self)
 
     def _no(self, what: str, fqn: str, names: Iterable[str]) -> KeyMismatchError:
-        """The error for a name that is none of some names."""
+        """Return the error for a name that is not among these names."""
         text = "it is a value" if fqn in self._names else hint(str(fqn), names)
         return KeyMismatchError(f"no {what} {fqn!r} in {self.url}; {text}")
 
@@ -198,7 +197,7 @@ class Checkpoint(Mapping[str, Any]):
         return Group(name, len(part), part.nbytes, [part.summary(fqn) for fqn in islice(part, Group.SHOWN)])
 
     def summary(self, fqn: str) -> tuple[str, str, str, str]:
-        """(name, dtype or kind, shape or value, size) of an entry for people. No request."""
+        """Return the name, dtype or kind, shape or value, and size of an entry as texts. No request."""
         entry = self._catalog.root.entries[fqn]
         if isinstance(entry, ArrayNode):
             return fqn, entry.dtype.name, str(entry.grid.shape), size_text(entry.nbytes)
@@ -207,14 +206,14 @@ class Checkpoint(Mapping[str, Any]):
         return fqn, "value", shorten(value_text(self[fqn])), ""
 
     def nbytes_of(self, fqn: str) -> int:
-        """Bytes of one entry, as :attr:`nbytes` counts them; 0 for a value that the root document holds."""
+        """Return the number of bytes of an entry, as in :attr:`nbytes`. It is 0 for a value in the root document."""
         if fqn not in self._names:
             raise self._no("entry", fqn, self)
         node = self._catalog.root.array(fqn)
         return 0 if node is None else node.nbytes
 
     def node_path(self, fqn: str) -> str:
-        """The path of a tensor's array below the url, for other Zarr readers: ``zarr.open_group(url)[path]``."""
+        """Return the path of a tensor's array below the url, for other readers: ``zarr.open_group(url)[path]``."""
         root = self._catalog.root
         if fqn not in root.tensors:
             raise self._no("tensor", fqn, self.tensors)
@@ -228,23 +227,23 @@ class Checkpoint(Mapping[str, Any]):
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         progress: Progress | None = None,
     ) -> dict[str, np.ndarray[Any, Any]]:
-        """Read whole tensors into memory, many requests at a time: name -> array, in the order of ``keys``.
+        """Read whole tensors in parallel, and return their arrays by name, in the order of ``keys``.
 
-        All chunks of all tensors are fetched side by side, after one request for the table of checksums, and each byte
-        is checked. bfloat16 and float8 arrays have the dtypes of ``ml_dtypes``.
+        After one request for the table of checksums, the chunks of all tensors are read in parallel, and each byte is
+        checked. bfloat16 and float8 arrays have the dtypes of ``ml_dtypes``.
 
         Args:
-            keys: names of tensors (default: those of ``out``, else all).
-            out: name -> memory that is filled in place, for each of ``keys``: numpy arrays, or other objects with a
-                writable buffer (a torch CPU tensor's ``.numpy()``), of the tensor's shape and dtype and any strides.
-                bfloat16 and float8 also go into unsigned integers of their size, bit for bit. Nothing of the tensors'
-                size is allocated.
-            max_inflight_bytes: bound on the memory beyond the arrays (default 512 MiB).
+            keys: names of tensors (default: the names in ``out``, or all tensors).
+            out: memory to fill for each of ``keys``, by name: numpy arrays or other objects with a writable buffer (a
+                torch CPU tensor's ``.numpy()``), with the tensor's shape and dtype and any strides. bfloat16 and
+                float8 also go into unsigned integers of the same size, bit for bit. No memory of the tensors' size is
+                allocated.
+            max_inflight_bytes: maximum memory in bytes beyond the arrays (default 512 MiB).
             progress: called as ``progress(bytes_done, bytes_total)`` while chunks are read.
 
-        Raises KeyMismatchError for a name that is no tensor, and, before anything is read, for what in ``out`` has
-        another shape or dtype (all are listed); TypeError and ValueError for what there is no writable memory;
-        CorruptCheckpointError, CheckpointReplacedError: then what ``out`` holds is undefined.
+        Raises KeyMismatchError for a name that is not a tensor, and before the first read for memory in ``out`` with
+        another shape or dtype (all are listed). Raises TypeError and ValueError for memory that is not writable.
+        Raises CorruptCheckpointError and CheckpointReplacedError, after which the contents of ``out`` are undefined.
         """
         root = self._catalog.root
         names = (self.tensors if out is None else out) if keys is None else [keys] if isinstance(keys, str) else keys
@@ -257,14 +256,14 @@ class Checkpoint(Mapping[str, Any]):
     def load(
         self, keys: str | Iterable[str] | None = None, *, device: Any = "cpu", progress: Progress | None = None
     ) -> dict[str, Any]:
-        """Read entries into new torch tensors: the nested state dict that was saved, or a part of it.
+        """Read entries into new torch tensors, and return the saved nested state dict or a part of it.
 
         ``model.load_state_dict(ckpt.load("model")["model"], assign=True)`` fills a model on the ``meta`` device. Needs
-        torch; one process reads all of it (:func:`zarrckpt.load` fills sharded states).
+        torch. One process reads everything; :func:`zarrckpt.load` fills sharded states.
 
         Args:
-            keys: as in :meth:`select` (default: everything).
-            device: where the tensors are to be.
+            keys: patterns as in :meth:`select` (default: everything).
+            device: the device of the tensors.
             progress: see :meth:`read`.
 
         Raises what :meth:`read` raises, and UnsafeValueError.
@@ -297,34 +296,34 @@ class Checkpoint(Mapping[str, Any]):
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         progress: Progress | None = None,
     ) -> CopyReport:
-        """Copy this checkpoint, or this part of one, to another place, between any stores; rearranged if need be.
+        """Copy this checkpoint, or this part of one, to another url in any store, also with other chunks or dtypes.
 
-        What is read is compared with its checksums, and the copy is committed as a save is: complete, or not there. It
-        has a save id of its own. Chunks of tensors for which no option changes anything stay the same, byte for byte.
+        All data are compared with their checksums, and the copy is committed like a save. It has a new save id. Chunks
+        of tensors that no option changes are copied byte for byte.
 
         Args:
-            url: where to, as in :func:`save`; so is storage_options.
-            overwrite: replace what is there.
-            chunks: a shape for the chunks of all tensors with as many dimensions, or a mapping pattern -> shape (the
-                first that means a tensor counts); -1 stands for a whole dimension.
-            max_chunk_bytes: give all other tensors the chunks that a :func:`save` by one process gives them, of at most
-                so many bytes.
-            dtype: cast floating tensors, such as ``"bfloat16"``, or a mapping pattern -> dtype with the patterns of
-                :meth:`select` (the first match counts). The rule is torch's (``docs/reference/casts.md``). Finite
-                values beyond the dtype's range are counted in the report, with a UserWarning.
-                Left alone: float8_e8m0fnu, what is not floating, and numbers that a training counts or
-                sets by: tensors named ``step``, ``global_step`` or ``iteration``, 0-d tensors, and tensors of one
-                element whose names have no part ``weight`` or ``bias``. The report's ``uncast`` names them. A mapping
+            url: the url of the copy, as in :func:`save`.
+            overwrite: replace an existing checkpoint at the url.
+            chunks: a chunk shape for all tensors with this number of dimensions, or a mapping from patterns to shapes
+                (the first match is used). -1 stands for a whole dimension.
+            max_chunk_bytes: give all other tensors the chunks of a :func:`save` by one process with this limit.
+            dtype: a dtype for floating tensors, such as ``"bfloat16"``, or a mapping from patterns of :meth:`select` to
+                dtypes (the first match is used). Casts follow torch's rule (``docs/reference/casts.md``). Finite values
+                beyond the range of the dtype are counted in the report, with a UserWarning. These keep their dtype:
+                float8_e8m0fnu, tensors that are not floating, and numbers that a training counts with or is configured
+                by: tensors named ``step``, ``global_step`` or ``iteration``, 0-d tensors, and tensors of one element
+                without ``weight`` or ``bias`` as a part of the name. The report's ``uncast`` lists them. A mapping
                 casts one of them if it has its full name: ``{"model.scale": "bfloat16"}``.
-            compression: of all tensors, as in :func:`save`: None takes it away; ``"keep"`` leaves it.
-            portable_dtypes: as in :class:`SaveOptions`. Tensors that are stored so already stay so.
-            max_inflight_bytes: bound on the memory (default 512 MiB, at least one chunk and what it is made from).
+            compression: the compression of all tensors, as in :func:`save`. None removes it, ``"keep"`` keeps it.
+            portable_dtypes: as in :class:`SaveOptions`. Tensors that are stored as integers already stay so.
+            storage_options: as in :func:`save`.
+            max_inflight_bytes: maximum memory in bytes (default 512 MiB, at least one chunk and its source data).
             progress: called as ``progress(bytes_done, bytes_total)``.
 
-        Raises CheckpointExistsError, ForeignObjectsError, CorruptCheckpointError (nothing is committed then),
-        CheckpointReplacedError, StorageError; KeyMismatchError for a pattern that means no tensor, TypeError and
-        ValueError for options that make no sense. Two requests a chunk that stays as it is, two an array; to make other
-        chunks, those parts of the source are read that they need.
+        Raises CheckpointExistsError, ForeignObjectsError, CorruptCheckpointError (then nothing is committed),
+        CheckpointReplacedError and StorageError. Raises KeyMismatchError for a pattern that matches no tensor, and
+        TypeError and ValueError for wrong options. Costs two requests per unchanged chunk and two per array. For other
+        chunks, only the necessary parts of the source are read.
         """
         from zarrckpt._ops.copy import copy_checkpoint
         from zarrckpt._ops.copy_plan import parse_changes
@@ -363,30 +362,33 @@ class Checkpoint(Mapping[str, Any]):
         max_inflight_bytes: int = MAX_EXPORT_BYTES,
         progress: Progress | None = None,
     ) -> ExportReport:
-        """Write the tensors, or those that patterns mean, as safetensors: one file, or several with an index.
+        """Write tensors as safetensors: one file, or several files with an index.
 
-        Hugging Face's libraries and ``safetensors`` load the result. Files appear under their names when all are whole.
+        Hugging Face's libraries and ``safetensors`` can load them. Files get their final names when all are complete.
 
         Args:
-            target: a local folder, made where it is absent; or, where it ends in ``.safetensors``, the one file.
+            target: a local folder, which is created if necessary, or the path of a single file that ends in
+                ``.safetensors``.
             patterns: as in :meth:`select` (default: all tensors).
-            strip: a beginning that the names lose: ``"model"`` writes ``model.embed.weight`` as ``embed.weight``;
-                names without it keep theirs.
-            dtype: cast floating tensors, as in :meth:`copy_to`; patterns are those of names in the checkpoint.
-            max_file_bytes: a file has more only where a single tensor has.
+            strip: a prefix to remove from names: ``"model"`` writes ``model.embed.weight`` as ``embed.weight``. Names
+                without the prefix do not change.
+            dtype: cast floating tensors, as in :meth:`copy_to`. Its patterns match names in the checkpoint.
+            max_file_bytes: maximum size of a file in bytes. Only a single tensor can exceed it.
             overwrite: replace the file, or the folder's ``model*.safetensors`` and their index.
-            max_inflight_bytes: bound on the memory (default 128 MiB).
+            max_inflight_bytes: maximum memory in bytes (default 128 MiB).
             progress: see :meth:`read`.
 
-        Raises UnsupportedValueError for a dtype that safetensors lacks, two tensors of one name, or the name
-        ``__metadata__``; StorageError, also where such files exist; and what :meth:`read` raises.
+        Raises UnsupportedValueError for a dtype that safetensors lacks, for two tensors with one name, or for the name
+        ``__metadata__``. Raises StorageError, also if such files exist, and the errors of :meth:`read`.
         """
         from zarrckpt._convert.safetensors import export_safetensors
         from zarrckpt._read.casts import plan_casts
 
         paths = self.select(*patterns).tensors._stripped(strip)
         if not paths:
-            raise KeyMismatchError(f"what was chosen of {self.url} has no tensor, and safetensors files hold no values")
+            raise KeyMismatchError(
+                f"the selected entries of {self.url} have no tensor, and safetensors files cannot hold values"
+            )
         names = {fqn: path.fqn for fqn, path in paths.items()}
         report = export_safetensors(
             self._catalog,
@@ -410,22 +412,22 @@ class Checkpoint(Mapping[str, Any]):
         max_inflight_bytes: int = MAX_EXPORT_BYTES,
         progress: Progress | None = None,
     ) -> ExportReport:
-        """Write the nested state dict, or the part of it that patterns mean, as a file of ``torch.save``.
+        """Write the nested state dict, or the part that matches the patterns, as a ``torch.save`` file.
 
-        ``torch.load`` reads it with its defaults, ``mmap=True`` too; values of kinds that ``weights_only=True`` refuses
-        (numpy's, for one) need ``weights_only=False``. The file appears under its name when it is whole. Needs torch,
-        and memory for all that is written: :meth:`to_safetensors` and :meth:`to_dcp` need less.
+        ``torch.load`` reads it with its defaults, also with ``mmap=True``. Types that ``weights_only=True`` refuses,
+        such as numpy's, need ``weights_only=False``. The file gets its name when it is complete. Needs torch, and
+        memory for all written data; :meth:`to_safetensors` and :meth:`to_dcp` need less.
 
         Args:
             path: a local file.
-            overwrite: replace a file that is there.
-            max_inflight_bytes: bound on the memory beyond what is written (default 128 MiB).
+            overwrite: replace an existing file.
+            max_inflight_bytes: maximum memory in bytes beyond the written data (default 128 MiB).
 
-        The other arguments are those of :meth:`to_safetensors`; entries that are no tensors are written, too.
+        The other arguments are those of :meth:`to_safetensors`. Non-tensor entries are written too.
 
-        Raises UnsafeValueError for a pickled value, unless this was opened with ``allow_pickle=True``;
-        UnsupportedValueError for two entries of one name; StorageError, also where the file exists; and what
-        :meth:`read` raises.
+        Raises UnsafeValueError for a pickled value, unless this was opened with ``allow_pickle=True``. Raises
+        UnsupportedValueError for two entries with one name, StorageError, also if the file exists, and the errors of
+        :meth:`read`.
         """
         from zarrckpt._convert.torch_save import export_torch_save
 
@@ -448,18 +450,18 @@ class Checkpoint(Mapping[str, Any]):
         max_inflight_bytes: int = MAX_EXPORT_BYTES,
         progress: Progress | None = None,
     ) -> ExportReport:
-        """Write the state, or the part of it that patterns mean, as a folder of ``torch.distributed.checkpoint``.
+        """Write the state, or the part that matches the patterns, as a folder of ``torch.distributed.checkpoint``.
 
-        By DCP's own ``FileSystemWriter``: ``dcp.load`` reads it into any sharding. Tensors are saved in the boxes of
-        their chunks here. The folder appears under its name when it is whole. Needs torch; runs in one process.
+        DCP's own ``FileSystemWriter`` writes it, and ``dcp.load`` reads it into any sharding. Each chunk becomes one
+        piece. The folder gets its name when it is complete. Needs torch. Runs in one process.
 
         Args:
-            folder: local; absent or empty.
-            overwrite: replace a folder that holds DCP's files and nothing else.
+            folder: a local folder, absent or empty.
+            overwrite: replace a folder that has only files of DCP.
 
         The other arguments are those of :meth:`to_torch_save`.
 
-        Raises what :meth:`to_torch_save` raises.
+        Raises the errors of :meth:`to_torch_save`.
         """
         from zarrckpt._dcp.export import export_dcp
 
@@ -475,28 +477,27 @@ class Checkpoint(Mapping[str, Any]):
         )
 
     def _stripped(self, prefix: str) -> dict[str, StatePath]:
-        """Where the entries go without a beginning of their names."""
+        """Return the state paths of the entries without a prefix."""
         return stripped({fqn: self._catalog.root.state_path(fqn) for fqn in self}, prefix)
 
     def stats(self, *patterns: str, progress: Progress | None = None) -> dict[str, TensorStats]:
-        """Min, max, mean, std, norm, zeros, NaN and inf of each tensor, or of those that patterns mean.
+        """Return min, max, mean, std, norm, and counts of zeros, NaN and inf of each tensor that matches the patterns.
 
-        Integers are summed exactly. Sums of floats are those of float64, scaled so that squares neither over- nor
-        underflow.
+        Integers are summed exactly. Sums of floats use float64, scaled so that squares neither overflow nor underflow.
 
-        Everything is read, some chunks at a time: memory is bounded by 512 MiB. Errors as for :meth:`read`.
+        All data of these tensors are read, in at most 512 MiB of memory. Raises the errors of :meth:`read`.
         """
         from zarrckpt._inspect.stats import tensor_stats
 
         return tensor_stats(self._catalog, self.select(*patterns).tensors, progress)
 
     def diff(self, other: Checkpoint, *patterns: str, progress: Progress | None = None) -> Difference:
-        """Compare with another checkpoint: keys, shapes, dtypes, values, and how far tensors are apart.
+        """Compare with another checkpoint: keys, shapes, dtypes, values, and the distance of tensors.
 
-        Their chunks, and their stores, may differ; so may floating dtypes: of a bfloat16 copy of float32 weights, the
-        result counts the elements that are not merely rounded. Integers are compared exactly. The result has totals for
-        each group, the first part of the names. Memory is bounded as in :meth:`stats`. ``patterns`` are those of
-        :meth:`select`; they must mean something in one of the two.
+        Chunks and stores can differ. Floating dtypes can differ too: for a bfloat16 copy of float32 weights, the result
+        counts the elements that differ by more than rounding. Integers are compared exactly. The result has totals for
+        each group, the first part of the names. Memory is limited as in :meth:`stats`. ``patterns`` are as in
+        :meth:`select`. Each must match an entry of one of the two.
         """
         from zarrckpt._inspect.differences import Difference, tensor_differences
 
@@ -507,15 +508,15 @@ class Checkpoint(Mapping[str, Any]):
         return Difference(tuple(here), tuple(there), changed, found, groups)
 
     def _of_both(self, other: Checkpoint, patterns: Sequence[str]) -> list[str]:
-        """The entries of either that patterns mean."""
+        """Return the names of entries of either checkpoint that match the patterns."""
         if not isinstance(other, Checkpoint):
-            raise TypeError(f"expected a Checkpoint to compare with, not {other!r:.80}: pass zarrckpt.open(its url)")
+            raise TypeError(f"expected a Checkpoint to compare with, got {other!r:.80}: pass zarrckpt.open(url)")
         names = list(dict.fromkeys((*self, *other)))
         where = self.url if other is self else f"{self.url} and {other.url}"
         return select(names, patterns, where) if patterns else names
 
     def _changes(self, other: Checkpoint, names: Iterable[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
-        """What differs without a look at numbers, as texts; and the tensors whose numbers can be compared."""
+        """Return texts of differences other than in numbers, and the names of tensors with comparable numbers."""
         from zarrckpt._inspect.differences import comparable
 
         arrays, others = self._catalog.root.tensors, other._catalog.root.tensors
@@ -528,7 +529,7 @@ class Checkpoint(Mapping[str, Any]):
         return changed, same
 
     def _change(self, other: Checkpoint, fqn: str) -> tuple[str, str] | None:
-        """Describe how an entry differs that is no pair of comparable tensors; None if it does not."""
+        """Describe the difference of an entry other than two comparable tensors, or return None."""
         one, two = self._catalog.root.entries[fqn], other._catalog.root.entries[fqn]
         if isinstance(one, ValueEntry) and isinstance(two, ValueEntry):
             values = self[fqn], other[fqn]
@@ -537,7 +538,7 @@ class Checkpoint(Mapping[str, Any]):
         if not (isinstance(one, BlobEntry) and isinstance(two, BlobEntry)):
             return texts
         sums = self._catalog.checksums(one.array).tolist(), other._catalog.checksums(two.array).tolist()
-        if texts[0] == texts[1]:  # bytes that need code to be understood are only compared
+        if texts[0] == texts[1]:  # Blobs are compared by checksum and never decoded.
             if sums[0] == sums[1]:
                 return None
             first = next((pair for pair in zip(*sums, strict=False) if pair[0] != pair[1]), (0, 0))
@@ -545,7 +546,7 @@ class Checkpoint(Mapping[str, Any]):
         return texts
 
     def _described(self, fqn: str) -> str:
-        """An entry beside another one: dtype and shape, the value, or encoding, kind and size of a blob."""
+        """Describe an entry: dtype and shape, the value, or encoding, kind and size of a blob."""
         entry = self._catalog.root.entries[fqn]
         text = " ".join(self.summary(fqn)[1:3])
         return f"{text}, {entry.array.nbytes:,} bytes" if isinstance(entry, BlobEntry) else text
@@ -561,22 +562,22 @@ class Checkpoint(Mapping[str, Any]):
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> PageReport:
-        """Write one HTML page that shows this checkpoint, or compares it with another one.
+        """Write an HTML page that shows this checkpoint, or compares it with another one.
 
-        Sizes as a tree map; of each tensor its numbers, a histogram, outliers, NaN and inf, and which rank wrote which
-        of its chunks; values. The page loads nothing from anywhere, and runs no code but its own. Everything is read
-        once and checked, in memory bounded as in :meth:`stats`. Blobs are not read, and nothing is unpickled.
+        The page has a tree map of sizes, the numbers, histogram, outliers, NaN and inf of each tensor, the rank that
+        wrote each chunk, and the values. It loads no other files and runs only its own code. All tensors are read once
+        and checked, with memory limited as in :meth:`stats`. Blobs are not read, and pickles are not loaded.
 
         Args:
-            path: the file to write; its folder exists.
-            other: compare with it: what changed most comes first.
-            include: as in :meth:`select` (default: all); of two checkpoints, patterns mean entries of either.
-            exclude: entries to leave out, likewise.
-            values: False shows the layout alone, and reads no tensor, but for the tables: a few requests.
-            overwrite: replace a file that is there.
+            path: the file to write, in an existing folder.
+            other: a checkpoint to compare with. The entries that changed most are listed first.
+            include: patterns as in :meth:`select` (default: all). They match entries of either checkpoint.
+            exclude: patterns of entries to leave out.
+            values: False shows only the layout, and reads only the tables with a few requests.
+            overwrite: replace an existing file.
             progress: called as ``progress(bytes_done, bytes_total)``.
 
-        Raises what :meth:`read` raises, and StorageError where the file exists or cannot be written.
+        Raises the errors of :meth:`read`, and StorageError if the file exists or cannot be written.
         """
         from zarrckpt._inspect.page import Side, check_target, write_page
 
@@ -592,16 +593,16 @@ class Checkpoint(Mapping[str, Any]):
         return write_page(target, sides, same, changed, values=values, overwrite=overwrite, progress=progress)
 
     def path(self, fqn: str) -> tuple[object, ...]:
-        """The keys that lead to an entry in the state dict that was saved."""
+        """Return the keys that lead to an entry in the saved state dict."""
         if fqn not in self._names:
             raise self._no("entry", fqn, self)
         return tuple(self._catalog.root.state_path(fqn).keys)
 
     def to_xarray(self, group: str = "") -> Any:
-        """The arrays below a group (``"model"``, ``"optim.state"``; default: all) as a lazy ``xarray.DataTree``.
+        """Return the arrays below a group (``"model"``, ``"optim.state"``; default: all) as a lazy ``xarray.DataTree``.
 
-        Of a part of a checkpoint, the arrays of that part. Whatever is read is checked. Needs xarray. Raises
-        KeyMismatchError for a name that is no group.
+        A part of a checkpoint returns only its own arrays. All data that are read are checked. Needs xarray. Raises
+        KeyMismatchError for a name that is not a group.
         """
         from zarrckpt._inspect.xarray_view import open_tree
 
@@ -614,27 +615,30 @@ class Checkpoint(Mapping[str, Any]):
         max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
         progress: Progress | None = None,
     ) -> VerifyReport:
-        """Check that everything of this checkpoint is stored as it was saved; the report names each damaged object.
+        """Check that the whole checkpoint is stored as it was saved. The report names each damaged object.
 
-        Chunks, tables, and the documents of all nodes, which this package reads from the root alone and other Zarr
-        readers do not; the claim and the marker, too.
+        This covers chunks, tables, the claim and the marker, and the documents of all nodes. Other Zarr readers need
+        these documents, but this package reads only the root document.
 
         Args:
-            quick: only list: what is missing, or has another size. One request for each 1,000 objects or so, and two
-                where arrays are compressed; over HTTP, one request for each object. Otherwise everything is read and
-                compared with its checksums, many requests at a time.
-            max_inflight_bytes: bound on the memory (default 512 MiB).
+            quick: only list the objects, to find missing ones and other sizes. This costs one request per 1,000
+                objects, and two more for compressed arrays; over HTTP, one request per object. Otherwise all data are
+                read in parallel and compared with their checksums.
+            max_inflight_bytes: maximum memory in bytes (default 512 MiB).
             progress: called as ``progress(bytes_done, bytes_total)`` while objects are read.
 
-        Raises CheckpointReplacedError where another save has been committed meanwhile, StorageError. Damage is no
-        error: see :meth:`VerifyReport.raise_if_damaged`.
+        Raises CheckpointReplacedError if another save was committed in the meantime, and StorageError. Damage raises no
+        error, see :meth:`VerifyReport.raise_if_damaged`.
         """
         from zarrckpt._ops.verify import verify
 
         return verify(self._catalog, quick=quick, max_inflight_bytes=max_inflight_bytes, progress=progress)
 
     def writers(self, fqn: str) -> np.ndarray[Any, Any]:
-        """Which rank wrote each chunk of a tensor: uint32, in the chunk grid's shape. One request for all tensors."""
+        """Return the rank that wrote each chunk of a tensor, as uint32 in the chunk grid's shape.
+
+        One request for all tensors.
+        """
         if fqn not in self._catalog.root.tensors:
             raise self._no("tensor", fqn, self.tensors)
         return self._writers[self._catalog.root.tensors[fqn].path]
@@ -658,14 +662,14 @@ class Checkpoint(Mapping[str, Any]):
         root = self._catalog.root
         self._catalog.refuse_unbacked_size(root.tensors[fqn])
         node = root.tensors[fqn].under(root.tree)
-        # Built from the root's consolidated metadata: no request.
+        # Built from the root's consolidated metadata, without a request.
         document: Any = copy.deepcopy(node.document())
         return zarr.Array(AsyncArray(document, StorePath(self._zarr_store, node.path)))
 
 
 def _warn_of_overflow(report: CopyReport | ExportReport) -> None:
     for fqn, count in report.overflowed.items():
-        warn(f"{fqn!r}: {count:,} finite values are beyond the range of the dtype now")
+        warn(f"{fqn!r}: {count:,} finite values are beyond the range of the new dtype")
 
 
 def open(
@@ -674,10 +678,10 @@ def open(
     storage_options: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
 ) -> Checkpoint:
-    """Open a committed checkpoint for reading. One request; torch is not needed.
+    """Open a committed checkpoint for reading. One request. torch is not needed.
 
-    Raises CheckpointNotFoundError (saying whether nothing is there or an unfinished save is), ForeignObjectsError,
-    UnsupportedFormatError, CorruptCheckpointError.
+    Raises CheckpointNotFoundError (the message names an unfinished save), ForeignObjectsError, UnsupportedFormatError,
+    CorruptCheckpointError.
     """
     spec = StoreSpec(url, storage_options)
     return Checkpoint(Catalog(spec), allow_pickle=allow_pickle)

@@ -1,7 +1,7 @@
-"""Every error that this package raises for a caller to handle, in one tree.
+"""All errors that this package raises for a caller to handle, in one tree.
 
-The classes are grouped by what the caller can do next. Errors cross ranks as text, or pickled inside
-DCP's ``CheckpointException``, so each one is rebuilt from its message alone and makes sense alone.
+The classes are grouped by the next step of the caller. Errors are sent between ranks as text, or as pickles inside
+DCP's ``CheckpointException``. So each error can be rebuilt from its message, and its message is complete.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ log = logging.getLogger("zarrckpt")
 _CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""Characters that terminals and editors obey: controls, line separators, directions of text; and lone surrogates."""
+"""Characters with an effect on terminals and editors: controls, line separators, text directions; lone surrogates."""
 
 
 def one_line(text: str) -> str:
-    """Return a text with escapes in the place of control characters: names, paths and servers' answers may have any."""
+    """Return a text with escaped control characters, because names, paths and servers' answers can contain any."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def printable(text: str) -> str:
-    """Return a text as :func:`one_line` does, with its line breaks."""
+    """Return a text like :func:`one_line`, but with its line breaks."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
@@ -39,20 +39,20 @@ log.addFilter(_clean_record)
 
 
 class CheckpointError(Exception):
-    """Base of every error that zarrckpt raises on purpose.
+    """Base of all errors of zarrckpt.
 
-    Its text and its notes hold no control characters but line breaks, whatever is in names, paths and servers' answers.
+    Its text and notes contain no control characters except line breaks.
     """
 
     def __str__(self) -> str:
-        # The bare message: KeyError would show its repr, and so escape the line breaks of a list.
+        # The plain message, because KeyError shows its repr and so escapes line breaks.
         return printable("".join(map(str, self.args[:1])))
 
     def add_note(self, note: str) -> None:
         super().add_note(printable(note))
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython and Jupyter show: the message, then the caller's frames alone."""
+        """Return the lines that IPython and Jupyter show: the message, then only the frames of the caller."""
         lines = [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
         if frames := _frames_of_caller(self):
             lines += ["", *(line.rstrip("\n") for line in traceback.format_list(frames))]
@@ -60,57 +60,57 @@ class CheckpointError(Exception):
 
 
 class CheckpointExistsError(CheckpointError):
-    """The path holds a committed checkpoint, or another save committed there first.
+    """The url has a committed checkpoint, or another save committed there first.
 
-    Save to another path, or pass ``overwrite=True``.
+    Save to another url, or pass ``overwrite=True``.
     """
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """Nothing committed at the path: the message says whether nothing at all, or an unfinished save."""
+    """Nothing is committed at the url. The message names an unfinished save, if there is one."""
 
 
 class CheckpointPinnedError(CheckpointError):
-    """The checkpoint is pinned: it is neither removed nor replaced before all its pins are gone."""
+    """The checkpoint is pinned. It can be removed or replaced only after all its pins were removed."""
 
 
 class CheckpointReplacedError(CheckpointError):
-    """The checkpoint being read was replaced meanwhile. Open the path again."""
+    """Another save replaced the checkpoint during the read. Open the url again."""
 
 
 class CheckpointRemovedError(CheckpointError):
-    """The checkpoint was removed while it was being read; or a removal was begun at the path, and has not ended."""
+    """The checkpoint was removed during the read, or a removal at the url has begun and has not ended."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """What is stored is not what was saved: an object is missing, short, altered or not readable."""
+    """The stored data differ from the saved data: an object is missing, short, altered or unreadable."""
 
 
 class RunTakenOverError(CheckpointError):
-    """Another job goes on with the run: this one saves and deletes nothing there any more. Stop one of them."""
+    """Another job has taken over the run, so this job saves and deletes nothing there. Stop one of them."""
 
 
 class UnsupportedFormatError(CheckpointError):
-    """Written in a form that this version does not know, most likely by a newer one."""
+    """The checkpoint has a format that this version does not support. Most likely a newer version wrote it."""
 
 
 class UnsafeValueError(CheckpointError):
-    """A value could only be loaded by running code stored in the checkpoint (pickle)."""
+    """A value is a pickle, which can run any code in the checkpoint when it is loaded."""
 
 
 class KeyMismatchError(CheckpointError, KeyError):
-    """Keys, shapes or dtypes of the target and of the checkpoint do not fit; all of them are listed."""
+    """Keys, shapes or dtypes of the target and of the checkpoint do not fit. The message lists all differences."""
 
 
 class LoadMismatchError(CheckpointError):
-    """After a load, objects of the state do not hold what was read; all of the differing entries are listed.
+    """After a load, objects of the state do not hold the data that was read. The message lists all differing entries.
 
-    ``load_state_dict`` of an object did not take, or changed, what it was given. The state is not that of the save.
+    ``load_state_dict`` of an object ignored or changed a part of its argument. The state differs from the saved one.
     """
 
 
 class UnsupportedValueError(CheckpointError, TypeError):
-    """The state holds something that has no place in a checkpoint (a sparse tensor, an unknown dtype)."""
+    """The state has an entry that cannot be saved, such as a sparse tensor or an unknown dtype."""
 
 
 class UnsupportedLayoutError(CheckpointError, ValueError):
@@ -118,14 +118,14 @@ class UnsupportedLayoutError(CheckpointError, ValueError):
 
 
 class ForeignObjectsError(CheckpointError):
-    """The path is no place of a checkpoint's own; nothing was changed.
+    """The url has objects that no save of zarrckpt wrote, or has other checkpoints below it, or lies inside one.
 
-    It holds objects that no zarrckpt save wrote, or other checkpoints, or lies inside one.
+    Nothing was changed.
     """
 
 
 class IncompleteSaveError(CheckpointError):
-    """Some rank did not write what was planned. Nothing was committed; save again."""
+    """A rank did not write its part of the plan. Nothing was committed. Save again."""
 
 
 class StorageError(CheckpointError):
@@ -133,11 +133,11 @@ class StorageError(CheckpointError):
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):
-    """An object that was asked for is not in the store."""
+    """A requested object is not in the store."""
 
 
 class ObjectExistsError(StorageError, FileExistsError):
-    """A conditional put met an object: it exists already, or it is not the version expected."""
+    """A conditional put failed, because the object exists already or has another version than expected."""
 
 
 def _frames_of_caller(error: BaseException) -> list[traceback.FrameSummary]:
@@ -153,7 +153,7 @@ def _frames_of_caller(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def warn(text: str) -> None:
-    """A UserWarning at the line of the user's own that called this package, be it through torch."""
+    """Issue a UserWarning at the user's line that called this package, directly or through torch."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("zarrckpt", "torch"):
         level, frame = level + 1, frame.f_back

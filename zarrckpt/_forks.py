@@ -1,4 +1,4 @@
-"""Locks that a forked child finds free. No torch."""
+"""Locks that are free in a forked child. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 class ForkSafeLock:
     """A lock (or semaphore) for ``with`` that is new in a forked child.
 
-    Another thread may hold it when a process forks. That thread does not exist in the child and would never release it.
+    Another thread can hold a lock when the process forks. This thread does not exist in the child, so the lock would
+    never be released there.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]] = threading.Lock) -> None:

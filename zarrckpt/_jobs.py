@@ -1,8 +1,8 @@
-"""Run jobs side by side: no more at a time than are useful, in bounded memory; the first failure wins. No torch.
+"""Run jobs in threads with limited concurrency and memory. The first failure ends them. No torch.
 
-All threads of the package come from :func:`run_jobs`, for jobs, and :func:`in_thread`, for one call; but for two
-executors of the standard library, where calls come one by one (the syncs of local files, background saves), the
-threads of a mesh that wait in gloo, and those of a run, which wait for something to delete, or for a signal.
+The threads of this package are started by :func:`run_jobs` for many jobs and by :func:`in_thread` for one call. There
+are three exceptions: two executors of the standard library for calls that arrive one by one (syncs of local files,
+background saves), threads of a mesh that wait in gloo, and threads of a run that wait for deletions or a signal.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def run_jobs(
     drawn_here: bool = False,
     stopping: Callable[[], None] = lambda: None,
 ) -> list[T]:
-    """Run jobs on ``concurrency`` threads; return their results in order. The first error stops what has not begun.
+    """Run jobs on ``concurrency`` threads, and return their results in order. After an error, no further job begins.
 
-    The calling thread is one of them, and whichever is free draws the next job, so that a generator never holds more
-    than these alive. ``drawn_here``: the calling thread draws all of them instead, a few ahead, and does none;
-    ``stopping`` is called, in any thread, when one has failed, so that the generator waits for none of them any more.
+    The calling thread is one of these threads. Each free thread draws the next job, so at most ``concurrency`` jobs of
+    a generator exist at a time. With ``drawn_here``, the calling thread draws all jobs, a few in advance, and runs
+    none. ``stopping`` is called in any thread after a failure, so that the generator can stop waiting.
 
-    ``concurrency`` may be a function where the number changes: threads beyond what is useful would only wait, and take
-    turns with the interpreter and the processors' caches that the others need.
+    ``concurrency`` can be a function, if the number changes. Superfluous threads would compete for the interpreter and
+    the processor caches.
     """
 
     def limit() -> int:
@@ -43,16 +43,17 @@ def run_jobs(
 
     if drawn_here:
         return _run_drawn_here(jobs, limit, stopping)
-    crew = _Crew(jobs, limit)
-    crew.work()
-    return crew.results()
+    workers = _Workers(jobs, limit)
+    workers.work()
+    return workers.results()
 
 
 @contextmanager
 def in_thread(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable[[], T]]:
-    """Run a call in a thread of its own, until it ends. What this yields waits for the result, or raises the error.
+    """Run a call in a new thread, and yield a function that waits for its result or raises its error.
 
-    ``at_once``: in this thread, before anything else, where that takes no longer than the start of a thread.
+    The block ends after the call. With ``at_once``, the call runs first in this thread, because it is faster than the
+    start of a thread.
     """
     if at_once:
         result = call()
@@ -69,9 +70,9 @@ def in_thread(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Calla
             raised_at = err.__traceback__
             outcome.set_exception(err)
 
-    # Not a pool: pools take no work while the interpreter shuts down, when a background save may still run.
+    # Not a pool, because pools accept no work during interpreter shutdown, when a background save can still run.
     thread = threading.Thread(target=work, name="zarrckpt-call")
-    with suppress(RuntimeError):  # the system has no thread left
+    with suppress(RuntimeError):  # The system has no thread left.
         thread.start()
     if thread.ident is None:
         work()
@@ -80,7 +81,7 @@ def in_thread(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Calla
         error = outcome.exception()
         if error is None:
             return outcome.result()
-        # Many threads may raise it, and each adds to its traceback: every one begins with the thread's own.
+        # Several threads can raise it and add to its traceback. Each begins with the traceback of the call.
         raise error.with_traceback(raised_at)
 
     try:
@@ -92,39 +93,39 @@ def in_thread(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Calla
 
 def _run_drawn_here(jobs: Iterable[Callable[[], T]], limit: Callable[[], int], stopping: Callable[[], None]) -> list[T]:
     drawn: SimpleQueue[Callable[[], T] | None] = SimpleQueue()
-    room = threading.Semaphore(limit())
+    free = threading.Semaphore(limit())
 
-    def taken() -> Iterator[Callable[[], T]]:
+    def queued() -> Iterator[Callable[[], T]]:
         while (job := drawn.get()) is not None:
-            room.release()
+            free.release()
             yield job
 
     def stop() -> None:
-        room.release()
+        free.release()
         stopping()
 
-    crew = _Crew(taken(), limit, stop)
-    crew.start()
+    workers = _Workers(queued(), limit, stop)
+    workers.start()
     try:
         for job in jobs:
-            room.acquire()
-            if crew.stopped:
+            free.acquire()
+            if workers.stopped:
                 break
             drawn.put(job)
     except BaseException:
-        crew.stop()
+        workers.stop()
         raise
     finally:
         drawn.put(None)
-        crew.join()
-    return crew.results()
+        workers.join()
+    return workers.results()
 
 
-class _Crew(Generic[T]):
-    """Threads that draw jobs, one after the other, until there are none or one has failed.
+class _Workers(Generic[T]):
+    """Threads that draw jobs one after the other, until there are none or one has failed.
 
-    Not a pool that somebody hands jobs to: for small jobs the handing over, where threads wait for the interpreter's
-    lock, takes longer than what is done.
+    It is not a pool with a queue, because for small jobs the transfer through a queue, with waits for the interpreter
+    lock, takes longer than the job.
     """
 
     def __init__(
@@ -146,13 +147,13 @@ class _Crew(Generic[T]):
         try:
             self._work()
             self.join()
-        except BaseException:  # a signal's, between two jobs
+        except BaseException:  # from a signal between two jobs
             self.stop()
             self.join()
             raise
 
     def start(self) -> None:
-        """Begin to draw jobs in other threads."""
+        """Start another thread that draws jobs."""
         thread = threading.Thread(target=self._work, name="zarrckpt")
         self._working += 1
         try:
@@ -163,19 +164,19 @@ class _Crew(Generic[T]):
         self._threads.append(thread)
 
     def stop(self) -> None:
-        """No further job is begun."""
+        """Begin no further job."""
         self.stopped = True
         if self._stopping is not None:
             self._stopping()
 
     def join(self) -> None:
-        """Wait until what has begun is done."""
-        # The list grows meanwhile: threads start others.
+        """Wait until all jobs that have begun are done."""
+        # The list can grow during the loop, because threads start other threads.
         for thread in self._threads:
             thread.join()
 
     def results(self) -> list[T]:
-        """What the jobs have returned, in their order. Raises the first of their errors."""
+        """Return the results of the jobs in their order. Raises the first error."""
         if self._failures:
             raise self._failures[0]
         return [self._results[number] for number in range(len(self._results))]
@@ -186,11 +187,11 @@ class _Crew(Generic[T]):
                 self._results[task[0]] = task[1]()
             except BaseException as err:
                 self._fail(err)
-            # A job may hold a chunk's memory.
+            # A job can hold the memory of a chunk.
             del task
 
     def _draw(self) -> tuple[int, Callable[[], T]] | None:
-        """The next job; None where this thread is to end. Another thread starts where one more is useful."""
+        """Return the next job, or None if this thread must end. Starts another thread if one more is useful."""
         with self._drawing:
             task = None
             if self._working <= self._limit() and not self.stopped:
@@ -203,7 +204,7 @@ class _Crew(Generic[T]):
                 self._working -= 1
                 return None
             if self._working < self._limit():
-                with suppress(RuntimeError):  # the system has no thread left: the others do the work
+                with suppress(RuntimeError):  # The system has no thread left, so the existing threads do the work.
                     self.start()
             return task
 
@@ -213,14 +214,14 @@ class _Crew(Generic[T]):
 
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all, one call at a time."""
+"""Called with the bytes done and the total bytes, one call at a time."""
 
 
 DEFAULT_MAX_INFLIGHT_BYTES = 512 << 20
 
 
 class Tally:
-    """Counts the bytes of jobs on many threads, and tells whoever follows them."""
+    """Counts the bytes of jobs on many threads, and reports the progress."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total = total
@@ -237,7 +238,7 @@ class Tally:
 
 
 def check_limits(least: int = 1, /, **limits: int) -> None:
-    """Refuse limits that are no integers, or too small. Raises TypeError and ValueError naming the argument."""
+    """Raise TypeError or ValueError for a limit that is not an integer or is too small."""
     for name, value in limits.items():
         if not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
@@ -249,39 +250,39 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 MAPPED = 1 << 20
-"""From this many bytes on, memory is mapped from the system, not taken from the allocator."""
+"""Memory of at least this many bytes is mapped from the system instead of allocated."""
 
 
 def plain_bytes(nbytes: int) -> Bytes:
-    """Memory with any contents. The system gets large ones back as soon as they are freed.
+    """Return uninitialised memory. The system gets large memory back when it is freed.
 
-    The allocator would keep them, for each thread.
+    The allocator would keep it for each thread.
     """
     if nbytes < MAPPED:
         return np.empty(nbytes, np.uint8)
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as err:
-        # The error that the allocator raises.
+        # The same error as from the allocator.
         raise MemoryError(f"{nbytes} bytes cannot be allocated: {err}") from err
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # As numpy does: one page fault for 2 MiB, where the kernel has huge pages.
+        # As in numpy: one page fault per 2 MiB if the kernel has huge pages.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
 
 class BytesBudget:
-    """A semaphore in bytes, which lends memory too. A job larger than the whole budget waits until it is alone.
+    """A semaphore in bytes that also lends memory. A job that exceeds the whole budget waits until it is alone.
 
-    Memory that was lent before is lent again where it fits: new memory costs the system as much time, page by page, as
-    copying a chunk does. What is kept for that counts as used.
+    Returned memory of the same size is lent again, because new memory costs as much time as the copy of a chunk. Memory
+    that is kept for this counts as used.
     """
 
     def __init__(self, limit: int, allocate: Callable[[int], Bytes] = plain_bytes) -> None:
         self.limit = limit
         self.is_special = allocate is not plain_bytes
-        """Whether what it lends is better than other memory: a GPU copies from it faster."""
+        """Whether it lends special memory that a GPU copies faster."""
         self._allocate = allocate
         self._held = 0
         self._free: list[Bytes] = []
@@ -293,7 +294,7 @@ class BytesBudget:
         need = min(nbytes, self.limit)
         with self._changed:
             self._reserve(need)
-            self._give_back()
+            self._trim()
         try:
             yield
         finally:
@@ -301,9 +302,9 @@ class BytesBudget:
 
     @contextmanager
     def take(self, nbytes: int, beside: int = 0) -> Iterator[Bytes]:
-        """Lend memory of that many bytes, with any contents, and count ``beside`` bytes that were allocated elsewhere.
+        """Lend uninitialised memory, and count ``beside`` bytes that were allocated elsewhere.
 
-        A job takes all that it needs at once: jobs that hold some and wait for more could wait for each other.
+        A job takes all its memory in one call. Jobs that hold some and wait for more could wait for each other.
         """
         if not nbytes + beside:
             yield np.empty(0, np.uint8)
@@ -313,7 +314,7 @@ class BytesBudget:
         with self._changed:
             self._reserve(need)
             memory = self._kept(size)
-            self._give_back()
+            self._trim()
         try:
             if memory is None:
                 memory = self._allocate(size)
@@ -330,23 +331,23 @@ class BytesBudget:
             self._held -= need
             if memory is not None:
                 self._free.append(memory)
-            self._give_back()
+            self._trim()
             self._changed.notify_all()
 
     def _kept(self, size: int) -> Bytes | None:
-        for place, memory in enumerate(self._free):
+        for index, memory in enumerate(self._free):
             if len(memory) == size:
-                return self._free.pop(place)
+                return self._free.pop(index)
         return None
 
-    def _give_back(self) -> None:
-        """Return free memory to the system until what is held and kept is within the limit."""
+    def _trim(self) -> None:
+        """Free kept memory until held and kept memory are within the limit."""
         kept = sum(map(len, self._free))
         while self._free and self._held + kept > self.limit:
             kept -= len(self._free.pop(0))
 
 
 def _rounded(nbytes: int) -> int:
-    """Rounded up by at most an eighth: with few different sizes, freed memory fits again."""
+    """Return a size rounded up by at most 1/8. With few different sizes, returned memory can be used again."""
     step = max(1024, 1 << max(0, nbytes.bit_length() - 4))
     return -(-nbytes // step) * step

@@ -1,4 +1,4 @@
-"""``SaveOptions`` and ``LoadOptions``: how bytes are laid out and moved, the same on all ranks. No torch."""
+"""``SaveOptions`` and ``LoadOptions``: the layout and the transfer of bytes, the same on all ranks. No torch."""
 
 from __future__ import annotations
 
@@ -16,43 +16,46 @@ OptionsT = TypeVar("OptionsT", "SaveOptions", "LoadOptions")
 CheckAfter = Literal["sample", "full", "off"]
 
 TIMEOUT = 1800.0
-"""Seconds without an arrival or progress after which ranks give up, where the caller says nothing."""
+"""Default time in seconds without an arrival or progress of a rank after which all ranks fail."""
 
 MOST_SECONDS = 10_000_000
 
 LEAST_FITTING = 16 << 20
-"""For a smaller bound of memory, no smaller chunks are made: they would be too many."""
+"""Chunks of this size are always allowed, even with a smaller memory bound. Otherwise there would be too many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """How a save lays out and moves its bytes.
+    """The layout and the transfer of a save's bytes.
 
     For :func:`save`, :func:`async_save`, :func:`plan_report`, :func:`import_checkpoint` and :class:`ZarrStorageWriter`.
-    All ranks pass the same. Immutable, and it pickles: make one for a whole run. ``dataclasses.replace`` makes another.
+    All ranks pass equal options. An instance is immutable and can be pickled, so that one serves a whole run.
+    ``dataclasses.replace`` returns a changed copy.
 
     Args:
         compression: None (default), ``"zstd"``, ``"blosc"``, or a mapping with options of Zarr's codec, such as
-            ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``); tensors are compressed, values are not.
-        portable_dtypes: store bfloat16 and float8 as unsigned integers of their size, bit for bit, for Zarr readers
-            that know neither (``docs/how-to/read.md``). Loads give tensors of the real dtype (default False).
-        durable: local files are synced to disk before the commit (default). False is faster, and a power cut may cost
-            the checkpoint. Without meaning in object stores, where a put is durable.
-        max_chunk_bytes: larger pieces become several chunks (default 128 MiB; not more than seven eighths of
-            ``max_inflight_bytes``, but for 16 MiB).
-        min_piece_bytes: pieces of a tensor that are smaller than this on average move between ranks and are merged
-            into chunks of about ``fill_bytes``: fewer objects, more traffic between ranks. Default: 256 KiB times the
-            number of ranks, at most 16 MiB; 0: no merging, except where pieces fit no regular grid.
-        fill_bytes: the size of merged chunks (default: a quarter of a rank's mean part, 4 to 32 MiB).
-        concurrency: the number of chunks and documents in transfer at once, a rank. Default: the store's own choice, 64
-            in object stores (``docs/how-to/speed.md``); :func:`async_save` then leaves one processor to training.
-        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the state or its copy (default
-            512 MiB, at least one chunk).
-        timeout: the longest time in seconds without an arrival or progress of a rank (default 1800): then all that came
-            raise an error that names it. After 30 s a warning (logger ``zarrckpt``) names what is waited for. Requests
-            to the store have their own bounds. DCP's calls have the timeout of their process group instead.
+            ``{"name": "zstd", "level": 3}`` (``docs/how-to/compression.md``). Tensors are compressed, values are not.
+        portable_dtypes: store bfloat16 and float8 as unsigned integers of the same size, bit for bit, for Zarr readers
+            without these dtypes (``docs/how-to/read.md``). Loads return tensors of the real dtype (default False).
+        durable: sync local files to disk before the commit (default). False is faster, but a power failure can destroy
+            the checkpoint. It has no effect in object stores, where each put is durable.
+        max_chunk_bytes: maximum chunk size in bytes. Larger pieces become several chunks. The default is 128 MiB. It is
+            limited to 7/8 of ``max_inflight_bytes``, but not below 16 MiB.
+        min_piece_bytes: if the pieces of a tensor are smaller than this on average, they move between ranks and are
+            merged into chunks of about ``fill_bytes``. This gives fewer objects and more traffic between ranks. The
+            default is 256 KiB times the number of ranks, at most 16 MiB. With 0, pieces are merged only if they do not
+            fit a regular grid.
+        fill_bytes: the size of merged chunks in bytes (default: 1/4 of the mean bytes per rank, 4 to 32 MiB).
+        concurrency: maximum number of chunks and documents that a rank transfers at a time. The store chooses the
+            default, 64 in object stores (``docs/how-to/speed.md``). :func:`async_save` then leaves one processor to
+            training.
+        max_inflight_bytes: maximum memory in bytes of a rank for chunks in transfer, beyond the state or its copy
+            (default 512 MiB, at least one chunk).
+        timeout: maximum time in seconds without an arrival or progress of a rank (default 1800). Then all other ranks
+            raise an error that names the rank. After 30 s, a warning (logger ``zarrckpt``) names what is waited for.
+            Requests to the store have separate limits. DCP's calls use the timeout of their process group instead.
 
-    Raises TypeError and ValueError that name the option which makes no sense.
+    Raises TypeError and ValueError that name the wrong option.
     """
 
     compression: CompressionOption = None
@@ -68,7 +71,7 @@ class SaveOptions:
     def __post_init__(self) -> None:
         parse_option(self.compression)
         if isinstance(self.compression, Mapping):
-            # What the caller does to the mapping later changes nothing here.
+            # A copy, so that later changes of the mapping have no effect.
             object.__setattr__(self, "compression", dict(self.compression))
         _check_bool("portable_dtypes", self.portable_dtypes)
         _check_bool("durable", self.durable)
@@ -81,8 +84,8 @@ class SaveOptions:
 
     @property
     def plan(self) -> PlanOptions:
-        """What of it the plan is made with."""
-        # A chunk that is copied is in memory as a whole, but for local files; an eighth is for what is rounded up.
+        """The options that affect the plan."""
+        # A copied chunk is in memory as a whole, except for local files. 1/8 remains for rounding.
         fits = max(self.max_inflight_bytes - self.max_inflight_bytes // 8, LEAST_FITTING)
         sizes = Sizes(min(self.max_chunk_bytes, fits), self.min_piece_bytes, self.fill_bytes)
         return PlanOptions(parse_option(self.compression), sizes, self.portable_dtypes)
@@ -90,22 +93,24 @@ class SaveOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a load moves its bytes: for :func:`load` and :class:`ZarrStorageReader`. All ranks pass the same.
+    """The transfer of a load's bytes, for :func:`load` and :class:`ZarrStorageReader`. All ranks pass equal options.
 
     Args:
-        share_reads: what several ranks need (replicas, small chunks) is fetched by one of them and handed on over a
-            private gloo mesh; if false, each rank fetches all that it needs. The coordinator's choice counts. Default:
-            in object stores yes; in local paths no, since the machine's file cache is faster than the mesh.
-        concurrency: the number of requests at once, a rank. Default: the store's own choice, 64 in object stores
+        share_reads: one rank reads data that several ranks need (replicas, small chunks), and sends it to the others
+            over a private gloo mesh. If False, each rank reads all its data itself. The coordinator's option is used.
+            The default is True in object stores, and False for local paths, because the file cache is faster than the
+            mesh.
+        concurrency: maximum number of requests of a rank at a time. The store chooses the default, 64 in object stores
             (``docs/how-to/speed.md``).
-        max_inflight_bytes: bound on a rank's memory for chunks in transfer, beyond the targets (default 512 MiB).
+        max_inflight_bytes: maximum memory in bytes of a rank for chunks in transfer, beyond the targets (default
+            512 MiB).
         timeout: as in :class:`SaveOptions`.
-        check_after: how the state is compared with what was read, after all ``load_state_dict`` calls (``load`` and
-            ``restore`` only). ``"sample"`` (default): names, shapes, dtypes, values, and tensors up to 64 KiB, 512
-            elements of larger ones; about 0.05 ms for each tensor. ``"full"``: all elements, as fast as memory is
-            read. ``"off"``: no comparison.
+        check_after: the comparison of the state with the data that was read, after all ``load_state_dict`` calls
+            (``load`` and ``restore`` only). ``"sample"`` (default) compares names, shapes, dtypes, values, whole
+            tensors up to 64 KiB, and 512 elements of larger ones, in about 0.05 ms per tensor. ``"full"`` compares all
+            elements at the speed of memory. ``"off"`` compares nothing.
 
-    Raises TypeError and ValueError that name the option which makes no sense.
+    Raises TypeError and ValueError that name the wrong option.
     """
 
     share_reads: bool | None = None
@@ -122,7 +127,7 @@ class LoadOptions:
         _check_transfer(self)
 
     def shares(self, is_local: bool) -> bool:
-        """Whether ranks share their reads from a store, which is of local files or not."""
+        """Whether ranks share their reads from a store with local files or from another store."""
         return not is_local if self.share_reads is None else self.share_reads
 
 
@@ -132,7 +137,7 @@ def _check_bool(name: str, value: object) -> None:
 
 
 def _check_transfer(options: SaveOptions | LoadOptions) -> None:
-    """Check what both groups have."""
+    """Check the options that saves and loads have in common."""
     check_limits(max_inflight_bytes=options.max_inflight_bytes)
     if options.concurrency is not None:
         check_limits(concurrency=options.concurrency)
@@ -144,7 +149,7 @@ def _check_transfer(options: SaveOptions | LoadOptions) -> None:
 
 
 def checked_options(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
-    """The ``options`` of a call; the defaults for None. Raises TypeError for anything else, such as a dict."""
+    """Return the ``options`` of a call, or the defaults for None. Raises TypeError for other types, such as a dict."""
     if options is None:
         return kind()
     if not isinstance(options, kind):

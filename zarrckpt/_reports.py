@@ -1,4 +1,4 @@
-"""What a save or a load did, or would do, for the caller to look at."""
+"""Reports of saves, loads, copies, exports and plans, and texts of numbers for people."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SaveReport:
-    """One committed save, the same on every rank.
+    """The report of a committed save, the same on every rank.
 
-    ``nbytes`` counts the bytes of all chunk objects, ``objects`` these objects; ``rank_bytes`` holds the part that
-    each rank wrote, by its rank in the process group; ``seconds`` is the coordinator's time from the reading of its
-    state to the clean-up.
+    ``nbytes`` is the number of bytes of all chunk objects, and ``objects`` the number of these objects. ``rank_bytes``
+    has the bytes that each rank wrote, by rank in the process group. ``seconds`` is the coordinator's time from the
+    first access to its state to the end of the clean-up.
     """
 
     url: str
@@ -27,11 +27,11 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class CopyReport(SaveReport):
-    """One committed copy, see ``Checkpoint.copy_to``.
+    """The report of a committed copy, see ``Checkpoint.copy_to``.
 
-    ``overflowed`` has the tensors of which finite values are beyond the range of the dtype that they were cast to, and
-    how many. ``uncast`` names the floating tensors that ``dtype`` meant and that keep their dtype: counters, single
-    numbers, and float8_e8m0fnu.
+    ``overflowed`` has the number of finite values beyond the range of the new dtype, by tensor. ``uncast`` has the
+    names of floating tensors that ``dtype`` selects but that keep their dtype: counters, single numbers, and
+    float8_e8m0fnu.
     """
 
     overflowed: Mapping[str, int] = field(default_factory=dict)
@@ -40,11 +40,11 @@ class CopyReport(SaveReport):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """One finished load, on this rank.
+    """The report of a finished load on this rank.
 
-    ``loaded``, ``missing`` (in the target only) and ``unexpected`` (in the checkpoint only) are sorted fqns;
-    ``changed`` has those of ``loaded`` that objects do not hold as they were read; ``nbytes`` is what this rank fetched
-    for its tensors.
+    ``loaded``, ``missing`` (in the target only) and ``unexpected`` (in the checkpoint only) are sorted fqns.
+    ``changed`` has the fqns of ``loaded`` for which an object holds other data than were read. ``nbytes`` is the number
+    of bytes that this rank read for its tensors.
     """
 
     url: str
@@ -59,15 +59,15 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a save would do, the same on every rank.
+    """The prediction of a save, the same on every rank.
 
-    ``nbytes`` counts the bytes of all tensors and ``objects`` their chunks; ``documents`` the objects beside them: Zarr
-    documents, tables, and the chunks of values that are stored as blobs. ``rank_bytes`` holds the
-    part that each rank would write, ``moved_bytes`` the bytes that would go from one rank to another before, in
-    ``bundles`` bundles, ``host_bytes`` those that would leave a host (None where it is not known which ranks are on
-    one); ``merged`` counts the chunks that span pieces of several ranks. ``rank_connections`` has the number of other
-    ranks that each rank would be connected with; ``control_rounds`` counts how often all of them would wait for each
-    other, to agree on the plan and on the commit.
+    ``nbytes`` is the number of bytes of all tensors, ``objects`` the number of their chunks, and ``documents`` that of
+    other objects: Zarr documents, tables, and chunks of values that are stored as blobs. ``rank_bytes`` has the bytes
+    that each rank would write. ``moved_bytes`` would move between ranks first, in ``bundles`` bundles. ``host_bytes``
+    of them would move between hosts (None if the hosts of ranks are unknown). ``merged`` is the number of chunks that
+    span pieces of several ranks. ``rank_connections`` has the number of other ranks that each rank would connect to.
+    ``control_rounds`` is the number of times that all ranks would wait for each other, to agree on the plan and the
+    commit.
     """
 
     ranks: int
@@ -85,26 +85,26 @@ class PlanReport:
 
     @property
     def balance(self) -> float:
-        """The largest part of a rank over the mean: 1.0 is even."""
+        """The most bytes of a rank divided by the mean of all ranks. 1.0 means equal parts."""
         mean = sum(self.rank_bytes) / len(self.rank_bytes)
         return max(self.rank_bytes) / mean if mean else 1.0
 
     @property
     def puts(self) -> int:
-        """Objects that are put, in an overwrite as well.
+        """The number of puts, also for an overwrite.
 
-        A put is one request. Object stores take an object of 16 MiB or more in parts of 8 MiB, with a request for each
-        part and two more. The first save of a process to a server also tests its conditional puts: one request, and in
-        the first overwrite four, with an object that is deleted at once.
+        A put is one request. An object of 16 MiB or more needs one request per part of 8 MiB and two more. The first
+        save of a process to a server also tests its conditional puts with one request. The first overwrite tests them
+        with four requests, for an object that is deleted immediately.
         """
         return self.objects + self.documents
 
     def put_cost(self, usd_per_1000: float = 0.005) -> float:
-        """What the puts cost, in US dollars. The default is the price of S3 Standard in us-east-1 in 2026."""
+        """Return the cost of the puts in US dollars. The default is the price of S3 Standard in us-east-1 in 2026."""
         return self.puts * usd_per_1000 / 1000
 
     def put_seconds(self, per_second: float = 3500) -> float:
-        """How long a store takes for the puts at least. The default is S3's rate for one prefix, from all ranks."""
+        """Return the minimum time of the puts in seconds. The default is S3's rate for one prefix, over all ranks."""
         return self.puts / per_second
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes for people, three digits: 1.23 GB is 1,230,000,000 bytes or so."""
+    """Return a number of bytes with three digits and a decimal unit, such as "1.23 GB"."""
     amount, unit = float(nbytes), 0
     while amount >= 999.5 and unit + 1 < len(_UNITS):
         amount, unit = amount / 1000, unit + 1
@@ -132,12 +132,12 @@ def size_text(nbytes: int) -> str:
 
 
 def count_text(number: int, noun: str, nouns: str | None = None) -> str:
-    """A number of things for people: "1 rank", "2,048 ranks"; ``nouns`` where more than one take more than an s."""
+    """Return a number with its noun, such as "1 rank" or "2,048 ranks". ``nouns`` is an irregular plural."""
     return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
 
 
 def share_text(part: int, whole: int) -> str:
-    """A part of a whole in percent, for people. Only nothing is 0%, and only the whole is 100%."""
+    """Return a part of a whole in percent. Only an empty part is "0%", and only the whole is "100%"."""
     if not whole:
         return "-"
     percent = 100 * part / whole
@@ -149,7 +149,7 @@ def share_text(part: int, whole: int) -> str:
 
 
 def value_text(value: object) -> str:
-    """A value as Python writes it; not one with an integer of so many digits that Python refuses to write them."""
+    """Return the repr of a value, or a placeholder if it has an integer that is too long for Python to print."""
     try:
         return repr(value)
     except ValueError:
@@ -157,15 +157,15 @@ def value_text(value: object) -> str:
 
 
 def time_text(created: str) -> str:
-    """When something was committed, for people: to the second."""
+    """Return a time of commit for people, to the second."""
     return created.replace("T", " ").partition(".")[0].removesuffix("Z") + " UTC"
 
 
 def age_text(created: str) -> str:
-    """How long ago something was committed, for people: in the largest unit of which there is one at least."""
+    """Return the time since a commit, in the largest unit of which it has at least one."""
     try:
         age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(created)
-    except (ValueError, TypeError):  # a root may hold any text there
+    except (ValueError, TypeError):  # a root document can have any text here
         return "unknown"
     seconds = max(0, int(age.total_seconds()))
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -175,15 +175,15 @@ def age_text(created: str) -> str:
 
 
 def software_text(software: Mapping[str, str]) -> str:
-    """What wrote a checkpoint."""
+    """Return the names and versions of the software that wrote a checkpoint."""
     return ", ".join(f"{name} {version}" for name, version in software.items())
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote: ``files`` are relative to ``folder``; ``nbytes`` are those of the tensors.
+    """The report of an export. ``files`` are relative to ``folder``, and ``nbytes`` is the size of the tensors.
 
-    ``overflowed`` and ``uncast`` are those of :class:`CopyReport`.
+    ``overflowed`` and ``uncast`` are as in :class:`CopyReport`.
     """
 
     folder: str
