@@ -1,5 +1,5 @@
-"""The room where ranks talk: what one rank tells the others, and how all of them learn that one failed or is gone.
+"""Communication between ranks: messages, pieces of data, and the detection of failed and lost ranks.
 
-It knows processes, connections and errors. It may not know checkpoints, stores of objects, tensors or plans: what goes
-through its rounds is the caller's, encoded by ``_format.wire``.
+This package handles processes, connections and errors. It does not depend on checkpoints, object stores, tensors or
+plans. Callers encode the contents of messages with ``_format.wire``.
 """

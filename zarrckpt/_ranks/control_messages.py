@@ -1,4 +1,4 @@
-"""Control messages between ranks: their kinds, the forms of their bodies, and their bytes."""
+"""Control messages between ranks: kinds, types of bodies, and encoding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from zarrckpt._ranks.errors import Failure, received
 
 FAILED, STOPPED, RESULT = "failed", "stopped", "result"
 Item = tuple[str, Any]
-"""The outcome of one rank in a round: its result (encoded), its failure, or that it stopped."""
+"""The outcome of one rank in a round: its encoded result, its failure, or that it stopped."""
 
 UNREADABLE = "unreadable"
-"""The kind that a message has here if what a peer has sent cannot be read; the body is the reason. Never sent."""
+"""The kind of a message that cannot be decoded, with the reason as its body. Never sent."""
 
 _Failed = Literal["failed"]
 _Stopped = Literal["stopped"]
@@ -35,7 +35,7 @@ _is_body: dict[str, Callable[[Any], bool]] = {
     "rejoin": type_check(None),
     "stop": type_check(None),
 }
-"""The forms of bodies, by the kind of message."""
+"""Checks of the bodies' types, by kind of message."""
 
 
 class Message(NamedTuple):
@@ -48,15 +48,15 @@ class Message(NamedTuple):
 
 
 def encode_message(message: Message) -> bytes:
-    """Return the bytes of a message. Raises CheckpointError if they are too many."""
+    """Return the bytes of a message. Raises CheckpointError if the message is too long."""
     return encode(tuple(message))
 
 
 def decode_message(data: bytes) -> Message:
-    """Return the message that a peer has sent, with texts that may be shown. Raises CheckpointError."""
+    """Return the message of a peer, with texts for display. Raises CheckpointError for bytes that are no message."""
     kind, call, number, body = decode(data, tuple[str, int, int, Any])
     if kind not in _is_body or not _is_body[kind](body):
-        raise CheckpointError(f"no message of zarrckpt (of the kind {kind!r:.100}, with another body)")
+        raise CheckpointError(f"not a message of zarrckpt (kind {kind!r:.100} with another body)")
     if kind == "abort":
         body = (_received(body[0]), body[1])
     elif kind == "error":
@@ -65,8 +65,8 @@ def decode_message(data: bytes) -> Message:
         body = (FAILED, _received(body[1]), body[2])
     elif kind == "final":
         items = {
-            position: (outcome, received(said) if outcome == FAILED else said)
-            for position, (outcome, said) in body[0].items()
+            position: (outcome, received(content) if outcome == FAILED else content)
+            for position, (outcome, content) in body[0].items()
         }
         body = (items, *body[1:])
     return Message(kind, call, number, body)
@@ -74,5 +74,5 @@ def decode_message(data: bytes) -> Message:
 
 def _received(failures: list[Failure]) -> list[Failure]:
     if not failures:
-        raise CheckpointError("no message of zarrckpt (the failure of no rank)")
+        raise CheckpointError("not a message of zarrckpt (a failure without a rank)")
     return [*map(received, failures)]

@@ -1,6 +1,6 @@
-"""Errors that cross ranks: as text and type name. Only this package's own classes are rebuilt.
+"""Send errors between ranks as text and class name. Only classes of this package are rebuilt.
 
-Texts of other ranks are shown, so they are cut and cleaned before.
+Texts of other ranks are shown to users, so they are shortened and escaped first.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ from zarrckpt._errors import CheckpointError
 from zarrckpt._format.wire import record
 
 MAX_TEXT = 1 << 15
-"""The longest text of another rank that is shown."""
+"""Maximum length of a text of another rank."""
 
 _MAX_NOTES = 16
 _MAX_KIND = 100
 
-# Characters that a terminal obeys, or that reorder the text around them; a line break and a tab are neither.
+# Control characters, and characters that change the direction of text, without line break and tab.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def cleaned(text: str, most: int = MAX_TEXT) -> str:
-    """Return a text of another rank as it may be shown: not too long, with escapes for control characters."""
+    """Return a text of another rank for display: shortened, with escaped control characters."""
     if len(text) > most:
         text = f"{text[:most]}... ({len(text) - most} more characters)"
     return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class PeerLost(Exception):
-    """A piece does not come, or does not go, since its peer failed or is gone. Never raised to users.
+    """A piece was not sent or received because its peer failed or was lost. Never raised to users.
 
-    Its cause is elsewhere: where another rank has failed too, that rank's error is the one that is raised.
+    It is only a consequence. If another rank has failed, that rank's error is raised instead.
     """
 
 
 class StoppedByOthers(Exception):
-    """Work that ended early since another rank failed. Never raised to users."""
+    """Work ended early because another rank failed. Never raised to users."""
 
 
 @record
 class Failure(NamedTuple):
-    """What went wrong on a rank (global number), or, without one, what is wrong with the ranks as a whole."""
+    """An error on a rank (global number), or an error of the ranks as a whole if ``rank`` is None."""
 
     rank: int | None
     kind: str
     text: str
     own: bool = True
-    """Whether ``kind`` is a class of this package's errors."""
+    """Whether ``kind`` is an error class of this package."""
     lost: bool = False
-    """Whether it only follows from what went wrong elsewhere (PeerLost)."""
+    """Whether it is only a consequence of another rank's error (PeerLost)."""
     notes: tuple[str, ...] = ()
 
 
 def received(failure: Failure) -> Failure:
-    """Return another rank's failure with texts that may be shown."""
+    """Return another rank's failure with texts for display."""
     notes = tuple(map(cleaned, failure.notes[:_MAX_NOTES]))
     return failure._replace(kind=cleaned(failure.kind, _MAX_KIND), text=cleaned(failure.text), notes=notes)
 
 
 def failure_of(error: BaseException, rank: int | None) -> Failure:
-    """An error in the form in which it crosses ranks."""
+    """Return the Failure of an error, to send it to other ranks."""
     known = [cls.__name__ for cls in type(error).__mro__ if getattr(_errors, cls.__name__, None) is cls]
     if known:
         return Failure(rank, known[0], str(error), notes=tuple(map(str, getattr(error, "__notes__", ()))))
@@ -70,28 +70,29 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
 
 
 def common(text: str) -> Failure:
-    """A failure of the ranks as a whole: a CheckpointError, the same on all of them."""
+    """Return a failure of the ranks as a whole: a CheckpointError, the same on all ranks."""
     return Failure(None, "CheckpointError", text)
 
 
 def causes(failures: Sequence[Failure]) -> list[Failure]:
-    """The failures that explain the others, by rank."""
+    """Return the failures that are not consequences of others, by rank."""
     ordered = sorted(failures, key=lambda failure: -1 if failure.rank is None else failure.rank)
     return [failure for failure in ordered if not failure.lost] or ordered
 
 
 def raise_together(failures: Sequence[Failure], rank: int, mine: BaseException | None) -> NoReturn:
-    """Raise what failed, the same on every rank; the rank that it comes from raises its own object.
+    """Raise the same error on every rank. The rank that failed raises its original error object.
 
-    The message is that of the lowest rank that failed with one of this package's errors, and a note names all that
-    failed. Where there is none, the lowest rank's error becomes the text, and there the cause, of a CheckpointError.
+    The message is that of the lowest rank that failed with an error of this package, and a note names all failed ranks.
+    Otherwise a CheckpointError is raised with the text of the lowest rank's error, and on that rank with the error as
+    its cause.
     """
     failed = ", ".join(str(failure.rank) for failure in failures)
     own = [failure for failure in failures if failure.own]
     if not own:
         first = failures[0]
-        said = f"rank {first.rank} failed with {first.kind}: {first.text} (failed ranks: {failed})"
-        raise CheckpointError(said) from (mine if first.rank == rank else None)
+        text = f"rank {first.rank} failed with {first.kind}: {first.text} (failed ranks: {failed})"
+        raise CheckpointError(text) from (mine if first.rank == rank else None)
     first = own[0]
     error = mine if first.rank == rank and isinstance(mine, CheckpointError) else _rebuilt(first)
     if first.rank is not None:

@@ -1,4 +1,4 @@
-"""The ranks of a save or a load, and their errors as this package's own."""
+"""The ranks of a save or a load."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from zarrckpt._errors import CheckpointError
 
 
 def in_use() -> bool:
-    """Whether this process is one of a group (under torchrun, after init_process_group)."""
+    """Whether this process has a default process group (under torchrun, after init_process_group)."""
     return dist.is_available() and dist.is_initialized()
 
 
 def global_rank() -> int:
-    """This process's rank in the default group; 0 where there is none."""
+    """Return this process's rank in the default group, or 0 without a group."""
     return dist.get_rank() if in_use() else 0
 
 
 def default_group() -> Callable[[], object]:
-    """Return a weak reference to the default group: after destroy_process_group, its threads and sockets must go."""
+    """Return a weak reference to the default group, so that destroy_process_group can end its threads and sockets."""
     world = dist.group.WORLD if in_use() else None
     return (lambda: None) if world is None else weakref.ref(world)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that save or load together: those of a process group (default: all), or this process alone.
+    """The ranks that save or load together: a process group (default: all ranks), or only this process.
 
-    Raises ValueError if both a group and ``no_dist`` are given, and if this process is not a member of the group;
+    Raises ValueError for a group together with ``no_dist``, and if this process is not a member of the group. Raises
     TypeError for a group of another type.
     """
 
     group: dist.ProcessGroup | None = None
     no_dist: bool = False
-    """Whether this process is alone although there is a group: no collective then, and no group is made or used."""
+    """Whether only this process takes part, without collectives, even if there is a group."""
     size: int = field(init=False)
-    """The number of ranks when this object was made."""
+    """The number of ranks when this object was created."""
 
     def __post_init__(self) -> None:
         if self.no_dist and self.group is not None:
-            raise ValueError("no_dist=True is for this process alone: leave process_group out, or no_dist")
+            raise ValueError("no_dist=True means this process only: leave out process_group or no_dist")
         group: object = self.group
         if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
@@ -57,9 +57,9 @@ class Ranks:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks by their numbers in the default group, in the order of their group.
+        """The ranks in the default group, in the order of their group.
 
-        Raises ValueError if the process group was destroyed since it was made, or since this object was.
+        Raises ValueError if the process group was destroyed.
         """
         if self.no_dist:
             return (global_rank(),)
@@ -72,14 +72,14 @@ class Ranks:
         except (KeyError, ValueError) as err:
             what = "the default process group" if self.group is None else "process_group"
             raise ValueError(
-                f"{what} was destroyed (destroy_process_group), so this rank cannot save or load with the others: make "
-                "the call before that, or initialize torch.distributed again and use its groups"
+                f"{what} was destroyed (destroy_process_group), so this rank cannot save or load with the others: call "
+                "this before destroy_process_group, or initialize torch.distributed again and use its groups"
             ) from err
 
 
 @contextmanager
 def errors_as_ours() -> Iterator[None]:
-    """Raise what is no error of this package as the cause of one that names it. For a process alone."""
+    """Raise other errors as the cause of a CheckpointError with their text. For a single process."""
     try:
         yield
     except CheckpointError:

@@ -1,8 +1,8 @@
-"""How the ranks of a call find each other: over the default group's store, before they are connected.
+"""The rendezvous of the ranks of a call, over the default group's store, before they are connected.
 
-Names from counters would differ after one rank skipped a call, and names from members alone would meet what an earlier
-call left behind. So who arrives writes a fresh token, and the coordinator (position 0) answers each token with a fresh
-name, under which all of them connect.
+Each rank that arrives writes a new token. The coordinator (position 0) answers each token with the same new name, under
+which all ranks connect. Names from counters would differ after one rank skipped a call. Names from the members only
+would find the keys of an earlier call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zarrckpt._ranks.errors import MAX_TEXT, cleaned
 from zarrckpt._ranks.links import Addresses, cloned, default_store, gloo_group
 
 WARN_SECONDS = 30.0
-"""Who is waited for longer than this is named in the log."""
+"""Seconds of waiting after which missing ranks are logged."""
 
 
 _NAME = re.compile(r"zarrckpt/[0-9a-f]{32}")
@@ -29,13 +29,13 @@ _NAME = re.compile(r"zarrckpt/[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
-class Party:
-    """The ranks of a call, by global number in the order of their group, as one of them sees them."""
+class CallGroup:
+    """The ranks of a call (global numbers, in the order of their group), and the position of this rank."""
 
     members: tuple[int, ...]
     position: int
     lane: str
-    """Calls of the same ranks in different lanes go on side by side; in one lane they come one after the other."""
+    """The name of a queue. Calls of the same ranks in one queue run one after the other, in several concurrently."""
     call: str
     timeout: float
 
@@ -44,51 +44,51 @@ class Party:
 
 
 def ranks_text(ranks: Sequence[int], most: int = 16) -> str:
-    """'rank 3', 'ranks 1, 2'; of many, the first."""
+    """Return a text such as "rank 3" or "ranks 1, 2", with at most ``most`` ranks."""
     more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:most])) + more
 
 
 @contextlib.contextmanager
-def connected(party: Party, cancelled: Callable[[], bool]) -> Iterator[tuple[Any, Addresses]]:
-    """A fresh gloo group of the party. Every member must call it; raises CheckpointError where one does not.
+def connected(call_group: CallGroup, cancelled: Callable[[], bool]) -> Iterator[tuple[Any, Addresses]]:
+    """Yield a new gloo group of the ranks of a call. Every member calls it. A missing one raises CheckpointError.
 
-    The first connections are to be made within the block: later ones use the connection to the store that training
-    uses, in short requests for what is there.
+    The first connections must be made within the block. Later ones use the connection to the store that training uses,
+    with short requests for existing keys.
     """
     default = default_store()
     store = cloned(default)
-    lobby = _Lobby(party, store, cancelled)
-    with lobby.refusing(), _store_errors(party.call):
-        addresses = Addresses(lobby.agreed_name(), store)
-        group = gloo_group(addresses, party.position, len(party.members), lazy=True)
-        lobby.complete(addresses.name)
+    rendezvous = _Rendezvous(call_group, store, cancelled)
+    with rendezvous.refusing(), _store_errors(call_group.call):
+        addresses = Addresses(rendezvous.agreed_name(), store)
+        group = gloo_group(addresses, call_group.position, len(call_group.members), lazy=True)
+        rendezvous.complete(addresses.name)
     yield group, addresses
     addresses.store = default
 
 
-class _Lobby:
-    """Where the members of one party wait for each other."""
+class _Rendezvous:
+    """The wait of the ranks of one call for each other."""
 
-    def __init__(self, party: Party, store: Any, cancelled: Callable[[], bool]) -> None:
-        self._party = party
+    def __init__(self, call_group: CallGroup, store: Any, cancelled: Callable[[], bool]) -> None:
+        self._call_group = call_group
         self._store = store
         self._cancelled = cancelled
-        who = repr((party.members, party.lane))
+        who = repr((call_group.members, call_group.lane))
         self._base = f"zarrckpt/{hashlib.sha256(who.encode()).hexdigest()[:16]}"
         self._token = uuid.uuid4().hex
-        self._places = [f"{self._base}/{position}" for position in range(len(party.members))]
+        self._places = [f"{self._base}/{position}" for position in range(len(call_group.members))]
         self._answered = {self._token}
         self._name: str | None = None
         self._next_look = 0.0
 
     def agreed_name(self) -> str:
-        """What the coordinator calls the mesh. Raises CheckpointError where some do not come."""
-        self._store.set(self._places[self._party.position], self._token)
+        """Return the coordinator's name for the mesh. Raises CheckpointError if ranks are missing."""
+        self._store.set(self._places[self._call_group.position], self._token)
         arrivals = f"{self._base}/arrivals"
         known = self._store.add(arrivals, 1)
         mine = f"{self._base}/{self._token}"
-        waits_for_all = self._party.position == 0
+        waits_for_all = self._call_group.position == 0
         self._until(
             lambda: self._store.check([mine]) or (waits_for_all and self._store.check(self._places)),
             arrivals,
@@ -102,9 +102,9 @@ class _Lobby:
                 raise Refused(answer[1:])
             if not _NAME.fullmatch(answer):
                 raise CheckpointError(
-                    f"{self._party.call}: the process group's store names the connections {answer!r:.200}, expected "
-                    "zarrckpt/ and 32 hexadecimal digits. No other process may reach that store, and all ranks need "
-                    "the same version of zarrckpt"
+                    f"{self._call_group.call}: the process group's store has the name {answer!r:.200} for the "
+                    "connections, expected zarrckpt/ and 32 hexadecimal digits. No other process may access it, and "
+                    "all ranks need the same version of zarrckpt"
                 )
             name = answer
         else:
@@ -115,75 +115,75 @@ class _Lobby:
         return name
 
     def complete(self, name: str) -> None:
-        """Wait until all have published their addresses. Nobody connects, or hangs up, before."""
-        here = [f"{name}/at/{position}" for position in range(len(self._party.members))]
+        """Wait until all ranks have published their addresses. No rank connects or leaves before."""
+        here = [f"{name}/at/{position}" for position in range(len(self._call_group.members))]
         done, failed, joined = f"{name}/complete", f"{name}/failed", f"{name}/joined"
-        self._store.set(here[self._party.position], "")
+        self._store.set(here[self._call_group.position], "")
         known = self._store.add(joined, 1)
         if known == len(here):
             self._store.set(done, "")
 
         def over() -> bool:
-            if self._party.position == 0:
+            if self._call_group.position == 0:
                 self._answer_late(name)
             return bool(self._store.check([done]) or self._store.check([failed]))
 
         self._until(over, joined, known, lambda: self._absent(here))
         if not self._store.check([done]):
             raise Refused(_shown_text(self._store.get(failed)))
-        self._store.delete_key(here[self._party.position])
+        self._store.delete_key(here[self._call_group.position])
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Whatever ends this rank's wait ends the others' too."""
+        """End the wait of the other ranks if this rank's wait ends with an error."""
         try:
             yield
         except Refused as err:
             self._withdraw()
             raise CheckpointError(str(err)) from None
         except BaseException as err:
-            rank = self._party.members[self._party.position]
+            rank = self._call_group.members[self._call_group.position]
             own = isinstance(err, CheckpointError)
-            said = f"{self._party.call}: rank {rank} was interrupted ({type(err).__name__})"
-            said = str(err)[:MAX_TEXT] if own else said
+            text = f"{self._call_group.call}: rank {rank} was interrupted ({type(err).__name__})"
+            text = str(err)[:MAX_TEXT] if own else text
             with contextlib.suppress(RuntimeError):
-                self._answer("!" + said)
+                self._answer("!" + text)
                 if self._name is not None:
-                    self._store.set(f"{self._name}/failed", said)
+                    self._store.set(f"{self._name}/failed", text)
             self._withdraw()
             raise
 
     def _until(self, done: Callable[[], bool], counter: str, known: int, absent: Callable[[], list[int]]) -> None:
-        """Wait until it is done, or nobody has come for the timeout. The last that came is the first to tell."""
-        party = self._party
-        # One after the other, so that one tells all, and not each of ten thousand looks for who is absent.
-        patience = party.timeout + 0.2 * min(party.position, 10)
+        """Wait until ``done``. Raises CheckpointError if no rank arrived within the timeout."""
+        call_group = self._call_group
+        # The timeouts are staggered, so that one rank finds the missing ranks for all, instead of ten thousand.
+        patience = call_group.timeout + 0.2 * min(call_group.position, 10)
         began = since = time.monotonic()
         warned = False
         while not done():
             if self._cancelled():
-                raise CheckpointError(f"{party.call}: rank {party.members[party.position]} has left")
+                raise CheckpointError(f"{call_group.call}: rank {call_group.members[call_group.position]} has left")
             now = time.monotonic()
             if now - since > patience:
                 count = self._store.add(counter, 0)
                 if count == known and (missing := absent()):
                     raise CheckpointError(self._absent_text(missing))
                 known, since = count, now
-            if now - began > WARN_SECONDS and party.position == 0 and not warned:
+            if now - began > WARN_SECONDS and call_group.position == 0 and not warned:
                 warned = True
-                log.warning("%s: waiting for %s to come", party.call, party.named(absent()))
+                log.warning("%s: waiting for %s to make this call", call_group.call, call_group.named(absent()))
             time.sleep(min(0.5, max(0.002, (now - began) / 10)))
 
     def _absent_text(self, missing: list[int]) -> str:
-        party = self._party
+        call_group = self._call_group
         return (
-            f"{party.call}: {party.named(missing)} did not come within {party.timeout:g} s. All ranks must make this "
-            "call; see what they do instead in their logs, or wait longer with a larger timeout in SaveOptions or "
+            f"{call_group.call}: {call_group.named(missing)} did not make this call within {call_group.timeout:g} s. "
+            "All ranks must make it. See the logs of these ranks, or set a larger timeout in SaveOptions or "
             "LoadOptions"
         )
 
     def _absent(self, keys: list[str], first: int = 0) -> list[int]:
-        """Which of the keys are not there, by position."""
+        """Return the positions of missing keys."""
         if self._store.check(keys):
             return []
         if len(keys) == 1:
@@ -192,10 +192,10 @@ class _Lobby:
         return self._absent(keys[:half], first) + self._absent(keys[half:], first + half)
 
     def _answer(self, answer: str) -> None:
-        """Answer all tokens that were not answered yet."""
+        """Answer all tokens that have no answer yet."""
         absent = {*self._absent(self._places)}
         for position, place in enumerate(self._places):
-            if position in absent or position == self._party.position:
+            if position in absent or position == self._call_group.position:
                 continue
             token = self._value(place)
             if token is not None and token not in self._answered:
@@ -203,7 +203,7 @@ class _Lobby:
                 self._store.set(f"{self._base}/{token}", answer)
 
     def _answer_late(self, name: str) -> None:
-        """A token may be of a rank that is gone: the one that came in its place has written another since."""
+        """Answer new tokens from time to time, because a restarted rank replaces the token of its predecessor."""
         now = time.monotonic()
         if self._next_look == 0:
             self._next_look = now + 0.5
@@ -212,25 +212,25 @@ class _Lobby:
             self._next_look = now + 1.0
 
     def _value(self, key: str) -> str | None:
-        # A get of a key that was deleted just now would wait for it.
+        # Check first, because a get of a deleted key would wait for it.
         if not self._store.check([key]):
             return None
         return _shown_text(self._store.get(key))
 
     def _withdraw(self) -> None:
-        place = self._places[self._party.position]
+        place = self._places[self._call_group.position]
         with contextlib.suppress(RuntimeError):
             if self._value(place) == self._token:
                 self._store.delete_key(place)
 
 
 def _shown_text(value: bytes) -> str:
-    """Return a value of the store, which any process that reaches it may have put, as it may be shown."""
+    """Return a value of the store as a text for display, because any process with access can have written it."""
     return cleaned(str(value[: 4 * MAX_TEXT], "utf-8", "replace"))
 
 
 class Refused(Exception):
-    """Another rank has ended the wait. Never raised to users."""
+    """Another rank ended the wait. Never raised to users."""
 
 
 @contextlib.contextmanager
@@ -239,7 +239,7 @@ def _store_errors(call: str) -> Iterator[None]:
         yield
     except RuntimeError as err:
         raise CheckpointError(
-            f"{call}: the ranks could not be connected: {str(err).splitlines()[0]}. It takes rank 0's process, which "
-            "holds the default process group's store, and a network between the hosts, whose interface "
-            "GLOO_SOCKET_IFNAME names where it is not the one towards the store"
+            f"{call}: the ranks could not be connected: {str(err).splitlines()[0]}. Check that rank 0's process runs, "
+            "because it has the default process group's store, and that the hosts reach each other. If they are not "
+            "in the network of the store, set GLOO_SOCKET_IFNAME to the interface"
         ) from err

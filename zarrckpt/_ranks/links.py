@@ -1,4 +1,4 @@
-"""What torch gives to connect ranks: its store, and gloo."""
+"""Connect ranks with torch's store and gloo."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import torch.distributed as dist
 from zarrckpt._errors import CheckpointError
 from zarrckpt._ranks.torch_private import gloo_options
 
-# torch's stubs lack what its compiled part brings; a torch built without it still imports this.
+# Any, because torch's stubs lack the names of its compiled part. A torch without this part can still import this.
 c10d: Any = dist
 _Store: Any = getattr(dist, "Store", object)
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 
 _NEVER_SENT = 2**30
-"""A tag of gloo's that no message has."""
+"""A tag of gloo that no message uses."""
 
 
 _parent_world: Any = None
-"""The default group of the process that this one was forked from."""
+"""The default group of the parent process after a fork."""
 
 
 def _note_parent_world() -> None:
@@ -39,35 +39,35 @@ os.register_at_fork(after_in_child=_note_parent_world)
 
 
 def default_store() -> Any:
-    """The store that the default process group was made with: the only one that all ranks surely have.
+    """Return the store of the default process group, the only store that all ranks have.
 
-    Raises CheckpointError in a forked child, which would use the connections of its parent.
+    Raises CheckpointError in a forked child, because it would use the connections of its parent.
     """
     world = c10d.group.WORLD
     if world is not None and world is _parent_world:
         raise CheckpointError(
-            "this process was forked after torch.distributed was initialized, and cannot save or load with the other "
+            "this process was forked after torch.distributed was initialized, so it cannot save or load with the other "
             "ranks: call from the process that initialized it, or pass no_dist=True to save or load alone"
         )
     return world.get_group_store()
 
 
 def cloned(store: Any) -> Any:
-    """A connection of one's own to a store: a request that waits must not hold the one that training uses."""
+    """Return a new connection to a store, so that waiting requests do not block the connection that training uses."""
     try:
         return store.clone()
     except (RuntimeError, NotImplementedError) as err:
         raise CheckpointError(
-            f"the default process group's store ({type(store).__name__}) cannot be used by zarrckpt to bring the ranks "
-            f"together: {str(err).splitlines()[0]}. Initialize torch.distributed with an address (env://, tcp:// or "
-            "file://), which the backends gloo and nccl do; the backend mpi has no such store"
+            f"zarrckpt cannot connect the ranks through the default process group's store ({type(store).__name__}): "
+            f"{str(err).splitlines()[0]}. Initialize torch.distributed with an address (env://, tcp:// or file://), as "
+            "with the backends gloo and nccl. The backend mpi has no such store"
         ) from err
 
 
 class Addresses(_Store):  # type: ignore[misc]
-    """The store as one mesh sees it: under the mesh's name, and held only as long as a call is going on.
+    """The store for one mesh: it prefixes keys with the mesh's name, and references the store only during a call.
 
-    A mesh is kept between calls. If it held the store itself, the port of rank 0's store would stay in use after
+    A mesh is kept between calls. A permanent reference would keep the port of rank 0's store in use after
     destroy_process_group.
     """
 
@@ -91,31 +91,31 @@ class Addresses(_Store):  # type: ignore[misc]
 
     def _held(self) -> Any:
         if self.store is None:
-            raise RuntimeError("the store was let go of")
+            raise RuntimeError("the store is used outside a call")
         return self.store
 
 
 def gloo_group(store: Any, rank: int, size: int, *, lazy: bool) -> Any:
-    """A private gloo group, registered nowhere. The store's prefix is its own.
+    """Create a private gloo group that is not registered with torch. No other group uses the prefix of the store.
 
-    It has a device (a listening socket and a thread) of its own: gloo's lazy groups cannot share one, since the first
-    that goes shuts it down.
+    The group has a separate device (a listening socket and a thread). Lazy groups cannot share a device, because the
+    first group that ends shuts it down.
 
     Args:
-        lazy: connect two ranks when they first need it. Otherwise all are connected on return, within
-            ``CONNECT_TIMEOUT``; RuntimeError where one does not come.
+        lazy: connect two ranks at their first message. Otherwise all ranks are connected on return, within
+            ``CONNECT_TIMEOUT``, and a missing rank raises RuntimeError.
     """
     if not dist.is_gloo_available():
-        raise CheckpointError("this torch was built without gloo, which zarrckpt needs to connect ranks")
+        raise CheckpointError("this torch was built without gloo, but zarrckpt needs gloo to connect ranks")
     gloo = c10d.ProcessGroupGloo
     return gloo(store, rank, size, gloo_options(gloo, _device(store, lazy), CONNECT_TIMEOUT))
 
 
 def hang_up(group: Any, peers: Iterable[int]) -> None:
-    """Close a group's connections: every rank that waits for this one is told.
+    """Close a group's connections, so that ranks that wait for this one get an error.
 
-    gloo has no call for it, but a receive that times out closes all pairs of its group. One from a peer that has left
-    fails before that, and closes none; one from a peer that is not connected would wait for it.
+    gloo has no call for this, but a receive that times out closes all pairs of its group. A receive from a peer that
+    has left fails earlier and closes nothing. A receive from a peer that is not connected would wait.
     """
     for peer in peers:
         with contextlib.suppress(RuntimeError):
@@ -136,9 +136,9 @@ def _device(store: Any, lazy: bool) -> Any:
 
 
 def local_address(store: Any) -> str | None:
-    """This host's address towards the store's host: the others reach the store, so this network connects all of them.
+    """Return this host's address in the network of the store's host, or None if it cannot be found.
 
-    None where the store is no server (a file), or nothing tells.
+    All ranks reach the store, so this network connects them. A store in a file has no host.
     """
     while isinstance(store, Addresses | c10d.PrefixStore):
         store = store.store if isinstance(store, Addresses) else store.underlying_store
@@ -146,7 +146,7 @@ def local_address(store: Any) -> str | None:
         return None
     address = _source_towards(store.host, store.port)
     if address is None or (ip_address(address).is_loopback and not _means_loopback(store.host)):
-        # On the store's own host its name may stand for a loopback address; the others need the one they can reach.
+        # On the store's host, its name can resolve to a loopback address, which other hosts cannot reach.
         address = _source_towards("192.0.2.1", 9) or address
     return address
 

@@ -1,8 +1,8 @@
-"""A private mesh of connections between ranks: control messages along a tree, pieces between any two.
+"""A private mesh of connections between ranks: control messages along a tree, pieces between any two ranks.
 
-Never the user's group: nothing here is a collective, and training may be in the midst of one. The mesh is kept between
-calls. gloo tells of a dead peer only who has a receive pending on it, so one is pending on every edge at all times, in
-a thread of its own; gloo's waits are calls into C++ that Ctrl-C does not reach, so none is made in the caller's thread.
+The mesh does not use the user's group, because training can be inside a collective. It is kept between calls. gloo
+reports a dead peer only to a pending receive. So a thread for each edge of the tree always has a receive pending.
+Ctrl-C does not interrupt gloo's waits in C++, so the caller's thread makes none.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from zarrckpt._errors import CheckpointError
 from zarrckpt._format.wire import MAX_MESSAGE_BYTES
 from zarrckpt._ranks.control_messages import UNREADABLE, Message, decode_message, encode_message
 from zarrckpt._ranks.group import default_group
-from zarrckpt._ranks.joining import Party, connected
+from zarrckpt._ranks.joining import CallGroup, connected
 from zarrckpt._ranks.links import CONNECT_TIMEOUT, Addresses, default_store, hang_up
 
 FANOUT = 32
-"""Children of a rank in the tree: up to 33 ranks it is a star."""
+"""Maximum number of children of a rank in the tree. For up to 33 ranks, the tree is a star."""
 
 FLUSH_SECONDS = 2.0
-"""How long a rank that leaves waits for its last messages to be sent."""
+"""Seconds that a rank waits for its last messages to be sent before it leaves."""
 
 FOREVER = timedelta(days=3650)
-"""What gloo is asked to wait: a wait that times out closes all pairs of its group."""
+"""Timeout of gloo's waits. A wait that times out closes all pairs of its group."""
 
 _FRAME = 512
 _HEAD = struct.Struct(">QQ")
-"""The length of a message, and how many messages the sender has received on this edge."""
+"""The length of a message, and the number of messages that the sender has received on this edge."""
 _CONTROL, _PIECE = 0, 1
-"""gloo's tags: those of the pieces come after."""
+"""gloo's tags of control messages and of pieces."""
 
 
 END_SECONDS = 5.0
-"""How long the end of the process waits for calls, which it breaks, and for their threads."""
+"""Seconds that the end of the process waits for interrupted calls and their threads."""
 
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def started(name: str, work: Callable[..., object], *args: Any) -> threading.Thread:
-    """A daemon thread that calls into torch: the end of the process waits for it, as long as for a call."""
+    """Start a daemon thread that calls torch. The end of the process waits for it at most ``END_SECONDS``."""
     thread = threading.Thread(target=work, args=args, name=name, daemon=True)
     _threads.add(thread)
     thread.start()
@@ -63,20 +63,20 @@ def started(name: str, work: Callable[..., object], *args: Any) -> threading.Thr
 
 
 Sink = Callable[["Mesh", int, Message | None], None]
-"""What takes an edge's messages: the mesh, the peer's position, and None where its connection is closed."""
+"""Receives the messages of an edge: the mesh, the peer's position, and the message, or None for a closed connection."""
 
 
 class Mesh:
-    """One rank's end of a mesh. Positions are those in the order of the members."""
+    """The connections of one rank in a mesh. Positions are indices of the members."""
 
-    def __init__(self, party: Party, group: Any, addresses: Addresses) -> None:
-        self.position = party.position
-        self._size, self._fanout = len(party.members), FANOUT
+    def __init__(self, call_group: CallGroup, group: Any, addresses: Addresses) -> None:
+        self.position = call_group.position
+        self._size, self._fanout = len(call_group.members), FANOUT
         self.parent = None if self.position == 0 else (self.position - 1) // FANOUT
         self.children = self._children(self.position)
         self.edges = [*([] if self.parent is None else [self.parent]), *self.children]
         self.calls = 0
-        """Calls that were begun on it: the same number on all ranks."""
+        """The number of calls that were begun on it, the same on all ranks."""
         self._group: Any = group
         self._addresses = addresses
         self._world = default_group()
@@ -96,8 +96,8 @@ class Mesh:
         began: SimpleQueue[None] = SimpleQueue()
         try:
             self._threads = [started("zarrckpt-edge", self._read, group, peer, began.put) for peer in self.edges]
-            # All connections of the tree are there before it is used: the store is at hand now, and what is sent on
-            # one that is only being made would wait. Each is made, or fails, within CONNECT_TIMEOUT.
+            # Make all connections of the tree before its first use, because the store is available now, and a send on
+            # an unfinished connection would wait. Each connection is made or fails within CONNECT_TIMEOUT.
             for _ in self.edges:
                 began.get(timeout=2 * CONNECT_TIMEOUT.total_seconds())
         except BaseException:
@@ -105,7 +105,7 @@ class Mesh:
             raise
 
     def below(self, peer: int) -> set[int]:
-        """Return the positions that a child speaks for: its own, and those below it in the tree. None for others."""
+        """Return the position of a child and the positions below it in the tree; empty if it is not a child."""
         found = {peer} if peer in self.children else set()
         level = [*found]
         while level:
@@ -118,12 +118,12 @@ class Mesh:
         return range(min(first, self._size), min(first + self._fanout, self._size))
 
     def fit(self) -> bool:
-        """Whether it was made in this process, within the default group of now."""
+        """Whether it was made in this process and with the current default group."""
         world = self._world()
         return not self._closed and self._pid == os.getpid() and world is not None and world is dist.group.WORLD
 
     def usable(self, call: str | None) -> bool:
-        """Whether nobody has left it; or else whether who left it came to this call before, and is to end it so."""
+        """Whether no rank has left it, or a rank has left it by aborting this call, which must end the call here."""
         with self._lock:
             messages = [message for _, message in self._early]
         if any(
@@ -137,7 +137,7 @@ class Mesh:
         return self.fit() and not left
 
     def attach(self, sink: Sink) -> None:
-        """Hand all messages to a call, beginning with those that came before it."""
+        """Pass all messages to a call, beginning with those that arrived earlier."""
         with self._lock:
             self._sink = sink
             early, self._early = self._early, []
@@ -145,23 +145,23 @@ class Mesh:
                 sink(self, peer, message)
 
     def detach(self) -> None:
-        """The call is over: what comes from now on belongs to the next."""
+        """End a call. Later messages belong to the next call."""
         with self._lock:
             self._sink = None
         self._addresses.store = None
 
     def put_back(self, ahead: list[tuple[int, Message]]) -> None:
-        """Messages of the next call that came to this one, which was detached."""
+        """Keep messages that belong to the next call and arrived during this one. Called after :meth:`detach`."""
         with self._lock:
             self._early = [*ahead, *self._early]
 
     def begin(self) -> None:
-        """One more call uses it."""
+        """Count a new call, and use the store during it."""
         self.calls += 1
         self._addresses.store = default_store()
 
     def send(self, peers: Iterable[int], message: Message) -> None:
-        """Send along edges. Never waits; that a peer is gone is told by what is received from it."""
+        """Send a message along edges, without waiting. A lost peer is detected by the receives from it."""
         data = encode_message(message)
         inline = min(len(data), _FRAME - _HEAD.size)
         rest = np.frombuffer(data[inline:], np.uint8).copy()
@@ -174,14 +174,14 @@ class Mesh:
                 self._numbers[peer] += 1
                 for part in (frame, rest) if len(rest) else (frame,):
                     tensor = torch.from_numpy(part)
-                    # Held until the peer says that it came: gloo's own waits for it may never end.
+                    # Keep the memory until the peer confirms the message, because gloo's waits can be endless.
                     work = self._group.send([tensor], peer, _CONTROL)
                     self._sent[peer].append((self._numbers[peer], work, tensor))
 
     def piece(self, way: str, peer: int, data: Any) -> Any:
-        """Begin to send ('send') or receive ('recv') a piece. Raises RuntimeError where the peer is gone.
+        """Begin to send ('send') or receive ('recv') a piece. Raises RuntimeError if the peer was lost.
 
-        With a peer's first one, this waits until it is connected.
+        The first piece of a peer waits for the connection.
         """
         group = self._group
         if group is None:
@@ -191,7 +191,7 @@ class Mesh:
         return work
 
     def close(self, flush: float = FLUSH_SECONDS) -> None:
-        """Leave for good: every peer is told by its closed connection."""
+        """Leave the mesh. Peers notice their closed connections."""
         if self._closed:
             return
         self._closed = True
@@ -208,15 +208,15 @@ class Mesh:
             thread.join(1.0)
 
     def _flush(self, seconds: float) -> None:
-        """Wait until what was said last is on its way."""
+        """Wait until the last messages are sent."""
         with self._sending:
             works = [work for sent in self._sent.values() for _, work, _ in sent]
         if works:
-            # In a thread: it takes for ever where a peer is stopped.
+            # In a thread, because the wait for a stopped peer does not end.
             started("zarrckpt-flush", _wait_for, works).join(seconds)
 
     def _read(self, group: Any, peer: int, began: Callable[[None], None]) -> None:
-        """Take what comes along an edge, until it is closed; a receive is pending all the time."""
+        """Receive the messages of an edge until it is closed. A receive is always pending."""
         frame = torch.empty(_FRAME, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(RuntimeError, MemoryError):
             receive = group.recv([frame], peer, _CONTROL)
@@ -249,7 +249,7 @@ class Mesh:
         self._deliver(peer, None)
 
     def _refuse(self, peer: int, reason: str) -> None:
-        """Another rank has sent what cannot be read: what follows cannot be, either."""
+        """Report unreadable bytes of a peer. Later bytes of it would be unreadable too."""
         self._deliver(peer, Message(UNREADABLE, self.calls, 0, reason))
 
     def _deliver(self, peer: int, message: Message | None) -> None:
@@ -274,7 +274,7 @@ def _wait_for(works: list[Any]) -> None:
 
 
 class MeshPlace:
-    """Where a process keeps the mesh of some members between calls. One call at a time uses it."""
+    """Keeps the mesh of certain members between calls. One call uses it at a time."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -292,12 +292,12 @@ _ending = threading.Event()
 
 
 def is_ending() -> bool:
-    """Whether the process is ending: no further call may begin."""
+    """Whether the process is ending, so that no call may begin."""
     return _ending.is_set()
 
 
 _parent_meshes: list[Mesh] = []
-"""Meshes of the process that this one was forked from: they are neither used nor let go of."""
+"""Meshes of the parent process after a fork. They are neither used nor freed."""
 
 
 def _forget_meshes() -> None:
@@ -311,37 +311,37 @@ os.register_at_fork(after_in_child=_forget_meshes)
 
 
 @contextlib.contextmanager
-def place_of(party: Party) -> Iterator[MeshPlace]:
-    """The place of a party, for this call alone. Raises CheckpointError where another call does not end."""
+def place_of(call_group: CallGroup) -> Iterator[MeshPlace]:
+    """Reserve the kept mesh of the ranks for this call. Raises CheckpointError if another call does not end."""
     with _places_lock:
         if _ending.is_set():
-            raise CheckpointError(f"{party.call}: the process is ending. Save and load before that")
-        place = _places.setdefault((party.members, party.lane), MeshPlace())
+            raise CheckpointError(f"{call_group.call}: the process is ending. Save and load earlier")
+        place = _places.setdefault((call_group.members, call_group.lane), MeshPlace())
         others = [other for other in _places.values() if other is not place]
-    if not place.turn.acquire(timeout=min(party.timeout, threading.TIMEOUT_MAX)):
+    if not place.turn.acquire(timeout=min(call_group.timeout, threading.TIMEOUT_MAX)):
         raise CheckpointError(
-            f"{party.call}: another call of the same ranks, in another thread of this process, has not ended within "
-            f"{party.timeout:g} s. Wait for it before this one, or wait longer with a larger timeout in SaveOptions or "
+            f"{call_group.call}: another call of the same ranks in another thread of this process did not end within "
+            f"{call_group.timeout:g} s. Wait for its end before this call, or set a larger timeout in SaveOptions or "
             "LoadOptions"
         )
     try:
         for other in others:
             _let_go(other)
-        if place.mesh is not None and not place.mesh.usable(party.call):
+        if place.mesh is not None and not place.mesh.usable(call_group.call):
             place.clear()
         yield place
     finally:
         place.turn.release()
 
 
-def made(party: Party, cancelled: Callable[[], bool] = lambda: False) -> Mesh:
-    """A fresh mesh. Every member must call it; raises CheckpointError where one does not within the timeout."""
-    with connected(party, lambda: cancelled() or _ending.is_set()) as (group, addresses):
-        return Mesh(party, group, addresses)
+def made(call_group: CallGroup, cancelled: Callable[[], bool] = lambda: False) -> Mesh:
+    """Make a new mesh. Every member calls it. A member that does not call within the timeout raises CheckpointError."""
+    with connected(call_group, lambda: cancelled() or _ending.is_set()) as (group, addresses):
+        return Mesh(call_group, group, addresses)
 
 
 def _let_go(place: MeshPlace) -> None:
-    """Close what another group of before has left."""
+    """Close a kept mesh of an earlier default group."""
     if place.turn.acquire(blocking=False):
         try:
             if place.mesh is not None and not place.mesh.fit():
@@ -351,7 +351,7 @@ def _let_go(place: MeshPlace) -> None:
 
 
 def forget_all() -> None:
-    """Close all meshes that are kept, and those in use: their calls end with an error."""
+    """Close all meshes. Calls that use one end with an error."""
     began = time.monotonic()
     for place in [*_places.values()]:
         mesh, place.mesh = place.mesh, None
@@ -361,9 +361,9 @@ def forget_all() -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End calls in daemon threads, and wait until they and gloo's threads are out of C++.
+    """End calls in daemon threads, and wait until their threads have returned from C++.
 
-    A thread that comes back from C++ to an interpreter that has ended takes the process down (before Python 3.14).
+    Before Python 3.14, a thread that returns from C++ to an ended interpreter crashes the process.
     """
     with _places_lock:
         _ending.set()

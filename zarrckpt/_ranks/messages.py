@@ -1,7 +1,7 @@
-"""Messages between ranks: made of parts, with a checksum at the end that the receiver checks.
+"""Messages between ranks that consist of parts and a checksum, which the receiver checks.
 
-Sender and receiver have the same list of parts, from the plan. Without the checksum, a network card or a driver that is
-at fault would alter what is saved, or loaded, unnoticed.
+Sender and receiver have the same list of parts from the plan. Without the checksum, a faulty network card or driver
+could alter saved or loaded data silently.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from zarrckpt._format.crc32c import crc32c
 
 
 class Pending(Protocol):
-    """A message on its way."""
+    """A message in transfer."""
 
     def wait(self) -> Any:
-        """What has arrived, once it has; or wait until memory that is sent may be used again. Raises PeerLost."""
+        """Wait until the message has arrived and return it, or until sent memory can be used again. Raises PeerLost."""
 
 
 class Channel(Protocol):
-    """Carries messages between ranks, given by their positions; those between two ranks keep their order."""
+    """Sends messages between ranks, which are given by position. Messages between two ranks keep their order."""
 
     def send(self, to: int, array: Any) -> Pending:
         """Begin to send."""
 
     def recv(self, source: int, nbytes: int) -> Pending:
-        """Begin to receive so many bytes."""
+        """Begin to receive ``nbytes`` bytes."""
 
 
 def new_message(nbytes: int) -> RawArray:
-    """Memory for so many bytes and their checksum."""
+    """Return memory for ``nbytes`` bytes and their checksum."""
     return np.empty(nbytes + CRC_BYTES, np.uint8)
 
 
 def seal(message: RawArray) -> RawArray:
-    """Put the checksum of what was written into a message at its end; return the message."""
+    """Write the checksum to the end of a message, and return the message."""
     message[-CRC_BYTES:] = np.frombuffer(crc_bytes(crc32c(message[:-CRC_BYTES])), np.uint8)
     return message
 
 
 def is_intact(message: RawArray) -> bool:
-    """Whether a message has arrived as it was sealed."""
+    """Whether the checksum of a message is right."""
     return stored_crc(message) is not None
 
 
 def message_bytes(parts: Iterable[int]) -> int:
-    """The size of a message with parts of so many bytes."""
+    """Return the size of a message whose parts have these numbers of bytes."""
     return sum(parts) + CRC_BYTES
 
 
 def cut(message: RawArray, parts: Iterable[int]) -> Iterator[RawArray]:
-    """The parts of a message, by their numbers of bytes: views."""
+    """Yield views of the parts of a message, from their numbers of bytes."""
     for begin, end in itertools.pairwise(itertools.accumulate(parts, initial=0)):
         yield message[begin:end]

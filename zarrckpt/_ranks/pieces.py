@@ -1,4 +1,4 @@
-"""Pieces of data that ranks hand each other within a call, on connections that are made when first used."""
+"""Send and receive pieces of data between ranks within a call, over connections that are made at their first use."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ _Queue = SimpleQueue[tuple[Bytes, Future[Bytes]] | None]
 
 
 class Handle:
-    """A piece on its way."""
+    """A piece in transfer."""
 
     def __init__(self, future: Future[Bytes], waiting: Callable[[float], None] = lambda seconds: None) -> None:
         self._future = future
         self._waiting = waiting
 
     def wait(self) -> Bytes:
-        """Its bytes, once it has arrived, or its memory may be used again. Raises PeerLost; Ctrl-C interrupts it."""
+        """Wait until the piece has arrived, or its memory can be used again, and return its bytes.
+
+        Raises PeerLost. Ctrl-C interrupts it.
+        """
         began = time.monotonic()
         while True:
             try:
@@ -39,16 +42,16 @@ class Handle:
 
 
 class Pieces:
-    """One rank's pieces of one call. Any thread may use it. Ranks are positions in the group.
+    """The pieces of one rank in one call. Any thread may use it. Ranks are positions in the group.
 
-    Two ranks post what goes from one to the other in the same order; it ends in that order.
+    Sender and receiver must post the pieces between them in the same order. They end in this order.
     """
 
     def __init__(self, mesh: Mesh | None, progressed: Callable[[], None], patience: float = 0.0) -> None:
-        """``progressed`` is called when a piece ends, and for ``patience`` seconds while one is waited for.
+        """``progressed`` is called at the end of each piece, and for ``patience`` seconds during a wait.
 
-        Without that, a rank that waits for a silent one would count as silent itself. ``mesh`` is None where the ranks
-        are being connected anew, since one of them is gone.
+        Otherwise a rank that waits for a silent rank would be considered silent too. ``mesh`` is None while the ranks
+        are connected again after the loss of one.
         """
         self._mesh = mesh
         self._progressed = progressed
@@ -59,15 +62,15 @@ class Pieces:
         self._closed = False
 
     def send(self, to: int, array: Bytes) -> Handle:
-        """Begin to send flat bytes, which must stay as they are until the handle was waited for. Raises PeerLost."""
+        """Begin to send flat bytes, which must not change before the end of the handle's wait. Raises PeerLost."""
         return self._posted("send", to, array)
 
     def recv(self, source: int, nbytes: int) -> Handle:
-        """Begin to receive a piece of a known length. Raises PeerLost."""
+        """Begin to receive a piece of ``nbytes`` bytes. Raises PeerLost."""
         return self._posted("recv", source, np.empty(nbytes, np.uint8))
 
     def close(self) -> None:
-        """End every wait with PeerLost. The memory is held until gloo has let go of it."""
+        """End every wait with PeerLost. The memory is kept until gloo has finished with it."""
         with self._lock:
             self._closed = True
             left, self._open = self._open, set()
@@ -75,13 +78,13 @@ class Pieces:
                 queue.put(None)
             self._queues.clear()
         for future in left:
-            future.set_exception(PeerLost("another rank failed, or is gone"))
+            future.set_exception(PeerLost("another rank failed or was lost"))
 
     def _posted(self, way: str, peer: int, data: Bytes) -> Handle:
         future: Future[Bytes] = Future()
         with self._lock:
             if self._closed or self._mesh is None:
-                raise PeerLost("another rank failed, or is gone")
+                raise PeerLost("another rank failed or was lost")
             queue = self._queues.get((way, peer))
             if queue is None:
                 queue = self._queues[way, peer] = SimpleQueue()
@@ -95,7 +98,7 @@ class Pieces:
             self._progressed()
 
     def _move(self, mesh: Mesh, way: str, peer: int, queue: _Queue) -> None:
-        """Post and wait for what goes one way between two ranks. Both may wait in C++ until the mesh is closed."""
+        """Post the pieces of one direction between two ranks, and wait. A closed mesh ends waits in C++."""
         posted: deque[tuple[Any, Bytes, Future[Bytes]]] = deque()
         while True:
             while not posted or not queue.empty():
@@ -107,7 +110,7 @@ class Pieces:
                     posted.append((mesh.piece(way, peer, data), data, future))
                 except RuntimeError as err:
                     self._ended(future, err)
-                del entry, data, future  # nothing is held while this waits for the next
+                del entry, data, future  # free their memory during the wait for the next entry
             if not posted:
                 return
             work, data, future = posted.popleft()
@@ -123,7 +126,7 @@ class Pieces:
         self._progressed()
         with self._lock:
             if future not in self._open:
-                return  # it was told by close()
+                return  # close() has set its error.
             self._open.discard(future)
         if isinstance(outcome, RuntimeError):
             future.set_exception(PeerLost(str(outcome).splitlines()[0]))

@@ -1,8 +1,9 @@
-"""Rounds: every rank says something, the coordinator decides, every rank has its answer, or the same error.
+"""Rounds: every rank sends a result, the coordinator decides, and every rank gets its answer or the same error.
 
-What goes wrong is told in one of two ways. An error of a rank's own work is data: it goes up at once, the others stop,
-and it comes down as the answer of the round; the connections stay as they are. A rank that is gone, silent, interrupted
-or out of step breaks the mesh: whoever notices tells all its neighbours, and so on, and every rank closes it.
+There are two kinds of errors. An error in a rank's own work is sent to the coordinator at once. The other ranks stop
+their work, and the error becomes the answer of the round; the connections stay open. A rank that is lost, silent,
+interrupted or out of step breaks the mesh: the rank that notices it informs its neighbours, they inform theirs, and
+every rank closes the mesh.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from zarrckpt._ranks.errors import (
     raise_together,
 )
 from zarrckpt._ranks.group import Ranks, default_group, errors_as_ours, global_rank
-from zarrckpt._ranks.joining import Party, ranks_text
+from zarrckpt._ranks.joining import CallGroup, ranks_text
 from zarrckpt._ranks.mesh import Mesh, MeshPlace, made, place_of, started
 from zarrckpt._ranks.pieces import Pieces
 
 DRAIN_SECONDS = 60.0
-"""How long the coordinator waits, once it knows of an error, for the work of the others to end."""
+"""Seconds that the coordinator waits for the work of other ranks to end after an error."""
 
 BEAT_SECONDS = 10.0
 
@@ -42,19 +43,19 @@ B = TypeVar("B")
 
 @contextlib.contextmanager
 def joined(ranks: Ranks, call: str, timeout: float, *, lane: str = "foreground") -> Iterator[Rounds]:
-    """The rounds of one call ('save to s3://..') of these ranks: all of them must make it.
+    """Yield the rounds of one call ('save to s3://..'), which all these ranks must make.
 
-    ``timeout`` is the longest time, in seconds, without an arrival or progress. Calls in different lanes may go on side
-    by side. Raises CheckpointError.
+    ``timeout`` is the maximum time in seconds without an arrival or progress. Calls with different ``lane`` names run
+    concurrently. Raises CheckpointError.
     """
     members = ranks.members
     if len(members) == 1:
         with errors_as_ours():
-            yield Alone(Party(members, 0, lane, call, timeout))
+            yield Alone(CallGroup(members, 0, lane, call, timeout))
         return
-    party = Party(members, members.index(global_rank()), lane, call, timeout)
-    with place_of(party) as place:
-        rounds = Rounds(party)
+    call_group = CallGroup(members, members.index(global_rank()), lane, call, timeout)
+    with place_of(call_group) as place:
+        rounds = Rounds(call_group)
         try:
             rounds._enter(place)
             yield rounds
@@ -66,17 +67,17 @@ def joined(ranks: Ranks, call: str, timeout: float, *, lane: str = "foreground")
 
 
 class Rounds:
-    """One rank's side of the rounds of one call. One thread at a time calls :meth:`merge`."""
+    """The rounds of one call on one rank. One thread at a time calls :meth:`merge`."""
 
-    def __init__(self, party: Party) -> None:
-        self.rank = party.position
+    def __init__(self, call_group: CallGroup) -> None:
+        self.rank = call_group.position
         """This process's position in the group."""
-        self.size = len(party.members)
-        self.members = party.members
-        """The ranks by global number."""
+        self.size = len(call_group.members)
+        self.members = call_group.members
+        """The global numbers of the ranks."""
         self.world = default_group()
-        """The default group in which the call began: it may be destroyed before the call ends."""
-        self._party = party
+        """The default group at the beginning of the call, which can be destroyed before the end."""
+        self._call_group = call_group
         self._changed = threading.Condition()
         self._mesh: Mesh | None = None
         self._kept = False
@@ -88,13 +89,13 @@ class Rounds:
         self._discard = False
         self._gone: list[int] = []
         self._pieces: Pieces | None = None
-        self._interval = min(BEAT_SECONDS, party.timeout / 4)
+        self._interval = min(BEAT_SECONDS, call_group.timeout / 4)
         self._ahead: list[tuple[int, Message]] = []
         self._number = 0
         self._open = False
-        self._told = [party.members[0]]
+        self._awaited = [call_group.members[0]]
         self._own: Item | None = None
-        self._reset(party.call, None)
+        self._reset(call_group.call, None)
         self._new_edges()
 
     def merge(
@@ -104,16 +105,17 @@ class Rounds:
         decide: Callable[[list[A]], B],
         stop: Callable[[], None] | None = None,
     ) -> B:
-        """One round: ``mine()`` on every rank; ``decide(results by rank)`` on the coordinator; its answer on all.
+        """Do one round: ``mine()`` on every rank, then ``decide(results by rank)`` on the coordinator.
 
-        An error in any of them is raised on every rank, once the work of all of them has ended. ``stop`` is called,
-        once and in another thread, where this rank is in ``mine`` when another's error, or its loss, is known: what
-        ``mine`` raises then is not reported. Results and answers must be such as ``_format.wire.encode`` takes.
+        Returns the coordinator's answer on all ranks. An error in any of these calls is raised on every rank after the
+        work of all ranks has ended. ``stop`` is called once in another thread if another rank fails or is lost while
+        this rank is in ``mine``. An error of ``mine`` is not reported then. ``_format.wire.encode`` must support the
+        results and answers.
         """
         self._begin(what, stop)
         item, error = self._work(mine)
         with self._changed:
-            self._say(item)
+            self._set_own(item)
             self._used |= self._pieces is not None
             self._since = time.monotonic()
             self._advance()
@@ -131,18 +133,18 @@ class Rounds:
 
     @property
     def in_step(self) -> bool:
-        """Whether the last error came as the answer of a round: all ranks have it, and their work has ended."""
+        """Whether the last error was the answer of a round, so that all ranks have it and their work has ended."""
         return self._in_step
 
     def progressed(self) -> None:
-        """The work goes on: the others need not take this rank for a silent one. Any thread may call it, often."""
+        """Report progress, so that the other ranks do not consider this rank silent. Any thread may call it often."""
         self._progress = True
 
     def pieces(self) -> Pieces:
-        """The pieces of this call. Not in its first round, in which the connections may still be made anew."""
+        """Return the pieces of this call. Not in its first round, when the connections can still be replaced."""
         with self._changed:
             if self._pieces is None:
-                self._pieces = Pieces(self._mesh, self.progressed, 2 * self._party.timeout)
+                self._pieces = Pieces(self._mesh, self.progressed, 2 * self._call_group.timeout)
                 if self._stopping or self._broken:
                     self._pieces.close()
             return self._pieces
@@ -179,7 +181,7 @@ class Rounds:
         own = self._own
         self._arrived: set[int] = set()
         self._finals: dict[int, Item] = {} if own is None else {self.rank: own}
-        self._calls: dict[str, list[int]] = {self._party.call: [self.rank]}
+        self._calls: dict[str, list[int]] = {self._call_group.call: [self.rank]}
         self._used: bool = False
         self._sent = False
         self._reported: dict[int, list[int]] = {}
@@ -195,25 +197,25 @@ class Rounds:
                     return (STOPPED, None), None
                 failure = failure_of(err, self.members[self.rank])
                 item = (FAILED, failure)
-                self._say(item)  # first: its own work needs no stop
+                self._set_own(item)  # first, because this rank's own work needs no stop
                 self._error_known(failure)
                 return item, err
 
     def _is_to_stop(self) -> bool:
-        """Whether this rank's work is in vain. Work that cannot be stopped is done on all ranks, whatever others say.
+        """Whether this rank's work is not needed any more. Work without ``stop`` is always done on all ranks.
 
-        It may have collectives in it; and which ranks failed does then not depend on which was first.
+        Such work can contain collectives, and the set of failed ranks does not depend on which rank was first.
         """
         return self._broken is not None or (self._stopping and self._stoppable)
 
-    def _say(self, item: Item) -> None:
+    def _set_own(self, item: Item) -> None:
         self._own = item
         self._finals[self.rank] = item
 
     def _decided(
         self, decide: Callable[[list[Any]], Any], error: BaseException | None
     ) -> tuple[tuple[str, Any, bool], Any, BaseException | None]:
-        """The coordinator's answer, which it has sent; with its result, and its own error."""
+        """Decide and send the answer on the coordinator. Return the answer, its value, and the coordinator's error."""
         value: Any = None
         failures = self._failed()
         if not failures:
@@ -229,7 +231,7 @@ class Rounds:
         return answer, value, error
 
     def _decoded(self, position: int, data: bytes) -> Any:
-        """Return what a rank has sent. Raises CheckpointError that names it."""
+        """Return the decoded result of a rank. Raises CheckpointError with the rank."""
         try:
             return decode(data)
         except CheckpointError as err:
@@ -237,28 +239,28 @@ class Rounds:
 
     def _unreadable(self, position: int, reason: str) -> str:
         return (
-            f"{self._party.call}: what rank {self.members[position]} has sent ({self._what}) cannot be read: "
-            f"{cleaned(reason, 1000)}. All ranks need the same version of zarrckpt, and no other process may reach the "
-            "store of the default process group"
+            f"{self._call_group.call}: a message of rank {self.members[position]} ({self._what}) cannot be read: "
+            f"{cleaned(reason, 1000)}. All ranks need the same version of zarrckpt, and no other process may access "
+            "the store of the default process group"
         )
 
     def _failed(self) -> list[Failure]:
         failures = [item[1] for _, item in sorted(self._finals.items()) if item[0] == FAILED]
         if not failures and self._number == 1 and len(self._calls) > 1:
-            said = [
-                f"{self._party.named(sorted(positions))} in {call!r:.1000}"
+            calls = [
+                f"{self._call_group.named(sorted(positions))} in {call!r:.1000}"
                 for call, positions in sorted(self._calls.items(), key=lambda entry: min(entry[1]))
             ]
             return [
                 common(
-                    f"the ranks are in different calls: {'; '.join(said)}. All ranks must make the same calls with the "
-                    "same paths, in the same order"
+                    f"the ranks are in different calls: {'; '.join(calls)}. All ranks must make the same calls with "
+                    "the same urls, in the same order"
                 )
             ]
         return failures
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Wait for others, under the lock. Raises what broke the mesh."""
+        """Wait for other ranks, under the lock. Raises the error that broke the mesh."""
         self._waiting = True
         try:
             while not done():
@@ -272,7 +274,7 @@ class Rounds:
         assert self._broken is not None
         raise_together(self._broken, self.members[self.rank], None)
 
-    # What other threads do, under the lock: take messages, notice losses, watch the time.
+    # Methods for other threads, under the lock: receive messages, notice losses, watch the time.
 
     def _received(self, mesh: Mesh, peer: int, message: Message | None) -> None:
         with self._changed:
@@ -299,11 +301,11 @@ class Rounds:
             self._anew(peer) if self._number <= 1 else self._lost(peer)
         elif kind == "beat":
             if peer == self._mesh_now().parent:
-                self._told = body
+                self._awaited = body
             else:
                 self._reported[peer] = body
         elif kind in ("answer", "stop") and peer != self._mesh_now().parent:
-            self._refuse(peer, f"the kind {kind!r} comes from the coordinator alone")
+            self._refuse(peer, f"only the parent rank sends messages of kind {kind!r}")
         elif number > self._number:
             self._ahead.append((peer, message))
             if self._open and kind in ("final", "error", "answer"):
@@ -321,7 +323,7 @@ class Rounds:
     def _final(self, peer: int, items: dict[int, Item], calls: dict[str, list[int]], used: bool) -> None:
         below = self._mesh_now().below(peer)
         if items.keys() != below or not all(below.issuperset(positions) for positions in calls.values()):
-            self._refuse(peer, "it is not about this rank and those below it in the tree")
+            self._refuse(peer, "its results are not those of the peer and the ranks below it in the tree")
             return
         self._arrived.add(peer)
         self._finals.update(items)
@@ -331,12 +333,12 @@ class Rounds:
         self._advance()
 
     def _all_in(self) -> bool:
-        """Whether the coordinator can decide."""
+        """Whether the coordinator has all results."""
         mesh = self._mesh
         return self.rank == 0 and mesh is not None and self._arrived.issuperset(mesh.children)
 
     def _advance(self) -> None:
-        """Send the part of this rank and of those below it, once it is complete."""
+        """Send the results of this rank and of the ranks below it when they are complete."""
         mesh = self._mesh
         if mesh is None or self._own is None or not self._arrived.issuperset(mesh.children):
             return
@@ -357,7 +359,7 @@ class Rounds:
         self._changed.notify_all()
 
     def _error_known(self, failure: Failure) -> None:
-        """A rank's own work has failed: tell the coordinator, which tells all."""
+        """Send a rank's error to the coordinator, which stops all ranks."""
         self._failures.append(failure)
         mesh = self._mesh
         if mesh is None:
@@ -383,9 +385,9 @@ class Rounds:
             started("zarrckpt-stop", stop)
 
     def _break(self, failures: list[Failure], source: int | None = None, call: str | None = None) -> None:
-        """The mesh is of no more use: every rank ends with this, as soon as its own work has ended.
+        """Break the mesh: every rank raises these failures when its own work has ended.
 
-        So does a rank that comes to ``call`` only later.
+        A rank that begins ``call`` later raises them too.
         """
         if self._broken:
             return
@@ -399,28 +401,28 @@ class Rounds:
         if self._broken or self._over.is_set():
             return
         if self._kept and self._number <= 1 and peer not in self._here:
-            # It left the mesh before this call, and may well be in it.
+            # It left the mesh before this call, and can still take part in it.
             self._anew(peer)
             return
         if self._open and (self._all_in() if self.rank == 0 else self._sent and peer in self._arrived):
-            # All that it had to say is here, and the answer is being made: that counts.
+            # Its results have arrived, and the coordinator is deciding, so the round ends normally.
             self._gone.append(peer)
             self._discard = True
             return
         known = causes(self._failures)
         gone = common(
-            f"{self._party.call}: the connection to rank {self.members[peer]} was lost ({self._what}). Its process was "
-            "killed, or has ended, or its host is gone: see its log"
+            f"{self._call_group.call}: the connection to rank {self.members[peer]} was lost ({self._what}). Its "
+            "process ended or was killed, or its host is down. See its log"
         )
-        self._break([failure for failure in known if not failure.lost] or [gone], None, self._party.call)
+        self._break([failure for failure in known if not failure.lost] or [gone], None, self._call_group.call)
 
     def _refuse(self, peer: int, reason: str) -> None:
-        """A peer has sent what no rank sends."""
-        self._break([common(self._unreadable(peer, reason))], None, self._party.call)
+        """Break the mesh because of an invalid message of a peer."""
+        self._break([common(self._unreadable(peer, reason))], None, self._call_group.call)
 
     def _out_of_step(self, peer: int) -> Failure:
         return common(
-            f"{self._party.call}: rank {self.members[peer]} is in another round or call while this rank, "
+            f"{self._call_group.call}: rank {self.members[peer]} is in another round or call, but this rank, "
             f"{self.members[self.rank]}, is in {self._what!r}. All ranks must make the same calls in the same order"
         )
 
@@ -448,19 +450,19 @@ class Rounds:
                     self._watch_others(self._mesh, now)
 
     def _beat(self, mesh: Mesh) -> None:
-        """Tell the neighbours that this rank's work goes on, or that it waits, and for whom."""
+        """Send the neighbours a sign of progress or waiting, with the missing ranks."""
         if not (self._progress or self._waiting):
             return
         self._progress = False
         missing = self._missing(mesh)
         if mesh.parent is None:
-            self._told = missing
+            self._awaited = missing
         elif not self._sent:
             self._send([mesh.parent], "beat", missing[:32])
-        self._send(mesh.children, "beat", self._told[:32])
+        self._send(mesh.children, "beat", self._awaited[:32])
 
     def _missing(self, mesh: Mesh) -> list[int]:
-        """Whose part is not here yet, of this rank and those below it."""
+        """Return the ranks whose results are missing, of this rank and those below it in the tree."""
         missing = [self.members[self.rank]] if self._own is None else []
         for child in mesh.children:
             if child not in self._arrived:
@@ -468,34 +470,34 @@ class Rounds:
         return missing
 
     def _watch_others(self, mesh: Mesh, now: float) -> None:
-        timeout = self._party.timeout
+        timeout = self._call_group.timeout
         expected = [child for child in mesh.children if child not in self._arrived]
         if mesh.parent is not None:
-            # Also while this rank's own work goes on: it would be in vain.
+            # Also during this rank's own work, which is useless after the parent is lost.
             expected.append(mesh.parent)
         silent = [peer for peer in expected if now - max(self._since, self._seen.get(peer, 0.0)) > timeout]
         if silent:
             text = (
-                f"{self._party.call}: nothing came from {self._party.named(silent)} for {timeout:g} s (waited for in "
-                f"{self._what!r}). It does not make this call, or is stuck or stopped, or its host is gone: see its "
-                "log. A call that needs more time takes a longer timeout in SaveOptions or LoadOptions"
+                f"{self._call_group.call}: {self._call_group.named(silent)} sent nothing for {timeout:g} s (expected "
+                f"in {self._what!r}). It did not make this call, or it hangs or was stopped, or its host is down. See "
+                "its log. If the call needs more time, set a larger timeout in SaveOptions or LoadOptions"
             )
             self._break([common(text)])
         elif self._drain is not None and now > self._drain:
             self._break(causes(self._failures))
         elif self._waiting and not self._warned and now - self._since > joining.WARN_SECONDS:
             self._warned = True
-            whom = self._told if self._sent else self._missing(mesh)
-            log.warning("%s: waiting for %s (%s)", self._party.call, ranks_text(whom), self._what)
+            whom = self._awaited if self._sent else self._missing(mesh)
+            log.warning("%s: waiting for %s (%s)", self._call_group.call, ranks_text(whom), self._what)
 
-    # The beginning and the end, and a mesh in place of a kept one that somebody has left.
+    # The beginning and the end of a call, and the replacement of a kept mesh that a rank has left.
 
     def _enter(self, place: MeshPlace) -> None:
         self._place = place
         mesh = place.mesh
         self._kept = mesh is not None
         if mesh is None:
-            mesh = place.mesh = made(self._party)
+            mesh = place.mesh = made(self._call_group)
         self._use(mesh)
         started("zarrckpt-watch", self._watch)
 
@@ -512,7 +514,7 @@ class Rounds:
         mesh.attach(self._received)
 
     def _anew(self, source: int) -> None:
-        """Leave the kept mesh, together with all that came to this call on it, and join another one."""
+        """Leave the kept mesh together with the other ranks of this call, and join a new one."""
         mesh = self._mesh
         if mesh is None or self._broken or self._over.is_set():
             self._discard = True
@@ -524,7 +526,7 @@ class Rounds:
     def _join_again(self, old: Mesh) -> None:
         old.close()
         try:
-            mesh = made(self._party, self._over.is_set)
+            mesh = made(self._call_group, self._over.is_set)
         except Exception as err:
             with self._changed:
                 self._break([failure_of(err, None)])
@@ -544,15 +546,15 @@ class Rounds:
             self._advance()
 
     def _leave(self, error: BaseException) -> None:
-        """This rank's caller ends with an error. The others must know, unless they all have it."""
+        """End the call with an error of this rank's caller, and inform the other ranks unless all have the error."""
         if self._in_step and isinstance(error, Exception):
             return
         rank = self.members[self.rank]
         failure = failure_of(error, rank)
         if not isinstance(error, Exception):
-            failure = common(f"{self._party.call}: rank {rank} was interrupted ({type(error).__name__})")
+            failure = common(f"{self._call_group.call}: rank {rank} was interrupted ({type(error).__name__})")
         with self._changed:
-            self._break([failure], None, self._party.call)
+            self._break([failure], None, self._call_group.call)
 
     def _end(self, place: MeshPlace) -> None:
         with self._changed:
@@ -568,7 +570,7 @@ class Rounds:
 
 
 class Alone(Rounds):
-    """The rounds of a process alone: nothing is said, and errors are raised where they are made."""
+    """The rounds of a single process: no messages, and errors are raised directly."""
 
     def merge(
         self,

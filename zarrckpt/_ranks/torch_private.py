@@ -1,6 +1,6 @@
-"""Every use of a private attribute or module of torch, and why. Nothing is imported before it is used.
+"""All uses of private attributes and modules of torch, with reasons. Each module is imported at its first use.
 
-The names of torch's classes that pickles hold are in ``_format.values`` and ``_dcp.metadata_pickle``.
+The names of torch's classes in pickles are in ``_format.values`` and ``_dcp.metadata_pickle``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 
 def gloo_options(gloo: Any, device: Any, timeout: timedelta) -> Any:
-    """Options of a gloo group: its device says which interface it uses, and whether it connects ranks on demand.
+    """Return options of a gloo group. Its device has the network interface and the choice to connect on demand.
 
-    The public constructor of ``ProcessGroupGloo`` takes no device, and connects every rank with every other.
+    The public constructor of ``ProcessGroupGloo`` accepts no device and connects all pairs of ranks.
     """
     options = gloo._Options()
     options._devices = [device]
@@ -24,47 +24,46 @@ def gloo_options(gloo: Any, device: Any, timeout: timedelta) -> Any:
 
 
 def sent_plans(save_planner: Any) -> dict[str, Any]:
-    """DCP's cache of the plans that this rank sent last, by planner class. Empty, it has DCP send a plan whole.
+    """Return DCP's cache of the plans that this rank sent, by planner class. If it is empty, DCP sends whole plans.
 
-    A planner with ``enable_plan_caching`` leaves out a plan that looks like the last one, and with it what a storage
-    writer adds.
+    A planner with ``enable_plan_caching`` omits a plan that equals the last one, including data of the storage writer.
     """
     plans: dict[str, Any] = save_planner._cached_save_plan
     return plans
 
 
 def merged_plans(save_planner: Any) -> dict[str, Any]:
-    """DCP's cache of the merged plans of all ranks, by planner class.
+    """Return DCP's cache of the merged plans of all ranks, by planner class.
 
-    A planner with ``enable_plan_caching`` hands those that have not changed to nobody but this cache.
+    A planner with ``enable_plan_caching`` stores unchanged plans only in this cache.
     """
     plans: dict[str, Any] = save_planner._cached_global_plan
     return plans
 
 
 def is_over_tensor_parallelism(fsdp1: Any) -> bool:
-    """Whether FSDP1 shards the shards of tensor parallelism: nothing public tells it from HSDP's two dimensions."""
+    """Whether FSDP1 shards the shards of tensor parallelism. No public attribute distinguishes this from HSDP."""
     return getattr(fsdp1, "_fsdp_extension", None) is not None
 
 
 def submodule(module: Any, name: str) -> Any:
-    """What a module registered under a name; None for nothing.
+    """Return the submodule that is registered under a name, or None.
 
-    ``getattr`` would also find properties, and what wrappers look up in the module that they wrap.
+    ``getattr`` would also return properties, and attributes of a wrapped module.
     """
     return module._modules.get(name)
 
 
 def checkpoint_offset(storage: Any) -> int:
-    """Where the bytes of a storage that was loaded within :func:`without_data` lie in the file."""
+    """Return the byte offset in the file of a storage that was loaded within :func:`without_data`."""
     offset: int = storage._checkpoint_offset
     return offset
 
 
 def without_data() -> AbstractContextManager[Any]:
-    """``torch.load`` within it gives shapes, strides and places in the file, and reads no data.
+    """Return a context in which ``torch.load`` returns shapes, strides and offsets in the file, and reads no data.
 
-    The meta device gives no places, and reads the data.
+    With the meta device, ``torch.load`` returns no offsets and reads the data.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -75,11 +74,11 @@ INNER_TENSORS = {
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"): "elem",
     ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor"): "_tensor",
 }
-"""Module and name of wrappers whose elements are those of one inner tensor -> that tensor's attribute."""
+"""The attribute of the inner tensor, by module and name of wrapper classes with the elements of one inner tensor."""
 
 
 def is_in_transform(tensor: Any) -> bool:
-    """Whether a tensor stands for others inside ``torch.vmap`` or another transform of torch.func.
+    """Whether a tensor represents others inside ``torch.vmap`` or another transform of torch.func.
 
     Its class is torch.Tensor, and no public function distinguishes it.
     """
@@ -89,7 +88,7 @@ def is_in_transform(tensor: Any) -> bool:
 
 
 def detached_without_subclass(tensor: Any) -> Any:
-    """A tensor's own memory as a torch.Tensor, without a call of the ``__torch_function__`` of its class."""
+    """Return a tensor's memory as a torch.Tensor, without a call of its class's ``__torch_function__``."""
     import torch
 
     with torch._C.DisableTorchFunctionSubclass():
@@ -97,9 +96,9 @@ def detached_without_subclass(tensor: Any) -> Any:
 
 
 def call_in_data_loader_workers(install: Callable[[], object]) -> None:
-    """Call a function in this process after torch has set its C handlers of signals, if it is a DataLoader's worker.
+    """Call a function after torch has set its C signal handlers, if this process becomes a worker of a DataLoader.
 
-    For a forked child, before it becomes a worker. A torch that has another function for that makes it do nothing.
+    A forked child calls this before it becomes a worker. It has no effect if torch has no such function.
     """
     module: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
     set_handlers = getattr(module, "_set_worker_signal_handlers", None)
