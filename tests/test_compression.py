@@ -74,7 +74,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (True, TypeError, "of type bool"),
     ({"level": 3}, ValueError, "'zstd', 'blosc'"),
     ({"name": ["zstd"]}, ValueError, "'zstd', 'blosc'"),
-    ({"name": "zstd", "clevel": 3}, ValueError, "no option 'clevel'; it has level, checksum"),
+    ({"name": "zstd", "clevel": 3}, ValueError, "no option 'clevel'. Its options are level, checksum"),
     ({"name": "zstd", "level": 23}, ValueError, "level must be from -131072 to 22, got 23"),
     ({"name": "zstd", "level": "3"}, TypeError, "level must be an int"),
     ({"name": "zstd", "checksum": 1}, TypeError, "checksum must be a bool"),
