@@ -14,7 +14,7 @@ from zarrckpt._format.chunk_layout import (
     bytes_of,
     chunk_index,
     crc_bytes,
-    most_subchunk_stored,
+    max_stored_subchunk_bytes,
     raw_dtype,
     subchunk_bytes,
 )
@@ -176,8 +176,8 @@ def encoding_memory(node: ArrayNode, shape: Ints, *, in_parts: bool) -> tuple[in
 def _memory(node: ArrayNode, copied: int, in_parts: bool) -> tuple[int, int]:
     size, count = subchunk_bytes(node), node.grid.subchunks_per_chunk
     if node.compression is not None:
-        most = most_subchunk_stored(node)
-        return min(copied, 1) * size, min(count * most, GROUP_BYTES + most) if in_parts else count * most
+        largest = max_stored_subchunk_bytes(node)
+        return min(copied, 1) * size, min(count * largest, GROUP_BYTES + largest) if in_parts else count * largest
     return min(copied * size, max(size, GROUP_BYTES)) if in_parts else copied * size, 0
 
 

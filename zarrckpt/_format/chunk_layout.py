@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from zarrckpt._format.compression import DecodeError, most_stored
+from zarrckpt._format.compression import DecodeError, max_compressed_bytes
 from zarrckpt._format.crc32c import crc32c
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Ints
@@ -61,10 +61,10 @@ def subchunk_bytes(node: ArrayNode) -> int:
     return node.grid.subchunk_size * node.dtype.itemsize
 
 
-def most_subchunk_stored(node: ArrayNode) -> int:
+def max_stored_subchunk_bytes(node: ArrayNode) -> int:
     """Return the stored size of one subchunk in bytes, including its checksum. An upper bound if it is compressed."""
     nbytes = subchunk_bytes(node)
-    return CRC_BYTES + (nbytes if node.compression is None else most_stored(nbytes))
+    return CRC_BYTES + (nbytes if node.compression is None else max_compressed_bytes(nbytes))
 
 
 def chunk_index(node: ArrayNode, begins: Sequence[int]) -> bytes:
@@ -91,9 +91,9 @@ def chunk_object_bytes(node: ArrayNode) -> int:
     return data + node.grid.subchunks_per_chunk * CRC_BYTES + index_bytes(node)
 
 
-def most_chunk_object_bytes(node: ArrayNode) -> int:
+def max_chunk_object_bytes(node: ArrayNode) -> int:
     """Return an upper bound in bytes for the size of a chunk object of an array, compressed or not."""
-    return node.grid.subchunks_per_chunk * most_subchunk_stored(node) + index_bytes(node)
+    return node.grid.subchunks_per_chunk * max_stored_subchunk_bytes(node) + index_bytes(node)
 
 
 class ChunkTable:
@@ -145,7 +145,7 @@ class ChunkTable:
         begins, end = self._begins, byte_offset + len(stored)
         for number in range(bisect_left(begins, byte_offset), bisect_right(begins, end) - 1):
             part = stored[begins[number] - byte_offset : begins[number + 1] - byte_offset]
-            if not self.holds(number, part) or not says_its_size(self._node, part):
+            if not self.holds(number, part) or not stored_size_is_right(self._node, part):
                 return False
         if byte_offset > begins[-1] or end != self.object_size:
             return True
@@ -158,7 +158,7 @@ class ChunkTable:
         return begin, self.object_size if stop > begins[-1] else begins[bisect_left(begins, stop)]
 
 
-def says_its_size(node: ArrayNode, stored: RawArray) -> bool:
+def stored_size_is_right(node: ArrayNode, stored: RawArray) -> bool:
     """Whether the decompressed size stored in a compressed subchunk is right. True if the array is not compressed."""
     try:
         if node.compression is not None:

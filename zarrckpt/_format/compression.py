@@ -33,7 +33,7 @@ class DecodeError(ValueError):
     """Raised for stored bytes that do not decode to exactly the expected number of bytes."""
 
 
-def most_stored(nbytes: int) -> int:
+def max_compressed_bytes(nbytes: int) -> int:
     """Return an upper bound for the compressed size of ``nbytes`` bytes. Both codecs guarantee less."""
     return nbytes + nbytes // 256 + 64
 
@@ -184,11 +184,11 @@ def _blosc() -> Any:
     return blosc
 
 
-def _check_int(codec: str, name: str, value: Any, least: int, most: int) -> None:
+def _check_int(codec: str, name: str, value: Any, minimum: int, maximum: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"compression {codec!r}: {name} must be an int, got {value!r}")
-    if not least <= value <= most:
-        raise ValueError(f"compression {codec!r}: {name} must be from {least} to {most}, got {value}")
+    if not minimum <= value <= maximum:
+        raise ValueError(f"compression {codec!r}: {name} must be from {minimum} to {maximum}, got {value}")
 
 
 def _check_choice(codec: str, name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from zarrckpt._format import compression as _compression
 from zarrckpt._format import dtypes, json_values
 from zarrckpt._format.compression import Compression
 from zarrckpt._format.dtypes import DType
-from zarrckpt._format.grid import Grid, Ints, is_run
+from zarrckpt._format.grid import Grid, Ints, is_consecutive
 from zarrckpt._format.wire import record
 
 Json = dict[str, Any]
@@ -103,11 +103,11 @@ class ArrayNode:
         return _document_bytes(self.grid, self.dtype, self.portable, self.compression)
 
 
-_FORMS = 4096
+_CACHED_DOCUMENTS = 4096
 """Number of cached documents. Layers have the same shapes, and so has an optimizer's state."""
 
 
-@functools.lru_cache(_FORMS)
+@functools.lru_cache(_CACHED_DOCUMENTS)
 def _document(grid: Grid, dtype: DType, portable: bool, compression: Compression | None) -> Json:
     stored = dtype.portable if portable else dtype
     return {
@@ -125,7 +125,7 @@ def _document(grid: Grid, dtype: DType, portable: bool, compression: Compression
     }
 
 
-@functools.lru_cache(_FORMS)
+@functools.lru_cache(_CACHED_DOCUMENTS)
 def _document_bytes(grid: Grid, dtype: DType, portable: bool, compression: Compression | None) -> bytes:
     return json_values.dumps(_document(grid, dtype, portable, compression))
 
@@ -171,15 +171,15 @@ def parse_array(path: str, document: Any) -> ArrayNode:
         raise CorruptCheckpointError(f"shape and chunk shapes in {where} differ in their number of dimensions")
     if sub is not None and any(c % s for c, s in zip(chunk, sub, strict=True)):
         raise CorruptCheckpointError(f"subchunks {sub} do not divide the chunks {chunk} in {where}")
-    if sub is not None and not is_run(chunk, sub):
+    if sub is not None and not is_consecutive(chunk, sub):
         raise UnsupportedFormatError(
             f"{where} has subchunks {sub} of chunks {chunk}. This version of zarrckpt supports only subchunks of "
             "consecutive elements of the chunk. Upgrade zarrckpt, or read it with zarr-python"
         )
     dtype, portable = _parse_dtype(document, where)
     # For an empty array, the extents other than 0 are checked too, because numpy multiplies them.
-    most = max(math.prod(max(n, 1) for n in shape), math.prod(chunk))
-    if most * dtype.itemsize > _MAX_EXTENT:
+    max_size = max(math.prod(max(n, 1) for n in shape), math.prod(chunk))
+    if max_size * dtype.itemsize > _MAX_EXTENT:
         raise CorruptCheckpointError(f"{where} has a shape that is too large for an array")
     node = ArrayNode(path, Grid(shape, chunk, sub), dtype, portable, _parse_compression(codecs, where))
     if node.compression is not None and not compressible(node.grid, dtype):
@@ -246,9 +246,9 @@ def _sub_shape(codecs: Any, where: str) -> Ints | None:
     return None if sharding is None else _extents(sharding.get("chunk_shape"), 1, f"subchunk shape in {where}")
 
 
-def _extents(value: Any, least: int, where: str) -> Ints:
-    if not isinstance(value, list) or not all(type(n) is int and least <= n <= _MAX_EXTENT for n in value):
-        raise CorruptCheckpointError(f"{where} is {value!r:.80}, expected a list of integers of at least {least}")
+def _extents(value: Any, minimum: int, where: str) -> Ints:
+    if not isinstance(value, list) or not all(type(n) is int and minimum <= n <= _MAX_EXTENT for n in value):
+        raise CorruptCheckpointError(f"{where} is {value!r:.80}, expected a list of integers of at least {minimum}")
     if len(value) > MAX_DIMENSIONS:
         raise CorruptCheckpointError(f"{where} has {len(value)} dimensions, expected at most {MAX_DIMENSIONS}")
     if math.prod(value) > _MAX_EXTENT:

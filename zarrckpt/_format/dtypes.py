@@ -108,7 +108,7 @@ DTYPES: dict[str, DType] = {
 }
 """Every data type, by name."""
 
-_WAYS_OUT = (
+_NEXT_STEPS = (
     (("qint", "quint"), "Save tensor.int_repr() with its scale and zero point, or tensor.dequantize()."),
     (("complex32",), "Save torch.view_as_real(tensor), a float16 tensor, or tensor.to(torch.complex64)."),
     (("bits", "float4", "int", "uint"), "Save tensor.view(torch.uint8) and view it back after loading."),
@@ -135,11 +135,11 @@ def by_torch_name(name: str) -> DType:
     bare = name.removeprefix("torch.")
     if bare in DTYPES:
         return DTYPES[bare]
-    way_out = next(
-        (text for beginnings, text in _WAYS_OUT if bare.startswith(beginnings)),
+    next_step = next(
+        (text for beginnings, text in _NEXT_STEPS if bare.startswith(beginnings)),
         f"Convert the tensor to one of: {', '.join(DTYPES)}.",
     )
-    raise UnsupportedValueError(f"No Zarr data type can hold a tensor of dtype torch.{bare}. {way_out}")
+    raise UnsupportedValueError(f"No Zarr data type can hold a tensor of dtype torch.{bare}. {next_step}")
 
 
 record(DType, lambda dtype: (dtype.name,), by_name)

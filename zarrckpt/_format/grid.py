@@ -119,7 +119,7 @@ def _counts(shape: Ints, cell: Ints) -> Ints:
     return tuple(-(-n // c) for n, c in zip(shape, cell, strict=True))
 
 
-def is_run(chunk: Ints, sub: Ints) -> bool:
+def is_consecutive(chunk: Ints, sub: Ints) -> bool:
     """Whether each subchunk of this shape has consecutive elements of the chunk in C order. It divides the chunk."""
     cut = next((dim for dim, n in enumerate(sub) if n > 1), len(sub))
     return sub[cut + 1 :] == chunk[cut + 1 :]

@@ -53,7 +53,7 @@ MAX_EQUAL_HASHES: Final = 256
 """Maximum number of items of a set, or keys of a dict, with the same hash. A lookup may compare all of them."""
 
 _FREE_CONTAINERS = 1 << 20
-_BYTES_A_CONTAINER = 16
+_BYTES_PER_CONTAINER = 16
 """Minimum bytes of a document per array or object of JSON, beyond the free ones. Saves write about 35 bytes per one."""
 
 NOT_JSON: Final = object()
@@ -355,7 +355,7 @@ def is_dense(data: bytes) -> bool:
 
     ``[]`` has 2 bytes in the document, but 64 bytes in memory.
     """
-    return data.count(b"[") + data.count(b"{") > _FREE_CONTAINERS + len(data) // _BYTES_A_CONTAINER
+    return data.count(b"[") + data.count(b"{") > _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
 
 
 def loads(data: bytes | bytearray | memoryview) -> object:

@@ -22,11 +22,10 @@ def select(names: Iterable[str], patterns: Sequence[str], where: str) -> list[st
     Raises KeyMismatchError for a pattern without a match. Its message names ``where``, the source of the names.
     """
     known = list(names)
-    idle = [pattern for pattern in patterns if not any(matches(name, pattern) for name in known)]
-    if idle:
-        raise KeyMismatchError(
-            f"{idle} {'matches' if len(idle) == 1 else 'match'} nothing in {where}: {hint(idle[0], known)}"
-        )
+    unmatched = [pattern for pattern in patterns if not any(matches(name, pattern) for name in known)]
+    if unmatched:
+        verb = "matches" if len(unmatched) == 1 else "match"
+        raise KeyMismatchError(f"{unmatched} {verb} nothing in {where}: {hint(unmatched[0], known)}")
     return [name for name in known if any(matches(name, pattern) for pattern in patterns)]
 
 
@@ -41,12 +40,12 @@ def hint(name: str, names: Iterable[str]) -> str:
     if below:
         some = ", ".join(below[:3]) + (", ..." if len(below) > 3 else "")
         return f"it is a group with {len(below):,} {'entry' if len(below) == 1 else 'entries'}: {some}"
-    alike = [other for other in known if name in other][:3] if name else []
-    if not alike:
+    similar = [other for other in known if name in other][:3] if name else []
+    if not similar:
         groups = dict.fromkeys(other.partition(".")[0] for other in known)
-        alike = difflib.get_close_matches(name, [*groups, *known[:_MAX_HINT_NAMES]], 3)
-    if alike:
-        return f"did you mean one of {alike}?" if len(alike) > 1 else f"did you mean {alike[0]!r}?"
+        similar = difflib.get_close_matches(name, [*groups, *known[:_MAX_HINT_NAMES]], 3)
+    if similar:
+        return f"did you mean one of {similar}?" if len(similar) > 1 else f"did you mean {similar[0]!r}?"
     return f"there are {len(known):,} names, for example {known[:3]}" if known else "there are no names"
 
 
@@ -61,13 +60,13 @@ def did_you_mean(wrong: Iterable[str], known: Iterable[str], step: str) -> str:
         by_last.setdefault(name.rpartition(".")[2], []).append(name)
     lines = []
     for name in itertools.islice(wrong, _WRONG_NAMES):
-        alike = _most_alike(name, by_last.get(name.rpartition(".")[2], ()))
-        alike = alike or _most_alike(name, itertools.chain.from_iterable(by_last.values()))
-        lines += [f"\n  {name!r}: did you mean {' or '.join(map(repr, alike))}?"] if alike else []
+        similar = _most_similar(name, by_last.get(name.rpartition(".")[2], ()))
+        similar = similar or _most_similar(name, itertools.chain.from_iterable(by_last.values()))
+        lines += [f"\n  {name!r}: did you mean {' or '.join(map(repr, similar))}?"] if similar else []
     return f"Similar names ({step}):{''.join(lines)}\n" if lines else ""
 
 
-def _most_alike(name: str, names: Iterable[str]) -> list[str]:
+def _most_similar(name: str, names: Iterable[str]) -> list[str]:
     # Only names of similar length, because others cannot be similar.
     nearest = heapq.nsmallest(_COMPARED, names, key=lambda other: abs(len(other) - len(name)))
     return difflib.get_close_matches(name, nearest, 2, 0.75)

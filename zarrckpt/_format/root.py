@@ -18,7 +18,7 @@ from zarrckpt._format.grid import Grid, Ints
 from zarrckpt._format.json_values import MAX_EQUAL_HASHES, MAX_JSON_VALUE
 from zarrckpt._format.metadata import parse_metadata
 from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
-from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, one_nan
+from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, with_shared_nans
 from zarrckpt._format.wire import record
 
 RESERVED_GROUP = "@zarrckpt"
@@ -169,7 +169,7 @@ class Root:
         stack = self.stacks.get(fqn)
         if stack is not None and keys[stack.level] != RANKS:
             raise CorruptCheckpointError(f"entry {fqn!r:.200} has no key {RANKS!r} at level {stack.level}")
-        return StatePath([*map(one_nan, keys)], containers, *(stack or ()))
+        return StatePath([*map(with_shared_nans, keys)], containers, *(stack or ()))
 
     def groups(self) -> list[str]:
         """Return the paths of all groups below the root, including the tree's own, relative to the checkpoint's url."""

@@ -122,10 +122,10 @@ class Members:
     def save_id(self, name: str) -> str:
         return self.as_save_id(name, self.own.get(name))
 
-    def count(self, name: str, least: int = 0) -> int:
+    def count(self, name: str, minimum: int = 0) -> int:
         value = self.own.get(name)
-        if type(value) is not int or not least <= value < 2**63:
-            raise self.fail(name, value, f"an integer of at least {least}")
+        if type(value) is not int or not minimum <= value < 2**63:
+            raise self.fail(name, value, f"an integer of at least {minimum}")
         return value
 
     def exactly(self, *names: str) -> None:

@@ -41,10 +41,10 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def one_nan(key: Any) -> Any:
+def with_shared_nans(key: Any) -> Any:
     """Return a key in which equal bits of a NaN are always the same object. Dicts find a NaN only by its identity."""
     if type(key) is tuple:
-        return tuple(map(one_nan, key))
+        return tuple(map(with_shared_nans, key))
     return _NANS.setdefault(struct.pack(">d", key), key) if type(key) is float and key != key else key
 
 
