@@ -81,7 +81,7 @@ class ChunkEncoder:
         self._elements = elements
         self._inside = Box((0,) * len(elements.shape), elements.shape)
         self._boxes = [node.grid.subchunk_box(number) for number in range(node.grid.subchunks_per_chunk)]
-        self._straight = [self._in_one_piece(box) for box in self._boxes]
+        self._contiguous = [self._contiguous_bytes(box) for box in self._boxes]
         self.checksums: list[int] = []
         """The checksums of the stored subchunks, in C order. Complete, like the next two, after the last group."""
         self.sizes: list[int] = []
@@ -94,7 +94,7 @@ class ChunkEncoder:
 
         ``in_parts``: whether the caller writes each group before it requests the next one.
         """
-        return _memory(self._node, sum(data is None for data in self._straight), in_parts)
+        return _memory(self._node, sum(data is None for data in self._contiguous), in_parts)
 
     def groups(self, scratch: RawArray) -> Iterator[list[memoryview | bytes]]:
         """Yield the buffers of the chunk in groups.
@@ -105,14 +105,14 @@ class ChunkEncoder:
         group: list[memoryview | bytes] = []
         waiting = used = 0
         begins = [0]
-        for box, straight in zip(self._boxes, self._straight, strict=True):
-            data = straight
+        for box, contiguous in zip(self._boxes, self._contiguous, strict=True):
+            data = contiguous
             if data is None:
                 if used + size > len(scratch):
                     if group:
                         yield group
                     group, waiting, used = [], 0, 0
-                data = self._copied(box, scratch[used : used + size])
+                data = self._copy(box, scratch[used : used + size])
                 # After compression the copy is not needed any more.
                 used += size if self._node.compression is None else 0
             crc = stored = 0
@@ -132,14 +132,14 @@ class ChunkEncoder:
         self.nbytes = begins[-1] + len(group[-1])
         yield group
 
-    def _in_one_piece(self, box: Box) -> RawArray | None:
+    def _contiguous_bytes(self, box: Box) -> RawArray | None:
         """Return a view of the bytes of a subchunk, or None if they are not contiguous in memory."""
         if box != self._inside and intersect(box, self._inside) != box:
             return None
         data = self._elements.view(box)
         return bytes_of(data) if data is not None and data.flags.c_contiguous else None
 
-    def _copied(self, box: Box, out: RawArray) -> RawArray:
+    def _copy(self, box: Box, out: RawArray) -> RawArray:
         """Copy the bytes of a subchunk to ``out``, with zeros beyond the end of the array, and return ``out``."""
         inside = intersect(box, self._inside)
         if inside != box:

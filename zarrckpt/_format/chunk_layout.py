@@ -5,7 +5,7 @@ compressed elements. An object with subchunks ends with the index of ``sharding_
 ``docs/reference/format.md``.
 
 Elements are copied as raw bits (unsigned integers or voids of the same size), never as numbers. So NaN payloads do not
-change, and numpy need not have the type.
+change, and numpy need not support the type.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class ChunkTable:
         return bool(stored_crc(stored) == self.checksums[number])
 
     def check(self, byte_offset: int, stored: RawArray) -> bool:
-        """Whether all whole subchunks in a part of the object, and the index if it is in it, are as they were saved.
+        """Whether a part of the object is as it was saved: all whole subchunks in it, and the index if it is included.
 
         Also checks the decompressed size stored in a compressed subchunk, because zarr-python trusts it.
         """

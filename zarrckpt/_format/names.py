@@ -19,7 +19,7 @@ U+0000-001F, U+007F-009F, U+FFFE, U+FFFF control characters, and characters that
 the first ``_`` of a leading ``__``      Zarr reserves these names
 a leading ``.``                          ``..``, ``.zarray``, helper files; some servers hide such names
 a trailing ``.``                         Windows removes it
-the ``.`` of ``zarr.json``               it is the name of the node's own document
+the ``.`` of ``zarr.json``               the node's own document has this name
 ======================================== ================================================================
 
 Escaped characters never contain the mark ``==``. The mark alone is the empty name. The mark with 32 hexadecimal digits
@@ -58,7 +58,7 @@ _BEYOND_ASCII = (
 _UNCHANGED = rf"A-Za-z0-9._\-{_BEYOND_ASCII}"
 _ESCAPED = re.compile(rf"[^{_UNCHANGED}]|\A_(?=_)|\A\.|\.\Z|(?<=\Azarr)\.(?=json\Z)")
 _SOUND = re.compile(rf"(?!__|\.|zarr\.json\Z)[={_UNCHANGED}]+(?<!\.)")
-"""A possible result of :func:`escape`. It never begins with "@", as the names of this package's own groups do."""
+"""A possible result of :func:`escape`. Unlike the names of this package's own groups, it never begins with "@"."""
 
 
 def escape(component: str) -> str:

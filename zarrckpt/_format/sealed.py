@@ -50,7 +50,7 @@ def sealed_bytes(members: Json, attributes: Json | None = None, more: Json | Non
 
 
 def _seal(data: bytes) -> bytes:
-    """Return the bytes with the right checksum. It is computed with zeros in the place of its digits."""
+    """Return the bytes with the right checksum. It is computed with zeros instead of its digits."""
     rest = data[len(_SEAL) + len(_UNSEALED) :]
     return _SEAL + b"%08x" % crc32c(_SEAL + _UNSEALED.encode() + rest) + rest
 
