@@ -450,7 +450,7 @@ FORMAT = [
     Fault(
         "_format/chunk_layout.py",
         "compressed data are not asked how long they are",
-        "if not self.holds(number, part) or not says_its_size(self._node, part):",
+        "if not self.holds(number, part) or not stored_size_is_right(self._node, part):",
         "if not self.holds(number, part):",
         ("test_compression.py -k hostile_bytes",),
     ),
@@ -485,8 +485,8 @@ FORMAT = [
     Fault(
         "_format/sealed.py",
         "true counts as the number 1",
-        "if type(value) is not int or not least <= value < 2**63:",
-        "if not isinstance(value, int) or not least <= value < 2**63:",
+        "if type(value) is not int or not minimum <= value < 2**63:",
+        "if not isinstance(value, int) or not minimum <= value < 2**63:",
         ("test_open.py -k contradicts",),
     ),
     Fault(

@@ -202,7 +202,7 @@ def test_the_table_has_every_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "way_out"),
+    ("name", "next_step"),
     [
         ("torch.qint8", "int_repr"),
         ("torch.quint4x2", "int_repr"),
@@ -214,8 +214,8 @@ def test_the_table_has_every_name() -> None:
         ("torch.float12", "float32"),
     ],
 )
-def test_a_refusal_says_what_to_save_instead(name: str, way_out: str) -> None:
-    with pytest.raises(UnsupportedValueError, match=f"{name}.*{way_out}"):
+def test_a_refusal_says_what_to_save_instead(name: str, next_step: str) -> None:
+    with pytest.raises(UnsupportedValueError, match=f"{name}.*{next_step}"):
         by_torch_name(name)
 
 

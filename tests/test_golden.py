@@ -289,7 +289,7 @@ def edited(folder: Path, change: dict[str, Any]) -> Path:
 def test_newer_ones_are_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
     folder = edited(unpacked("overwritten", tmp_path), change)
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    refused = pytest.raises(UnsupportedFormatError, match=f"{named}.*upgrade zarrckpt")
+    refused = pytest.raises(UnsupportedFormatError, match=f"{named}.*Upgrade zarrckpt")
     with refused:
         zarrckpt.open(folder)
     with refused:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from subchunk_shapes import subchunks_of
 
 from benchmarks.subchunk_rules import CHANGES, alone, together
-from zarrckpt._format.grid import Box, Grid, intersect, is_run, ravel, unravel
+from zarrckpt._format.grid import Box, Grid, intersect, is_consecutive, ravel, unravel
 from zarrckpt._plan.chunking import (
     ANY_SUBCHUNK,
     MAX_CHUNK_BYTES,
@@ -83,7 +83,7 @@ def test_subchunks_of_a_box(data: st.DataObject, grid: Grid) -> None:
 @settings(deadline=None)
 @given(grids())
 def test_subchunks_are_runs_of_the_chunk_s_elements(grid: Grid) -> None:
-    assert grid.subchunk_shape is None or is_run(grid.chunk_shape, grid.subchunk_shape)
+    assert grid.subchunk_shape is None or is_consecutive(grid.chunk_shape, grid.subchunk_shape)
     elements = np.arange(math.prod(grid.chunk_shape)).reshape(grid.chunk_shape)
     runs = [elements[grid.subchunk_box(number).slices()].reshape(-1) for number in range(grid.subchunks_per_chunk)]
     assert np.concatenate(runs).tolist() == list(range(elements.size))
@@ -94,7 +94,7 @@ def test_what_is_a_run(chunk: Ints, data: st.DataObject) -> None:
     sub = tuple(data.draw(st.sampled_from([k for k in range(1, n + 1) if n % k == 0])) for n in chunk)
     elements = np.arange(math.prod(chunk)).reshape(chunk)
     first = elements[tuple(slice(0, k) for k in sub)].reshape(-1)
-    assert is_run(chunk, sub) == (first.tolist() == list(range(first.size)))
+    assert is_consecutive(chunk, sub) == (first.tolist() == list(range(first.size)))
 
 
 @settings(deadline=None)
@@ -126,7 +126,7 @@ def check_cover(grid: Grid, itemsize: int) -> None:
         return
     assert nbytes > SUBCHUNK_ABOVE
     assert all(c % s == 0 for c, s in zip(grid.chunk_shape, grid.subchunk_shape, strict=True))
-    assert is_run(grid.chunk_shape, grid.subchunk_shape) and grid.subchunks_per_chunk > 1
+    assert is_consecutive(grid.chunk_shape, grid.subchunk_shape) and grid.subchunks_per_chunk > 1
     assert ANY_SUBCHUNK[0] <= math.prod(grid.subchunk_shape) * itemsize <= ANY_SUBCHUNK[1]
 
 

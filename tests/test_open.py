@@ -239,7 +239,7 @@ def edit_root(url: str, change: Any, *, seal: bool = True) -> None:
 @pytest.mark.parametrize("change", [{"format": 2}, {"format": "1"}, {"features": ["bricks"]}, {"features": {}}])
 def test_a_newer_format_or_an_unknown_feature(url: str, change: dict[str, Any]) -> None:
     edit_root(url, lambda own: own.update(change))
-    with pytest.raises(UnsupportedFormatError, match="upgrade zarrckpt"):
+    with pytest.raises(UnsupportedFormatError, match="Upgrade zarrckpt"):
         zarrckpt.open(url)
 
 

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from plan_oracle import Owned, Spread
 from subchunk_shapes import subchunks_of
 
-from zarrckpt._format.chunk_layout import most_subchunk_stored
+from zarrckpt._format.chunk_layout import max_stored_subchunk_bytes
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import by_name
-from zarrckpt._format.grid import Box, Grid, Ints, is_run
+from zarrckpt._format.grid import Box, Grid, Ints, is_consecutive
 from zarrckpt._load.shared_reads import (
     ShareRound,
     Shares,
@@ -100,7 +100,7 @@ sizes = st.sampled_from([1, 2, 4, 8])
 def check_divided(grid: Grid) -> None:
     assert len(grid.shape) == len(grid.chunk_shape) and all(c >= 1 for c in grid.chunk_shape)
     if grid.subchunk_shape is not None:
-        assert grid.subchunk_shape != grid.chunk_shape and is_run(grid.chunk_shape, grid.subchunk_shape)
+        assert grid.subchunk_shape != grid.chunk_shape and is_consecutive(grid.chunk_shape, grid.subchunk_shape)
         assert all(c % s == 0 for c, s in zip(grid.chunk_shape, grid.subchunk_shape, strict=True))
 
 
@@ -520,7 +520,7 @@ def places(run: SubchunkRun) -> list[Place]:
 
 
 def run_bytes(nodes: dict[str, ArrayNode], run: SubchunkRun) -> int:
-    return len(run.numbers) * most_subchunk_stored(nodes[run.fqn])
+    return len(run.numbers) * max_stored_subchunk_bytes(nodes[run.fqn])
 
 
 def held_in(nodes: dict[str, ArrayNode], step: ShareRound) -> int:

@@ -35,7 +35,7 @@ from uneven_states import distributed, fsdp_tp, full, held_of
 
 import zarrckpt
 from zarrckpt import CheckpointError, CorruptCheckpointError, ZarrLoadPlanner, ZarrStorageReader
-from zarrckpt._format.chunk_layout import most_subchunk_stored
+from zarrckpt._format.chunk_layout import max_stored_subchunk_bytes
 from zarrckpt._load import fill
 from zarrckpt._ranks import links
 from zarrckpt._ranks.errors import PeerLost
@@ -118,7 +118,7 @@ def wrong(kind: str, number: float, loaded: Mapping[str, Any]) -> list[str]:
 def stored_bytes(url: str, **options: Any) -> int:
     """What it takes to fetch every subchunk of every tensor once."""
     nodes = Catalog(StoreSpec(url, **options)).root.tensors.values()
-    return sum(node.grid.num_subchunks * most_subchunk_stored(node) for node in nodes)
+    return sum(node.grid.num_subchunks * max_stored_subchunk_bytes(node) for node in nodes)
 
 
 def _save(url: str, kind: str, number: float, options: zarrckpt.SaveOptions | None = None) -> None:

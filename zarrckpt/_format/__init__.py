@@ -1,1 +1,1 @@
-"""What is stored: documents, values, dtypes, chunks and their codecs. No I/O, no store, no torch."""
+"""The stored format: documents, values, dtypes, chunks and their codecs. No I/O, no store, no torch."""

@@ -1,4 +1,4 @@
-"""One chunk's bytes: a piece of a tensor encoded, and a subchunk's elements copied to where they are wanted."""
+"""Encode the elements of a chunk as the bytes of its object, and copy the elements of a subchunk to a target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zarrckpt._format.chunk_layout import (
     bytes_of,
     chunk_index,
     crc_bytes,
-    most_subchunk_stored,
+    max_stored_subchunk_bytes,
     raw_dtype,
     subchunk_bytes,
 )
@@ -23,39 +23,39 @@ from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints, intersect
 
 BLOCK_BYTES = 1 << 20
-"""What is done to bytes in turn (copy, checksum, write) is done to so many at a time, while they are in the cache."""
+"""Block size for copy, checksum and write. It is chosen to fit the CPU cache."""
 
 GROUP_BYTES = 2 << 20
-"""About how much goes to the store together, where a chunk goes in parts: more would leave the cache in between."""
+"""Approximate bytes per write if a chunk is written in parts. More bytes would not stay in the CPU cache."""
 
 
 class Target(Protocol):
-    """What takes the elements of a box: an array of raw elements, or what passes them on to other memory."""
+    """Memory for the elements of a box: an array of raw elements, or an object that copies them to other memory."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The raw type of the elements."""
 
-    def __setitem__(self, place: tuple[slice, ...], cells: RawArray, /) -> None:
-        """Take the elements of a part of the box."""
+    def __setitem__(self, region: tuple[slice, ...], cells: RawArray, /) -> None:
+        """Write the elements of a region of the box."""
 
 
 class Elements(Protocol):
-    """The raw elements of a chunk, wherever they are. Boxes are counted from the chunk's begin."""
+    """The raw elements of a chunk in any memory. The offsets of boxes are relative to the chunk."""
 
     @property
     def shape(self) -> Ints:
-        """The chunk's own, less where the array has ended."""
+        """The shape of the chunk, clipped at the end of the array."""
 
     def view(self, box: Box) -> RawArray | None:
-        """The elements of a box as they lie in memory, any strides; None where they do not lie in one array."""
+        """Return a view of the elements of a box, with any strides, or None if they are in more than one array."""
 
     def copy(self, box: Box, out: RawArray) -> None:
-        """Copy the elements of a box to memory of its shape."""
+        """Copy the elements of a box to an array of its shape."""
 
 
 class ArrayElements:
-    """The elements of a chunk that are one array, any strides."""
+    """The elements of a chunk in one array with any strides."""
 
     def __init__(self, array: RawArray) -> None:
         self._array = array
@@ -70,10 +70,10 @@ class ArrayElements:
 
 
 class ChunkEncoder:
-    """The bytes of one chunk object, in groups of buffers that are made one after the other.
+    """The bytes of one chunk object, in groups of buffers that are encoded one after the other.
 
-    A subchunk that lies in one piece in memory is not copied. At the array's end chunks are padded with zeros, since
-    Zarr stores full ones.
+    A subchunk that is contiguous in memory is not copied. At the end of the array, chunks are padded with zeros,
+    because Zarr stores full chunks.
     """
 
     def __init__(self, node: ArrayNode, elements: Elements) -> None:
@@ -81,35 +81,39 @@ class ChunkEncoder:
         self._elements = elements
         self._inside = Box((0,) * len(elements.shape), elements.shape)
         self._boxes = [node.grid.subchunk_box(number) for number in range(node.grid.subchunks_per_chunk)]
-        self._straight = [self._in_one_piece(box) for box in self._boxes]
+        self._contiguous = [self._contiguous_bytes(box) for box in self._boxes]
         self.checksums: list[int] = []
-        """Of the stored subchunks, in C order; known, as the others are, when all groups have been made."""
+        """The checksums of the stored subchunks, in C order. Complete, like the next two, after the last group."""
         self.sizes: list[int] = []
-        """The stored sizes of the subchunks, in C order, the bytes of their checksums included."""
+        """The stored sizes of the subchunks in bytes, in C order, including their checksums."""
         self.nbytes = 0
+        """The size of the chunk object in bytes."""
 
     def memory(self, *, in_parts: bool) -> tuple[int, int]:
-        """The scratch memory that :meth:`groups` needs, and what it allocates by itself at most, in bytes.
+        """Return the size of the scratch memory for :meth:`groups`, and the most that it allocates itself, in bytes.
 
-        ``in_parts``: each group is taken before the next one is made.
+        ``in_parts``: whether the caller writes each group before it requests the next one.
         """
-        return _memory(self._node, sum(data is None for data in self._straight), in_parts)
+        return _memory(self._node, sum(data is None for data in self._contiguous), in_parts)
 
     def groups(self, scratch: RawArray) -> Iterator[list[memoryview | bytes]]:
-        """The chunk's buffers. ``scratch`` is used anew when it is full, once the groups that lie there were taken."""
+        """Yield the buffers of the chunk in groups.
+
+        If ``scratch`` is full, the group so far is yielded, and the next group overwrites the memory.
+        """
         size = subchunk_bytes(self._node)
         group: list[memoryview | bytes] = []
         waiting = used = 0
         begins = [0]
-        for box, straight in zip(self._boxes, self._straight, strict=True):
-            data = straight
+        for box, contiguous in zip(self._boxes, self._contiguous, strict=True):
+            data = contiguous
             if data is None:
                 if used + size > len(scratch):
                     if group:
                         yield group
                     group, waiting, used = [], 0, 0
-                data = self._copied(box, scratch[used : used + size])
-                # What is compressed is not needed any more.
+                data = self._copy(box, scratch[used : used + size])
+                # After compression the copy is not needed any more.
                 used += size if self._node.compression is None else 0
             crc = stored = 0
             for block in self._blocks(data):
@@ -128,15 +132,15 @@ class ChunkEncoder:
         self.nbytes = begins[-1] + len(group[-1])
         yield group
 
-    def _in_one_piece(self, box: Box) -> RawArray | None:
-        """A subchunk's bytes as they lie in memory, where they lie there in one piece."""
+    def _contiguous_bytes(self, box: Box) -> RawArray | None:
+        """Return a view of the bytes of a subchunk, or None if they are not contiguous in memory."""
         if box != self._inside and intersect(box, self._inside) != box:
             return None
         data = self._elements.view(box)
         return bytes_of(data) if data is not None and data.flags.c_contiguous else None
 
-    def _copied(self, box: Box, out: RawArray) -> RawArray:
-        """A subchunk's bytes in other memory, zeros where the array has ended."""
+    def _copy(self, box: Box, out: RawArray) -> RawArray:
+        """Copy the bytes of a subchunk to ``out``, with zeros beyond the end of the array, and return ``out``."""
         inside = intersect(box, self._inside)
         if inside != box:
             out[:] = 0
@@ -154,14 +158,17 @@ class ChunkEncoder:
 
 
 def encode_chunk(node: ArrayNode, piece: RawArray) -> tuple[list[memoryview | bytes], list[int]]:
-    """The buffers of a chunk object, and its subchunks' checksums in C order; of an array, which may be clipped."""
+    """Return the buffers of a chunk object, and the checksums of its subchunks in C order.
+
+    ``piece`` has the elements of the chunk. It may be clipped at the end of the array.
+    """
     encoder = ChunkEncoder(node, ArrayElements(piece))
     groups = list(encoder.groups(np.empty(encoder.memory(in_parts=False)[0], np.uint8)))
     return [buffer for group in groups for buffer in group], encoder.checksums
 
 
 def encoding_memory(node: ArrayNode, shape: Ints, *, in_parts: bool) -> tuple[int, int]:
-    """What :meth:`ChunkEncoder.memory` will say of elements that lie in one piece, in an array of that shape."""
+    """Return the result of :meth:`ChunkEncoder.memory` for elements in one contiguous array of this shape."""
     whole = math.prod(n // s for n, s in zip(shape, node.grid.subchunk_shape or node.grid.chunk_shape, strict=True))
     return _memory(node, node.grid.subchunks_per_chunk - whole, in_parts)
 
@@ -169,13 +176,16 @@ def encoding_memory(node: ArrayNode, shape: Ints, *, in_parts: bool) -> tuple[in
 def _memory(node: ArrayNode, copied: int, in_parts: bool) -> tuple[int, int]:
     size, count = subchunk_bytes(node), node.grid.subchunks_per_chunk
     if node.compression is not None:
-        most = most_subchunk_stored(node)
-        return min(copied, 1) * size, min(count * most, GROUP_BYTES + most) if in_parts else count * most
+        largest = max_stored_subchunk_bytes(node)
+        return min(copied, 1) * size, min(count * largest, GROUP_BYTES + largest) if in_parts else count * largest
     return min(copied * size, max(size, GROUP_BYTES)) if in_parts else copied * size, 0
 
 
 def straight_bytes(node: ArrayNode, chunk: Ints, number: int, box: Box, target: Target) -> RawArray | None:
-    """The bytes of a target (which has the box's shape) that a subchunk fills, where it does that in one piece."""
+    """Return a view of the bytes of a target that a subchunk fills, or None if they are not contiguous.
+
+    The target has the shape of the box.
+    """
     if not isinstance(target, np.ndarray):
         return None
     own = elements_of(node, chunk, number)
@@ -189,7 +199,10 @@ def straight_bytes(node: ArrayNode, chunk: Ints, number: int, box: Box, target: 
 
 
 def copy_shared(node: ArrayNode, chunk: Ints, number: int, data: RawArray, box: Box, target: Target) -> int:
-    """Copy what a subchunk (its elements' bytes) shares with a box to a target of the box's shape; the bytes copied."""
+    """Copy the elements that a subchunk shares with a box to a target of the box's shape. Return the bytes copied.
+
+    ``data`` has the bytes of the elements of the subchunk.
+    """
     own = elements_of(node, chunk, number)
     shared = intersect(own, box)
     if shared is None:
@@ -200,7 +213,7 @@ def copy_shared(node: ArrayNode, chunk: Ints, number: int, data: RawArray, box: 
 
 
 def elements_of(node: ArrayNode, chunk: Ints, number: int) -> Box:
-    """A subchunk's elements, counted from the array's begin; padding included."""
+    """Return the box of a subchunk in the array, including padding."""
     box = node.grid.subchunk_box(number)
     origin = tuple(c * n for c, n in zip(chunk, node.grid.chunk_shape, strict=True))
     if node.grid.subchunk_shape is None:

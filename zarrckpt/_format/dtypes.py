@@ -1,7 +1,7 @@
-"""The data types that a checkpoint can hold: one table that every other module reads.
+"""The table of the data types that a checkpoint can contain.
 
-A type has one name everywhere: torch's, without the ``torch.``, is also its ``data_type`` in ``zarr.json``
-and its name in numpy or ml_dtypes. Importing this module imports none of them.
+A type has the same name everywhere: in torch (after ``torch.``), as ``data_type`` in ``zarr.json``, and in numpy or
+ml_dtypes. Importing this module imports none of these packages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Kind = Literal["bool", "int", "uint", "float", "complex"]
 
 FillValue = bool | int | str | list[str]
-"""A fill value as ``zarr.json`` spells it."""
+"""A fill value as in ``zarr.json``."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class DType:
 
     @property
     def fill_value(self) -> FillValue:
-        """What readers that know nothing of this package return where a chunk is absent.
+        """The elements that readers without this package return for a missing chunk.
 
-        An absent chunk is damage, so this is the value least likely to pass for data: NaN, the least
-        signed integer, the greatest unsigned one, True (most flags and masks start out False).
+        A missing chunk is damage, so this is the value that is least likely to look like data: NaN, the smallest signed
+        integer, the largest unsigned integer, or True (most flags and masks are initially False).
         """
         match self.kind:
             case "bool":
@@ -67,9 +67,9 @@ class DType:
 
     @property
     def bytes_codec(self) -> dict[str, Any]:
-        """The ``bytes`` codec as ``zarr.json`` spells it: little-endian, or no byte order for single bytes.
+        """The ``bytes`` codec as in ``zarr.json``: little-endian, or without byte order for elements of one byte.
 
-        Every reader tried ignores a byte order given for single bytes; some refuse longer ones without.
+        All tested readers ignore a byte order for elements of one byte. Some require it for larger elements.
         """
         if self.itemsize == 1:
             return {"name": "bytes"}
@@ -108,19 +108,16 @@ DTYPES: dict[str, DType] = {
 }
 """Every data type, by name."""
 
-_WAYS_OUT = (
+_NEXT_STEPS = (
     (("qint", "quint"), "Save tensor.int_repr() with its scale and zero point, or tensor.dequantize()."),
     (("complex32",), "Save torch.view_as_real(tensor), a float16 tensor, or tensor.to(torch.complex64)."),
     (("bits", "float4", "int", "uint"), "Save tensor.view(torch.uint8) and view it back after loading."),
 )
-"""What to do with a torch dtype that the table lacks, by the beginning of its name."""
+"""The next step for torch dtypes that are not in the table, by the beginnings of their names."""
 
 
 def by_name(name: str) -> DType:
-    """Return the data type with this name.
-
-    Raises :class:`~zarrckpt.UnsupportedValueError` where the table has none.
-    """
+    """Return the data type with this name. Raises UnsupportedValueError if there is none."""
     try:
         return DTYPES[name]
     except KeyError:
@@ -130,19 +127,19 @@ def by_name(name: str) -> DType:
 
 
 def by_torch_name(name: str) -> DType:
-    """Return the data type of a tensor from ``str(tensor.dtype)``, with or without its ``torch.``.
+    """Return the data type of a tensor from ``str(tensor.dtype)``, with or without ``torch.``.
 
-    Raises :class:`~zarrckpt.UnsupportedValueError` for a dtype that Zarr readers have no name for
-    (quantised, complex32, float4, bits, integers of less than a byte); the message says what to save instead.
+    Raises UnsupportedValueError for dtypes without a name in Zarr: quantized types, complex32, float4, bits, and
+    integers of less than a byte. The message names the next step.
     """
     bare = name.removeprefix("torch.")
     if bare in DTYPES:
         return DTYPES[bare]
-    way_out = next(
-        (text for beginnings, text in _WAYS_OUT if bare.startswith(beginnings)),
+    next_step = next(
+        (text for beginnings, text in _NEXT_STEPS if bare.startswith(beginnings)),
         f"Convert the tensor to one of: {', '.join(DTYPES)}.",
     )
-    raise UnsupportedValueError(f"No Zarr data type can hold a tensor of dtype torch.{bare}. {way_out}")
+    raise UnsupportedValueError(f"No Zarr data type can hold a tensor of dtype torch.{bare}. {next_step}")
 
 
 record(DType, lambda dtype: (dtype.name,), by_name)

@@ -1,18 +1,18 @@
-"""Values that JSON can hold <-> strict JSON.
+"""Encode Python values as strict JSON, and decode them.
 
-:func:`encode_json` turns these Python types, and no subclasses of them, into JSON from which
-:func:`decode_json` restores type and value exactly. An object with one member whose name begins with ``$`` is
-a *tagged form*; no other member name begins with ``$``.
+:func:`encode_json` encodes these Python types, and no subclasses of them, as JSON. :func:`decode_json` restores the
+exact type and value. An object with a single member whose name begins with ``$`` is a *tagged form*. No other member
+name begins with ``$``.
 
 ====================================== ===============================================================
 Python                                 JSON
 ====================================== ===============================================================
 None, bool, str, list                  null, true or false, string, array
-str with a lone surrogate              ``{"$str": hex}``: its UTF-8 form, surrogates as if characters
-int up to 2**53 - 1 either way         number without fraction and exponent
-int beyond                             ``{"$int": "-0x20000000000000"}``
-float, finite                          number with fraction or exponent; -0.0 is ``-0.0``
-float, other                           ``{"$float": "nan"}``, ``"inf"``, ``"-inf"``; a nan of other
+str with a lone surrogate              ``{"$str": hex}``: its UTF-8 bytes, surrogates encoded too
+int from -(2**53 - 1) to 2**53 - 1     number without fraction and exponent
+other int                              ``{"$int": "-0x20000000000000"}``
+finite float                           number with fraction or exponent; -0.0 is ``-0.0``
+other float                            ``{"$float": "nan"}``, ``"inf"``, ``"-inf"``; a nan with other
                                        bits than 0x7ff8000000000000 is ``"0x"`` and its 16 digits
 complex                                ``{"$complex": [real, imag]}``, two floats as above
 tuple                                  ``{"$tuple": [item, ...]}``
@@ -20,13 +20,13 @@ set, frozenset                         ``{"$set": [item, ...]}``, ``{"$frozenset
                                        of the items' JSON texts
 dict with plain keys                   object with the same members in the same order; a plain key is
                                        a str that doesn't begin with ``$`` and has no lone surrogate
-dict with other keys                   ``{"$dict": [[key, value], ...]}``; a key can be any value here
+dict with other keys                   ``{"$dict": [[key, value], ...]}``; a key can be any value above
 OrderedDict                            ``{"$ordereddict": [[key, value], ...]}``
 ====================================== ===============================================================
 
-Hexadecimal digits are lowercase. Values nest at most 32 deep, so that the JSON stays below the 128 levels
-that some parsers stop at. A value that refers to itself has no JSON form; an object that occurs twice comes
-back as two equal objects.
+Hexadecimal digits are lowercase. Values nest at most 32 deep, so that the JSON has less than 128 levels, the limit of
+some parsers. A value that contains itself has no JSON form. An object that occurs twice is restored as two equal
+objects.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from zarrckpt._errors import CorruptCheckpointError
 from zarrckpt._format.state_path import is_unicode
 
 MAX_DEPTH: Final = 32
-"""How deep values nest in JSON."""
+"""Maximum nesting of containers in a value."""
 
 MAX_JSON_VALUE: Final = 64 * 1024
-"""Bytes of JSON up to which a value lives in the root document; a larger one becomes a blob."""
+"""Maximum bytes of JSON of a value in the root document. A larger value becomes a blob."""
 
 MAX_EQUAL_HASHES: Final = 256
-"""Different items of a set, or keys of a dict, that may have one hash: looking up one takes as many comparisons."""
+"""Maximum number of items of a set, or keys of a dict, with the same hash. A lookup may compare all of them."""
 
 _FREE_CONTAINERS = 1 << 20
-_BYTES_A_CONTAINER = 16
-"""Of a document; in one that a save has written there are about 35 for each array or object of JSON."""
+_BYTES_PER_CONTAINER = 16
+"""Minimum bytes of a document per array or object of JSON, beyond the free ones. Saves write about 35 bytes per one."""
 
 NOT_JSON: Final = object()
-"""What :func:`encode_json` returns for a value that has no JSON form."""
+"""The result of :func:`encode_json` for a value without a JSON form."""
 
 _MAX_INT = 2**53 - 1
 _NAN = struct.pack(">d", math.nan)
@@ -65,15 +65,15 @@ _INT = re.compile(r"-?0x[0-9a-f]+")
 _NAN_BITS = re.compile(r"0x[7f]ff[0-9a-f]{13}")
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
 
-# Containers that are met again may bring this many items in all: enough for shared constants, and a bound
-# for values such as thirty times a = [a, a], which are small in memory and in a pickle but not in JSON.
+# Maximum number of items of containers that occur repeatedly, in total. It is enough for shared constants. It bounds
+# values such as thirty times a = [a, a], which are small in memory and in a pickle but not in JSON.
 _MAX_REPEATED = 2**20
 
 
 def encode_json(value: object) -> object:
-    """The JSON form of a value, as the objects that ``json.dumps`` takes, or NOT_JSON where it has none.
+    """Return the JSON form of a value, as objects for ``json.dumps``, or NOT_JSON if it has none.
 
-    Equal values of equal types have equal JSON, but for the order of a dict. Time grows with the size.
+    Equal values of equal types have equal JSON, except for the order of a dict. Time grows with the size.
     """
     try:
         return Encoder().encode(value, 0)
@@ -82,27 +82,28 @@ def encode_json(value: object) -> object:
 
 
 def decode_json(obj: object) -> Any:
-    """The value that a JSON form stands for; ``obj`` is what ``json.loads`` returned.
+    """Return the value of a JSON form. ``obj`` is the result of ``json.loads``.
 
-    Raises CorruptCheckpointError for whatever can't come from :func:`encode_json`. Runs nothing, and needs a
-    small multiple of the memory of ``obj``.
+    Raises CorruptCheckpointError for anything that :func:`encode_json` cannot return. Runs no code of the checkpoint,
+    and needs a small multiple of the memory of ``obj``.
     """
     return Decoder().decode(obj, 0)
 
 
 def json_size(obj: object) -> int:
-    """Bytes of a JSON form when written compactly with ASCII characters only. Costs one ``json.dumps``."""
+    """Return the bytes of a JSON form in compact ASCII. Costs one ``json.dumps``."""
     return len(dumps(obj))
 
 
 class NotJson(Exception):
-    """Ends an encoding at the first item without a JSON form."""
+    """Raised for an item without a JSON form. It ends the encoding."""
 
 
 class Encoder:
-    """One walk over one value.
+    """Encodes one value.
 
-    ``attach`` gives the form of an item that has none here, or raises NotJson; without it all such items do.
+    ``attach`` returns the JSON form of an item of another type, or raises NotJson. Without ``attach``, each such item
+    raises NotJson.
     """
 
     def __init__(self, attach: Callable[[object], object] | None = None) -> None:
@@ -111,7 +112,7 @@ class Encoder:
         self._repeated = 0
 
     def encode(self, value: object, depth: int) -> object:
-        """The form of an item inside ``depth`` containers."""
+        """Return the JSON form of an item inside ``depth`` containers. Raises NotJson."""
         if value is None or type(value) is bool:
             return value
         if type(value) is str:
@@ -150,7 +151,7 @@ class Encoder:
         return {"$dict" if type(value) is dict else "$ordereddict": pairs}
 
     def _check(self, value: Any, depth: int) -> None:
-        if depth == MAX_DEPTH:  # a value that refers to itself ends here as well
+        if depth == MAX_DEPTH:  # also the end of a value that contains itself
             raise NotJson
         if id(value) in self._seen:
             self._repeated += 1 + len(value)
@@ -167,21 +168,21 @@ def _encode_float(value: float) -> object:
 
 
 def is_plain_key(key: object) -> bool:
-    """Whether a key of a dict can be a member's name."""
+    """Whether a key of a dict can be the name of a JSON member."""
     return type(key) is str and not key.startswith("$") and is_unicode(key)
 
 
 class Decoder:
-    """The reverse of Encoder, for documents that may say anything.
+    """Decodes JSON forms of untrusted documents.
 
-    ``blob`` restores what the tag ``$blob`` stands for; without it the tag is unknown.
+    ``blob`` restores an item from the content of the tag ``$blob``. Without ``blob``, the tag is unknown.
     """
 
     def __init__(self, blob: Callable[[object], object] | None = None) -> None:
         self._blob = blob
 
     def decode(self, obj: object, depth: int) -> Any:
-        """The value of an item inside ``depth`` containers. Raises CorruptCheckpointError."""
+        """Return the value of an item inside ``depth`` containers. Raises CorruptCheckpointError."""
         if obj is None or type(obj) is bool or (type(obj) is str and is_unicode(obj)):
             return obj
         if type(obj) is int and -_MAX_INT <= obj <= _MAX_INT:
@@ -202,7 +203,7 @@ class Decoder:
         _check_depth(depth)
         for key in obj:
             if not is_plain_key(key):
-                raise malformed("names of Unicode characters that do not begin with '$'", key)
+                raise malformed("member names of Unicode characters that do not begin with '$'", key)
         return {key: self.decode(item, depth + 1) for key, item in obj.items()}
 
     def _tagged(self, tag: str, content: object, depth: int) -> Any:
@@ -241,7 +242,7 @@ class Decoder:
             raise CorruptCheckpointError(f"malformed JSON value: {tag}: {err}") from err
         texts = list(map(dumps, cast("list[object]", content)))
         if len(unique) != len(items) or texts != sorted(texts):
-            raise malformed(f"items of {tag} to differ, and in the order of their JSON texts", content)
+            raise malformed(f"different items for {tag}, in the order of their JSON texts", content)
         return unique
 
     def _pairs(self, kind: Callable[[Iterable[Any]], Any], content: object, depth: int, tag: str) -> Any:
@@ -255,7 +256,7 @@ class Decoder:
         except TypeError as err:
             raise CorruptCheckpointError(f"malformed JSON value: {tag}: {err}") from err
         if len(mapping) != len(pairs):
-            raise malformed(f"keys of {tag} to differ", content)
+            raise malformed(f"different keys for {tag}", content)
         if kind is dict and all(map(is_plain_key, mapping)):
             raise malformed("an object for a dict with plain keys", tag)
         return mapping
@@ -275,7 +276,7 @@ def _decode_str(content: object) -> str:
 def _decode_int(content: object) -> int:
     number = int(_matching(content, _INT, "hexadecimal digits after '0x'"), 16)
     if -_MAX_INT <= number <= _MAX_INT or hex(number) != content:
-        raise malformed("an integer beyond 2**53 - 1, without leading zeros", content)
+        raise malformed("an integer beyond 2**53 - 1 without leading zeros", content)
     return number
 
 
@@ -285,7 +286,7 @@ def _decode_float(content: object) -> float:
     bits = bytes.fromhex(_matching(content, _NAN_BITS, "'nan', 'inf', '-inf' or the bits of a nan")[2:])
     number: float = struct.unpack(">d", bits)[0]
     if not math.isnan(number) or struct.pack(">d", number) == _NAN:
-        raise malformed("the bits of a nan other than the usual one", content)
+        raise malformed("the bits of a nan other than 0x7ff8000000000000", content)
     return number
 
 
@@ -310,9 +311,10 @@ def _matching(content: object, pattern: re.Pattern[str], expected: str) -> str:
 
 
 def hashes_collide(items: Collection[object]) -> bool:
-    """Return whether more than :data:`MAX_EQUAL_HASHES` items have one hash.
+    """Whether more than :data:`MAX_EQUAL_HASHES` items have the same hash.
 
-    A set or dict of n such items takes n * n comparisons. Integers, tuples and complex numbers can be chosen so.
+    A set or dict of n such items takes n * n comparisons. Integers, tuples and complex numbers can be chosen to have
+    the same hash.
     """
     if len(items) <= MAX_EQUAL_HASHES:
         return False
@@ -323,8 +325,8 @@ def hashes_collide(items: Collection[object]) -> bool:
 def _check_hashes(items: Sequence[object], tag: str) -> None:
     if hashes_collide(items):
         raise CorruptCheckpointError(
-            f"malformed JSON value: found more than {MAX_EQUAL_HASHES} items of {tag} with one hash, expected at most "
-            "that many"
+            f"malformed JSON value: found more than {MAX_EQUAL_HASHES} items of {tag} with the same hash, expected at "
+            f"most {MAX_EQUAL_HASHES}"
         )
 
 
@@ -334,14 +336,14 @@ def _check_depth(depth: int) -> None:
 
 
 def malformed(expected: str, found: object) -> CorruptCheckpointError:
-    """The error for something in a JSON form that should be something else."""
-    # The repr of a container may be huge or nested without end.
+    """Return the error for an unexpected part of a JSON form."""
+    # No repr of a container, because it may be very long or nested too deeply.
     shown = f"{found!r:.80}" if isinstance(found, str) else f"a {type(found).__name__}"
     return CorruptCheckpointError(f"malformed JSON value: found {shown}, expected {expected}")
 
 
 def dumps(obj: object) -> bytes:
-    """Strict JSON, compact, ASCII characters only."""
+    """Return strict JSON: compact, with ASCII characters only."""
     return _ENCODER.encode(obj).encode()
 
 
@@ -349,15 +351,15 @@ _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 def is_dense(data: bytes) -> bool:
-    """Return whether a document has so many arrays and objects that parsing it could take 30 times its size.
+    """Whether a document has too many arrays and objects for its size, so that parsing could take 30 times its size.
 
-    ``[]`` is 2 bytes, and takes 64 in memory.
+    ``[]`` has 2 bytes in the document, but 64 bytes in memory.
     """
-    return data.count(b"[") + data.count(b"{") > _FREE_CONTAINERS + len(data) // _BYTES_A_CONTAINER
+    return data.count(b"[") + data.count(b"{") > _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
 
 
 def loads(data: bytes | bytearray | memoryview) -> object:
-    """Parse strict JSON. Raises CorruptCheckpointError for anything else."""
+    """Return the parsed value of strict JSON. Raises CorruptCheckpointError for anything else."""
     try:
         return json.loads(str(data, "utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as err:

@@ -1,4 +1,4 @@
-"""Which names a pattern means: in ``load(keys=...)``, ``Checkpoint.select`` and on the command line."""
+"""Select names by patterns, for ``load(keys=...)``, ``Checkpoint.select`` and the command line."""
 
 from __future__ import annotations
 
@@ -12,62 +12,61 @@ from zarrckpt._errors import KeyMismatchError
 
 
 def matches(fqn: str, pattern: str) -> bool:
-    """Whether a pattern is a name, its beginning up to a dot, or a glob that it fits."""
+    """Whether a pattern is the name, its beginning up to a dot, or a glob pattern that matches it."""
     return fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern)
 
 
 def select(names: Iterable[str], patterns: Sequence[str], where: str) -> list[str]:
-    """The names that one of the patterns means, in their own order.
+    """Return the names that match at least one pattern, in the order of ``names``.
 
-    Raises KeyMismatchError for a pattern that means none; ``where`` says of what.
+    Raises KeyMismatchError for a pattern without a match. Its message names ``where``, the source of the names.
     """
     known = list(names)
-    idle = [pattern for pattern in patterns if not any(matches(name, pattern) for name in known)]
-    if idle:
-        raise KeyMismatchError(
-            f"{idle} {'matches' if len(idle) == 1 else 'match'} nothing in {where}; {hint(idle[0], known)}"
-        )
+    unmatched = [pattern for pattern in patterns if not any(matches(name, pattern) for name in known)]
+    if unmatched:
+        verb = "matches" if len(unmatched) == 1 else "match"
+        raise KeyMismatchError(f"{unmatched} {verb} nothing in {where}: {hint(unmatched[0], known)}")
     return [name for name in known if any(matches(name, pattern) for pattern in patterns)]
 
 
-_LOOKED_AT = 10_000
-"""So many names are compared with a wrong one at most; it takes a second or so."""
+_MAX_HINT_NAMES = 10_000
+"""Maximum number of names that are compared with a wrong name. This takes about 1 s."""
 
 
 def hint(name: str, names: Iterable[str]) -> str:
-    """What somebody may have meant who wrote a name that is not among these: the end of an error's message."""
+    """Return the end of an error message about a name that is not in ``names``: similar names, or examples."""
     known = list(names)
     below = [other for other in known if other.startswith(f"{name}.")]
     if below:
         some = ", ".join(below[:3]) + (", ..." if len(below) > 3 else "")
         return f"it is a group with {len(below):,} {'entry' if len(below) == 1 else 'entries'}: {some}"
-    alike = [other for other in known if name in other][:3] if name else []
-    if not alike:
+    similar = [other for other in known if name in other][:3] if name else []
+    if not similar:
         groups = dict.fromkeys(other.partition(".")[0] for other in known)
-        alike = difflib.get_close_matches(name, [*groups, *known[:_LOOKED_AT]], 3)
-    if alike:
-        return f"did you mean one of {alike}?" if len(alike) > 1 else f"did you mean {alike[0]!r}?"
-    return f"it has {len(known):,}, for example {known[:3]}" if known else "it has none"
+        similar = difflib.get_close_matches(name, [*groups, *known[:_MAX_HINT_NAMES]], 3)
+    if similar:
+        return f"did you mean one of {similar}?" if len(similar) > 1 else f"did you mean {similar[0]!r}?"
+    return f"there are {len(known):,} names, for example {known[:3]}" if known else "there are no names"
 
 
 _WRONG_NAMES, _COMPARED = 3, 300
-"""The number of wrong names that get close ones, and of names that each is compared with: 0.1 s for all."""
+"""Maximum number of wrong names with suggestions, and of names that each is compared with. Together about 0.1 s."""
 
 
 def did_you_mean(wrong: Iterable[str], known: Iterable[str], step: str) -> str:
-    """Return lines of a message with known names that are like wrong ones, and the next step; else an empty text."""
+    """Return message lines with the next step and known names similar to the wrong ones, or "" if there are none."""
     by_last: dict[str, list[str]] = {}
     for name in known:
         by_last.setdefault(name.rpartition(".")[2], []).append(name)
     lines = []
     for name in itertools.islice(wrong, _WRONG_NAMES):
-        alike = _most_alike(name, by_last.get(name.rpartition(".")[2], ()))
-        alike = alike or _most_alike(name, itertools.chain.from_iterable(by_last.values()))
-        lines += [f"\n  {name!r}: did you mean {' or '.join(map(repr, alike))}?"] if alike else []
-    return f"Names without a counterpart that are alike ({step}):{''.join(lines)}\n" if lines else ""
+        similar = _most_similar(name, by_last.get(name.rpartition(".")[2], ()))
+        similar = similar or _most_similar(name, itertools.chain.from_iterable(by_last.values()))
+        lines += [f"\n  {name!r}: did you mean {' or '.join(map(repr, similar))}?"] if similar else []
+    return f"Similar names ({step}):{''.join(lines)}\n" if lines else ""
 
 
-def _most_alike(name: str, names: Iterable[str]) -> list[str]:
-    # Names of about one length first: the others cannot be much alike.
+def _most_similar(name: str, names: Iterable[str]) -> list[str]:
+    # Only names of similar length, because others cannot be similar.
     nearest = heapq.nsmallest(_COMPARED, names, key=lambda other: abs(len(other) - len(name)))
     return difflib.get_close_matches(name, nearest, 2, 0.75)

@@ -1,4 +1,4 @@
-"""The root document: what a checkpoint holds, where, and the proof that it is complete. No I/O."""
+"""The root document: the entries of a checkpoint, their paths, and the tables of checksums. No I/O."""
 
 from __future__ import annotations
 
@@ -18,40 +18,43 @@ from zarrckpt._format.grid import Grid, Ints
 from zarrckpt._format.json_values import MAX_EQUAL_HASHES, MAX_JSON_VALUE
 from zarrckpt._format.metadata import parse_metadata
 from zarrckpt._format.sealed import Members, nesting_bounded, parse_sealed, sealed_bytes
-from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, one_nan
+from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, RANKS, StatePath, is_key, with_shared_nans
 from zarrckpt._format.wire import record
 
 RESERVED_GROUP = "@zarrckpt"
-"""The group that holds the claim, a group for each attempt (its marker and its tables), records and pins."""
+"""The group of the claim, the records, the pins, and one group for each attempt with its marker and tables."""
 
 RUN_GROUP = "@run"
-"""The group, in a folder of checkpoints, whose document says which run that is, and which job goes on with it."""
+"""The group, in a folder of checkpoints, whose document names the run and the job that continues it."""
 
 CHECKSUMS, WRITERS, SIZES = "checksums", "writers", "sizes"
 MAX_POSITION = 1 << 20
-"""Positions in lists are below: who rebuilds a list makes room up to the last one. Flat lists of values are values."""
+"""Upper bound for positions in lists, because readers allocate a list up to its last position.
+
+It does not limit plain lists of values, because they are single entries.
+"""
 MAX_RANKS = 1 << 20
-"""Whose tensors one entry stacks, at most: readers make a list of them. Stacks of the same ranks share one."""
+"""Maximum number of ranks whose tensors one entry stacks. Readers make a list of them, shared by equal stacks."""
 _ALL_RANKS = 1 << 22
-"""In all lists of a root together, at most."""
+"""Maximum total length of the different lists of ranks in a root."""
 HISTORY = 16
-"""Save ids that a root remembers: enough to tell a lost answer from a lost race."""
+"""Maximum number of save ids in a root's history. It is enough to distinguish a lost answer from a lost race."""
 
 CONVENTION = {
     "uuid": "5b7d4e6c-9370-451d-99bb-c6befbe4ad94",
     "name": ATTRIBUTE,
     "description": "A checkpoint of PyTorch state: entries, their original keys and values, tables of checksums",
 }
-"""What the attribute ``zarr_conventions`` says of the attribute ``zarrckpt``."""
+"""The description of the attribute ``zarrckpt`` in the attribute ``zarr_conventions``."""
 
 _BLOB_KINDS = {"raw": True, "npy": True, "tree": False, "torch": True, "pickle": True}
-"""The encodings of blobs, and whether each names a kind."""
+"""The encodings of blobs, and whether an entry with this encoding has a kind."""
 
 
 @record
 @dataclass(frozen=True)
 class BlobEntry:
-    """A non-tensor entry kept as a uint8 array, and how its bytes are to be understood."""
+    """A non-tensor entry that is stored as a uint8 array, and the encoding of its bytes."""
 
     array: ArrayNode
     encoding: str
@@ -61,7 +64,7 @@ class BlobEntry:
 @record
 @dataclass(frozen=True)
 class ValueEntry:
-    """A non-tensor entry kept as JSON in the root document."""
+    """A non-tensor entry that is stored as JSON in the root document."""
 
     path: str
     json: Any
@@ -71,17 +74,17 @@ Entry = ArrayNode | ValueEntry | BlobEntry
 
 
 class Stack(NamedTuple):
-    """What makes an entry one of several ranks' tensors."""
+    """The ranks of an entry that stacks the tensors of several ranks."""
 
     ranks: tuple[int, ...]
-    """Ascending; each has one element of the first axis."""
+    """The ranks in ascending order. Each has one element of the first axis."""
     level: int
-    """Which of the entry's keys stands for the number of the rank."""
+    """The index of the entry's key that stands for the number of the rank."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A uint32 array beside the tree: its number of elements and the crc32c of its bytes."""
+    """A uint32 array outside the tree: its number of elements and the crc32c of its bytes."""
 
     length: int
     crc32c: int
@@ -89,31 +92,31 @@ class Table:
 
 @dataclass(frozen=True)
 class Root:
-    """Everything that the root document says. Paths are relative to ``tree``."""
+    """The content of a root document. Paths are relative to ``tree``."""
 
     save_id: str
     tree: str
     entries: Mapping[str, Entry]
-    """fqn -> what it is, in the order of the state dict."""
+    """Entries by fqn, in the order of the state dict."""
     checksums: Table
     sizes: Table | None = None
-    """Only where an array is compressed."""
+    """The table of stored sizes, if an array is compressed."""
     history: tuple[str, ...] = ()
     created: str = ""
     software: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1
     keys: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """fqn -> the original keys, where they are not the strings that the path consists of."""
+    """The original keys by fqn, for entries whose keys differ from the components of the path."""
     containers: Mapping[str, str] = field(default_factory=dict)
-    """node path -> the container there, where it is not a dict."""
+    """Containers by node path, except dicts."""
     stacks: Mapping[str, Stack] = field(default_factory=dict)
-    """fqn -> whose tensors are stacked along its first axis; of such entries only."""
+    """Stacks by fqn, for entries that stack the tensors of several ranks along the first axis."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the user keeps with the checkpoint."""
+    """The user's metadata."""
 
     @cached_property
     def tensors(self) -> dict[str, ArrayNode]:
-        """The entries that are arrays."""
+        """The entries that are tensors."""
         return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, ArrayNode)}
 
     @cached_property
@@ -122,34 +125,34 @@ class Root:
         return {fqn: entry for fqn, entry in self.entries.items() if not isinstance(entry, ArrayNode)}
 
     def arrays(self, fqns: Iterable[str] | None = None) -> list[ArrayNode]:
-        """Every array of the tree, or of some entries, sorted by path: the order of the tables."""
+        """Return all arrays of the tree, or those of some entries, sorted by path. The tables have this order."""
         nodes = map(self.array, self.entries if fqns is None else fqns)
         return sorted((node for node in nodes if node is not None), key=lambda node: node.path)
 
     def array(self, fqn: str) -> ArrayNode | None:
-        """The array that holds an entry, a tensor or a blob; None for a value."""
+        """Return the array of a tensor or a blob, or None for a value."""
         entry = self.entries[fqn]
         if isinstance(entry, ValueEntry):
             return None
         return entry.array if isinstance(entry, BlobEntry) else entry
 
     def node_path(self, fqn: str) -> str:
-        """An entry's path, relative to the tree; values have one too, though no node."""
+        """Return the path of an entry, relative to the tree. Values have a path too, but no node."""
         entry = self.entries[fqn]
         return entry.array.path if isinstance(entry, BlobEntry) else entry.path
 
     def state_path(self, fqn: str) -> StatePath:
-        """Where an entry sits in the state dict. Raises CorruptCheckpointError where its keys do not fit its path."""
+        """Return the path of an entry in the state dict. Raises CorruptCheckpointError if its keys do not fit it."""
         found = self._state_paths.get(fqn)
         return found if found is not None else self._state_paths.setdefault(fqn, self._state_path(fqn))
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickle holds what the document says, and not what was made of it.
+        # Without cached properties.
         return {member.name: getattr(self, member.name) for member in fields(self)}
 
     @cached_property
     def _state_paths(self) -> dict[str, StatePath]:
-        """Those that were asked for."""
+        """The cache of :meth:`state_path`, by fqn."""
         return {}
 
     def _state_path(self, fqn: str) -> StatePath:
@@ -157,28 +160,33 @@ class Root:
         containers = [self.containers.get("/".join(names[:depth]), DICT) for depth in range(len(names))]
         keys: list[object] = list(self.keys.get(fqn, names))
         if len(keys) != len(names):
-            raise CorruptCheckpointError(f"entry {fqn!r:.200} has {len(keys)} keys for the path {names!r:.200}")
+            raise CorruptCheckpointError(
+                f"entry {fqn!r:.200} has {len(keys)} keys, expected {len(names)} for the path {names!r:.200}"
+            )
         for depth, container in enumerate(containers):
             if container == LIST:
                 keys[depth] = _position(keys[depth], fqn)
         stack = self.stacks.get(fqn)
         if stack is not None and keys[stack.level] != RANKS:
-            raise CorruptCheckpointError(f"entry {fqn!r:.200} has no key {RANKS!r} at its level {stack.level}")
-        return StatePath([*map(one_nan, keys)], containers, *(stack or ()))
+            raise CorruptCheckpointError(f"entry {fqn!r:.200} has no key {RANKS!r} at level {stack.level}")
+        return StatePath([*map(with_shared_nans, keys)], containers, *(stack or ()))
 
     def groups(self) -> list[str]:
-        """Paths, from the checkpoint's url, of all groups below the root, the tree's own included."""
+        """Return the paths of all groups below the root, including the tree's own, relative to the checkpoint's url."""
         inside = [join(self.tree, path) for path in parent_groups(node.path for node in self.arrays())]
         return sorted([self.tree, *inside] if self.tree else inside)
 
     def documents(self) -> dict[str, Json]:
-        """The documents of all nodes below the root by path, from the checkpoint's url; sorted."""
+        """Return the documents of all nodes below the root by path, sorted. Paths are relative to the url."""
         nodes: dict[str, Json] = {path: group_document() for path in self.groups()}
         nodes |= {join(self.tree, node.path): node.document() for node in self.arrays()}
         return dict(sorted(nodes.items()))
 
     def to_bytes(self) -> bytes:
-        """The root ``zarr.json`` as it is stored: a Zarr group with consolidated metadata and our attribute."""
+        """Return the stored bytes of the root ``zarr.json``.
+
+        It is a Zarr group with consolidated metadata and the attribute ``zarrckpt``.
+        """
         tables = {CHECKSUMS: self.checksums, SIZES: self.sizes}
         members: Json = {
             "features": [],
@@ -214,7 +222,7 @@ class Root:
 
 
 def parent_groups(paths: Iterable[str]) -> set[str]:
-    """Every proper ancestor of the given node paths, the empty path left out."""
+    """Return the paths of all groups above these node paths, without the empty path."""
     groups: set[str] = set()
     for path in paths:
         parent = path.rpartition("/")[0]
@@ -225,12 +233,12 @@ def parent_groups(paths: Iterable[str]) -> set[str]:
 
 
 def table_node(save_id: str, name: str, length: int) -> ArrayNode:
-    """The array that holds a table of an attempt; its path begins at the checkpoint's url."""
+    """Return the array of a table of an attempt. Its path is relative to the checkpoint's url."""
     return ArrayNode(join(RESERVED_GROUP, save_id, name), Grid((length,), (max(length, 1),)), dtypes.by_name("uint32"))
 
 
 def spans(ranks: Iterable[int]) -> list[list[int]]:
-    """Ascending ranks as half-open spans [begin, end)."""
+    """Return ascending ranks as half-open spans [begin, end)."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and found[-1][1] == rank:
@@ -242,10 +250,10 @@ def spans(ranks: Iterable[int]) -> list[list[int]]:
 
 @nesting_bounded
 def parse_root(data: bytes, where: str) -> Root:
-    """Validate a stored root document. ``where`` names it in errors.
+    """Return the validated content of a stored root document. ``where`` is its name in errors.
 
-    Raises ForeignObjectsError, UnsupportedFormatError, or CorruptCheckpointError for anything inconsistent. Nothing is
-    allocated from sizes that the document claims.
+    Raises ForeignObjectsError, UnsupportedFormatError, or CorruptCheckpointError if anything is inconsistent. Allocates
+    no memory of a size from the document before the size is checked.
     """
     document, members = parse_sealed(data, where)
     members.sequence("features")
@@ -274,12 +282,15 @@ def parse_root(data: bytes, where: str) -> Root:
         metadata=parse_metadata(members.own.get("metadata", {}), where),
         **_tables(members, nodes.values()),
     )
-    _check_whole(root, nodes, where)
+    _check_consistency(root, nodes, where)
     return root
 
 
 def _consolidated(document: Json, tree: str, where: str) -> dict[str, ArrayNode]:
-    """The arrays of the consolidated metadata, by path relative to the tree; it has their groups, and nothing else."""
+    """Return the arrays of the consolidated metadata by path relative to the tree.
+
+    Raises CorruptCheckpointError if the metadata has other nodes than these arrays and the groups above them.
+    """
     consolidated = document.get("consolidated_metadata")
     metadata = consolidated.pop("metadata", None) if isinstance(consolidated, dict) else None
     if not isinstance(metadata, dict) or not same_json(consolidated, {"kind": "inline", "must_understand": False}):
@@ -297,7 +308,7 @@ def _consolidated(document: Json, tree: str, where: str) -> dict[str, ArrayNode]
             raise CorruptCheckpointError(f"{where}: array {path!r:.200} is outside the tree {tree!r}")
         else:
             relative, form = path.removeprefix(prefix), repr(node)
-            # Layers are alike, and their documents do not name them.
+            # Parsed once for all arrays with this document, because many layers have equal documents.
             known = forms.get(form) or forms.setdefault(form, parse_array(relative, node))
             nodes[relative] = known.at(relative)
     _names.check_paths(nodes, where)
@@ -317,7 +328,7 @@ def _containers(members: Members) -> dict[str, str]:
 
 
 def _tables(members: Members, nodes: Iterable[ArrayNode]) -> dict[str, Table]:
-    """The tables, each with as many elements as the arrays ask for."""
+    """Return the tables. Each must have the number of elements that the arrays require."""
     lengths: dict[str, int] = {CHECKSUMS: 0}
     for node in nodes:
         lengths[CHECKSUMS] += node.grid.num_subchunks
@@ -336,12 +347,12 @@ def _tables(members: Members, nodes: Iterable[ArrayNode]) -> dict[str, Table]:
         if tables[name].length != expected:
             raise members.fail(f"the length of table {name!r}", tables[name].length, str(expected))
         if expected == 0 != tables[name].crc32c:
-            raise members.fail(f"the crc32c of table {name!r}", tables[name].crc32c, "0, that of no bytes")
+            raise members.fail(f"the crc32c of table {name!r}", tables[name].crc32c, "0 for an empty table")
     return tables
 
 
 class _Entries:
-    """Entries and their keys, by the forms that they may have."""
+    """Parses and checks the entries of a root document and their keys."""
 
     def __init__(self, members: Members, nodes: Mapping[str, ArrayNode]) -> None:
         self._members = members
@@ -349,10 +360,10 @@ class _Entries:
         self.stacks: dict[str, Stack] = {}
         self._ranks_of: dict[str, tuple[int, ...]] = {}
         self._all_ranks = 0
-        """Length of all these."""
+        """The total length of the lists in ``_ranks_of``."""
 
     def entry(self, fqn: str, entry: Any) -> Entry:
-        """One entry, whose members say what it is."""
+        """Return the entry for its JSON object. The names of the members determine its type."""
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
             raise self._fail(fqn, entry, "an object with a path")
         path, names = entry["path"], entry.keys()
@@ -360,7 +371,10 @@ class _Entries:
             _names.check_paths([path], self._members.where)
             value = entry["value"]
             if not _is_bounded(value, _VALUE_LEVELS):
-                raise self._fail(fqn, "nested deeper than any, or with a number beyond any float", "a value")
+                raise CorruptCheckpointError(
+                    f"{self._members.where}: entry {fqn!r:.200} has a value with more than {_VALUE_LEVELS} levels, or "
+                    "with a number outside the range of floats"
+                )
             if isinstance(value, dict | list | str) and (size := json_values.json_size(value)) > MAX_JSON_VALUE:
                 raise self._fail(fqn, f"a value of {size:,} bytes", f"at most {MAX_JSON_VALUE:,} bytes of JSON")
             return ValueEntry(path, value)
@@ -371,7 +385,7 @@ class _Entries:
         if names == {"path", "ranks", "level"}:
             self.stacks[fqn] = Stack(self._ranks(fqn, entry["ranks"], self._nodes[path].grid.shape), entry["level"])
             if type(entry["level"]) is not int or not 0 <= entry["level"] <= path.count("/"):
-                raise self._fail(fqn, entry["level"], "the number of one of its keys")
+                raise self._fail(fqn, entry["level"], "the index of one of its keys as level")
         elif names != {"path"}:
             raise self._fail(fqn, sorted(names), "the members of a tensor, a value or a blob")
         return self._nodes[path]
@@ -381,39 +395,39 @@ class _Entries:
         known = isinstance(encoding, str) and encoding in _BLOB_KINDS
         expected = {"path", "encoding", "kind"} if known and _BLOB_KINDS[encoding] else {"path", "encoding"}
         if not known or entry.keys() != expected or not isinstance(entry.get("kind", ""), str):
-            raise self._fail(fqn, entry, f"a blob's path, its encoding of {(*_BLOB_KINDS,)}, and for most a kind")
+            raise self._fail(fqn, entry, f"a path, an encoding of {(*_BLOB_KINDS,)}, and, except for tree, a kind")
         if node.dtype.name != "uint8" or len(node.grid.shape) != 1:
             raise self._fail(fqn, node.dtype.name, "one dimension of uint8 for a blob")
         return BlobEntry(node, encoding, kind)
 
     def _ranks(self, fqn: str, found: Any, shape: Ints) -> tuple[int, ...]:
-        """The ranks whose tensors are stacked in an entry's array."""
+        """Return the ranks whose tensors are stacked in the array of an entry."""
         count, end = 0, -1
         for span in found if isinstance(found, list) else [None]:
             pair = span if isinstance(span, list) and len(span) == 2 else (-1, -1)
             if not all(type(number) is int for number in pair) or not end < pair[0] < pair[1] < 2**63:
-                raise self._fail(fqn, found, "spans of ranks [begin, end), ascending and apart")
+                raise self._fail(fqn, found, "ascending spans of ranks [begin, end) with gaps between them")
             count, end = count + pair[1] - pair[0], pair[1]
-        # Before a list of them is made: a document can claim any number.
+        # Checked before the list is allocated, because a damaged document can have any numbers.
         if not 0 < count <= MAX_RANKS or shape[:1] != (count,):
-            raise self._fail(fqn, found, f"{shape[:1]} ranks, as the first axis has elements")
+            raise self._fail(fqn, found, f"{shape[:1]} ranks, the length of the first axis, and at most {MAX_RANKS}")
         if (text := repr(found)) not in self._ranks_of:
             self._all_ranks += count
             if self._all_ranks > _ALL_RANKS:
-                raise self._fail(fqn, found, "fewer ranks in all stacks together")
+                raise self._fail(fqn, found, f"at most {_ALL_RANKS} ranks in all stacks")
             self._ranks_of[text] = tuple(rank for begin, end in found for rank in range(begin, end))
         return self._ranks_of[text]
 
     def keys(self, fqn: str, keys: Any) -> tuple[object, ...]:
-        """The original keys of an entry."""
+        """Return the original keys of an entry."""
         if fqn not in self._members.mapping("entries") or not isinstance(keys, list):
-            raise self._members.fail(f"the keys of {fqn!r:.200}", keys, "a list, for a known entry")
+            raise self._members.fail(f"the keys of {fqn!r:.200}", keys, "a list for an existing entry")
         try:
             found = tuple(map(json_values.decode_json, keys))
         except CorruptCheckpointError as err:
             raise self._members.fail(f"the keys of {fqn!r:.200}", keys, f"values ({err})") from err
         if not all(map(is_key, found)):
-            raise self._members.fail(f"the keys of {fqn!r:.200}", keys, "keys of dicts")
+            raise self._members.fail(f"the keys of {fqn!r:.200}", keys, "possible keys of dicts")
         return found
 
     def _fail(self, fqn: str, found: object, expected: str) -> CorruptCheckpointError:
@@ -423,19 +437,19 @@ class _Entries:
 _POSITION = re.compile("0|[1-9][0-9]{0,8}")
 
 _VALUE_LEVELS = 128
-"""Of JSON; the format's own limit is lower, and found when a value is decoded."""
+"""Maximum nesting of the JSON of a value. The format's own limit is lower, and is checked when a value is decoded."""
 
 
 def _is_bounded(value: object, levels: int) -> bool:
-    """Whether a value can be decoded, or written again as it is, without an error of Python's."""
+    """Whether a JSON value can be decoded or written again without a RecursionError or infinite numbers."""
     if not isinstance(value, dict | list):
         return type(value) is not float or math.isfinite(value)
     inner: Iterator[object] = iter(value.values() if isinstance(value, dict) else value)
     return levels > 0 and all(_is_bounded(item, levels - 1) for item in inner)
 
 
-def _check_whole(root: Root, nodes: Mapping[str, ArrayNode], where: str) -> None:
-    """What no single member tells: arrays and entries match, and the entries are those of one nested state."""
+def _check_consistency(root: Root, nodes: Mapping[str, ArrayNode], where: str) -> None:
+    """Check that arrays and entries match, and that the entries form one nested state."""
     used = [node.path for node in root.arrays()]
     if sorted(nodes) != used:
         odd = sorted({*nodes} ^ {*used})
@@ -447,51 +461,60 @@ def _check_whole(root: Root, nodes: Mapping[str, ArrayNode], where: str) -> None
         except CorruptCheckpointError as err:
             raise CorruptCheckpointError(f"{where}: {err}") from err
         levels.add(fqn, path, root.node_path(fqn).split("/"))
-    idle = sorted(root.containers.keys() - levels.containers)
-    if idle:
-        raise CorruptCheckpointError(f"{where}: the container {idle[0]!r:.200} holds no entry")
+    empty = sorted(root.containers.keys() - levels.containers)
+    if empty:
+        raise CorruptCheckpointError(f"{where}: the container {empty[0]!r:.200} has no entry")
 
 
 class _Levels:
-    """The containers above the entries of a root: the same for all that have the same keys, or names, up to there."""
+    """The containers above the entries of a root.
+
+    Entries with the same keys up to a level must have the same path and the same container there, and vice versa.
+    """
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._found: dict[tuple[object, ...], tuple[tuple[str, ...], str]] = {}
-        """Keys -> the names of the path, and what is there: a container, or "" for an entry."""
+        """By keys: the components of the path, and the container there, or "" for an entry."""
         self._keys: dict[tuple[str, ...], tuple[object, ...]] = {}
+        """Keys by the components of the path."""
         self._hashes: Counter[int] = Counter()
 
     @property
     def containers(self) -> set[str]:
         """The paths of all containers below the state itself."""
-        return {"/".join(names) for names, what in self._found.values() if what and names}
+        return {"/".join(names) for names, container in self._found.values() if container and names}
 
     def add(self, fqn: str, path: StatePath, names: Sequence[str]) -> None:
-        """Take one more entry. Raises CorruptCheckpointError where it is at odds with those before."""
+        """Add an entry. Raises CorruptCheckpointError if it contradicts the entries before it."""
         if path.fqn != fqn:
-            raise self._fail(fqn, "is kept under a path of another name")
+            raise self._fail(fqn, f"has the keys of another name, {path.fqn!r:.200}")
         if path.keys in self._found:
-            raise self._fail(fqn, "stands where others are")
-        for depth, what in enumerate((*path.containers, "")):
+            raise self._fail(fqn, "has the keys of another entry, or of a container with entries")
+        for depth, container in enumerate((*path.containers, "")):
             keys, level = path.keys[:depth], tuple(names[:depth])
-            # Before the dict is used: one whose keys have equal hashes is searched in linear time.
-            if depth and not self._take_hash(keys, level):
-                raise self._fail(fqn, f"has a key of which more than {MAX_EQUAL_HASHES} have the same hash")
-            known = self._found.setdefault(keys, (level, what))
-            if known != (level, what) or self._keys.setdefault(level, keys) != keys:
-                raise self._fail(fqn, "stands below another one, or in a container of another kind or path")
+            # Checked before the dict is used, because lookups of keys with equal hashes take linear time.
+            if depth and not self._count_hash(keys, level):
+                raise self._fail(fqn, f"has one of more than {MAX_EQUAL_HASHES} keys with the same hash")
+            known = self._found.setdefault(keys, (level, container))
+            if known != (level, container) or self._keys.setdefault(level, keys) != keys:
+                raise self._fail(
+                    fqn, f"contradicts another entry at level {depth}: in the path, the kind of container, or the keys"
+                )
 
-    def _take_hash(self, keys: tuple[object, ...], level: tuple[str, ...]) -> bool:
-        """Count keys that are new; return whether few have the same hash. The hashes of paths, strings, are random."""
+    def _count_hash(self, keys: tuple[object, ...], level: tuple[str, ...]) -> bool:
+        """Count the hash of new keys. Return whether at most MAX_EQUAL_HASHES keys have it.
+
+        Paths need no count, because the hashes of strings are random.
+        """
         if level in self._keys:
             return True
         number = hash(keys)
         self._hashes[number] += 1
         return self._hashes[number] <= MAX_EQUAL_HASHES
 
-    def _fail(self, fqn: str, what: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{self._where}: entry {fqn!r:.200} {what}")
+    def _fail(self, fqn: str, fault: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self._where}: entry {fqn!r:.200} {fault}")
 
 
 def _position(key: object, fqn: str) -> int:
@@ -502,4 +525,6 @@ def _position(key: object, fqn: str) -> int:
         found = int(key)
     if 0 <= found < MAX_POSITION:
         return found
-    raise CorruptCheckpointError(f"entry {fqn!r:.200}: {key!r:.40} is no position in a list")
+    raise CorruptCheckpointError(
+        f"entry {fqn!r:.200} has the key {key!r:.40} in a list, expected an integer from 0 to {MAX_POSITION - 1}"
+    )

@@ -1,7 +1,7 @@
-"""Documents that carry their own checksum: the root, the claim, markers, records, pins.
+"""Documents with their own checksum: the root, the claim, markers, records, pins.
 
-Each is the document of a Zarr group with the attribute ``zarrckpt``, whose first member is the checksum of the whole.
-Bytes in and out, and typed access to the members; no I/O.
+Each is the document of a Zarr group with the attribute ``zarrckpt``. The attribute's first member is the checksum of
+the whole document. This module encodes and parses them, and gives typed access to the members. No I/O.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ T = TypeVar("T")
 FORMAT = 1
 
 _SEAL = b'{"zarr_format":3,"node_type":"group","attributes":{"zarrckpt":{"crc32c":"'
-"""How the bytes begin; the 8 digits of their checksum follow."""
+"""The beginning of the bytes of each document. The 8 digits of the checksum follow."""
 _UNSEALED = "00000000"
 _ID = re.compile(r"[0-9a-f]{32}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", re.ASCII)
 
 
 def sealed_bytes(members: Json, attributes: Json | None = None, more: Json | None = None) -> bytes:
-    """A document as it is stored. ``attributes`` are those beside ours, ``more`` are members of the document.
+    """Return the stored bytes of a document.
 
-    Raises UnsupportedValueError if readers would refuse its number of arrays and objects.
+    ``members`` are those of the attribute ``zarrckpt``, ``attributes`` the other attributes, and ``more`` further
+    members of the document. Raises UnsupportedValueError if readers would refuse the number of arrays and objects.
     """
     own = {"crc32c": _UNSEALED, "format": FORMAT, **members}
     data = dumps(group_document({ATTRIBUTE: own, **(attributes or {})}) | (more or {}))
     if is_dense(data):
         raise UnsupportedValueError(
-            f"the values of the state have too many lists and dicts for one document of {len(data):,} bytes: save long "
+            f"the values of the state have too many lists and dicts for one document of {len(data):,} bytes. Save long "
             "lists as tensors or NumPy arrays"
         )
     return _seal(data)
 
 
 def _seal(data: bytes) -> bytes:
-    """The bytes with the right checksum in its place: that of the bytes with zeros there."""
+    """Return the bytes with the right checksum. It is computed with zeros instead of its digits."""
     rest = data[len(_SEAL) + len(_UNSEALED) :]
     return _SEAL + b"%08x" % crc32c(_SEAL + _UNSEALED.encode() + rest) + rest
 
 
 def parse_sealed(data: bytes, where: str) -> tuple[Json, Members]:
-    """A stored document, and the members of our attribute. ``where`` names it in errors.
+    """Return a stored document, and the members of its attribute ``zarrckpt``. ``where`` is its name in errors.
 
-    Raises CorruptCheckpointError where its checksum is another one, or where it is no strict JSON;
-    ForeignObjectsError where another program wrote it; UnsupportedFormatError for a version or feature that this
-    package does not know.
+    Raises CorruptCheckpointError if the checksum differs or the document is not strict JSON, ForeignObjectsError if
+    another program wrote it, and UnsupportedFormatError for an unknown version or feature.
     """
     sealed = data.startswith(_SEAL)
     if sealed and _seal(data) != data:
         raise CorruptCheckpointError(
-            f"{where} is not what was saved: its checksum differs; it was damaged, or edited by another program"
+            f"{where} is not what was saved: its checksum differs. It was damaged, or edited by another program"
         )
     if is_dense(data):
-        raise CorruptCheckpointError(f"{where} has more arrays and objects than any document of this size")
+        raise CorruptCheckpointError(f"{where} has too many arrays and objects for a document of {len(data):,} bytes")
     document = parse_document(data, where)
     attributes = document.get("attributes")
     own = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
@@ -76,8 +76,8 @@ def parse_sealed(data: bytes, where: str) -> tuple[Json, Members]:
     features = own.get("features", [])
     if type(own["format"]) is not int or own["format"] != FORMAT or features != []:
         raise UnsupportedFormatError(
-            f"{where} has format {own['format']!r:.40} with features {features!r:.200}; this zarrckpt reads "
-            f"format {FORMAT} without features: upgrade zarrckpt"
+            f"{where} has format {own['format']!r:.40} with features {features!r:.200}. This version of zarrckpt reads "
+            f"format {FORMAT} without features. Upgrade zarrckpt"
         )
     if not sealed:
         raise CorruptCheckpointError(f"{where} does not begin with its checksum")
@@ -85,14 +85,14 @@ def parse_sealed(data: bytes, where: str) -> tuple[Json, Members]:
 
 
 class Members:
-    """The members of a JSON object by name and type: each miss is damage that names the member."""
+    """Typed access to the members of a JSON object. Raises CorruptCheckpointError with the name of a wrong member."""
 
     def __init__(self, own: Json, where: str) -> None:
         self.own = own
         self.where = where
 
     def fail(self, name: str, value: object, expected: str) -> CorruptCheckpointError:
-        """The error for a member that is something else."""
+        """Return the error for a member with an unexpected value."""
         return CorruptCheckpointError(f"{self.where}: {name} is {value!r:.80}, expected {expected}")
 
     def text(self, name: str) -> str:
@@ -122,33 +122,36 @@ class Members:
     def save_id(self, name: str) -> str:
         return self.as_save_id(name, self.own.get(name))
 
-    def count(self, name: str, least: int = 0) -> int:
+    def count(self, name: str, minimum: int = 0) -> int:
         value = self.own.get(name)
-        if type(value) is not int or not least <= value < 2**63:
-            raise self.fail(name, value, f"a whole number from {least} on")
+        if type(value) is not int or not minimum <= value < 2**63:
+            raise self.fail(name, value, f"an integer of at least {minimum}")
         return value
 
     def exactly(self, *names: str) -> None:
-        """Refuse members of other names, or fewer."""
+        """Raise CorruptCheckpointError unless the object has exactly the members with these names."""
         if self.own.keys() != {*names}:
-            raise self.fail("what it has", sorted(self.own), f"exactly {sorted(names)}")
+            raise self.fail("the list of members", sorted(self.own), f"exactly {sorted(names)}")
 
     def as_save_id(self, name: str, value: Any) -> str:
-        """A value that must be a save id."""
+        """Return a value that must be a save id."""
         if not isinstance(value, str) or not is_save_id(value):
             raise self.fail(name, value, "a save id of 32 hexadecimal digits")
         return value
 
 
 def nesting_bounded(parse: Callable[[bytes, str], T]) -> Callable[[bytes, str], T]:
-    """Nesting that the JSON parser has just taken may be too deep for what shows or compares it."""
+    """Return a parser that raises CorruptCheckpointError instead of RecursionError.
+
+    The JSON parser accepts deeper nesting than the code that compares and shows values.
+    """
 
     @wraps(parse)
     def bounded(data: bytes, where: str) -> T:
         try:
             return parse(data, where)
         except RecursionError as err:
-            raise CorruptCheckpointError(f"{where} is nested deeper than any document of this format") from err
+            raise CorruptCheckpointError(f"{where} is nested too deeply for a document of this format") from err
 
     return bounded
 
@@ -159,10 +162,10 @@ def is_save_id(name: str) -> bool:
 
 
 def is_tree(name: str) -> bool:
-    """Whether a name is that of a tree that is not the canonical one."""
+    """Whether a name is that of a tree other than the canonical one: "@" and a save id."""
     return name.startswith("@") and is_save_id(name[1:])
 
 
 def now() -> str:
-    """The time in UTC, ISO 8601, to the microsecond: texts sort as times do."""
+    """Return the current UTC time in ISO 8601 with microseconds. The texts sort in the order of time."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

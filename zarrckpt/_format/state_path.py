@@ -1,4 +1,4 @@
-"""Where an entry sits in the state dict that was saved."""
+"""The path of an entry in the saved state dict."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ CONTAINERS = (DICT, LIST, ORDERED_DICT)
 
 
 RANKS = "ranks"
-"""The key that takes the place of a rank's number where the tensors of several ranks are stacked in one entry."""
+"""The key instead of a rank's number, if one entry stacks the tensors of several ranks."""
 
 KEY_BITS = 512
-"""Of an integer that is a key, at most: Python refuses to show some that are much longer."""
+"""Maximum number of bits of an integer key. Python refuses to show some much larger integers."""
 
 _NANS: dict[bytes, float] = {}
 
 
 def is_key(value: object) -> bool:
-    """Whether a value may be a key of a dict in a state: one that Python shows in the same way in every process."""
+    """Whether a value may be a key of a dict in a state. Such keys have the same text in every process."""
     if type(value) is str:
         return is_unicode(value)
     if type(value) is tuple:
@@ -31,7 +31,7 @@ def is_key(value: object) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has a UTF-8 form: no lone surrogates."""
+    """Whether a text has a UTF-8 form, that is, no lone surrogates."""
     if text.isascii():
         return True
     try:
@@ -41,27 +41,26 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def one_nan(key: Any) -> Any:
-    """A key in which each NaN is one object: a dict finds a NaN by its identity, since it equals nothing."""
+def with_shared_nans(key: Any) -> Any:
+    """Return a key in which equal bits of a NaN are always the same object. Dicts find a NaN only by its identity."""
     if type(key) is tuple:
-        return tuple(map(one_nan, key))
+        return tuple(map(with_shared_nans, key))
     return _NANS.setdefault(struct.pack(">d", key), key) if type(key) is float and key != key else key
 
 
 class StatePath(tuple[str | int, ...]):
-    """The path of one entry: DCP's own form (a tuple of strings, and integers for list positions) that also
-    remembers the original keys and the containers, which DCP's form loses.
+    """The path of one entry: DCP's tuple of strings and list positions, with the original keys and containers.
 
-    ``keys`` are the original keys, one a level; ``containers`` names what holds each of them, one of CONTAINERS. Being
-    a tuple, it passes through DCP's planners and its metadata as the path it is.
+    ``keys`` has the original key of each level. ``containers`` has the type of the container of each key, one of
+    CONTAINERS. Because it is a tuple, DCP's planners and metadata accept it as their own path.
     """
 
     keys: tuple[object, ...]
     containers: tuple[str, ...]
     ranks: tuple[int, ...]
-    """Those whose tensors the entry stacks along its first axis; none for most entries."""
+    """The ranks whose tensors the entry stacks along its first axis. Empty for most entries."""
     rank_at: int | None
-    """The level of the key that is a rank's number: of what that rank keeps for itself, and of stacks of it."""
+    """The level of the key that is the number of a rank, for entries of one rank and stacks of them."""
 
     def __new__(
         cls,
@@ -83,39 +82,39 @@ class StatePath(tuple[str | int, ...]):
 
     @property
     def fqn(self) -> str:
-        """The flat name that DCP gives this entry."""
+        """The flat name of this entry in DCP."""
         return ".".join(map(str, self))
 
     def with_rank(self, rank: object) -> StatePath:
-        """The path with another key in the place of the rank's number."""
+        """Return the path with this key instead of the rank's number."""
         assert self.rank_at is not None
         keys = (*self.keys[: self.rank_at], rank, *self.keys[self.rank_at + 1 :])
         return StatePath(keys, self.containers, (), self.rank_at)
 
     @classmethod
     def of(cls, path: Sequence[str | int]) -> StatePath:
-        """From DCP's form, or from any tuple of strings and list positions."""
+        """Return the path for DCP's path, or for any sequence of strings and list positions."""
         if isinstance(path, StatePath):
             return path
         return cls(path, [LIST if isinstance(part, int) else DICT for part in path])
 
 
 def _fields(path: StatePath) -> tuple[object, ...]:
-    """Take a path apart for a message: mostly texts alone, which are cheap to read."""
+    """Return the fields of a path for a message. They are mostly strings, which are cheap to decode."""
     return (",".join(path.containers), path.rank_at, path.ranks or None, *path.keys)
 
 
 def _checked_path(containers: Any, rank_at: Any, ranks: Any, *keys: Any) -> StatePath:
-    """Make a path of what another rank has sent. Raises an error if it is none."""
-    held_by = containers.split(",") if containers else []
+    """Return the path for the fields that another rank sent. Raises an error if they are not those of a path."""
+    kinds = containers.split(",") if containers else []
     if not (
-        all(map(CONTAINERS.__contains__, held_by))
+        all(map(CONTAINERS.__contains__, kinds))
         and all(map(is_key, keys))
         and (rank_at is None or (type(rank_at) is int and 0 <= rank_at < len(keys)))
         and (ranks is None or (type(ranks) is tuple and all(type(rank) is int for rank in ranks)))
     ):
-        raise ValueError("a path of another form")
-    return StatePath(keys, held_by, ranks or (), rank_at)
+        raise ValueError("malformed path")
+    return StatePath(keys, kinds, ranks or (), rank_at)
 
 
 record(StatePath, _fields, _checked_path)

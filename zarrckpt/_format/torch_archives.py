@@ -1,4 +1,4 @@
-"""Loading what ``torch.save`` wrote, from a source that is not trusted. torch is imported when it is needed."""
+"""Load files of ``torch.save`` from untrusted sources. torch is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ARCHIVE = b"PK\x03\x04"
 """The first bytes of a file of ``torch.save``."""
 
 MAX_FILE_DEPTH = 100
-"""Levels of containers in an imported file."""
+"""Maximum nesting of containers in an imported file."""
 
-# The check of sparse tensors is a switch of the whole process, which each load turns on and back. A load may run code
-# of a checkpoint that loads another one.
+# The check of sparse tensors is a setting of the whole process. Each load enables it and then restores it. The lock is
+# reentrant, because a load may run code of the file that loads another file.
 _SWITCH = ForkSafeLock(threading.RLock)
 
 
 def load_torch(source: str | BinaryIO, *, weights_only: bool = True, mmap: bool = False) -> Any:
-    """Load a file of ``torch.save`` to the CPU. Indices of sparse tensors are checked: torch itself trusts them.
+    """Load a file of ``torch.save`` to the CPU. Checks the indices of sparse tensors, because torch trusts them.
 
-    Raises ValueError for an archive with compressed members, which could be a thousand times larger than the file, and
-    what ``torch.load`` raises: with bad input, any error.
+    Raises ValueError for an archive with compressed members. They could be a thousand times larger than the file. Also
+    raises the errors of ``torch.load``, which can be any error for bad input.
     """
     import torch
 
@@ -35,10 +35,10 @@ def load_torch(source: str | BinaryIO, *, weights_only: bool = True, mmap: bool 
 
 
 def refuse_expanded(value: object, file_bytes: int) -> None:
-    """Raise ValueError for a value that is larger than the file that holds it, so that nobody tries to save it.
+    """Raise ValueError for a value that is larger than its file, before anything tries to save the value.
 
-    1 KB can describe a tensor of terabytes, whose elements overlap as after ``expand``; containers that hold others
-    many times; and containers nested so deeply that Python cannot walk through them.
+    1 KB can describe a tensor of terabytes, whose elements overlap as after ``expand``. It can describe containers with
+    many copies of others, and containers that are nested too deeply for Python.
     """
     import torch
 
@@ -50,8 +50,8 @@ def refuse_expanded(value: object, file_bytes: int) -> None:
             is_stored = value.layout is torch.strided and not value.is_meta
             if is_stored and value.numel() * value.element_size() > file_bytes:
                 raise ValueError(
-                    f"a tensor of the shape {tuple(value.shape)} in {file_bytes} bytes: its elements overlap; save a "
-                    "clone of it"
+                    f"found a tensor of shape {tuple(value.shape)} in a file of {file_bytes} bytes. Its elements "
+                    "overlap. Save a clone of it"
                 )
             continue
         if isinstance(value, Mapping):
@@ -62,7 +62,8 @@ def refuse_expanded(value: object, file_bytes: int) -> None:
             continue
         if depth == MAX_FILE_DEPTH or nodes + len(found) > file_bytes:
             raise ValueError(
-                f"containers nested more than {MAX_FILE_DEPTH} deep, or more entries than {file_bytes} bytes"
+                f"found containers nested more than {MAX_FILE_DEPTH} deep, or more entries than the file's "
+                f"{file_bytes} bytes"
             )
         found += [(item, depth + 1) for item in inner]
 
@@ -80,9 +81,9 @@ def _refuse_compressed(source: str | BinaryIO) -> None:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
     except Exception as err:  # a parser on any input
-        raise ValueError(f"its archive is damaged: {type(err).__name__}: {err}") from err
+        raise ValueError(f"the archive is damaged: {type(err).__name__}: {err}") from err
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-            raise ValueError(f"its member {member.filename!r} is compressed, which torch.save does not do")
+            raise ValueError(f"the archive has the compressed member {member.filename!r}. torch.save never compresses")
     source.seek(begin)
     return None

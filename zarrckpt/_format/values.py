@@ -1,23 +1,23 @@
-"""Non-tensor entries: values <-> JSON (see :mod:`zarrckpt._format.json_values`), or <-> the bytes of a blob.
+"""Encode non-tensor entries as JSON (see :mod:`zarrckpt._format.json_values`) or as the bytes of a blob.
 
-What has no JSON form, or one of more than :data:`MAX_JSON_VALUE` bytes, is kept as bytes in the first of
-these encodings that takes it:
+A value without a JSON form, or with one of more than :data:`MAX_JSON_VALUE` bytes, is stored as bytes. The first of
+these encodings that supports the value is used:
 
 ``raw``
-    The bytes themselves. ``kind`` is ``bytes``, ``bytearray`` or ``BytesIO`` (all of its buffer; it comes
-    back with its position at 0).
+    The bytes of the value. ``kind`` is ``bytes``, ``bytearray`` or ``BytesIO``. The whole buffer of a BytesIO is
+    stored, and it is restored with its position at 0.
 ``npy``
-    A NumPy array, or a scalar as an array without dimensions, as NPY 1.0, NumPy's own file format. ``kind``
-    is ``ndarray`` or ``scalar``. NPY knows no bfloat16 and no float8: they are kept as unsigned integers of the
+    A NumPy array, or a scalar as an array without dimensions, in NPY 1.0, NumPy's own file format. ``kind`` is
+    ``ndarray`` or ``scalar``. NPY does not support bfloat16 and float8. They are stored as unsigned integers with the
     same bits, and the kind names the type (``ndarray:bfloat16``).
 ``tree``
-    A value that has a JSON form, but for ``raw`` and ``npy`` items that may be inside (a NumPy RNG state): 8 bytes,
-    the length n of the JSON as an unsigned little-endian integer; n bytes, the JSON as UTF-8 text; then the
-    bytes of the items, one after the other. In the JSON each item is ``{"$blob": {"encoding": ..., "kind":
-    ..., "byte_offset": ..., "byte_size": ...}}``, with byte_offset counted from the end of the JSON. Items
-    share no bytes and leave none over.
+    A value with a JSON form, which may contain ``raw`` and ``npy`` items, such as a NumPy RNG state. It begins with 8
+    bytes: the length n of the JSON as an unsigned little-endian integer. Then come n bytes of JSON as UTF-8 text, and
+    the bytes of the items, one after the other. In the JSON, each item is ``{"$blob": {"encoding": ..., "kind": ...,
+    "byte_offset": ..., "byte_size": ...}}``. ``byte_offset`` is relative to the end of the JSON. The items do not
+    overlap, and no bytes are between or after them.
 ``torch``
-    What ``torch.save`` writes, where ``torch.load(weights_only=True)`` reads it. ``kind`` is the type's name.
+    The bytes of ``torch.save``, if ``torch.load(weights_only=True)`` can read them. ``kind`` is the type's name.
 ``pickle``
     Python's pickle, protocol 5. ``kind`` is the type's name.
 """
@@ -62,7 +62,7 @@ BytesLike = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class Blob:
-    """A value as bytes: how they are to be understood (this module's page says), and the bytes themselves."""
+    """A value as bytes, and their encoding and kind (see the module's docstring)."""
 
     encoding: str
     payload: bytes
@@ -71,25 +71,25 @@ class Blob:
 
 @dataclass(frozen=True)
 class EncodedValue:
-    """A value in the form in which it is saved, taken at one moment: the value may change afterwards.
+    """The saved form of a value. Later changes of the value do not affect it.
 
-    It stands in a copied state for a value. A value that cannot be saved keeps its error until it is to be written, on
-    the rank that writes it.
+    It replaces the value in a copied state. For a value that cannot be saved, the error is kept. Only the rank that
+    writes the value raises it.
     """
 
     json: object = NOT_JSON
     blob: Blob | None = None
-    """None for a value that has a JSON form, and for one that cannot be saved."""
+    """None for a value with a JSON form, and for a value that cannot be saved."""
     failure: Exception | None = None
     is_empty: bool = False
     """Whether the value is an empty mapping."""
 
     @classmethod
     def of(cls, fqn: str, value: object) -> EncodedValue:
-        """Encode a value. Raises nothing: :meth:`stored` does."""
+        """Return the encoded value. Never raises an error. :meth:`stored` raises it."""
         is_empty = isinstance(value, Mapping) and not value
         if is_empty and type(value) is not OrderedDict:
-            value = {}  # of whatever type: with entries it is a dict, too
+            value = {}  # for all types of mappings, because they are restored as dicts if they have entries
         encoded = encode_json(value)
         if encoded is not NOT_JSON:
             return cls(json=encoded, is_empty=is_empty)
@@ -99,9 +99,9 @@ class EncodedValue:
             return cls(failure=err, is_empty=is_empty)
 
     def stored(self, fqn: str) -> Blob | None:
-        """Return the blob to store; None for a value whose JSON lives in the root document.
+        """Return the blob to store, or None for a value whose JSON is in the root document.
 
-        Warns of a pickle. Raises what :func:`encode_blob` raises.
+        Warns if the blob is a pickle. Raises the errors of :func:`encode_blob`.
         """
         if self.failure is not None:
             raise self.failure
@@ -113,13 +113,14 @@ class EncodedValue:
 
 
 def encode_blob(fqn: str, value: object) -> Blob:
-    """Encode any value as bytes, in the first of the encodings above that takes it.
+    """Return any value as bytes, in the first of the module's encodings that supports it.
 
-    ``torch`` is tried only where torch has been imported, and is loaded once to see that it loads safely.
-    Tensors inside a value take their whole storage with them, as in ``torch.save``: clone a small view of a
-    big tensor. What only pickle takes is encoded with a warning that names the key and the type. Raises
-    UnsupportedValueError for what pickle refuses too, for sharded tensors inside a value, and for NumPy's strings
-    that end in nulls. The payload shares no memory with a value that can change.
+    ``torch`` is used only if torch has been imported. The result is loaded once to check that it loads safely. A tensor
+    inside a value is stored with its whole storage, as in ``torch.save``, so clone small views of large tensors. Warns
+    with the key and the type if only pickle supports the value.
+
+    Raises UnsupportedValueError for values that pickle refuses too, for sharded tensors inside a value, and for NumPy
+    strings that end in nulls. The payload shares no memory with a mutable value.
     """
     blob = _encoded_blob(fqn, value)
     if blob.encoding == "pickle":
@@ -132,8 +133,8 @@ def _encoded_blob(fqn: str, value: object) -> Blob:
         blob = _encode_item(value) or _encode_tree(value)
     except _EndsInNulls as err:
         raise UnsupportedValueError(
-            f"{fqn!r}: the numpy string {err} ends in nulls, which numpy leaves out when it copies or pickles one: "
-            "save it as str or bytes"
+            f"{fqn!r} cannot be saved: the numpy string {err} ends in nulls, and numpy drops them when it copies or "
+            "pickles the string. Save it as str or bytes"
         ) from None
     if blob is None:
         _refuse_sharded(fqn, value)
@@ -144,12 +145,13 @@ def _encoded_blob(fqn: str, value: object) -> Blob:
 
 
 def decode_blob(fqn: str, encoding: str, kind: str | None, payload: BytesLike, *, allow_pickle: bool = False) -> Any:
-    """Restore a value from a blob. Nothing shares memory with ``payload`` afterwards.
+    """Return the value of a blob. It does not share memory with ``payload``. Tensors inside are on the CPU.
+
+    Only ``pickle`` with ``allow_pickle=True`` runs code from the checkpoint.
 
     Raises UnsafeValueError for a pickle without ``allow_pickle``, CorruptCheckpointError for damage,
-    UnsupportedFormatError for an unknown encoding, CheckpointError where torch or a pickled class is
-    missing. All of them name ``fqn``. Only ``pickle``, with ``allow_pickle=True``, runs code from the
-    checkpoint. Tensors inside come back on the CPU.
+    UnsupportedFormatError for an unknown encoding, and CheckpointError if torch or a pickled class is missing. All
+    messages name ``fqn``.
     """
     view = memoryview(payload).cast("B")
     try:
@@ -164,18 +166,18 @@ def decode_blob(fqn: str, encoding: str, kind: str | None, payload: BytesLike, *
     if encoding == "pickle":
         return _decode_pickle(fqn, kind, view, allow_pickle)
     raise UnsupportedFormatError(
-        f"the value {fqn!r} has the unknown encoding {encoding!r:.40}; upgrade zarrckpt, or leave the key out"
+        f"the value {fqn!r} has the unknown encoding {encoding!r:.40}. Upgrade zarrckpt, or leave the key out"
     )
 
 
 def find_tensors(value: object) -> list[Any]:
-    """The torch tensors of any kind that pickling a value would reach, itself included; one may come twice.
+    """Return all torch tensors that pickle would reach in a value, including the value. May contain duplicates.
 
-    Costs about a pickle of the value without its tensors and arrays. Where the value can't be pickled, the
-    tensors that were reached before that was seen.
+    Costs about as much as pickling the value without its tensors and arrays. If the value cannot be pickled, returns
+    the tensors that pickle reached before its error.
     """
     torch: Any = sys.modules.get("torch")
-    if torch is None:  # then no tensor exists either
+    if torch is None:  # no tensor can exist
         return []
     found: list[Any] = []
 
@@ -186,7 +188,7 @@ def find_tensors(value: object) -> list[Any]:
             found.append(obj)
             return len(found)
 
-    with contextlib.suppress(Exception):  # encoding the value reports the failure, with its cause
+    with contextlib.suppress(Exception):  # encoding the value raises the same error
         Finder(_Sink(), protocol=5, buffer_callback=lambda buffer: None).dump(value)
     return found
 
@@ -201,7 +203,7 @@ def _type_name(value: object) -> str:
 
 
 class _EndsInNulls(Exception):
-    """A numpy string that no encoding keeps: even pickle gives another one back, and says nothing."""
+    """Raised for a numpy string that no encoding preserves. Even pickle silently restores a different string."""
 
 
 # raw and npy ------------------------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ def _encode_item(value: object) -> Blob | None:
 
 
 def _npy(np: Any, array: Any) -> bytes | None:
-    """NPY 1.0 bytes, or None for types that its header can't tell: objects, ml_dtypes, overlapping fields."""
+    """Return NPY 1.0 bytes, or None for types without an NPY header: objects, ml_dtypes, overlapping fields."""
     if array.dtype.hasobject:
         return None
     stream = io.BytesIO()
@@ -257,10 +259,10 @@ def _read_npy_header(np: Any, payload: memoryview) -> tuple[tuple[int, ...], boo
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     except Exception as err:  # a parser on any input
         raise CorruptCheckpointError(f"not an NPY header: {type(err).__name__}: {err}") from err
-    # Of some types numpy makes others: with a dimension more, or with a size.
+    # numpy changes some types when it creates an array: subarray types add a dimension, and sizes of 0 are replaced.
     plain = not dtype.hasobject and np.empty(0, dtype).dtype == dtype
     if version != (1, 0) or not plain or not all(type(n) is int and n >= 0 for n in shape):
-        raise CorruptCheckpointError(f"an NPY {version} array of {dtype} with the shape {shape}")
+        raise CorruptCheckpointError(f"found an NPY {version} array of {dtype} with shape {shape}, expected NPY 1.0")
     return shape, fortran, dtype, stream.tell()
 
 
@@ -270,15 +272,15 @@ def _read_npy(payload: memoryview) -> Any:
     shape, fortran, dtype, start = _read_npy_header(np, payload)
     count = math.prod(shape)
     if count * dtype.itemsize != len(payload) - start or count > sys.maxsize:
-        raise CorruptCheckpointError(f"an array of {dtype} with the shape {shape} in {len(payload) - start} bytes")
+        raise CorruptCheckpointError(f"found an array of {dtype} with shape {shape} in {len(payload) - start} bytes")
     order: Any = "F" if fortran else "C"
     try:
         array = np.empty(shape, dtype, order=order)
-        if len(payload) > start:  # as bytes, since a copy of records would leave out what is between fields
+        if len(payload) > start:  # as bytes, because a copy of records would drop the padding between fields
             array.reshape(-1, order=order).view(np.uint8)[:] = np.frombuffer(payload, np.uint8, offset=start)
         return array
     except (ValueError, TypeError, OverflowError) as err:
-        raise CorruptCheckpointError(f"an array of {dtype} with the shape {shape}: {err}") from err
+        raise CorruptCheckpointError(f"found an array of {dtype} with shape {shape}: {err}") from err
 
 
 def _decode_item(encoding: object, kind: object, payload: memoryview) -> Any:
@@ -291,24 +293,24 @@ def _decode_item(encoding: object, kind: object, payload: memoryview) -> Any:
     form, colon, name = str(kind).partition(":")
     known = DTYPES.get(name)
     if encoding != "npy" or form not in ("ndarray", "scalar") or (colon and (known is None or known.core)):
-        raise CorruptCheckpointError(f"the unknown kind {kind!r:.40} of the encoding {encoding!r:.40}")
+        raise CorruptCheckpointError(f"found the unknown kind {kind!r:.40} of the encoding {encoding!r:.40}")
     array = _read_npy(payload)
     if known is not None:
         if array.dtype != known.portable.numpy:
-            raise CorruptCheckpointError(f"an array of {array.dtype} for the bits of {name}")
+            raise CorruptCheckpointError(f"found an array of {array.dtype}, expected {known.portable.name} for {name}")
         array = array.view(known.numpy)
     if form == "ndarray":
         return array
     if array.shape != ():
-        raise CorruptCheckpointError(f"an array with the shape {array.shape} for a scalar")
+        raise CorruptCheckpointError(f"found an array with shape {array.shape}, expected () for a scalar")
     return _scalar(array)
 
 
 def _scalar(array: Any) -> Any:
     try:
         return array[()]
-    except (ValueError, TypeError, OverflowError, SystemError) as err:  # code points that don't exist
-        raise CorruptCheckpointError(f"a scalar of {array.dtype}: {err}") from err
+    except (ValueError, TypeError, OverflowError, SystemError) as err:  # for example, invalid code points
+        raise CorruptCheckpointError(f"found a scalar of {array.dtype}: {err}") from err
 
 
 # tree ----------------------------------------------------------------------------------------------------
@@ -342,7 +344,7 @@ def _tree_blob(encoded: object, payloads: Sequence[bytes]) -> Blob:
 def _decode_tree(payload: memoryview) -> Any:
     length = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or length > len(payload) - 8:
-        raise CorruptCheckpointError(f"{len(payload)} bytes, expected 8 and JSON of {length}")
+        raise CorruptCheckpointError(f"found {len(payload)} bytes, expected at least 8 and {length} of JSON")
     items = payload[8 + length :]
     taken: list[tuple[int, int]] = []
     left = len(items)
@@ -350,25 +352,25 @@ def _decode_tree(payload: memoryview) -> Any:
     def blob(content: object) -> Any:
         nonlocal left
         if not isinstance(content, dict) or set(content) != {"encoding", "kind", "byte_offset", "byte_size"}:
-            raise malformed("encoding, kind, byte_offset and byte_size for $blob", content)
+            raise malformed("encoding, kind, byte_offset and byte_size in $blob", content)
         offset, size = content["byte_offset"], content["byte_size"]
         if type(offset) is not int or type(size) is not int or not 0 <= offset <= offset + size <= len(items):
-            raise malformed(f"$blob to lie within {len(items)} bytes", content)
+            raise malformed(f"a $blob within {len(items)} bytes", content)
         taken.append((offset, offset + size))
-        # Before one more is decoded: a small blob cannot ask for much memory.
+        # Checked before the item is decoded, so that a small blob with overlapping items cannot need much memory.
         if (left := left - size) < 0:
             raise malformed("$blob items that do not overlap", content)
         return _decode_item(content["encoding"], content["kind"], items[offset : offset + size])
 
     value = Decoder(blob).decode(loads(payload[8 : 8 + length]), 0)
-    # Exact cover: no byte is read twice, and none is unexplained.
+    # The items must cover the bytes exactly.
     end = 0
     for start, stop in sorted(taken):
         if start != end:
-            raise CorruptCheckpointError(f"items overlap or leave a gap at byte {end}")
+            raise CorruptCheckpointError(f"found items that overlap or leave a gap at byte {end}")
         end = stop
     if end != len(items):
-        raise CorruptCheckpointError(f"{len(items) - end} bytes after the last item")
+        raise CorruptCheckpointError(f"found {len(items) - end} bytes after the last item")
     return value
 
 
@@ -383,12 +385,12 @@ _SHARDED = (
 
 def _refuse_sharded(fqn: str, value: object) -> None:
     loaded = [getattr(sys.modules.get(module), name, None) for module, name in _SHARDED]
-    sharded = tuple(kind for kind in loaded if isinstance(kind, type))  # of others no instance exists
+    sharded = tuple(kind for kind in loaded if isinstance(kind, type))  # without the module there is no instance
     for tensor in find_tensors(value) if sharded else ():
         if isinstance(tensor, sharded):
             raise UnsupportedValueError(
-                f"{fqn!r} is a {_type_name(value)} with a {type(tensor).__name__} inside, of which this rank "
-                "holds only a part; keep sharded tensors in a dict or a list"
+                f"{fqn!r} cannot be saved: the {_type_name(value)} contains a {type(tensor).__name__}, and this rank "
+                "has only a part of its elements. Put sharded tensors into a dict or a list"
             )
 
 
@@ -400,9 +402,9 @@ def _encode_torch(value: object) -> Blob | None:
     try:
         torch.save(value, stream)
         stream.seek(0)
-        # Loading it is the only way to know: what weights_only takes depends on versions and registrations.
+        # Only a load shows whether weights_only accepts it. This depends on versions and registrations.
         loaded = load_torch(stream)
-    except Exception:  # whatever it was, pickle is next, and reports its own failure
+    except Exception:  # pickle is next, and raises its own error
         return None
     return Blob("torch", stream.getvalue(), _type_name(value)) if type(loaded) is type(value) else None
 
@@ -412,20 +414,19 @@ def _decode_torch(fqn: str, payload: memoryview) -> Any:
         import torch
     except ImportError as err:
         raise CheckpointError(
-            f"the value {fqn!r} was saved by torch, which is not installed: pip install 'zarrckpt[torch]', "
-            "or leave the key out"
+            f"the value {fqn!r} was saved by torch, which is not installed. Run pip install 'zarrckpt[torch]', or "
+            "leave the key out"
         ) from err
     if bytes(payload[: len(ARCHIVE)]) != ARCHIVE:  # torch.load would try its older formats
-        raise CorruptCheckpointError(f"the value {fqn!r} is damaged: not what torch.save writes")
+        raise CorruptCheckpointError(f"the value {fqn!r} is damaged: not a file of torch.save")
     try:
         return load_torch(io.BytesIO(payload))
     except Exception as err:  # a parser on any input
         refused = _refused_globals(torch, payload)
         if refused:
             raise UnsafeValueError(
-                f"the value {fqn!r} needs {', '.join(refused):.400}, which torch does not load by default; "
-                "if you know them to be safe, allow them with torch.serialization.add_safe_globals; "
-                "or leave the key out"
+                f"the value {fqn!r} needs {', '.join(refused):.400}, which torch does not load by default. If they are "
+                "safe, allow them with torch.serialization.add_safe_globals. Otherwise leave the key out"
             ) from err
         raise CorruptCheckpointError(
             f"the value {fqn!r} is damaged: torch.load failed: {type(err).__name__}: {err!s:.200}"
@@ -444,16 +445,16 @@ def _encode_pickle(fqn: str, value: object) -> Blob:
         payload = pickle.dumps(value, protocol=5)
     except Exception as err:  # objects may raise anything from their own code
         raise UnsupportedValueError(
-            f"{fqn!r} of type {_type_name(value)} can't be saved: {type(err).__name__}: {err}; "
-            "keep what is needed of it in plain values"
+            f"{fqn!r} of type {_type_name(value)} cannot be saved: {type(err).__name__}: {err}. Save the needed data "
+            "as plain values"
         ) from err
     return Blob("pickle", payload, _type_name(value))
 
 
 def _warn_of_pickle(fqn: str, blob: Blob) -> None:
     warnings.warn(
-        f"{fqn!r} of type {blob.kind} is saved as a pickle, which loads only with allow_pickle=True; "
-        "numbers, strings, bytes, arrays, and lists, tuples, sets and dicts of them always load",
+        f"{fqn!r} of type {blob.kind} is saved as a pickle, which loads only with allow_pickle=True. "
+        "Numbers, strings, bytes, arrays, and lists, tuples, sets and dicts of them always load",
         UserWarning,
         stacklevel=3,
     )
@@ -462,14 +463,14 @@ def _warn_of_pickle(fqn: str, blob: Blob) -> None:
 def _decode_pickle(fqn: str, kind: str | None, payload: memoryview, allow_pickle: bool) -> Any:
     if not allow_pickle:
         raise UnsafeValueError(
-            f"the value {fqn!r} is a pickle of type {kind!r:.200}; loading it may run any code, so it needs "
-            "allow_pickle=True, for checkpoints from a trusted source only; or leave the key out"
+            f"the value {fqn!r} is a pickle of type {kind!r:.200}. Loading it may run any code. If you trust the "
+            "checkpoint, pass allow_pickle=True. Otherwise leave the key out"
         )
     try:
         return pickle.loads(payload)
     except (ImportError, AttributeError) as err:
         raise CheckpointError(
-            f"the value {fqn!r} is a pickle of something that does not exist in this program: {err}"
+            f"the value {fqn!r} is a pickle of a class or function that does not exist in this program: {err}"
         ) from err
     except Exception as err:  # a parser on any input, and the code of any class
         raise CorruptCheckpointError(f"the value {fqn!r} could not be unpickled: {type(err).__name__}: {err}") from err

@@ -1,14 +1,14 @@
 """Messages between ranks as bytes: plain values, arrays of numbers, and records that are registered here.
 
-Nothing in a message names code: a record's name is looked up in a table, and its fields are checked against the
-annotations of its class. The form is a JSON tree, after its length in 4 bytes; the bytes of byte strings and arrays
-follow it, in the order of the tree.
+A message cannot select code to run. The name of a record is looked up in a table, and its fields are checked against
+the annotations of its class. A message has the length of a JSON tree in 4 bytes, the tree, and then the bytes of all
+byte strings and arrays in the order of the tree.
 
 ==================== ============================================
 Python               JSON
 ==================== ============================================
-None, bool, int, str as they are
-float                as it is, also ``Infinity``; a NaN is ``["n", its 16 hexadecimal digits]``
+None, bool, int, str unchanged
+float                unchanged, also ``Infinity``; a NaN is ``["n", its 16 hexadecimal digits]``
 list, tuple          ``["l", item, ...]``, ``["t", item, ...]``
 dict                 ``["d", key, value, key, value, ...]``
 set, frozenset       ``["s", item, ...]``, ``["f", item, ...]``
@@ -37,26 +37,26 @@ from zarrckpt._errors import CheckpointError
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 2**32 - 1
-"""The longest message."""
+"""Maximum size of a message in bytes."""
 
 MAX_LEVELS = 160
-"""Nesting of a message: more than the 128 levels of a JSON value in a checkpoint."""
+"""Maximum nesting of a message. It is more than the 128 levels of a JSON value in a checkpoint."""
 
 _TREE_LENGTH = struct.Struct("<I")
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _DTYPE = re.compile(r"[<>|](?:b1|[iu][1248]|f[248])")
 _KEY_LIMIT = 2**31
-"""Integers that are keys of a dict are below: many large ones could be chosen to have one hash."""
+"""Upper bound for integer keys of a dict, because many large integers could be chosen to have the same hash."""
 _TREE_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
 class _Record(NamedTuple):
-    """A class whose objects may be in messages."""
+    """A registered class. Its objects may be in messages."""
 
     name: str
     fields_of: Callable[[Any], Sequence[Any]]
     make: Callable[..., Any]
-    """Makes an object of the fields. Raises an error if they are not as they should be."""
+    """Returns an object with these fields. Raises an error if they are not valid."""
 
 
 _by_name: dict[str, _Record] = {}
@@ -66,9 +66,10 @@ _by_class: dict[type, _Record] = {}
 def record(
     cls: type[T], fields_of: Callable[[T], Sequence[Any]] | None = None, make: Callable[..., T] | None = None
 ) -> type[T]:
-    """Register a dataclass or a NamedTuple: its objects may be in messages, and its fields are checked.
+    """Register a dataclass or a NamedTuple, so that its objects may be in messages. Return the class.
 
-    ``fields_of`` and ``make`` take an object apart and make one, for other classes and for further checks.
+    Received fields are checked against the annotations. Other classes, and classes with further checks, need
+    ``fields_of``, which returns the fields of an object, and ``make``, which returns an object with these fields.
     """
     found = _Record(
         cls.__name__, fields_of or partial(_attributes, _field_names(cls)), make or partial(_checked_object, cls)
@@ -88,10 +89,10 @@ def _attributes(names: Sequence[str], value: object) -> list[Any]:
 def _checked_object(cls: Any, *fields: Any) -> Any:
     names, checks = _field_checks(cls)
     if len(fields) != len(names):
-        raise ValueError(f"a {cls.__name__} with {len(fields)} fields, expected {len(names)}")
+        raise ValueError(f"found a {cls.__name__} with {len(fields)} fields, expected {len(names)}")
     for name, check, field in zip(names, checks, fields, strict=True):
         if not check(field):
-            raise ValueError(f"a {type(field).__name__} that is no {name} of a {cls.__name__}")
+            raise ValueError(f"found a {type(field).__name__} that is not valid as {name} of a {cls.__name__}")
     return cls(*fields)
 
 
@@ -104,7 +105,7 @@ def encode(value: object) -> bytes:
     text = _TREE_ENCODER.encode(_tree_of(value, raw, MAX_LEVELS)).encode()
     length = _TREE_LENGTH.size + len(text) + sum(map(len, raw))
     if length > MAX_MESSAGE_BYTES:
-        raise CheckpointError(f"a message to another rank has {length} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
+        raise CheckpointError(f"a message to another rank has {length} bytes, expected at most {MAX_MESSAGE_BYTES}")
     return b"".join((_TREE_LENGTH.pack(len(text)), text, *raw))
 
 
@@ -113,7 +114,7 @@ def _tree_of(value: Any, raw: list[Any], levels: int) -> Any:
     if kind in _SCALARS:
         return ["n", struct.pack(">d", value).hex()] if value != value else value
     if levels == 0:
-        raise CheckpointError(f"a message to another rank nests deeper than {MAX_LEVELS} levels")
+        raise CheckpointError(f"a message to another rank is nested deeper than {MAX_LEVELS} levels")
     if kind is bytes:
         raw.append(value)
         return ["b", len(value)]
@@ -145,7 +146,7 @@ def _other_tree(value: Any, raw: list[Any], levels: int) -> Any:
         if type(value) is numpy.ndarray and _DTYPE.fullmatch(value.dtype.str):
             raw.append(numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8))
             return ["a", value.dtype.str, *value.shape]
-    # Subclasses that a caller may have made: torch.Size, defaultdict.
+    # Subclasses in the values of a caller, such as torch.Size and defaultdict.
     for plain in (str, int, float, list, dict, *(() if hasattr(value, "_fields") else (tuple,))):
         if isinstance(value, plain):
             return _tree_of(plain(value), raw, levels)
@@ -156,32 +157,32 @@ def _other_tree(value: Any, raw: list[Any], levels: int) -> Any:
 
 
 def decode(data: bytes, expected: Any = Any) -> Any:
-    """Return the value that bytes stand for. ``expected`` is its type, as in annotations.
+    """Return the value of an encoded message. ``expected`` is its type, as in annotations.
 
-    Raises CheckpointError for all other bytes. Time and memory are in proportion to their number.
+    Raises CheckpointError for all other bytes. Time and memory are proportional to the number of bytes.
     """
     try:
         return _decoded(data, expected)
     except Exception as err:  # also RecursionError, MemoryError, and errors of a record's class
-        raise CheckpointError(f"no message of zarrckpt ({str(err) or type(err).__name__:.500})") from None
+        raise CheckpointError(f"not a message of zarrckpt: {str(err) or type(err).__name__:.500}") from None
 
 
 def _decoded(data: bytes, expected: Any) -> Any:
     end = _TREE_LENGTH.size + _TREE_LENGTH.unpack_from(data)[0]
     if end > len(data):
-        raise ValueError("the bytes are cut short")
+        raise ValueError(f"found {len(data)} bytes, expected at least {end}")
     tree = json.loads(str(data[_TREE_LENGTH.size : end], "utf-8"))
     reader = _Reader(data, end)
     value = reader.value(tree, MAX_LEVELS)
     if reader.at != len(data):
-        raise ValueError(f"{len(data) - reader.at} more bytes than the message has")
+        raise ValueError(f"found {len(data) - reader.at} bytes after the end of the message")
     if not type_check(expected)(value):
-        raise ValueError(f"a {type(value).__name__} in place of a {expected}")
+        raise ValueError(f"found a {type(value).__name__}, expected a {expected}")
     return value
 
 
 class _Reader:
-    """Makes values of a tree, and of the bytes after it."""
+    """Decodes values from a tree and the bytes after it."""
 
     def __init__(self, data: bytes, at: int) -> None:
         self._data = data
@@ -191,9 +192,9 @@ class _Reader:
         if type(tree) is not list:
             if type(tree) in _SCALARS:
                 return tree
-            raise ValueError("a JSON object")
+            raise ValueError("found a JSON object")
         if not tree or type(tree[0]) is not str:
-            raise ValueError("a list without a tag")
+            raise ValueError("found a list without a tag")
         if levels == 0:
             raise ValueError(f"nested deeper than {MAX_LEVELS} levels")
         tag = tree[0]
@@ -215,33 +216,33 @@ class _Reader:
         if tag == "f" or tag == "s":
             return (frozenset if tag == "f" else set)(_checked_keys(tree))
         if tag not in _by_name:
-            raise ValueError(f"an unknown record {tag!r:.100}")
+            raise ValueError(f"found an unknown record {tag!r:.100}")
         return _by_name[tag].make(*tree)
 
     def _bytes(self, length: Any) -> bytes:
-        begin = self._taken(length)
+        begin = self._skip(length)
         return self._data[begin : self.at]
 
     def _nan(self, digits: Any) -> float:
         if type(digits) is not str or len(digits) != 16:
-            raise ValueError("a NaN of another form")
+            raise ValueError("malformed NaN")
         (value,) = struct.unpack(">d", bytes.fromhex(digits))
         return float(value)
 
     def _array(self, name: Any, *shape: Any) -> Any:
         if type(name) is not str or not _DTYPE.fullmatch(name) or not _are_counts(shape) or len(shape) > 32:
-            raise ValueError("an array of another form")
+            raise ValueError("malformed array")
         import numpy as np
 
         dtype, count = np.dtype(name), math.prod(shape)
-        begin = self._taken(count * dtype.itemsize)
+        begin = self._skip(count * dtype.itemsize)
         return np.frombuffer(self._data, dtype, count, begin).reshape(shape).copy() if count else np.empty(shape, dtype)
 
-    def _taken(self, length: Any) -> int:
-        """Return where so many bytes begin, after all that were taken before."""
+    def _skip(self, length: Any) -> int:
+        """Move the position forward by this number of bytes. Return the position before."""
         begin, left = self.at, len(self._data) - self.at
         if type(length) is not int or not 0 <= length <= left:
-            raise ValueError(f"{length!r:.100} bytes, {left} are there")
+            raise ValueError(f"found {left} bytes, expected {length!r:.100}")
         self.at += length
         return begin
 
@@ -252,7 +253,7 @@ def _are_counts(numbers: Collection[Any]) -> bool:
 
 def _checked_keys(keys: list[Any]) -> list[Any]:
     if int in map(type, keys) and not all(0 <= key < _KEY_LIMIT for key in keys if type(key) is int):
-        raise ValueError("a key that is no small number")
+        raise ValueError(f"found an integer key outside 0 to {_KEY_LIMIT - 1}")
     return keys
 
 
@@ -269,7 +270,7 @@ def _field_checks(cls: Any) -> tuple[Sequence[str], Sequence[Check]]:
 
 @lru_cache(maxsize=1024)
 def type_check(hint: Any) -> Check:
-    """Return a function that tells whether a value is of an annotated type."""
+    """Return a function that checks whether a value has an annotated type."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _either([*map(type_check, args)])
@@ -315,7 +316,7 @@ def _tuple_check(args: tuple[Any, ...]) -> Check:
 
 
 def _all_check(hint: Any) -> Check:
-    """Return a function that tells whether all items of a collection are of a type."""
+    """Return a function that checks whether all items of a collection have a type."""
     if isinstance(hint, type) and hint not in (Any, object, float):
         only = frozenset({hint}).issuperset
         return lambda items: only(map(type, items))

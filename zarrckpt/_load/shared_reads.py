@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zarrckpt._format.chunk_codec import elements_of
-from zarrckpt._format.chunk_layout import most_subchunk_stored, subchunk_bytes
+from zarrckpt._format.chunk_layout import max_stored_subchunk_bytes, subchunk_bytes
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints, intersect
 from zarrckpt._plan.owners import BoxOnRanks, Numbers, RankNumbers, schedule
@@ -83,7 +83,7 @@ def plan_shares(
     needs: list[tuple[Numbers, Numbers]] = []
     readers = []
     for fqn, want, ranks in rows:
-        stored = len(want.numbers) * most_subchunk_stored(nodes[fqn])
+        stored = len(want.numbers) * max_stored_subchunk_bytes(nodes[fqn])
         place = int(loads[want.ranks].argmin())
         loads[ranks[place]] += stored
         need = want.taken.copy()

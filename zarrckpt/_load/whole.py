@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, StatePath, one_nan
+from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, StatePath, with_shared_nans
 from zarrckpt._state.flatten import entered, get_leaf, set_leaf
 from zarrckpt._state.optimizers import SavedTensor
 from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
@@ -116,7 +116,7 @@ def rebuilt(old: Any, rows: Rows, depth: int, in_place: bool) -> Any:
         return _filled(old, {}, in_place) if is_emptied else value
     groups: dict[Any, Rows] = {}
     for path, value in rows:
-        groups.setdefault(one_nan(path.keys[depth]), []).append((path, value))
+        groups.setdefault(with_shared_nans(path.keys[depth]), []).append((path, value))
     children = {}
     for group in groups.values():
         key: Any = group[0][0].keys[depth]

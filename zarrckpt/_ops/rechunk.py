@@ -10,7 +10,7 @@ import numpy as np
 
 from zarrckpt._commit.chunks import put_chunk
 from zarrckpt._format.chunk_codec import ArrayElements, encoding_memory
-from zarrckpt._format.chunk_layout import RawArray, most_subchunk_stored, raw_dtype
+from zarrckpt._format.chunk_layout import RawArray, max_stored_subchunk_bytes, raw_dtype
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.grid import Box, Ints, intersect
 from zarrckpt._jobs import BytesBudget, run_jobs
@@ -53,7 +53,7 @@ def make_chunk(
 
 def _reading_bytes(store: Store, node: ArrayNode) -> int:
     """The memory of one read at most: neighbouring subchunks, of local files one."""
-    one = most_subchunk_stored(node)
+    one = max_stored_subchunk_bytes(node)
     if store.is_local and node.compression is None:
         return one
     return min(node.grid.subchunks_per_chunk * one, max(one, READ_BYTES)) + unpacking_bytes(node)

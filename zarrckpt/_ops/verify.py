@@ -27,9 +27,9 @@ from zarrckpt._format.chunk_layout import (
     RawArray,
     chunk_object_bytes,
     index_bytes,
-    most_chunk_object_bytes,
-    says_its_size,
+    max_chunk_object_bytes,
     stored_crc,
+    stored_size_is_right,
 )
 from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
 from zarrckpt._format.grid import Ints
@@ -302,7 +302,7 @@ class _Verification:
     def _check_alone(self, node: ArrayNode, chunk: Ints) -> FaultText:
         """Without tables: whether a chunk's parts have the checksums that are stored behind them."""
         key = node.under(self._catalog.root.tree).chunk_key(chunk)
-        size, most = self._listed[key], most_chunk_object_bytes(node)
+        size, most = self._listed[key], max_chunk_object_bytes(node)
         if size > most:
             return f"it has {size} bytes, expected at most {most}"
         with self._memory.hold(size):
@@ -311,7 +311,7 @@ class _Verification:
                 part = stored[begin : begin + nbytes]
                 if not CRC_BYTES < nbytes == len(part) or stored_crc(part) is None:
                     return f"bytes {begin}-{begin + nbytes} do not have the checksum that is stored behind them"
-                if not says_its_size(node, part):
+                if not stored_size_is_right(node, part):
                     return f"bytes {begin}-{begin + nbytes} are not the compressed elements of a subchunk"
         return None
 

@@ -25,7 +25,7 @@ from zarrckpt._format.chunk_layout import (
     ChunkTable,
     RawArray,
     chunk_object_bytes,
-    most_subchunk_stored,
+    max_stored_subchunk_bytes,
     stored_crc,
     subchunk_bytes,
 )
@@ -104,7 +104,7 @@ class Catalog:
 
     def _check_sizes(self, node: ArrayNode, sizes: RawArray) -> None:
         """Refuse sizes that no compressed subchunk has: what they say is allocated."""
-        most = most_subchunk_stored(node)
+        most = max_stored_subchunk_bytes(node)
         odd = sizes[(sizes <= CRC_BYTES) | (sizes > most)]
         if len(odd):
             raise CorruptCheckpointError(

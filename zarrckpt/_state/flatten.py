@@ -11,7 +11,7 @@ import torch
 
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format import json_values
-from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, StatePath, is_key, one_nan
+from zarrckpt._format.state_path import DICT, LIST, ORDERED_DICT, StatePath, is_key, with_shared_nans
 from zarrckpt._format.values import EncodedValue
 from zarrckpt._state.local_boxes import HeldTensor
 
@@ -37,7 +37,7 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, StatePa
         if isinstance(value, torch.Tensor):  # first, because most are tensors and the check for Mapping is slower
             leaf(value, keys, containers)
         elif isinstance(value, Mapping) and (value or not keys):
-            if len({*map(one_nan, value)}) < len(value):
+            if len({*map(with_shared_nans, value)}) < len(value):
                 raise UnsupportedValueError(f"{'.'.join(map(str, keys))!r} has NaN as a key more than once: rename one")
             if json_values.hashes_collide(value):
                 raise UnsupportedValueError(
@@ -129,7 +129,7 @@ def build(entries: Iterable[tuple[StatePath, Any]], depth: int = 0) -> Any:
         return rows[0][1]
     groups: dict[Any, list[tuple[StatePath, Any]]] = {}
     for path, value in rows:
-        groups.setdefault(one_nan(path.keys[depth]), []).append((path, value))
+        groups.setdefault(with_shared_nans(path.keys[depth]), []).append((path, value))
     children = {key: build(group, depth + 1) for key, group in groups.items()}
     kind = rows[0][0].containers[depth]
     if kind == LIST:
