@@ -175,10 +175,10 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self.wait()
         own = {**(self.storage_options or {}), **(storage_options or {})} or None
         call = zarrckpt.async_save if self.background else zarrckpt.save
-        made = call(
+        saved = call(
             state, url, overwrite=True, metadata=metadata, no_dist=no_dist, storage_options=own, options=self.options
         )
-        self._future = made if isinstance(made, zarrckpt.SaveFuture) else None
+        self._future = saved if isinstance(saved, zarrckpt.SaveFuture) else None
         if PurePath(url).name.startswith("hpc_ckpt_"):  # After this save Lightning has SLURM requeue the job.
             self.wait()
 

@@ -150,18 +150,18 @@ def export_pretrained(
     def is_replaced(key: str) -> bool:
         return key.endswith(_ADAPTER_FILES[0]) if has_adapters else is_model_file(key)
 
-    known = _ADAPTER_FILES if has_adapters else _MODEL_FILES
+    file_names = _ADAPTER_FILES if has_adapters else _MODEL_FILES
     if parse(folder).kind == "local":
         target = local_path(folder)
         if not overwrite:  # Check before weights are copied. new_files checks the other files at the end.
             present = os.listdir(target) if os.path.isdir(target) else ()
-            refuse_existing(os.path.join(target, key) for key in present if is_replaced(key) or key in known)
+            refuse_existing(os.path.join(target, key) for key in present if is_replaced(key) or key in file_names)
         with new_files(target, overwrite=overwrite, replaces=None if has_adapters else is_model_file) as part:
             report = write(part)
         return None if report is None else dataclasses.replace(report, folder=target)
     store = StoreSpec(folder, storage_options if folder_options is None else folder_options).open()
     keys = {file.key for file in store.list()}
-    _refuse_keys(store, overwrite, (key for key in keys if is_replaced(key) or key in known))
+    _refuse_keys(store, overwrite, (key for key in keys if is_replaced(key) or key in file_names))
     with tempfile.TemporaryDirectory() as local:
         report = write(local)
         _refuse_keys(store, overwrite, keys & {*relative_files(local)})
@@ -196,9 +196,9 @@ def _export_model(
     own = dtype or (floating.most_common(1)[0][0] if floating else None)
     described = config.to_dict() if own is None else {**config.to_dict(), "dtype": own}
     type(config).from_dict(described).save_pretrained(folder)
-    text = f"{DESCRIPTIONS}.generation_config"
-    if generation_config is None and text in ckpt:
-        generation_config = _from_document(ckpt, text, GenerationConfig.from_dict)
+    entry = f"{DESCRIPTIONS}.generation_config"
+    if generation_config is None and entry in ckpt:
+        generation_config = _from_document(ckpt, entry, GenerationConfig.from_dict)
     if generation_config is not None:
         generation_config.save_pretrained(folder)
     return report
@@ -214,11 +214,11 @@ def _tied(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any) -> list[str]:
 
 
 def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, dtype: str | None) -> None:
-    text = f"{DESCRIPTIONS}.peft_config"
-    for adapter, config in _from_document(ckpt, text, lambda found: found).items():
+    entry = f"{DESCRIPTIONS}.peft_config"
+    for adapter, config in _from_document(ckpt, entry, lambda found: found).items():
         if not isinstance(config, dict) or adapter in ("", ".", "..") or not {*adapter}.isdisjoint("/\\\0"):
             raise zarrckpt.CorruptCheckpointError(
-                f"{ckpt.url}: {text!r} has the adapter {adapter!r}, expected a valid folder name and a configuration"
+                f"{ckpt.url}: {entry!r} has the adapter {adapter!r}, expected a valid folder name and a configuration"
             )
         own_folder = folder if adapter == "default" else folder / adapter
         names = {name: fqn for fqn in ckpt.tensors if (name := _name_in_adapter(fqn, prefix, adapter))}
@@ -254,16 +254,16 @@ def _config_of(ckpt: zarrckpt.Checkpoint, config: Any) -> Any:
     """Return ``config``, or the saved configuration of the model if it is None."""
     if config is not None:
         return config
-    text = f"{DESCRIPTIONS}.config"
-    if text not in ckpt:
+    entry = f"{DESCRIPTIONS}.config"
+    if entry not in ckpt:
         raise ValueError(f"{ckpt.url} does not contain a model configuration: pass config=")
-    return _from_document(ckpt, text, lambda known: CONFIG_MAPPING[known["model_type"]].from_dict(known))
+    return _from_document(ckpt, entry, lambda found: CONFIG_MAPPING[found["model_type"]].from_dict(found))
 
 
-def _from_document(ckpt: zarrckpt.Checkpoint, text: str, make: Callable[[dict[str, Any]], Any]) -> Any:
+def _from_document(ckpt: zarrckpt.Checkpoint, entry: str, make: Callable[[dict[str, Any]], Any]) -> Any:
     """Build an object from a JSON document in the checkpoint. Raises CorruptCheckpointError if that fails."""
     try:
-        document = _without_code(json.loads(ckpt[text]))
+        document = _without_code(json.loads(ckpt[entry]))
         if not isinstance(document, dict):
             raise TypeError(f"expected a JSON object, found {type(document).__name__}")
         return make(document)
@@ -271,7 +271,7 @@ def _from_document(ckpt: zarrckpt.Checkpoint, text: str, make: Callable[[dict[st
         raise
     except Exception as err:  # Parsers and constructors of configurations raise many types of errors.
         raise zarrckpt.CorruptCheckpointError(
-            f"{ckpt.url}: {text!r} is not a configuration that this version of transformers accepts: "
+            f"{ckpt.url}: {entry!r} is not a configuration that this version of transformers accepts: "
             f"{type(err).__name__}: {err!s:.200}"
         ) from err
 
@@ -299,8 +299,8 @@ def _allocate(
     """Allocate the parameters and move the buffers to a device, in the given dtype or that of the saved values."""
 
     def kind_of(name: str, tensor: torch.Tensor) -> torch.dtype:
-        known = saved.get(name, tensor.dtype)
-        return dtype if dtype is not None and known.is_floating_point else known
+        saved_dtype = saved.get(name, tensor.dtype)
+        return dtype if dtype is not None and saved_dtype.is_floating_point else saved_dtype
 
     persistent = model.state_dict().keys()
     allocated: dict[int, nn.Parameter] = {}

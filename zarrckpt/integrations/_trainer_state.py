@@ -85,17 +85,17 @@ def _state_text(trainer: Any) -> str:
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
     state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
-    known = dataclasses.asdict(state)
-    best = known["best_model_checkpoint"]
-    known["best_model_checkpoint"] = best and best.removeprefix(f"{trainer.checkpoint_dir}/")
-    for name, value in known.items():
+    fields = dataclasses.asdict(state)
+    best = fields["best_model_checkpoint"]
+    fields["best_model_checkpoint"] = best and best.removeprefix(f"{trainer.checkpoint_dir}/")
+    for name, value in fields.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as err:
             raise zarrckpt.UnsupportedValueError(
                 f"{name!r} of the TrainerState cannot be saved as JSON: {err}"
             ) from err
-    return json.dumps(known)
+    return json.dumps(fields)
 
 
 class AdaptersOnly(nn.Module):

@@ -115,7 +115,7 @@ def load_state(
     Returns the report of the load.
 
     Raises the errors of :func:`zarrckpt.load`. After reading, raises KeyMismatchError if other numbers of objects were
-    prepared or registered at the save, or for stateful data loaders if the number of processes has changed.
+    prepared or registered at the save. Raises it also for stateful data loaders if the number of processes has changed.
     """
     if url is None:
         url = zarrckpt.latest(folder := _checkpoints_of(accelerator), storage_options=storage_options)

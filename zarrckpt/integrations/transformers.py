@@ -171,8 +171,8 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
         best = step if self.state.best_global_step == step else None
         evaluated = [entry for entry in self.state.log_history if entry.get("step") == step]
         metrics = {name: value for entry in evaluated for name, value in entry.items() if name.startswith("eval_")}
-        known = {name: value for name, value in metrics.items() if is_finite(value)}
-        self._manager.save(step, self._saved(), {**known, "best_step": best}, {"epoch": self.state.epoch})
+        finite = {name: value for name, value in metrics.items() if is_finite(value)}
+        self._manager.save(step, self._saved(), {**finite, "best_step": best}, {"epoch": self.state.epoch})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._load is None:
@@ -315,7 +315,7 @@ class ZarrCheckpointMixin(_Base):  # type: ignore[misc]
 
 
 def _best_in_run(run: str, saved: Any) -> str | None:
-    """Return the url of the best step, as named in a saved state, or None if the text does not name a step of the run.
+    """Return the url of the best step that a saved state names, or None if its text is not the name of a step.
 
     The text comes from the checkpoint, so it is never opened as a url. It has no folder, so runs can be moved.
     """
