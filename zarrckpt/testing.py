@@ -1,11 +1,11 @@
-"""Stores that fail on purpose: what does your training do when its checkpoints' store fails, or its process dies?
+"""Stores that fail on purpose, to test how a training reacts if its store fails or its process dies.
 
     rule = zarrckpt.testing.at(17, zarrckpt.testing.STOP)
     store = zarrckpt.testing.FaultyStore("s3://bucket/run/step-7", rule)
-    zarrckpt.save(state, store)                                          # dies at the 17th operation
+    zarrckpt.save(state, store)                                          # raises Stopped at operation 17
 
-A :class:`FaultyStore` stands in front of a url or a ready store, and asks a rule what becomes of each operation. It
-goes wherever a url does. No torch.
+A :class:`FaultyStore` wraps a url or a store, and calls a rule before each operation. The rule chooses whether and how
+the operation fails. Pass the store instead of a url. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ T = TypeVar("T")
 
 
 class Stopped(BaseException):
-    """The process that made this call is as good as dead: every later call to the same store raises this, too."""
+    """Raised in place of the process's death. Every later call to the same store raises it, too."""
 
 
 class Fault(enum.Enum):
-    """What becomes of an operation."""
+    """The way in which an operation fails."""
 
     FAIL = "fail"
-    """StorageError; nothing is done."""
+    """Raise StorageError without doing the operation."""
     FAIL_AFTER = "fail after"
-    """StorageError, although it is done: the answer was lost."""
+    """Do the operation, then raise StorageError, as if the response was lost."""
     STOP = "stop"
-    """:class:`Stopped`; nothing is done, now and later."""
+    """Raise :class:`Stopped` without doing this or any later operation."""
     STOP_AFTER = "stop after"
-    """:class:`Stopped`, although it is done; nothing later is."""
+    """Do the operation, then raise :class:`Stopped`, also for all later operations."""
     FLIP = "flip"
-    """Of what is read, a bit is another one. Writes and listings are as they should be."""
+    """Flip a bit in the bytes that are read. Writes and listings succeed."""
     SHORTEN = "shorten"
-    """What is read ends early."""
+    """Return only the first half of the bytes that are read. Writes and listings succeed."""
     LOSE = "lose"
-    """A listing lacks its last entry, as a stale one does; other operations are as they should be."""
+    """Omit the last entry of a listing, as if the listing was stale. Other operations succeed."""
 
 
 FAIL, FAIL_AFTER, STOP, STOP_AFTER = Fault.FAIL, Fault.FAIL_AFTER, Fault.STOP, Fault.STOP_AFTER
@@ -76,9 +76,9 @@ FLIP, SHORTEN, LOSE = Fault.FLIP, Fault.SHORTEN, Fault.LOSE
 
 @dataclass(frozen=True)
 class Call:
-    """One operation on a store: its number from 0 on, the verb, and the key (or the folder that is listed).
+    """One operation on a store: its number, counted from 0, its verb, and its key or listed folder.
 
-    A key in a folder above the url begins with ``../``, as often as it is folders higher.
+    A key in a folder above the url begins with one ``../`` per level.
     """
 
     number: int
@@ -87,43 +87,44 @@ class Call:
 
 
 Rule = Callable[[Call], Fault | None]
-"""Says what becomes of an operation; None: it is done. Called from many threads, one at a time."""
+"""Return the fault of an operation, or None if it succeeds. Called from many threads, one at a time."""
 
 WRITES = frozenset({"put", "create", "replace", "delete", "sweep", "sync"})
 
 
 def never(call: Call) -> Fault | None:
-    """Nothing fails: to count operations."""
+    """Return None: no operation fails. Use this rule to count operations."""
     return None
 
 
 def at(number: int, fault: Fault) -> Rule:
-    """The operation with a number, counted from 0."""
+    """Return a rule for the operation with this number, counted from 0."""
     return lambda call: fault if call.number == number else None
 
 
 def writes(number: int, fault: Fault) -> Rule:
-    """The operation with a number, counted from 0 over those that change what is stored."""
+    """Return a rule for the operation with this number, counted from 0 over writes, deletions and syncs."""
     count = itertools.count()
     return lambda call: fault if call.verb in WRITES and next(count) == number else None
 
 
 def sometimes(share: float, fault: Fault, seed: int = 0) -> Rule:
-    """A share of all operations, by chance."""
+    """Return a rule for a random share of all operations, between 0 and 1."""
     chance = random.Random(seed)
     return lambda call: fault if chance.random() < share else None
 
 
 class FaultyStore(Store):
-    """A store whose operations fail where a rule says so. Safe for threads; lives in one process.
+    """A store whose operations fail as a rule chooses. It can be used by many threads of one process.
 
-    A put is one operation, however many requests it takes; so is a delete of many keys, a sync, a listing.
+    A put counts as one operation, even if it needs several requests. The same holds for a deletion of many keys, a
+    sync and a listing.
 
     Args:
-        url: what stands behind it, a local path, any url, or a ready store.
-        rule: what becomes of each operation.
-        storage_options: as everywhere.
-        durable: as for :func:`zarrckpt.save`.
+        url: the local path, url or store to wrap.
+        rule: the function that chooses the fault of each operation.
+        storage_options: as for :func:`zarrckpt.save`.
+        durable: sync written files to disk, as in :class:`zarrckpt.SaveOptions`.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class FaultyStore(Store):
         self.lists_all = self._inner.lists_all
         self.max_concurrency = self._inner.max_concurrency
         self.calls: list[Call] = []
-        """Every operation that was asked for."""
+        """All operations that were called, also those that failed."""
         self._rule = rule
         self._stopped = False
         self._lock = threading.Lock()
@@ -222,7 +223,7 @@ class FaultyStore(Store):
         return self._inner.failure(what, error)
 
     def zarr_store(self) -> ZarrStore:
-        """The store behind this one: reads through zarr-python do not fail."""
+        """Return the wrapped store for zarr-python. Its reads never fail by the rule."""
         return self._inner.zarr_store()
 
     # -- inside
@@ -233,15 +234,17 @@ class FaultyStore(Store):
 
         data = self._read("read", key, work)
         if len(data) != nbytes:
-            raise StorageError(f"reading {key!r} in {self.url} ended after {len(data)} of {nbytes} bytes (injected)")
+            raise StorageError(
+                f"read of {key!r} in {self.url} returned {len(data)} bytes, expected {nbytes} (injected)"
+            )
         return data
 
     def _read(self, verb: str, key: str, work: Callable[[], bytes]) -> bytes:
         fault = self._ask(verb, key)
         data = self._do(fault, verb, key, work)
         if fault is FLIP and data:
-            place = len(data) // 2
-            return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+            middle = len(data) // 2
+            return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         return data[: len(data) // 2] if fault is SHORTEN else data
 
     def _call(self, verb: str, key: str, work: Callable[[], T]) -> T:
@@ -267,16 +270,19 @@ class FaultyStore(Store):
         try:
             found = work()
         finally:
-            # A refusal, or that there is nothing, is an answer that gets lost as well.
+            # An error of the wrapped store, such as "not found", is a response that can be lost, too.
             if fault is STOP_AFTER:
                 raise Stopped
             if fault is FAIL_AFTER:
-                raise StorageError(f"the answer to {verb} of {key!r} in {self.url} was lost (injected)")
+                raise StorageError(f"the response to {verb} of {key!r} in {self.url} was lost (injected)")
         return found
 
 
 def _without_last(found: Any) -> Any:
-    """A listing, of objects or of (objects, folders), without its last entry; whether it has any is left as it is."""
+    """Return a listing without its last entry. A bool is returned unchanged.
+
+    The listing is a list of objects, or a pair of objects and folders.
+    """
     if isinstance(found, bool):
         return found
     if isinstance(found, tuple):

@@ -1,1 +1,1 @@
-"""One module for each framework that trains: imported only when asked for, on top of the public API."""
+"""One module for each training framework, built on the public API. Importing zarrckpt does not import them."""

@@ -1,4 +1,4 @@
-"""What an ``Accelerator`` keeps of data loaders and of hooks, as data."""
+"""Save and restore the data loaders of an ``Accelerator`` and the files of its hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zarrckpt.integrations._data import objects_in, refuse_objects
 
 
 def state_dict(name: str, part: Any, allow_pickle: bool) -> dict[str, Any]:
-    """A part's state. Raises UnsupportedValueError for what is no data in it."""
+    """Return an object's state dict. Raises UnsupportedValueError if it has values that are not data."""
     state: dict[str, Any] = part.state_dict()
     refuse_objects(objects_in(state, name, allow_pickle=allow_pickle))
     return state
@@ -27,10 +27,10 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def loader_state(name: str, loader: Any, allow_pickle: bool) -> dict[str, Any]:
-    """Where a data loader is."""
+    """Return the epoch of a data loader, the seed of its sampler, and its own state if it is stateful."""
     sampler = loader.get_sampler()
     seeded = isinstance(sampler, SeedableRandomSampler)
-    # At the last batch the next one is of the next epoch, though the loader says so only when it is asked for it.
+    # After the last batch the next epoch begins, but the loader counts it only when the next batch is requested.
     at_end = loader.end_of_dataloader and any(x is loader for x in loader.gradient_state.dataloader_references)
     state: dict[str, Any] = {
         "iteration": loader.iteration + at_end,
@@ -42,11 +42,14 @@ def loader_state(name: str, loader: Any, allow_pickle: bool) -> dict[str, Any]:
 
 
 def restore_loader(loader: Any, saved: dict[str, Any], processes: int, processes_now: int) -> None:
-    """Take back what :func:`loader_state` gave. Raises KeyMismatchError for a stateful one of other processes."""
+    """Restore a state of :func:`loader_state`.
+
+    Raises KeyMismatchError if the loader is stateful and the number of processes has changed.
+    """
     if _is_stateful(loader) and processes != processes_now:
         raise zarrckpt.KeyMismatchError(
-            f"a stateful data loader's state is of {processes} processes, and these are {processes_now}: load with "
-            "dataloaders=False, and begin the epoch anew or skip batches of a loader that is not stateful"
+            f"the state of a stateful data loader was saved by {processes} processes, got {processes_now}. Load with "
+            "dataloaders=False, then restart the epoch, or skip batches of a loader that is not stateful"
         )
     loader.iteration = saved["iteration"]
     if saved["sampler"] and isinstance(sampler := loader.get_sampler(), SeedableRandomSampler):
@@ -55,10 +58,10 @@ def restore_loader(loader: Any, saved: dict[str, Any], processes: int, processes
         loader.load_state_dict(saved["stateful"].value)
 
 
-def files_of_hooks(accelerator: Accelerator) -> dict[str, Any]:
-    """Have the hooks write into a folder. Returns the bytes of each file there, by its path."""
+def run_save_hooks(accelerator: Accelerator) -> dict[str, Any]:
+    """Call the save hooks with a temporary folder. Returns the bytes of each file that they wrote, by its path."""
     hooks = [*accelerator._save_model_state_pre_hook.values()]
-    # As Accelerate does: with FSDP they get no weights.
+    # Accelerate passes no weights to hooks if it uses FSDP.
     models = accelerator._models if hooks and accelerator.distributed_type != DistributedType.FSDP else []
     weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
     with TemporaryDirectory() as folder:
@@ -67,8 +70,8 @@ def files_of_hooks(accelerator: Accelerator) -> dict[str, Any]:
         return _values.files_below(folder)
 
 
-def give_to_hooks(accelerator: Accelerator, files: Mapping[str, torch.Tensor]) -> None:
-    """Have the hooks read what :func:`files_of_hooks` gave."""
+def run_load_hooks(accelerator: Accelerator, files: Mapping[str, torch.Tensor]) -> None:
+    """Call the load hooks with a temporary folder that has the files of :func:`run_save_hooks`."""
     hooks = [*accelerator._load_model_state_pre_hook.values()]
     models = [] if accelerator.distributed_type == DistributedType.FSDP else [*accelerator._models]
     with TemporaryDirectory() as folder:

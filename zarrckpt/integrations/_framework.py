@@ -1,4 +1,4 @@
-"""The framework that a module of this room plugs into: there, and of a version that was tested."""
+"""Check that the framework of an integration is installed in a tested version."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 from importlib import metadata
 
 UNTESTED = "ZARRCKPT_UNTESTED_FRAMEWORKS"
-"""The environment variable that lets versions pass which were not tested: any text but an empty one."""
+"""Environment variable that allows untested versions if it is not empty."""
 
 
 def require(distribution: str, first: str, before: str, extra: str) -> None:
-    """Raise ImportError where a framework is not installed, or where its version is none that was tested.
+    """Raise ImportError if a framework is not installed, or if its version is outside of the tested range.
 
     Args:
-        distribution: its name for pip.
-        first, before: the first version that is taken, and the first one after it that is not: ``"2.6"``, ``"2.7"``.
-        extra: of zarrckpt, that brings it.
+        distribution: the framework's name for pip.
+        first, before: the first allowed version, and the first later one that is not: ``"2.6"``, ``"2.7"``.
+        extra: the extra of zarrckpt that installs the framework. It is also the name of the integration's module.
     """
     try:
         found = metadata.version(distribution)
@@ -25,14 +25,14 @@ def require(distribution: str, first: str, before: str, extra: str) -> None:
         ) from err
     if not _release_of(first) <= _release_of(found) < _release_of(before) and not os.environ.get(UNTESTED):
         raise ImportError(
-            f"zarrckpt.integrations.{extra} was tested with {distribution} from {first} on, before {before}; here is "
-            f"{found}. It uses what is not promised to stay: pip install 'zarrckpt[{extra}]' brings a version that "
-            f"was tested, and {UNTESTED}=1 in the environment lets this one pass"
+            f"zarrckpt.integrations.{extra} needs {distribution}>={first},<{before}, found {found}. Other versions "
+            f"were not tested, and private functions of {distribution} that it uses may have changed. Run pip install "
+            f"'zarrckpt[{extra}]' for a tested version, or set {UNTESTED}=1 to try this one"
         )
 
 
 def _release_of(version: str) -> tuple[int, ...]:
-    """The numbers with which a version begins: ``"2.6.6rc1"`` is (2, 6, 6)."""
+    """Return the leading numbers of a version: (2, 6, 6) for ``"2.6.6rc1"``."""
     parts = []
     for part in version.split("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]

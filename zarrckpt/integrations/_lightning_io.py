@@ -1,4 +1,4 @@
-"""Lightning's plugin for checkpoints, of Trainer and Fabric."""
+"""The checkpoint plugin for Lightning's Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from zarrckpt.integrations._data import objects_in, refuse_objects, with_plain_p
 from zarrckpt.integrations._values import remove_or_log
 
 ROOT = "/zarr.json"
-"""What follows a checkpoint's url in that of its root document."""
+"""The end of a root document's url, after the checkpoint's url."""
 ALLOW = "save_hyperparameters(ignore=[...]) or ZarrCheckpointIO(allow_pickle=True)"
-"""What a user may write to save what is no data, or to leave it out."""
+"""Text for errors: the code with which a user saves values that are not data, or leaves them out."""
 FINDS_LAST = "finds_last"
-"""In the state of a ModelCheckpoint: it is a ZarrModelCheckpoint."""
+"""Key in the saved state of a ZarrModelCheckpoint. Lightning's own ModelCheckpoint does not save it."""
 OPTIMIZER = re.compile(r"optimizer_\d+")
-"""The key of an optimizer in a checkpoint of the Trainer, saved on all ranks."""
+"""The key of an optimizer in a Trainer checkpoint that was saved on all ranks."""
 
 
 class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """Lightning's plugin for checkpoints: ``Trainer(plugins=[ZarrCheckpointIO()])``, and the same for ``Fabric``.
+    """A checkpoint plugin for Lightning: ``Trainer(plugins=[ZarrCheckpointIO()])``, and the same for ``Fabric``.
 
-    By itself it is for one device and DDP, where Lightning saves on rank 0 alone and every rank reads all of a
-    checkpoint. The strategies of this module save and load sharded models on all ranks, with its settings.
+    The plugin alone is enough for one device and for DDP: Lightning saves on rank 0, and every rank reads the whole
+    checkpoint. For sharded models, add a strategy of this module. It saves and loads on all ranks with the plugin's
+    settings.
 
-    Saves replace what is committed at their url, as Lightning's do; the old one stays readable until then. What a
-    checkpoint holds beside models and optimizers must be data: numbers, strings, tensors, NumPy arrays, and dicts,
-    lists, tuples and sets of them. Anything else is an UnsupportedValueError of the save that names it.
+    As in Lightning, a save replaces a committed checkpoint at its url. The old one stays readable until the commit.
+    Except for models and optimizers, a checkpoint must be data: numbers, strings, tensors, NumPy arrays, and dicts,
+    lists, tuples and sets of these. For other values the save raises UnsupportedValueError with their names.
 
     Args:
-        background: save a copy in the background (:func:`zarrckpt.async_save`). A save first waits for the one before,
-            and raises its errors; so does the end of ``fit``. A checkpoint that ModelCheckpoint removes goes when the
-            save that made it superfluous has committed, and stays if that failed. Default: training waits.
-        allow_pickle: also save what is no data, as pickles, and load such checkpoints, which can run any code that
-            they hold. Objects that have a state dict (a loss in the hyperparameters) are refused all the same.
-        storage_options: options of the store, as for :func:`zarrckpt.save`. ModelCheckpoint looks at its folder with
-            fsspec, which knows only the environment's.
+        background: save a copy in the background (:func:`zarrckpt.async_save`). The next save, or the end of ``fit``,
+            waits for it and raises its errors. ModelCheckpoint's deletions wait for its commit, and are skipped if the
+            save fails. Default: training waits for each save.
+        allow_pickle: pickle values that are not data, and load such pickles. Loading runs any code that the checkpoint
+            contains. Objects with a state dict, such as a loss in the hyperparameters, are still refused.
+        storage_options: options of the store, as for :func:`zarrckpt.save`. ModelCheckpoint searches its folder with
+            fsspec, which uses options from the environment only.
         options: a :class:`zarrckpt.SaveOptions`.
     """
 
@@ -65,28 +66,30 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self.storage_options = storage_options
         self.options = options
         self.folders: set[str] = set()
-        """Folders of the Trainer's callbacks: see :meth:`without_foreign_paths`."""
+        """Folders of the Trainer's callbacks. A loaded state may name checkpoints below them."""
         self._future: zarrckpt.SaveFuture | None = None
         self._followers: list[threading.Thread] = []
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | PurePath, storage_options: Mapping[str, Any] | None = None
     ) -> None:
-        """Save a checkpoint. Called on rank 0 alone. Raises what :func:`zarrckpt.save` does."""
+        """Save a checkpoint. Called on rank 0 only. Raises the errors of :func:`zarrckpt.save`."""
         checkpoint, url = with_plain_parameters(checkpoint), url_of(path)
         refuse_objects(self.faults(checkpoint), ALLOW)
         warn_of_last(checkpoint)
-        make_way(url)
-        self.save(checkpoint, url, place_in_run(checkpoint), no_dist=True, storage_options=storage_options)
+        prepare_local_path(url)
+        self.save(checkpoint, url, run_metadata(checkpoint), no_dist=True, storage_options=storage_options)
 
     def load_checkpoint(
         self, path: str | PurePath, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a whole checkpoint, also of a sharded strategy, or a file of Lightning's own; each rank reads all of it.
+        """Read a whole checkpoint. Each rank that calls it reads all bytes.
+
+        The checkpoint can be from a sharded strategy, or a file that Lightning's own plugin saved.
 
         Args:
-            map_location: a device, or its name, where the tensors are to be; anything else: the CPU.
-            weights_only: True refuses pickles whatever ``allow_pickle`` says.
+            map_location: the device of the loaded tensors, or its name. For values of other types: the CPU.
+            weights_only: True refuses pickles even with ``allow_pickle=True``.
         """
         self.wait()
         allow_pickle, url = self.allow_pickle and not weights_only, url_of(path)
@@ -107,14 +110,17 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return self.without_foreign_paths(checkpoint, url)
 
     def remove_checkpoint(self, path: str | PurePath) -> None:
-        """Delete a checkpoint. Called on rank 0 alone. One that cannot be deleted, or is pinned, stays, and is logged.
+        """Delete a checkpoint. Called on rank 0 only. If it is pinned or cannot be deleted, log a warning and leave it.
 
-        Beside a save in the background it returns at once: a thread waits for that save.
+        During a save in the background it returns immediately. A thread deletes after the commit of that save.
         """
-        self.when_committed(lambda: _remove_or_log(url_of(path), self.storage_options))
+        self.when_committed(lambda: _remove_saved(url_of(path), self.storage_options))
 
     def when_committed(self, action: Callable[[], None]) -> None:
-        """Do something once the save in the background has committed, and not at all if it fails; else now."""
+        """Call the action after the commit of the save in the background, or now if there is no such save.
+
+        If the save fails, the action is not called.
+        """
         future, before = self._future, self._followers[-1:]
         if future is None:
             action()
@@ -122,32 +128,32 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
         def follow() -> None:
             if future.exception() is None:
-                for one in before:  # in their order
-                    one.join()
+                for follower in before:  # Actions are called in order.
+                    follower.join()
                 action()
 
         self._followers.append(threading.Thread(target=follow, name="zarrckpt-follow"))
         self._followers[-1].start()
 
     def teardown(self) -> None:
-        """Lightning calls it at the end of ``fit``, also where that failed: as :meth:`wait`."""
+        """Wait as :meth:`wait`. Lightning calls it at the end of ``fit``, also after an error."""
         self.wait()
 
     def link_checkpoint(self, path: str, link: str) -> None:
-        """Make a symbolic link to a checkpoint, once that is there; what was at its place is removed."""
+        """Make a symbolic link to a checkpoint after its commit. The link replaces an older link or checkpoint."""
 
         def replace() -> None:
             if not os.path.islink(link):
-                _remove_or_log(link, self.storage_options)
+                _remove_saved(link, self.storage_options)
             os.symlink(os.path.relpath(path, os.path.dirname(link)), f"{link}.new")
             os.replace(f"{link}.new", link)
 
         self.when_committed(replace)
 
     def wait(self) -> None:
-        """Wait for the save in the background, and raise its errors; without one return at once.
+        """Wait for the save in the background and raise its errors. Return immediately if there is no such save.
 
-        With ``Fabric``, call it before the process ends, on every rank that saves: Fabric has no end of its own.
+        With ``Fabric``, call it before the process ends, on every rank that saves. Fabric itself does not wait.
         """
         future, self._future = self._future, None
         followers, self._followers = self._followers, []
@@ -165,24 +171,24 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
         no_dist: bool,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save a state with these settings, after the save in the background if there is one; for the strategies."""
+        """Wait for the save in the background, then save a state with these settings. The strategies call it."""
         self.wait()
         own = {**(self.storage_options or {}), **(storage_options or {})} or None
         call = zarrckpt.async_save if self.background else zarrckpt.save
-        made = call(
+        saved = call(
             state, url, overwrite=True, metadata=metadata, no_dist=no_dist, storage_options=own, options=self.options
         )
-        self._future = made if isinstance(made, zarrckpt.SaveFuture) else None
-        if PurePath(url).name.startswith("hpc_ckpt_"):  # Lightning ends the job next, for SLURM to start it again
+        self._future = saved if isinstance(saved, zarrckpt.SaveFuture) else None
+        if PurePath(url).name.startswith("hpc_ckpt_"):  # After this save Lightning has SLURM requeue the job.
             self.wait()
 
     def without_foreign_paths(self, checkpoint: Mapping[str, Any], url: str) -> dict[str, Any]:
-        """Return a Trainer's checkpoint without the paths of checkpoints elsewhere, which Lightning opens and deletes.
+        """Return a Trainer's checkpoint without paths outside of the run, because Lightning opens and deletes them.
 
-        The state of a ModelCheckpoint may name checkpoints in the folder of the one that is loaded, and in
-        :attr:`folders`. If it names others, which is logged, the best are counted anew.
+        The state of a ModelCheckpoint may name checkpoints below the loaded checkpoint's folder or below
+        :attr:`folders`. If it names others, log a warning and drop its list of best checkpoints.
         """
-        folders = {folder_text(url.rpartition("/")[0]), *self.folders}
+        folders = {comparable_folder(url.rpartition("/")[0]), *self.folders}
         states = checkpoint.get("callbacks") if "pytorch-lightning_version" in checkpoint else None
         cleaned = {}
         for name, state in states.items() if isinstance(states, Mapping) else ():
@@ -192,61 +198,66 @@ class ZarrCheckpointIO(CheckpointIO):  # type: ignore[misc]
             paths = [state[key] for key in ("kth_best_model_path", "last_model_path") if state.get(key)]
             foreign = [path for path in (*paths, *(top or ())) if not _lies_below(path, folders)]
             if foreign:
-                state = {key: value for key, value in state.items() if key not in _COUNTED} | {"best_model_score": None}
+                state = {key: value for key, value in state.items() if key not in _BEST_AND_LAST} | {
+                    "best_model_score": None
+                }
             if (best := state["best_model_path"]) and not _lies_below(best, folders):
                 foreign.append(best)
                 state = {**state, "best_model_path": ""}
             if foreign:
                 log.warning(
-                    "%s names the checkpoint %r, outside of the folders of this run (%s): it is ignored",
+                    "%s names the checkpoint %r, which is ignored because it is outside of this run's folders (%s)",
                     *(url, foreign[0], ", ".join(sorted(folders))),
                 )
                 cleaned[name] = state
         return {**checkpoint, **({"callbacks": {**states, **cleaned}} if cleaned and states else {})}
 
     def faults(self, state: Mapping[str, Any]) -> list[str]:
-        """What in a state is no data, by name, as far as these settings refuse it."""
+        """Return a text for each value of a state that these settings refuse to save."""
         return [*objects_in(state, allow_pickle=self.allow_pickle)]
 
 
-_COUNTED = ("best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
-"""What a ModelCheckpoint keeps of its best and last checkpoints, all of it or nothing."""
+_BEST_AND_LAST = ("best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
+"""Keys of a ModelCheckpoint's state about its best and last checkpoints. They are valid only together."""
 
 
-def folder_text(folder: str) -> str:
-    """A folder as text to compare: Lightning resolves the links in local ones."""
+def comparable_folder(folder: str) -> str:
+    """Return a folder as a text to compare. Links in local folders are resolved, because Lightning resolves them."""
     return folder.rstrip("/") if "://" in folder else os.path.realpath(folder)
 
 
 def _lies_below(path: Any, folders: set[str]) -> bool:
     if not isinstance(path, str) or ".." in path.split("/") or not (path.startswith("/") or "://" in path):
         return False
-    own = f"{folder_text(path.rpartition('/')[0])}/"
+    own = f"{comparable_folder(path.rpartition('/')[0])}/"
     return any(own.startswith(f"{folder}/") for folder in folders)
 
 
 def url_of(path: str | PurePath) -> str:
-    """Return the url of a checkpoint that a user or Lightning names, also by its root document."""
+    """Return the url of a checkpoint from its path, or from the path of its root document."""
     return normalize(path).removesuffix(ROOT)
 
 
-def is_lightnings(path: str) -> bool:
-    """Whether Lightning itself has saved what is there: a file, or the folder of a sharded strategy."""
+def is_saved_by_lightning(path: str) -> bool:
+    """Whether a local path has a file, or the folder that a sharded strategy of Lightning saved."""
     return os.path.isfile(path) or os.path.isfile(f"{path}/meta.pt")
 
 
-def make_way(path: str) -> None:
-    """Before a save to a local path: remove a link, so that what it leads to stays, and rename what is Lightning's."""
+def prepare_local_path(path: str) -> None:
+    """Prepare a local path for a save: remove a link but not its target, and rename Lightning's own checkpoint."""
     if os.path.islink(path):
         os.unlink(path)
-    elif is_lightnings(path):
-        stem, suffix = os.path.splitext(path)  # "last" still finds it
+    elif is_saved_by_lightning(path):
+        stem, suffix = os.path.splitext(path)  # ckpt_path="last" still finds the new name.
         names = (f"{stem}-lightning{number or ''}{suffix}" for number in itertools.count())
         os.replace(path, next(name for name in names if not os.path.lexists(name)))
 
 
 def warn_of_last(checkpoint: Mapping[str, Any]) -> None:
-    """Say, once for a folder, that a run will not find its last checkpoint: while there is time to mend it."""
+    """Warn, once per folder, if Lightning's own ModelCheckpoint will not find the last checkpoint of an object store.
+
+    The first save warns, because the next start of the training would begin at step 0.
+    """
     for name, state in checkpoint.get("callbacks", {}).items():
         last = str(state.get("last_model_path", "")) if str(name).startswith("ModelCheckpoint{") else ""
         if "://" in last and FINDS_LAST not in state:
@@ -256,29 +267,32 @@ def warn_of_last(checkpoint: Mapping[str, Any]) -> None:
 @functools.cache
 def _warn_once(folder: str) -> None:
     log.warning(
-        'fit(ckpt_path="last") will find nothing in %s, and begin anew: Lightning\'s ModelCheckpoint looks in local '
-        "folders only. Use zarrckpt.integrations.lightning.ZarrModelCheckpoint, with the same arguments",
+        'fit(ckpt_path="last") will not find checkpoints in %s and will start at step 0: Lightning\'s ModelCheckpoint '
+        "searches only local folders. Use zarrckpt.integrations.lightning.ZarrModelCheckpoint with the same arguments",
         folder,
     )
 
 
-def place_in_run(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a Trainer's checkpoint is to be seen without loading it."""
+def run_metadata(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the step and the epoch of a Trainer's checkpoint, for its metadata."""
     names = {"global_step": "step", "epoch": "epoch"}
     return {name: checkpoint[key] for key, name in names.items() if type(checkpoint.get(key)) is int}
 
 
-def _remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> None:
+def _remove_saved(url: str, storage_options: Mapping[str, Any] | None) -> None:
     if os.path.islink(url):
         os.unlink(url)
-    elif is_lightnings(url):
+    elif is_saved_by_lightning(url):
         TorchCheckpointIO().remove_checkpoint(url)
     elif not remove_or_log(url, storage_options) and (store := get_filesystem(url)).isfile(url):
-        store.rm_file(url)  # Lightning's, in a store
+        store.rm_file(url)  # a file that Lightning's own plugin saved in an object store
 
 
 def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict with numbers for its parameters, as one device has them; they had names or numbers."""
+    """Return an optimizer's state dict with parameters numbered, as one device needs it, in place of their names.
+
+    Parameters that have numbers already get new ones in the order of the groups.
+    """
     names = [name for group in optimizer["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     return {

@@ -1,4 +1,4 @@
-"""What Lightning's strategies for sharded models have in common here: saves and loads on all ranks."""
+"""The base class of the Lightning strategies for sharded models, which save and load on all ranks."""
 
 from __future__ import annotations
 
@@ -10,30 +10,37 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 
 import zarrckpt
-from zarrckpt.integrations._data import loose_parts, refuse_objects
-from zarrckpt.integrations._lightning_io import ALLOW, ZarrCheckpointIO, is_lightnings, make_way, url_of, warn_of_last
+from zarrckpt.integrations._data import refuse_objects, state_to_check
+from zarrckpt.integrations._lightning_io import (
+    ALLOW,
+    ZarrCheckpointIO,
+    is_saved_by_lightning,
+    prepare_local_path,
+    url_of,
+    warn_of_last,
+)
 
 _OBJECTS = "lightning.objects"
-"""The member of a checkpoint's metadata that says which of its top level were modules and optimizers."""
+"""Key of a checkpoint's metadata: the top-level entries that were modules and optimizers."""
 
 
 class _Contents(NamedTuple):
-    """What is at the top level of a checkpoint."""
+    """The top-level keys of a checkpoint."""
 
     keys: list[str]
     objects: list[str]
-    """Those that were modules and optimizers, where the checkpoint says so."""
+    """The keys of modules and optimizers. Empty if the checkpoint's metadata do not list them."""
     numbered: list[str]
-    """Those that hold optimizers whose parameters have numbers: saved on one device, or by DDP."""
+    """The keys of optimizers whose parameters have numbers. They were saved on one device or with DDP."""
 
 
 class Sharded:
-    """What the strategies have in common: saves and loads on all ranks."""
+    """Base class of the strategies: saves and loads on all ranks."""
 
     broadcast: Callable[[Any], Any]
     is_global_zero: bool
     takes_numbers = True
-    """Whether optimizers load by the numbers of their parameters. Those of FSDP1 are flat: each rank has other ones."""
+    """Whether optimizers can load by the numbers of their parameters. FSDP1 flattens and splits parameters."""
     _checkpoint_io: ZarrCheckpointIO | None
 
     @property
@@ -46,7 +53,9 @@ class Sharded:
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         if not isinstance(io, ZarrCheckpointIO):
-            raise TypeError(f"{type(self).__name__} saves with a ZarrCheckpointIO, got a {type(io).__name__}")
+            raise TypeError(
+                f"{type(self).__name__} needs a ZarrCheckpointIO as checkpoint plugin, got {type(io).__name__}"
+            )
         self._checkpoint_io = io
 
     def _save(
@@ -57,12 +66,12 @@ class Sharded:
         metadata: dict[str, Any],
         storage_options: Mapping[str, Any] | None,
     ) -> None:
-        """Save objects of which each rank has a part, and the rest as rank 0 has it."""
-        parts = {key: loose_parts(value) for key, value in objects.items()} if self.is_global_zero else {}
+        """Save the sharded objects from all ranks, and the rest from rank 0."""
+        parts = {key: state_to_check(value) for key, value in objects.items()} if self.is_global_zero else {}
         faults = self.checkpoint_io.faults({**rest, **parts}) if self.is_global_zero else []
         if self.is_global_zero and not faults:
             warn_of_last(rest)
-            make_way(url_of(path))
+            prepare_local_path(url_of(path))
         url, faults = self.broadcast((url_of(path), faults))
         refuse_objects(faults, ALLOW)
         rest = rest if self.is_global_zero else _parts_in(rest)
@@ -70,7 +79,10 @@ class Sharded:
         self.checkpoint_io.save({**objects, **rest}, url, metadata, no_dist=False, storage_options=storage_options)
 
     def _contents(self, path: str | PurePath) -> tuple[str, _Contents | None]:
-        """The url to load from, and what is there: rank 0 looks. None: what Lightning's own strategy has saved."""
+        """Return the url to load from and the contents of the checkpoint, which rank 0 reads.
+
+        The contents are None if Lightning's own strategy saved the checkpoint.
+        """
         url = url_of(path)
         found: _Contents | Exception | None = None
         self.checkpoint_io.wait()
@@ -78,7 +90,7 @@ class Sharded:
             try:
                 found = _contents_of(zarrckpt.open(url, storage_options=self.checkpoint_io.storage_options))
             except zarrckpt.CheckpointError as err:
-                found = None if is_lightnings(url) else err
+                found = None if is_saved_by_lightning(url) else err
         url, found = self.broadcast((url, found))
         if isinstance(found, Exception):
             raise found
@@ -103,11 +115,15 @@ class Sharded:
         )
 
     def _load_numbered(self, state: dict[str, Any], url: str, weights_only: bool | None) -> None:
-        """Load optimizers that were saved on one device or by DDP: without the module, parameters have numbers."""
+        """Load optimizers that were saved on one device or with DDP, by the numbers of their parameters.
+
+        The state has no module, because zarrckpt uses parameter names if it has one.
+        """
         if not self.takes_numbers:
             raise zarrckpt.UnsupportedLayoutError(
-                f"{url} was saved on one device or by DDP: the optimizer's parameters have numbers there, and FSDP1 "
-                "needs their names. FSDP2 (ModelParallelStrategy) loads it"
+                f"{url} cannot be loaded with FSDP1: it was saved on one device or with DDP, so the optimizer's "
+                "parameters have numbers, and FSDP1 needs names. Use FSDP2 (ZarrModelParallelStrategy, or "
+                "ZarrFabricModelParallelStrategy)"
             )
         self._load(state, url, weights_only)
 
@@ -120,7 +136,7 @@ def _contents_of(checkpoint: zarrckpt.Checkpoint) -> _Contents:
 
 
 def _parts_in(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a state each rank has to save: sharded tensors, and what a PerRank holds."""
+    """Return the part of a state that each rank must save: sharded tensors and PerRank values."""
 
     def shared(value: Any) -> bool:
         if isinstance(value, Mapping | list):

@@ -1,4 +1,4 @@
-"""Models of transformers from training checkpoints, and checkpoints as folders that ``from_pretrained`` takes."""
+"""Load models of transformers from training checkpoints, and export checkpoints as folders for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zarrckpt._store._url import parse
 from zarrckpt._store._whole_files import local_path, new_files, refuse_existing, relative_files, upload_files
 
 DESCRIPTIONS = "trainer"
-"""Where a checkpoint has the texts ``config`` and ``generation_config``."""
+"""The entry of a checkpoint that contains the texts ``config``, ``generation_config`` and ``peft_config``."""
 
 
 def load_pretrained(
@@ -41,31 +41,31 @@ def load_pretrained(
     storage_options: Mapping[str, Any] | None = None,
     options: zarrckpt.LoadOptions | None = None,
 ) -> Any:
-    """Make a model of transformers and fill it from a training checkpoint, however that was sharded.
+    """Build a model of transformers and load its weights from a training checkpoint with any sharding.
 
-    The parameters begin on the meta device. Then memory is allocated once, in their dtype and on their device, and
-    filled chunk by chunk: beside the model it takes what :class:`zarrckpt.LoadOptions` allows. The model is in
-    evaluation mode, as after ``from_pretrained``. All ranks call it, and each gets a whole model. Costs what
-    :func:`zarrckpt.load` costs, and one request a rank.
+    The parameters begin on the meta device. Then memory is allocated once, in the final dtype and on the final device,
+    and loaded chunk by chunk. Memory beyond the model is limited by :class:`zarrckpt.LoadOptions`. The model is in
+    evaluation mode, as after ``from_pretrained``. All ranks call it, and each returns a whole model. The costs are
+    those of :func:`zarrckpt.load` and one more request per rank.
 
     Args:
-        model_class: such as ``LlamaForCausalLM``, or ``AutoModelForCausalLM``.
-        url: of a checkpoint, saved by ``ZarrTrainer`` or in any other way.
-        prefix: the model's name in the state that was saved: of ``{"model": model}``, ``"model"``.
-        dtype: of floating parameters and buffers. Default: each as it was saved.
-        device: where parameters and buffers are to be. Default: the CPU.
-        config: the model's configuration. Default: the one that ``ZarrTrainer`` has saved, without members that name
-            code or a repository, such as ``auto_map`` and ``attn_implementation``.
-        no_dist: this process loads alone, as in :func:`zarrckpt.load`.
+        model_class: the class of the model, such as ``LlamaForCausalLM`` or ``AutoModelForCausalLM``.
+        url: the url of a checkpoint that ``ZarrTrainer``, :func:`zarrckpt.save` or another caller saved.
+        prefix: the model's key in the saved state: ``"model"`` for ``{"model": model}``.
+        dtype: the dtype of floating-point parameters and buffers. Default: the dtype in which each was saved.
+        device: the device of parameters and buffers. Default: the CPU.
+        config: the model's configuration. Default: the one that ``ZarrTrainer`` saved, without members that name code
+            or a repository, such as ``auto_map`` and ``attn_implementation``.
+        no_dist: load in this process only, as in :func:`zarrckpt.load`.
         storage_options, options: as in :func:`zarrckpt.load`.
 
-    Raises ValueError where no configuration is known; KeyMismatchError for weights that the checkpoint lacks, for those
-    that the model has no place for, and for other shapes; and what :func:`zarrckpt.load` raises.
+    Raises ValueError if there is no configuration. Raises KeyMismatchError for missing and unexpected weights and for
+    wrong shapes. Raises the errors of :func:`zarrckpt.load`.
     """
     ckpt = zarrckpt.open(url, storage_options=storage_options)
     config = _config_of(ckpt, config)
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class
-    # Buffers are made for real: what is not saved of them (rotary frequencies) is computed by the constructor.
+    # Buffers are not on the meta device: the constructor computes those that are not saved, such as rotary frequencies.
     with accelerate.init_empty_weights(include_buffers=False), no_init_weights():
         model = make(config)
     model.tie_weights()
@@ -78,8 +78,9 @@ def load_pretrained(
     unexpected = [name for name in names if name not in state]
     if missing or unexpected:
         raise zarrckpt.KeyMismatchError(
-            f"{ckpt.url}: what is below {prefix!r} is not a {type(model).__name__} of this configuration: it lacks "
-            f"{missing[:5]}, and the model has no place for {unexpected[:5]} ({len(missing)} and {len(unexpected)})"
+            f"{ckpt.url}: the entries below {prefix!r} do not match {type(model).__name__} with this configuration: "
+            f"{len(missing)} weights are missing ({missing[:5]}) and {len(unexpected)} are unexpected "
+            f"({unexpected[:5]}). Check prefix= and config="
         )
     target: Any = {name: state[name] for name in names}
     for part in reversed(prefix.split(".")):
@@ -102,63 +103,65 @@ def export_pretrained(
     storage_options: Mapping[str, Any] | None = None,
     folder_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Write a checkpoint's model as a folder that ``from_pretrained`` takes: on a local disk, or at a url.
+    """Write a checkpoint's model to a local folder or a url, in the format of ``from_pretrained``.
 
-    safetensors with their index, ``config.json``, ``generation_config.json`` and the tokenizer's files. Weights are
-    copied in memory bounded as in :meth:`zarrckpt.Checkpoint.to_safetensors`; no model is made. Tied weights are
-    written once, where the configuration names a class of transformers. One process calls it.
+    It writes safetensors files with their index, ``config.json``, ``generation_config.json`` and the tokenizer's files.
+    No model is built. The memory limit is that of :meth:`zarrckpt.Checkpoint.to_safetensors`. Tied weights are written
+    once if the configuration names a class of transformers. One process calls it.
 
-    For a url, files are written to a temporary local folder first, and uploaded when all are whole, one after the
-    other: it takes that much space below ``TMPDIR``. The weights go up first, and ``config.json`` and other small
-    files last. An upload that breaks off leaves a part: export again with ``overwrite=True``.
+    For a url, all files are written to a temporary local folder below ``TMPDIR`` and then uploaded one after the other:
+    first the weights, last ``config.json`` and other small files. An interrupted upload leaves some of the files. Then
+    export again with ``overwrite=True``.
 
-    Of a PEFT model that ``ZarrTrainer`` has saved, the adapters are written, as ``PeftModel.from_pretrained`` takes
-    them (``adapter_model.safetensors``, ``adapter_config.json``; others than ``default`` in folders of their names),
-    with the tokenizer's files. For adapters that have their name in those of their weights, as LoRA's do.
+    For a PEFT model that ``ZarrTrainer`` saved, it writes the adapters and the tokenizer's files instead, for
+    ``PeftModel.from_pretrained``: ``adapter_model.safetensors`` and ``adapter_config.json``. Adapters other than
+    ``default`` go to folders with their names. This works for adapters whose weights have the adapter's name in their
+    names, such as LoRA.
 
     Args:
         url, prefix: as in :func:`load_pretrained`.
-        folder: made where it is absent; a local path, or a url such as ``s3://bucket/model``.
-        dtype: of floating weights, as in :meth:`zarrckpt.Checkpoint.copy_to`: ``torch.bfloat16``. Default: as saved.
-        config, generation_config: of the model. Default: those that ``ZarrTrainer`` has saved.
-        tokenizer: or a processor: whatever has ``save_pretrained``. Default: none is written.
+        folder: a local path, or a url such as ``s3://bucket/model``. It is created if it does not exist.
+        dtype: the dtype of floating-point weights, such as ``torch.bfloat16``, as in
+            :meth:`zarrckpt.Checkpoint.copy_to`. Default: as saved.
+        config, generation_config: the model's configurations. Default: those that ``ZarrTrainer`` saved.
+        tokenizer: a tokenizer or processor with ``save_pretrained``. Default: no tokenizer is written.
         max_file_bytes: as in :meth:`zarrckpt.Checkpoint.to_safetensors`.
-        overwrite: replace files that are there. Without, one that would be replaced is a StorageError.
+        overwrite: replace existing files. Default: a file that would be replaced is a StorageError.
         storage_options: as in :func:`zarrckpt.load`.
-        folder_options: the ``storage_options`` of a url as folder. Default: those of the checkpoint.
+        folder_options: the ``storage_options`` of ``folder`` if it is a url. Default: those of the checkpoint.
 
-    Returns the :class:`ExportReport` of the weights; None for adapters. Raises ValueError where no configuration is
-    known, UnsupportedValueError for other adapters, CorruptCheckpointError for a saved configuration that is none,
-    StorageError, and what :meth:`zarrckpt.Checkpoint.to_safetensors` raises.
+    Returns the :class:`ExportReport` of the weights, or None for adapters. Raises ValueError if there is no
+    configuration, UnsupportedValueError for other adapters, CorruptCheckpointError for a saved configuration that
+    transformers rejects, StorageError, and the errors of :meth:`zarrckpt.Checkpoint.to_safetensors`.
     """
     ckpt = zarrckpt.open(url, storage_options=storage_options)
     name = None if dtype is None else str(dtype).removeprefix("torch.")
 
     has_adapters = f"{DESCRIPTIONS}.peft_config" in ckpt
 
-    def write(place: str) -> Any:
+    def write(local_folder: str) -> Any:
         if tokenizer is not None:
-            tokenizer.save_pretrained(place)
+            tokenizer.save_pretrained(local_folder)
         if has_adapters:
-            return _export_adapters(ckpt, prefix, Path(place), name)
+            return _export_adapters(ckpt, prefix, Path(local_folder), name)
         model = _config_of(ckpt, config), generation_config
-        return _export_model(ckpt, prefix, place, *model, dtype=name, max_file_bytes=max_file_bytes)
+        return _export_model(ckpt, prefix, local_folder, *model, dtype=name, max_file_bytes=max_file_bytes)
 
     def is_replaced(key: str) -> bool:
         return key.endswith(_ADAPTER_FILES[0]) if has_adapters else is_model_file(key)
 
-    known = _ADAPTER_FILES if has_adapters else _MODEL_FILES
+    file_names = _ADAPTER_FILES if has_adapters else _MODEL_FILES
     if parse(folder).kind == "local":
         target = local_path(folder)
-        if not overwrite:  # before weights are copied; others are looked for when all are written
-            there = os.listdir(target) if os.path.isdir(target) else ()
-            refuse_existing(os.path.join(target, key) for key in there if is_replaced(key) or key in known)
+        if not overwrite:  # Check before weights are copied. new_files checks the other files at the end.
+            present = os.listdir(target) if os.path.isdir(target) else ()
+            refuse_existing(os.path.join(target, key) for key in present if is_replaced(key) or key in file_names)
         with new_files(target, overwrite=overwrite, replaces=None if has_adapters else is_model_file) as part:
             report = write(part)
         return None if report is None else dataclasses.replace(report, folder=target)
     store = StoreSpec(folder, storage_options if folder_options is None else folder_options).open()
     keys = {file.key for file in store.list()}
-    _refuse_keys(store, overwrite, (key for key in keys if is_replaced(key) or key in known))
+    _refuse_keys(store, overwrite, (key for key in keys if is_replaced(key) or key in file_names))
     with tempfile.TemporaryDirectory() as local:
         report = write(local)
         _refuse_keys(store, overwrite, keys & {*relative_files(local)})
@@ -173,7 +176,7 @@ _MODEL_FILES = ("config.json", "generation_config.json")
 
 def _refuse_keys(store: Any, overwrite: bool, found: Iterable[str]) -> None:
     for key in found if not overwrite else ():
-        raise zarrckpt.StorageError(f"{key!r} exists in {store.url}: pass overwrite=True, or another folder")
+        raise zarrckpt.StorageError(f"{key!r} already exists in {store.url}: pass overwrite=True, or another folder")
 
 
 def _export_model(
@@ -188,21 +191,21 @@ def _export_model(
 ) -> Any:
     weights = ckpt.select(prefix, exclude=_tied(ckpt, prefix, config))
     report = weights.to_safetensors(folder, strip=prefix, dtype=dtype, max_file_bytes=max_file_bytes)
-    # from_pretrained makes the model in the dtype that the configuration says.
+    # from_pretrained creates the model in the dtype of its configuration.
     floating = Counter(kind for fqn in ckpt.select(prefix).tensors if "float" in (kind := ckpt.summary(fqn)[1]))
     own = dtype or (floating.most_common(1)[0][0] if floating else None)
     described = config.to_dict() if own is None else {**config.to_dict(), "dtype": own}
     type(config).from_dict(described).save_pretrained(folder)
-    text = f"{DESCRIPTIONS}.generation_config"
-    if generation_config is None and text in ckpt:
-        generation_config = _from_document(ckpt, text, GenerationConfig.from_dict)
+    entry = f"{DESCRIPTIONS}.generation_config"
+    if generation_config is None and entry in ckpt:
+        generation_config = _from_document(ckpt, entry, GenerationConfig.from_dict)
     if generation_config is not None:
         generation_config.save_pretrained(folder)
     return report
 
 
 def _tied(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any) -> list[str]:
-    """The weights that a model of this configuration has from others of the checkpoint."""
+    """Return the names of weights that a model with this configuration shares with other weights of the checkpoint."""
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     tied = getattr(kind, "_tied_weights_keys", None) if config.tie_word_embeddings else None
     pairs = tied.items() if isinstance(tied, dict) else ()
@@ -211,18 +214,19 @@ def _tied(ckpt: zarrckpt.Checkpoint, prefix: str, config: Any) -> list[str]:
 
 
 def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, dtype: str | None) -> None:
-    text = f"{DESCRIPTIONS}.peft_config"
-    for adapter, config in _from_document(ckpt, text, lambda found: found).items():
+    entry = f"{DESCRIPTIONS}.peft_config"
+    for adapter, config in _from_document(ckpt, entry, lambda found: found).items():
         if not isinstance(config, dict) or adapter in ("", ".", "..") or not {*adapter}.isdisjoint("/\\\0"):
             raise zarrckpt.CorruptCheckpointError(
-                f"{ckpt.url}: {text!r} has the adapter {adapter!r}, expected the name of a folder and its configuration"
+                f"{ckpt.url}: {entry!r} has the adapter {adapter!r}, expected a valid folder name and a configuration"
             )
-        place = folder if adapter == "default" else folder / adapter
+        own_folder = folder if adapter == "default" else folder / adapter
         names = {name: fqn for fqn in ckpt.tensors if (name := _name_in_adapter(fqn, prefix, adapter))}
         if not names:
             raise zarrckpt.UnsupportedValueError(
-                f"{ckpt.url}: the adapter {adapter!r} ({config.get('peft_type')}) has no weights below {prefix!r} with "
-                "its name in theirs: resume, and call model.save_pretrained"
+                f"{ckpt.url}: the adapter {adapter!r} ({config.get('peft_type')}) cannot be exported, because no "
+                f"weight below {prefix!r} has the adapter's name in its name. Resume the training, then call "
+                "model.save_pretrained"
             )
         found = ckpt.load(names.values())
         for part in prefix.split("."):
@@ -231,13 +235,13 @@ def _export_adapters(ckpt: zarrckpt.Checkpoint, prefix: str, folder: Path, dtype
         if dtype is not None:
             kind = getattr(torch, dtype)
             tensors = {name: t.to(kind) if t.is_floating_point() and t.ndim else t for name, t in tensors.items()}
-        place.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, place / _ADAPTER_FILES[0], metadata={"format": "pt"})
-        (place / _ADAPTER_FILES[1]).write_text(json.dumps({**config, "inference_mode": True}, indent=2))
+        own_folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, own_folder / _ADAPTER_FILES[0], metadata={"format": "pt"})
+        (own_folder / _ADAPTER_FILES[1]).write_text(json.dumps({**config, "inference_mode": True}, indent=2))
 
 
 def _name_in_adapter(fqn: str, prefix: str, adapter: str) -> str | None:
-    """A weight's name in PEFT's files, which do not name the adapter; None for one of the base."""
+    """Return a weight's name in PEFT's files, without the adapter's name. None for weights of the base model."""
     before, own, after = fqn.removeprefix(f"{prefix}.").rpartition(f".{adapter}")
     if not own or not fqn.startswith(f"{prefix}.") or (after and not after.startswith(".")):
         return None
@@ -247,28 +251,28 @@ def _name_in_adapter(fqn: str, prefix: str, adapter: str) -> str | None:
 
 
 def _config_of(ckpt: zarrckpt.Checkpoint, config: Any) -> Any:
-    """The configuration of a checkpoint's model, where none is given the one that was saved."""
+    """Return ``config``, or the saved configuration of the model if it is None."""
     if config is not None:
         return config
-    text = f"{DESCRIPTIONS}.config"
-    if text not in ckpt:
-        raise ValueError(f"{ckpt.url} has no configuration of a model: pass config=")
-    return _from_document(ckpt, text, lambda known: CONFIG_MAPPING[known["model_type"]].from_dict(known))
+    entry = f"{DESCRIPTIONS}.config"
+    if entry not in ckpt:
+        raise ValueError(f"{ckpt.url} does not contain a model configuration: pass config=")
+    return _from_document(ckpt, entry, lambda found: CONFIG_MAPPING[found["model_type"]].from_dict(found))
 
 
-def _from_document(ckpt: zarrckpt.Checkpoint, text: str, make: Callable[[dict[str, Any]], Any]) -> Any:
-    """Make an object of a JSON document in the checkpoint. Raises CorruptCheckpointError if it is another one."""
+def _from_document(ckpt: zarrckpt.Checkpoint, entry: str, make: Callable[[dict[str, Any]], Any]) -> Any:
+    """Build an object from a JSON document in the checkpoint. Raises CorruptCheckpointError if that fails."""
     try:
-        document = _without_code(json.loads(ckpt[text]))
+        document = _without_code(json.loads(ckpt[entry]))
         if not isinstance(document, dict):
-            raise TypeError(f"a {type(document).__name__}, expected an object")
+            raise TypeError(f"expected a JSON object, found {type(document).__name__}")
         return make(document)
     except zarrckpt.CheckpointError:
         raise
-    except Exception as err:  # a parser on any input, and the constructor of any configuration
+    except Exception as err:  # Parsers and constructors of configurations raise many types of errors.
         raise zarrckpt.CorruptCheckpointError(
-            f"{ckpt.url}: {text!r} is no configuration that this version of transformers takes: {type(err).__name__}: "
-            f"{err!s:.200}"
+            f"{ckpt.url}: {entry!r} is not a configuration that this version of transformers accepts: "
+            f"{type(err).__name__}: {err!s:.200}"
         ) from err
 
 
@@ -276,11 +280,11 @@ _NAMES_OF_CODE = {
     *("attn_implementation", "auto_map", "code_revision", "custom_pipelines", "experts_implementation"),
     *("kernel_config", "name_or_path", "trust_remote_code", "use_kernels"),
 }
-"""Members of a configuration that name code or a repository, which transformers would fetch from the Hub and run."""
+"""Members of a configuration that name code or a repository. transformers would download it from the Hub and run it."""
 
 
 def _without_code(value: Any) -> Any:
-    """Return a saved configuration without the members that name code, in all configurations inside it, too."""
+    """Return a saved configuration without members that name code, at any depth."""
     if isinstance(value, list):
         return [_without_code(item) for item in value]
     if not isinstance(value, dict):
@@ -292,21 +296,21 @@ def _without_code(value: Any) -> Any:
 def _allocate(
     model: nn.Module, saved: Mapping[str, torch.dtype], dtype: torch.dtype | None, device: torch.device
 ) -> None:
-    """Give parameters memory, and put buffers on the device; in a dtype, or in that of their saved values."""
+    """Allocate the parameters and move the buffers to a device, in the given dtype or that of the saved values."""
 
     def kind_of(name: str, tensor: torch.Tensor) -> torch.dtype:
-        known = saved.get(name, tensor.dtype)
-        return dtype if dtype is not None and known.is_floating_point else known
+        saved_dtype = saved.get(name, tensor.dtype)
+        return dtype if dtype is not None and saved_dtype.is_floating_point else saved_dtype
 
     persistent = model.state_dict().keys()
-    made: dict[int, nn.Parameter] = {}
+    allocated: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            if id(parameter) not in made:  # others are tied to it
+            if id(parameter) not in allocated:  # Tied parameters share one allocation.
                 memory = torch.empty_like(parameter, device=device, dtype=kind_of(prefix + name, parameter))
-                made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
-            setattr(module, name, made[id(parameter)])
+                allocated[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+            setattr(module, name, allocated[id(parameter)])
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             kind = kind_of(prefix + name, buffer) if prefix + name in persistent else buffer.dtype
             setattr(module, name, buffer.to(device, kind))

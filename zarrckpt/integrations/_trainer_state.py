@@ -1,4 +1,4 @@
-"""What a Trainer's checkpoint holds beside its model and its optimizer, as data."""
+"""Read the state of a Hugging Face Trainer other than its model and optimizer, as data."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from zarrckpt.integrations import _data, _values
 
 
 class RestOfTrainer:
-    """Asks a Trainer for what is saved beside the model and the optimizer, when it is saved. On all ranks."""
+    """The state of a Trainer other than its model and optimizer, read at each save. Used on all ranks."""
 
     def __init__(self, trainer: Any, allow_pickle: bool) -> None:
         self._trainer = trainer
         self._allow_pickle = allow_pickle
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises UnsupportedValueError, by name, for what only pickle keeps."""
+        """Return the state to save. Raises UnsupportedValueError with the names of values that need pickle."""
         trainer = self._trainer
         trainer.store_flos()
         if (step := trainer.state.best_global_step) == trainer.state.global_step:
             trainer.state.best_model_checkpoint = f"{trainer.checkpoint_dir}/step-{step:08d}"
-        checked = {"model": _data.loose_parts(trainer.model)}
+        checked = {"model": _data.state_to_check(trainer.model)}
         rest: dict[str, Any] = {"saved": ["model"]}
         if not trainer.args.save_only_model:
             parts = {"scheduler": trainer.lr_scheduler, "scaler": enabled_scaler(trainer)}
             rest = {name: part.state_dict() for name, part in parts.items() if part is not None}
             rest["saved"] = ["model", "optimizer", "rng", *rest]
-            checked |= {"trainer": {**rest}, "optimizer": _data.loose_parts(plain_optimizer(trainer))}
+            checked |= {"trainer": {**rest}, "optimizer": _data.state_to_check(plain_optimizer(trainer))}
             rest["rng"] = zarrckpt.PerRank(_values.random_state(trainer.args.device))
         _data.refuse_objects(_data.objects_in(checked, allow_pickle=self._allow_pickle))
-        if trainer.is_world_process_zero():  # others have measured other times
+        if trainer.is_world_process_zero():  # Times in the state differ between ranks.
             rest |= {"state": _state_text(trainer), **_descriptions(trainer.model)}
         return rest
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What is resumed goes where the Trainer asks for it."""
+        """Raise NotImplementedError: the Trainer's methods load each part themselves."""
         raise NotImplementedError
 
 
 class TotalLimit(zarrckpt.Keep):
-    """``save_total_limit``, as the Trainer counts: the newest so many, and the best one instead of the oldest of them.
+    """``save_total_limit`` as the Trainer counts it: the best checkpoint takes the place of the oldest.
 
-    At least the newest is kept beside the best.
+    With a limit of 1, the newest is kept in addition to the best.
     """
 
     @classmethod
     def of(cls, args: Any) -> TotalLimit | None:
-        """The limit in a Trainer's arguments; None where there is none."""
+        """Return the limit in a Trainer's arguments, or None if it has none."""
         if args.save_total_limit is None or args.save_total_limit <= 0:
             return None
-        # By the step at which the Trainer found its best: of equal metrics it takes the first.
+        # Compare the steps that the Trainer chose as its best, because it takes the first of equal metrics.
         best = int(args.metric_for_best_model is not None)
         return cls(newest=args.save_total_limit, best=best, metric="best_step", mode="max")
 
@@ -69,35 +69,37 @@ class TotalLimit(zarrckpt.Keep):
 
 
 def plain_optimizer(trainer: Any) -> Any:
-    """A Trainer's optimizer without Accelerate's wrapper."""
+    """Return a Trainer's optimizer without Accelerate's wrapper."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def enabled_scaler(trainer: Any) -> Any:
-    """A Trainer's scaler of gradients; None where it scales none."""
+    """Return a Trainer's gradient scaler, or None if it has none or it is disabled."""
     scaler = getattr(trainer.accelerator, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def _state_text(trainer: Any) -> str:
-    """What the Trainer itself writes to trainer_state.json, with its callbacks' states of now."""
+    """Return the text that the Trainer itself writes to trainer_state.json, with its callbacks' current states."""
     state = trainer.state
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
     state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
-    known = dataclasses.asdict(state)
-    best = known["best_model_checkpoint"]
-    known["best_model_checkpoint"] = best and best.removeprefix(f"{trainer.checkpoint_dir}/")
-    for name, value in known.items():
+    fields = dataclasses.asdict(state)
+    best = fields["best_model_checkpoint"]
+    fields["best_model_checkpoint"] = best and best.removeprefix(f"{trainer.checkpoint_dir}/")
+    for name, value in fields.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as err:
-            raise zarrckpt.UnsupportedValueError(f"{name!r} of the TrainerState cannot be saved: {err}") from err
-    return json.dumps(known)
+            raise zarrckpt.UnsupportedValueError(
+                f"{name!r} of the TrainerState cannot be saved as JSON: {err}"
+            ) from err
+    return json.dumps(fields)
 
 
 class AdaptersOnly(nn.Module):
-    """Of a PEFT model the adapters and what else is trained, under their names in it."""
+    """The adapters of a PEFT model and its other trained parameters, under their names in the model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -121,7 +123,7 @@ def is_finite(value: Any) -> bool:
 
 
 def _descriptions(model: Any) -> dict[str, str]:
-    """The configurations of a model, as texts: what makes it anew."""
+    """Return the configurations from which a model can be built again, as JSON texts."""
     found = {}
     if (config := getattr(model, "config", None)) is not None and hasattr(config, "to_dict"):
         base = model.get_base_model() if hasattr(model, "peft_config") else model

@@ -1,4 +1,4 @@
-"""What frameworks keep beside tensors, as data: random number generators, and files; what is loaded in place."""
+"""Read and restore random number generators and files as data, and other functions that integrations share."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from zarrckpt._errors import log
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The generators of Python, NumPy and torch, and torch's of all devices of a kind, as data."""
+    """Return the random state of Python, NumPy, torch, and all devices of the given device's type, as data."""
     version, numbers, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)
     if "key" in numpy["state"]:
         numpy["state"]["key"] = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        # Tensors, since those of all ranks become one array.
+        # A tensor, because the tensors of all ranks are stored as one array.
         "python": {"version": version, "numbers": torch.tensor(numbers, device="cpu"), "gauss": gauss},
         "numpy": numpy,
     }
@@ -36,7 +36,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
-    """Take back what :func:`random_state` gave; where there are fewer devices now, those of the first ones."""
+    """Restore a state of :func:`random_state`. Devices that this process does not have are ignored."""
     torch.set_rng_state(state["torch"])
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
@@ -49,28 +49,35 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
 
 
 def files_below(folder: str) -> dict[str, torch.Tensor]:
-    """The bytes of each file, by its path in the folder."""
+    """Return the bytes of each file below a folder, by its path in the folder."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): torch.from_numpy(np.fromfile(path, np.uint8)) for path in files}
 
 
 def write_files(folder: str, files: Mapping[str, torch.Tensor]) -> None:
-    """Write what :func:`files_below` gave. Raises CorruptCheckpointError for a path that is no file in the folder."""
+    """Write files that :func:`files_below` returned.
+
+    Raises CorruptCheckpointError if a path lies outside of the folder, or if the content is not bytes.
+    """
     if not isinstance(files, Mapping):
-        raise zarrckpt.CorruptCheckpointError(f"the checkpoint has a {type(files).__name__} where files are expected")
+        raise zarrckpt.CorruptCheckpointError(
+            f"the hooks' files in the checkpoint are a {type(files).__name__}, expected a dict of files"
+        )
     for name, content in files.items():
         path, is_file = Path(folder, str(name)), isinstance(content, torch.Tensor) and content.dtype == torch.uint8
         try:
             if not is_file or not path.resolve().is_relative_to(Path(folder).resolve()):
-                raise ValueError("outside of the folder that it was saved from, or no bytes")
+                raise ValueError("expected bytes and a path inside the folder")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.numpy().data)
         except (OSError, ValueError) as err:
-            raise zarrckpt.CorruptCheckpointError(f"the file {name!r:.200} of the checkpoint: {err}") from err
+            raise zarrckpt.CorruptCheckpointError(
+                f"the checkpoint's file {name!r:.200} cannot be written to a temporary folder: {err}"
+            ) from err
 
 
-def is_filled(part: Any, state: Any = None) -> bool:
-    """Whether an object is loaded in place: one of torch's classes, or one that ranks hold parts of."""
+def loads_in_place(part: Any, state: Any = None) -> bool:
+    """Whether an object is loaded in place: a module, optimizer or scheduler, or an object with sharded state."""
     if isinstance(part, nn.Module | Optimizer | LRScheduler):
         return True
     return _holds_parts(part.state_dict() if state is None else state)
@@ -83,14 +90,14 @@ def _holds_parts(state: Any) -> bool:
 
 
 def remove_or_log(url: str, storage_options: Mapping[str, Any] | None) -> bool:
-    """Delete a checkpoint that is superfluous. One that cannot be deleted, or is pinned, stays, and is logged.
+    """Delete an expired checkpoint. If it cannot be deleted or is pinned, log a warning and leave it.
 
-    Returns whether one was there: False where it was never saved, or is gone already.
+    Returns False if no checkpoint was at the url.
     """
     try:
         zarrckpt.remove(url, storage_options=storage_options)
     except zarrckpt.CheckpointNotFoundError:
         return False
     except zarrckpt.CheckpointError as err:
-        log.warning("%s was to be removed, and is not: %s: %s", url, type(err).__name__, err)
+        log.warning("the expired checkpoint %s could not be removed: %s: %s", url, type(err).__name__, err)
     return True

@@ -1,7 +1,7 @@
-"""Lightning's checkpoints as Zarr hierarchies: Trainer and Fabric on one device, with DDP, FSDP2, TP and FSDP1.
+"""Checkpoints of Lightning's Trainer and Fabric, on one device and with DDP, FSDP2, tensor parallelism and FSDP1.
 
-Sharded strategies put the model and the optimizers into the state as they are, so any mesh loads them. What Lightning
-keeps beside them (loops, callbacks, schedulers, hyperparameters) has Lightning's own names.
+Sharded strategies put the model and optimizers themselves into the state, so that any mesh can load them. Other entries
+(loops, callbacks, schedulers, hyperparameters) keep Lightning's names.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from zarrckpt.integrations._lightning_io import (  # noqa: E402
     OPTIMIZER,
     ROOT,
     ZarrCheckpointIO,
-    folder_text,
-    place_in_run,
+    comparable_folder,
+    run_metadata,
 )
 from zarrckpt.integrations._lightning_sharded import Sharded  # noqa: E402
 
@@ -52,41 +52,42 @@ _Module = TypeVar("_Module")
 
 
 class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
-    """Lightning's ModelCheckpoint, for folders in object stores: ``fit(ckpt_path="last")`` finds checkpoints there.
+    """Lightning's ModelCheckpoint for object stores: ``fit(ckpt_path="last")`` finds checkpoints there.
 
-    Lightning's own forgets that they were at ``s3://``, and begins anew; and there it deletes what belongs to another
-    run: the checkpoint from which this one has begun. This one also passes over checkpoints whose save was broken off,
-    in any folder. The arguments are the same, and what ModelCheckpoint has kept in a checkpoint is taken over.
+    In object stores, Lightning's own ModelCheckpoint drops the ``s3://`` of the url, so ``"last"`` starts at step 0. It
+    also deletes the checkpoint from which a run was resumed, even if that belongs to another run. This class does
+    neither, and ignores unfinished saves in any folder. The arguments are the same. It loads the saved state of
+    Lightning's own class.
 
-    ``fit`` raises TypeError if the Trainer would save with anything but :class:`ZarrCheckpointIO` or a strategy of this
-    module.
+    ``fit`` raises TypeError unless the Trainer uses :class:`ZarrCheckpointIO` or a strategy of this module.
     """
 
     def __init__(self, dirpath: str | PurePath | None = None, *others: Any, **named: Any) -> None:
-        # Lightning would take "file://..." and Path("s3://...") for names of local folders.
+        # Lightning would create local folders named "file:" and "s3:" for "file://..." and Path("s3://...").
         super().__init__(None if dirpath is None else normalize(dirpath), *others, **named)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse a Trainer whose checkpoints are Lightning's own, on every rank, before training. Makes no request."""
+        """Raise TypeError on every rank, before training, if the Trainer does not save with zarrckpt. No requests."""
         if stage == "fit":
             _require_zarr(trainer.strategy, self.dirpath)
         super().setup(trainer, pl_module, stage)
         if isinstance(plugin := trainer.strategy.checkpoint_io, ZarrCheckpointIO):
-            # Only there may a checkpoint name others that Lightning opens and deletes.
-            plugin.folders |= {folder_text(f"{one.dirpath}") for one in trainer.checkpoint_callbacks if one.dirpath}
+            # A checkpoint may name others only below these folders, because Lightning opens and deletes them.
+            callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.dirpath]
+            plugin.folders |= {comparable_folder(f"{callback.dirpath}") for callback in callbacks}
 
     @property
     def state_key(self) -> str:
-        """That of Lightning's own: a run can change from one to the other."""
+        """The key of Lightning's own ModelCheckpoint, so that each can load the state of the other."""
         return str(super().state_key).removeprefix("Zarr")
 
     def state_dict(self) -> dict[str, Any]:
-        """As Lightning's, and a sign that it is not Lightning's own."""
+        """Return the state of Lightning's ModelCheckpoint, and a key that marks it as this class."""
         return {**super().state_dict(), FINDS_LAST: True}
 
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
-        """Whether a name is taken, as rank 0 sees it: by a checkpoint, not by a save that was broken off."""
-        if str(filepath) in self.best_k_models:  # it may be in the background
+        """Whether rank 0 finds a checkpoint at a path. Unfinished saves do not count."""
+        if str(filepath) in self.best_k_models:  # Its save may still run in the background.
             return True
         taken = trainer.is_global_zero and self._is_checkpoint(str(filepath))
         return bool(trainer.strategy.reduce_boolean_decision(taken, all=False))
@@ -96,17 +97,20 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         found = {path for path in super()._find_last_checkpoints(trainer) if self._is_checkpoint(path)}
         if getattr(self._fs, "local_file", False):
             return found
-        # Lightning asks when each was modified, which stores know of objects only.
+        # Lightning compares modification times. In object stores only objects have one, folders do not.
         roots = {path: f"{path}{ROOT}" for path in found}
         return {self._fs.unstrip_protocol(root if self._fs.exists(root) else path) for path, root in roots.items()}
 
     def _is_checkpoint(self, path: str) -> bool:
-        """Whether there is a committed one, or one that Lightning's own plugin or strategies have saved."""
-        self._fs.invalidate_cache()  # fsspec does not know what zarrckpt has written since
+        """Whether a path has a committed checkpoint, or one that Lightning's own plugin or strategies saved."""
+        self._fs.invalidate_cache()  # zarrckpt may have written objects after fsspec listed the folder.
         return any(map(self._fs.exists, (f"{path}{ROOT}", f"{path}/meta.pt"))) or bool(self._fs.isfile(path))
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
-        """In object stores, too, not what is outside this run's folder, nor what the Trainer has resumed from."""
+        """Whether to delete a checkpoint: never one outside of this run's folder or the one that was resumed from.
+
+        Lightning itself checks this only for local folders.
+        """
         if not super()._should_remove_checkpoint(trainer, previous, current):
             return False
         own = f"{self.dirpath}".rstrip("/") + "/"
@@ -114,14 +118,14 @@ class ZarrModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         return "://" not in previous or (previous.startswith(own) and previous != resumed_from)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        """The link is changed before what it leads to is removed."""
+        """Remove a checkpoint, after the link to the last checkpoint was updated: it may point to the removed one."""
         if self.save_last == "link" and self._last_checkpoint_saved and self.last_model_path:
             self._link_checkpoint(trainer, self._last_checkpoint_saved, self.last_model_path)
         super()._remove_checkpoint(trainer, filepath)
 
     @staticmethod
     def _link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
-        """For ``save_last="link"``: beside a save in the background, once it has committed."""
+        """Link to the last checkpoint, for ``save_last="link"``. Waits for the commit of a save in the background."""
         plugin = trainer.strategy._checkpoint_io
         if not isinstance(plugin, ZarrCheckpointIO):
             ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
@@ -136,15 +140,15 @@ def _require_zarr(strategy: Any, folder: Any) -> None:
     kind = type(strategy).__name__
     if type(strategy).load_checkpoint is not Strategy.load_checkpoint:
         raise TypeError(
-            f"ZarrModelCheckpoint cannot save to {folder} with a {kind}, which writes and reads files of its own: use "
-            "Trainer(strategy=ZarrModelParallelStrategy(...)), or ZarrFSDPStrategy(...)"
+            f"ZarrModelCheckpoint cannot save to {folder} with {kind}, which writes another format. Use "
+            "Trainer(strategy=ZarrModelParallelStrategy(...)) or ZarrFSDPStrategy(...)"
         )
     plugin = strategy.checkpoint_io
     while isinstance(plugin, _WrappingCheckpointIO):
         plugin = plugin.checkpoint_io
     if not isinstance(plugin, ZarrCheckpointIO):
         raise TypeError(
-            f"ZarrModelCheckpoint cannot save to {folder} with a {type(plugin).__name__}, which writes pickles: use "
+            f"ZarrModelCheckpoint cannot save to {folder} with {type(plugin).__name__}, which writes pickles. Use "
             "Trainer(plugins=[ZarrCheckpointIO()]), or Lightning's own ModelCheckpoint"
         )
 
@@ -159,20 +163,22 @@ def load_from_checkpoint(
     allow_pickle: bool = False,
     **hyperparameters: Any,
 ) -> _Module:
-    """``Model.load_from_checkpoint`` for a url: build a LightningModule of its hyperparameters, with its weights.
+    """Build a LightningModule from the hyperparameters in a checkpoint and load its weights.
 
-    One process calls it, or each by itself; optimizers are not read. It holds the weights twice while it builds.
+    This is ``Model.load_from_checkpoint`` for a url. One process calls it, or several independently. Optimizers are not
+    read. During the call, memory holds the weights twice.
 
     Args:
         model: the class of the LightningModule (or LightningDataModule).
-        url: of a checkpoint that the Trainer has saved with any strategy of this module.
-        device: where the weights are to be.
-        strict: as Lightning has it; default: the model's ``strict_loading``.
+        url: a checkpoint that a Trainer saved, with or without a strategy of this module.
+        device: the device of the weights.
+        strict: whether missing and unexpected weights are an error. Default: the model's ``strict_loading``.
         storage_options, allow_pickle: as for :class:`ZarrCheckpointIO`.
-        hyperparameters: arguments of the model's that replace those in the checkpoint.
+        hyperparameters: arguments of the model that replace those in the checkpoint.
 
-    Raises what :func:`zarrckpt.open` does; UnsafeValueError without ``allow_pickle`` for hyperparameters that name code
-    which builds the model (``_instantiator``, by LightningCLI); RuntimeError for a model with other weights.
+    Raises the errors of :func:`zarrckpt.open`. Raises UnsafeValueError, unless ``allow_pickle`` is true, if the
+    hyperparameters name code that builds the model (``_instantiator``, which LightningCLI saves). Raises RuntimeError
+    if the weights do not match the model.
     """
     found = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
     keys = {str(found.path(fqn)[0]) for fqn in found} - {"optimizer_states"}
@@ -183,26 +189,26 @@ def load_from_checkpoint(
     torch.save(checkpoint, stream)
     stream.seek(0)
     options = {} if strict is None else {"strict": strict}
-    # Its bytes are made here: what the checkpoint may hold has been decided above.
-    made = model.load_from_checkpoint(stream, map_location=device, weights_only=False, **options, **hyperparameters)  # type: ignore[attr-defined]
-    return cast(_Module, made)
+    # The pickle was created here, from values that were checked above.
+    loaded = model.load_from_checkpoint(stream, map_location=device, weights_only=False, **options, **hyperparameters)  # type: ignore[attr-defined]
+    return cast(_Module, loaded)
 
 
 def _refuse_instantiators(checkpoint: Mapping[str, Any], url: str) -> None:
-    """Raise UnsafeValueError for hyperparameters that name a function and classes for Lightning to import and call."""
+    """Raise UnsafeValueError if hyperparameters name a function and classes that Lightning would import and call."""
     for key, parameters in checkpoint.items():
-        # Lightning also takes a list of pairs.
+        # Lightning also accepts a list of pairs.
         listed = isinstance(parameters, list | tuple | set | frozenset)
         pairs = [pair for pair in parameters if isinstance(pair, list | tuple) and pair] if listed else []
         if "_instantiator" in (parameters if isinstance(parameters, Mapping) else [pair[0] for pair in pairs]):
             raise zarrckpt.UnsafeValueError(
-                f"{url}: {key!r} names code that builds the model (_instantiator), as LightningCLI saves it. If you "
-                "trust the checkpoint, pass allow_pickle=True"
+                f"{url}: {key!r} names code that builds the model (_instantiator). LightningCLI saves such "
+                "hyperparameters. If you trust the checkpoint, pass allow_pickle=True"
             )
 
 
 class _TrainerSharded(Sharded):
-    """Of the Trainer's strategies."""
+    """Base class of the Trainer's strategies."""
 
     model: Any
     optimizers: list[Optimizer]
@@ -210,25 +216,25 @@ class _TrainerSharded(Sharded):
     _dumped: dict[str, Any]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state dict, sharded: nothing is gathered or copied. Collective with FSDP1."""
+        """Return the model's sharded state dict, without a gather or a copy. Collective with FSDP1."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         self._dumped = get_model_state_dict(self.model)
         return dict(self._dumped)
 
     def optimizer_state(self, optimizer: Any) -> Any:
-        """The optimizer itself, which the save takes apart."""
+        """Return the optimizer itself in place of its state. The save reads the state from it."""
         return getattr(optimizer, "_optimizer", optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | PurePath, storage_options: Mapping[str, Any] | None = None
     ) -> None:
-        """Save what Lightning has put together; every rank calls. Raises what :func:`zarrckpt.save` does."""
-        metadata, dumped = place_in_run(checkpoint), self.__dict__.pop("_dumped", {})
+        """Save the checkpoint that Lightning built. Called on all ranks. Raises the errors of :func:`zarrckpt.save`."""
+        metadata, dumped = run_metadata(checkpoint), self.__dict__.pop("_dumped", {})
         weights, optimizers = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         if weights.keys() == dumped.keys() and all(value is dumped[name] for name, value in weights.items()):
-            weights = self.model  # with it zarrckpt knows the names of the optimizers' parameters
-        else:  # a hook has changed what is to be saved
+            weights = self.model  # From the model, zarrckpt gets the names of the optimizers' parameters.
+        else:  # A hook changed the weights in the checkpoint.
             from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
             optimizers = [get_optimizer_state_dict(self.model, optimizer) for optimizer in optimizers]
@@ -236,12 +242,13 @@ class _TrainerSharded(Sharded):
         self._save(objects, with_plain_parameters(checkpoint), filepath, metadata, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | PurePath, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the model, when fitting the optimizers, and return the rest; every rank calls."""
+        """Load the model, and the optimizers if the Trainer is fitting. Return the rest. Called on all ranks."""
         url, found = self._contents(checkpoint_path)
         if found is None:
             return self.checkpoint_io.without_foreign_paths(super().load_checkpoint(url, weights_only), url)  # type: ignore[misc]
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers: dict[str, Any] = {f"optimizer_{i}": one for i, one in enumerate(self.optimizers if fitting else [])}
+        targets = self.optimizers if fitting else []
+        optimizers: dict[str, Any] = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(targets)}
         rest = {key: None for key in found.keys if not OPTIMIZER.fullmatch(key)}
         rest.pop("state_dict", None)
         if "optimizer_states" in rest:
@@ -258,7 +265,7 @@ class _TrainerSharded(Sharded):
         return self.checkpoint_io.without_foreign_paths({key: state[key] for key in rest}, url)
 
     def teardown(self) -> None:
-        """Wait for the save in the background, too, and raise its errors."""
+        """Wait for the save in the background, raise its errors, and tear down the strategy."""
         try:
             self.checkpoint_io.teardown()
         finally:
@@ -266,25 +273,25 @@ class _TrainerSharded(Sharded):
 
 
 class ZarrModelParallelStrategy(_TrainerSharded, ModelParallelStrategy):  # type: ignore[misc]
-    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism), with checkpoints as Zarr.
+    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism), with zarrckpt's checkpoints.
 
-    The arguments are the same; ``save_distributed_checkpoint`` means nothing here. Settings come with
+    The arguments are the same. ``save_distributed_checkpoint`` has no effect. Pass settings with the plugin:
     ``Trainer(strategy=ZarrModelParallelStrategy(), plugins=[ZarrCheckpointIO(background=True)])``.
     """
 
 
 class ZarrFSDPStrategy(_TrainerSharded, FSDPStrategy):  # type: ignore[misc]
-    """Lightning's FSDPStrategy (FSDP1), with checkpoints as Zarr; as :class:`ZarrModelParallelStrategy`.
+    """Lightning's FSDPStrategy (FSDP1), with zarrckpt's checkpoints. Used as :class:`ZarrModelParallelStrategy`.
 
-    The arguments are the same; ``state_dict_type`` means nothing here. It does not go on with optimizers that one
-    device or DDP has saved: UnsupportedLayoutError.
+    The arguments are the same. ``state_dict_type`` has no effect. Optimizers that were saved on one device or with DDP
+    cannot be loaded: UnsupportedLayoutError.
     """
 
     takes_numbers = False
 
 
 class _FabricSharded(Sharded):
-    """Of Fabric's strategies."""
+    """Base class of Fabric's strategies."""
 
     def save_checkpoint(
         self,
@@ -293,9 +300,9 @@ class _FabricSharded(Sharded):
         storage_options: Mapping[str, Any] | None = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save a state, as ``Fabric.save`` calls it on every rank. A ``filter`` is refused, as Lightning does."""
+        """Save a state. ``Fabric.save`` calls it on every rank. Raises NotImplementedError for a ``filter``."""
         if filter:
-            raise NotImplementedError(f"{type(self).__name__} saves whole models: leave out filter=")
+            raise NotImplementedError(f"{type(self).__name__} cannot save parts of models: leave out filter=")
         objects = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module | Optimizer)}
         plain = {key: value for key, value in state.items() if key not in objects}
         rest = {key: value.state_dict() if has_state(value) else value for key, value in plain.items()}
@@ -308,10 +315,10 @@ class _FabricSharded(Sharded):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load into a state, in place, and return the rest, as ``Fabric.load`` calls it on every rank.
+        """Load into a state in place, and return the other entries. ``Fabric.load`` calls it on every rank.
 
-        The rest has no models and optimizers. ``Fabric.load_raw`` calls it with a model, whose weights are the
-        whole checkpoint. Raises NotImplementedError for an optimizer alone.
+        The other entries are those without models and optimizers. ``Fabric.load_raw`` passes a model as state: then
+        the checkpoint must consist of that model's weights. Raises NotImplementedError for an optimizer as state.
         """
         url, found = self._contents(path)
         if found is None:
@@ -322,7 +329,10 @@ class _FabricSharded(Sharded):
             self._load(get_model_state_dict(state), url, weights_only, strict)
             return {}
         if not isinstance(state, dict) or not state:
-            raise NotImplementedError(f"{type(self).__name__} loads a model, or a dict such as {{'model': model}}")
+            raise NotImplementedError(
+                f"{type(self).__name__} can load a model or a dict such as {{'model': model}}, "
+                f"got {type(state).__name__}"
+            )
         numbered = {key: state[key] for key in found.numbered if isinstance(state.get(key), Optimizer)}
         rest = {key: None for key in found.keys if key not in state and key not in found.objects}
         target = {key: value for key, value in state.items() if key not in numbered} | rest
@@ -334,17 +344,17 @@ class _FabricSharded(Sharded):
 
 
 class ZarrFabricModelParallelStrategy(_FabricSharded, FabricModelParallelStrategy):  # type: ignore[misc]
-    """Fabric's ModelParallelStrategy (FSDP2, tensor parallelism), with checkpoints as Zarr.
+    """Fabric's ModelParallelStrategy (FSDP2, tensor parallelism), with zarrckpt's checkpoints.
 
-    The arguments are the same; ``save_distributed_checkpoint`` means nothing here. Settings come with
+    The arguments are the same. ``save_distributed_checkpoint`` has no effect. Pass settings with the plugin:
     ``Fabric(strategy=ZarrFabricModelParallelStrategy(...), plugins=[ZarrCheckpointIO(background=True)])``.
     """
 
 
 class ZarrFabricFSDPStrategy(_FabricSharded, FabricFSDPStrategy):  # type: ignore[misc]
-    """Fabric's FSDPStrategy (FSDP1), with checkpoints as Zarr; as :class:`ZarrFabricModelParallelStrategy`.
+    """Fabric's FSDPStrategy (FSDP1), with zarrckpt's checkpoints. Used as :class:`ZarrFabricModelParallelStrategy`.
 
-    It does not load optimizers that one device or DDP has saved: UnsupportedLayoutError.
+    Optimizers that were saved on one device or with DDP cannot be loaded: UnsupportedLayoutError.
     """
 
     takes_numbers = False

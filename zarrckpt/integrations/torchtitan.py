@@ -1,7 +1,7 @@
-"""torchtitan: ``ZarrCheckpointManager`` in a run's configuration.
+"""A checkpoint manager for torchtitan, to be set in a training's configuration.
 
-Its ``folder`` is a url of any store, checkpoints are Zarr hierarchies that a :class:`zarrckpt.CheckpointManager` keeps,
-and torchtitan's own settings mean what they mean there.
+Its ``folder`` can be a url of any store. A :class:`zarrckpt.CheckpointManager` saves, keeps and deletes checkpoints.
+torchtitan's settings keep their meaning.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ __all__ = ["ZarrCheckpointManager"]
 
 
 class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
-    """torchtitan's checkpoint manager, on zarrckpt.
+    """torchtitan's checkpoint manager, with zarrckpt's checkpoints.
 
     .. code-block:: python
 
         config = llama3_8b()
         config.checkpoint = ZarrCheckpointManager.Config(enable=True, interval=500, folder="s3://bucket/run")
 
-    torchtitan makes it, on all ranks. Its settings:
+    torchtitan creates it on all ranks. Its settings:
 
-    - ``folder``: the run's, as ``url`` of :class:`zarrckpt.CheckpointManager`; one without ``://`` is below the dump
-      folder. Checkpoints are ``step-00000500`` and so on; those that torchtitan's own manager has left in the folder
-      are resumed from where there is none of these.
-    - ``keep_latest_k``: old checkpoints of this run are deleted after the commit of the one that makes them
-      superfluous, in the background, by rank 0. Pinned ones stay.
-    - ``async_mode``: ``"async"`` and ``"async_with_pinned_mem"`` both copy the state to memory (pinned, where it comes
-      from a GPU), and write in the background.
-    - ``load_step``: no other checkpoint is taken where that one is damaged. The newest one, without it, gives way to
-      the one before, with a warning. A save at a step that is there is refused: see ``rewind``.
-    - ``initial_load_path``: a checkpoint of zarrckpt, or one of DCP.
-    - ``last_save_in_hf``, ``initial_load_in_hf``: torchtitan's own files.
-    - ``load_only``: reads a folder that another job goes on with, and leaves it alone.
-    - ``allow_pickle``: torchtitan's data loader unpickles its own state. Without it (the default) a state that holds
-      more than plain values is an UnsafeValueError: unpickling it can run any code that the checkpoint holds.
+    - ``folder``: the run's folder, as ``url`` of :class:`zarrckpt.CheckpointManager`. A relative path is below the dump
+      folder. Checkpoints are named ``step-00000500`` and so on. If there are none, training resumes from a checkpoint
+      that torchtitan's own manager saved in the folder.
+    - ``keep_latest_k``: the number of checkpoints of this run to keep. Rank 0 deletes older ones in the background
+      after each commit. Pinned checkpoints stay.
+    - ``async_mode``: ``"async"`` and ``"async_with_pinned_mem"`` are the same: the state is copied to memory (pinned if
+      it comes from a GPU) and written in the background.
+    - ``load_step``: the step to load. If it is damaged, the load fails. Without ``load_step``, the newest checkpoint is
+      loaded. If that is damaged, a warning names it and the one before is loaded. A save at a step that exists is
+      refused: see ``rewind``.
+    - ``initial_load_path``: a checkpoint of zarrckpt or of DCP.
+    - ``last_save_in_hf``, ``initial_load_in_hf``: torchtitan writes and reads these files itself.
+    - ``load_only``: do not take over the run, because another job may be training in the folder.
+    - ``allow_pickle``: unpickle any state of the data loader, which can run code in the checkpoint. torchtitan pickles
+      this state. By default, a state with more than plain values raises UnsafeValueError.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -59,27 +60,28 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
         """The settings of :class:`ZarrCheckpointManager`."""
 
         rewind: bool = False
-        """With load_step: remove all later checkpoints of the run first, so that it goes on from there."""
+        """With load_step: remove all later checkpoints of the run first, so that training continues from that step."""
         allow_pickle: bool = False
-        """Unpickle any state of the data loader, which runs the code that it holds."""
+        """Unpickle any state of the data loader. This runs code that the state contains."""
 
         def __post_init__(self) -> None:
             for name in ("folder", "initial_load_path"):
                 if (text := getattr(self, name)) and text.strip():
-                    setattr(self, name, _place_of(text.strip()))
+                    setattr(self, name, _setting_url(text.strip()))
             CheckpointManager.Config.__post_init__(self)
             if self.rewind and self.load_step == -1:
-                raise ValueError("rewind needs the step to go back to: load_step=...")
+                raise ValueError("rewind=True requires load_step, the step to continue from")
 
     save_future: Any
 
     def __init__(self, config: Config, **parts: Any) -> None:
-        # torchtitan's own thread of deletions and its process group for DCP are not needed.
-        of_ours: dict[str, Any] = {"keep_latest_k": 0, "async_mode": "disabled"}
-        super().__init__(dataclasses.replace(config, **of_ours), **parts)
+        # So torchtitan starts neither its thread for deletions nor its process group for DCP.
+        disabled: dict[str, Any] = {"keep_latest_k": 0, "async_mode": "disabled"}
+        super().__init__(dataclasses.replace(config, **disabled), **parts)
         if not self.enable:
             return
-        # An Optimizer by its class, but its state dict is flat, by the names of parameters: no optimizer's to load.
+        # The container is an Optimizer, but its state dict is flat and keyed by parameter names. Without its class,
+        # zarrckpt loads it as a plain dict.
         container = self.states[OPTIMIZER]
         self.states[OPTIMIZER] = SimpleNamespace(
             state_dict=container.state_dict, load_state_dict=container.load_state_dict
@@ -94,7 +96,7 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
         self._run = zarrckpt.CheckpointManager(
             self.folder,
             keep=zarrckpt.Keep(newest=config.keep_latest_k) if config.keep_latest_k else None,
-            signals=(),  # torchtitan's loop does not ask whether it is to end
+            signals=(),  # torchtitan's loop cannot be ended early.
             background=self.async_mode != AsyncMode.DISABLED,
         )
 
@@ -117,7 +119,7 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save the last step, whose state torchtitan has chosen. Called on all ranks."""
+        """Save the last step with the state that torchtitan chose. Called on all ranks."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         self._run.save(_step_of(checkpoint_id), state_dict)
@@ -128,12 +130,12 @@ class ZarrCheckpointManager(CheckpointManager):  # type: ignore[misc]
     def _load(self, step: int = -1) -> bool:
         newest = zarrckpt.latest(self.folder) if step == -1 else f"{self.folder}/step-{step:08}"
         if newest is None:
-            # Checkpoints of DCP in the folder, an initial load, or a fresh start.
+            # torchtitan looks for DCP checkpoints in the folder, then for an initial load, or starts at step 0.
             return bool(super()._load(step))
         states = self._states_to_load(model_only=_step_of(newest) == 0)
         try:
             if self.load_only:
-                # The manager's restore would take the run from a job that goes on with it.
+                # restore() would take over the run from a job that is training in it.
                 zarrckpt.load(states, newest, keys=_top_keys(states))
             else:
                 chosen = None if step == -1 else step
@@ -169,33 +171,36 @@ _PLAIN_TYPES = {"builtins": {"bytearray", "complex", "frozenset", "set"}, "colle
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Raises UnsafeValueError for a pickle that names anything but the classes of plain values."""
+    """An unpickler that raises UnsafeValueError for classes other than those of plain values."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _PLAIN_TYPES.get(module, ()):
             raise zarrckpt.UnsafeValueError(
-                f"the state of the data loader needs {module}.{name}, which is no plain value. If you trust the "
-                'checkpoint, set allow_pickle=True, or leave it out: exclude_from_loading=["dataloader"]'
+                f"the state of the data loader needs {module}.{name}, which is not a plain value. If you trust the "
+                'checkpoint, set allow_pickle=True. Otherwise leave the state out: exclude_from_loading=["dataloader"]'
             )
         return super().find_class(module, name)
 
 
 def _load_plain(loader: Any, state: dict[str, Any]) -> None:
-    """Have a data loader load its state, which it unpickles. Raises UnsafeValueError for more than plain values."""
+    """Load a data loader's state, which the loader unpickles. Raises UnsafeValueError for more than plain values."""
     for value in state.values():
         try:
             _PlainUnpickler(io.BytesIO(value)).load()
         except zarrckpt.UnsafeValueError:
             raise
-        except Exception:  # no bytes, or no pickle: the loader's own error tells more
+        except Exception:  # Not bytes, or not a pickle: the loader's own error is clearer.
             continue
     loader.load_state_dict(state)
 
 
-def _place_of(text: str) -> str:
-    """Return the place that a setting names; a relative path stays one. Raises StorageError for a mistyped url."""
-    place = normalize(text)
-    return place if text.startswith("~") or has_protocol(text) else text
+def _setting_url(text: str) -> str:
+    """Return a setting's url or path in normal form. A relative path is unchanged. Raises StorageError for a bad url.
+
+    torchtitan itself joins relative paths with its dump folder.
+    """
+    url = normalize(text)
+    return url if text.startswith("~") or has_protocol(text) else text
 
 
 def _step_of(url: str) -> int:
@@ -203,5 +208,5 @@ def _step_of(url: str) -> int:
 
 
 def _top_keys(states: dict[str, Any]) -> list[str]:
-    """The keys of a load that leaves out what has no target, such as the states that are excluded from loading."""
+    """Return the top-level keys to load: those with a target, without states that are excluded from loading."""
     return sorted({name.partition(".")[0] for name in states})
