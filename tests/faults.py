@@ -1,16 +1,16 @@
-"""Put faults into the package, one by one, and see that the test suite finds each.
+"""Put faults into the package, one by one, and check that the test suite finds each.
 
-    nice python -m tests.faults                        # all of them: about half an hour
-    python -m tests.faults --only _commit --jobs 2     # those whose file or description has this text
-    python -m tests.faults --clean                     # the same tests without a fault: all must pass
+nice python -m tests.faults                        # all of them: about half an hour
+python -m tests.faults --only _commit --jobs 2     # those whose file or description has this text
+python -m tests.faults --clean                     # the same tests without a fault: all must pass
 
 A fault is a small change that a hurried engineer might make: a condition that is dropped, a `<` for a `<=`, two steps
-in the wrong order. Each has the tests that are to fail with it, the fastest first. They run against a copy of the
-repository in a temporary folder; a run of more than four minutes counts as a failure, too. The command prints a line
+in the wrong order. Each names the tests that must fail with it, the fastest first. They run against a copy of the
+repository in a temporary folder. A run of more than four minutes counts as a failure, too. The command prints a line
 for each fault, and exits with 1 if any is not found.
 
-``tests/test_layers.py`` checks that each text still occurs once in its file. Whoever changes that text changes the
-fault with it: what matters is the mistake, not the line.
+``tests/test_layers.py`` checks that each text still occurs once in its file. If you change that text, change the fault
+with it: the mistake matters, not the line.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Fault:
     old: str
     """A text that occurs exactly once in the file."""
     new: str
-    """What stands in its place."""
+    """The text that replaces it."""
     tests: tuple[str, ...]
-    """Arguments of pytest, each for a run of its own: a file of ``tests/``, and perhaps ``-k``. The fastest first."""
+    """Arguments of pytest, each for a separate run: a file of ``tests/``, and perhaps ``-k``. The fastest first."""
 
     @property
     def misfit(self) -> str:
-        """Why the fault cannot be put in; "" where it can."""
+        """Why the fault cannot be put in, "" if it can."""
         count = (REPOSITORY / "zarrckpt" / self.file).read_text().count(self.old)
         if count != 1:
             return f"{self.file}: the text of {self.what!r} occurs {count} times, expected once"
@@ -388,7 +388,7 @@ COMMIT = [
         ("test_races.py -k check_then_put", "test_store.py -k replaces_the_version"),
     ),
 ]
-"""What makes a checkpoint appear at once or not at all."""
+"""Atomic commits."""
 
 FORMAT = [
     Fault(
@@ -651,7 +651,7 @@ FORMAT = [
         ("test_compression.py -k noise",),
     ),
 ]
-"""What bytes are stored, and what is believed of stored ones."""
+"""The stored bytes, and checks of stored bytes."""
 
 PLAN = [
     Fault(
@@ -866,7 +866,7 @@ PLAN = [
         ("test_exchange.py -k memory_bound",),
     ),
 ]
-"""Who writes what, and what moves."""
+"""Owners of chunks, and pieces that move."""
 
 STATE = [
     Fault(
@@ -1159,7 +1159,7 @@ STATE = [
         ("test_rounds.py -k the_others_are_stopped",),
     ),
 ]
-"""What a rank has, what a load fills, and what ranks say to each other."""
+"""State of a rank, targets of a load, and messages between ranks."""
 
 RUNS = [
     Fault(
@@ -1332,7 +1332,7 @@ FAULTS = {"commit": COMMIT, "format": FORMAT, "plan": PLAN, "state": STATE, "run
 
 
 def prepared(folder: Path, fault: Fault | None) -> Path:
-    """A copy of the repository, with a fault."""
+    """Return a copy of the repository, with a fault."""
     copy = folder / "repository"
     shutil.copytree(REPOSITORY, copy, ignore=_LEFT_OUT)
     if fault is not None:
@@ -1342,7 +1342,7 @@ def prepared(folder: Path, fault: Fault | None) -> Path:
 
 
 def failed_test(copy: Path, tests: str) -> str:
-    """The first test that fails in a copy of the repository; "" where all pass."""
+    """Return the first test that fails in a copy of the repository, "" if all pass."""
     file, *options = shlex.split(tests)
     command = [sys.executable, "-m", "pytest", f"tests/{file}", *options, "-x", "-q", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(copy), "TMPDIR": str(copy.parent)}
@@ -1367,7 +1367,7 @@ def failed_test(copy: Path, tests: str) -> str:
 
 
 def find(fault: Fault | None, tests: Sequence[str]) -> tuple[str, float]:
-    """The first of some tests that fails with a fault, "" for none, and the seconds that it took."""
+    """Return the first of some tests that fails with a fault, "" for none, and the seconds that it took."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="zarrckpt-fault-", ignore_cleanup_errors=True) as folder:
         copy = prepared(Path(folder), fault)
@@ -1376,7 +1376,7 @@ def find(fault: Fault | None, tests: Sequence[str]) -> tuple[str, float]:
 
 
 def put_in(faults: Sequence[Fault], jobs: int) -> int:
-    """Put faults in, one by one; return how many were not found."""
+    """Put faults in, one by one. Return how many were not found."""
     missed = 0
     with ThreadPoolExecutor(jobs) as pool:
         results = pool.map(lambda fault: find(fault, fault.tests), faults)
@@ -1389,7 +1389,7 @@ def put_in(faults: Sequence[Fault], jobs: int) -> int:
 
 
 def run_clean(faults: Sequence[Fault], jobs: int) -> int:
-    """Run the tests of faults without any; return how many runs failed."""
+    """Run the tests of faults without any. Return how many runs failed."""
     runs = sorted({tests for fault in faults for tests in fault.tests})
     failed = 0
     with ThreadPoolExecutor(jobs) as pool:
