@@ -99,7 +99,7 @@ def undeletable(url: str | Path) -> FaultyStore:
 
 
 def held(place: Place) -> int | None:
-    """Return the value of the state that opens, after a check of every value and byte. None: nothing is committed."""
+    """Return the value of the state that opens, None if none is committed. Check every value and byte."""
     try:
         checkpoint = zarrckpt.open(**place.options)
     except zarrckpt.CheckpointNotFoundError:

@@ -399,7 +399,7 @@ class _PerRank(MutableMapping[Any, Any]):
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Keep what a process keeps between saves, for the block: DCP's cached plans and this package's."""
+    """Keep DCP's cached plans and this package's between saves, as a process does."""
     caches = [name for name, value in vars(SavePlanner).items() if name.startswith("_cached_") and value == {}]
     assert len(caches) == 5, f"DCP's caches are others: {caches}"
     with contextlib.ExitStack() as stack:

@@ -124,7 +124,7 @@ def test_tensorstore_decodes_what_is_encoded(node: ArrayNode) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(nodes())
-def test_every_chunk_object_has_the_size_and_checksums_that_the_format_says(node: ArrayNode) -> None:
+def test_every_chunk_object_has_the_size_and_checksums_of_the_format(node: ArrayNode) -> None:
     objects, table = store_array(node, random_elements(node))
     for number, index in enumerate(itertools.product(*map(range, node.grid.counts))):
         data = objects.data[node.chunk_key(index)]
@@ -275,7 +275,7 @@ def test_runs_are_neighbours_in_order(numbers: list[int], longest: int) -> None:
 
 
 def test_documents_are_what_zarr_writes_for_the_same_array(tmp_path: Path) -> None:
-    """Compare each field with zarr-python's own document of an array made with these parameters."""
+    """The document equals zarr-python's own for an array made with these parameters, field by field."""
     node = ArrayNode("a", Grid((8, 6), (4, 6), (2, 6)), by_name("float32"))
     zarr.create_array(
         tmp_path / "z",

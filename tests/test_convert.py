@@ -93,7 +93,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
         ({"a": {"w": torch.ones(1)}, "w": torch.ones(1)}, "a"),
     ],
 )
-def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(
+def test_values_that_safetensors_cannot_hold_are_refused_before_a_write(
     tmp_path: Path, state: dict[str, Any], strip: str
 ) -> None:
     zarrckpt.save(state, tmp_path / "one")

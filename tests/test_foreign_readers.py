@@ -109,7 +109,7 @@ def test_zarr_reads_every_array(saved: Saved, found: dict[str, Any]) -> None:
 
 
 def test_zarr_reads_parts(saved: Saved, found: dict[str, Any]) -> None:
-    """Of an array with subchunks."""
+    """Parts of an array with subchunks."""
     whole = saved.tensors["large.w"]
     assert found["zarr_parts"] == [bits(whole[tuple(slice(*pair) for pair in box)]) for box in BOXES]
 

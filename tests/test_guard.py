@@ -104,7 +104,7 @@ def test_overwriting_switches_at_once(tmp_path: Path) -> None:
     assert _holds(url, 3)
 
 
-def test_who_holds_a_replaced_checkpoint_reads_it_whole_until_it_is_deleted(tmp_path: Path) -> None:
+def test_an_open_replaced_checkpoint_reads_whole_until_it_is_deleted(tmp_path: Path) -> None:
     url = tmp_path / "one"
     zarrckpt.save(_state(1), url)
     old = zarrckpt.open(url)

@@ -55,7 +55,7 @@ def test_conditions_hold_whatever_e_tag_a_redirected_read_shows(e_tags: str, hub
     assert [item.key for item in store.list()] == []
 
 
-def test_an_object_that_changes_while_its_e_tag_is_asked_for_is_not_replaced(
+def test_an_object_that_changes_during_the_e_tag_request_is_not_replaced(
     hub_gateway: HubGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = hub_gateway.bucket()

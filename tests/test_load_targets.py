@@ -226,7 +226,7 @@ def _offload(url: str) -> None:
                 "optim": get_optimizer_state_dict(other, other_optim, options=options),
             }
             zarrckpt.load(state, url)
-            # If only rank 0 has a full state dict, the others load every entry of the checkpoint.
+            # With a full state dict, only rank 0 has targets. The others load every entry of the checkpoint.
             assert same(snapshot(state), saved) == []
 
 
@@ -479,7 +479,7 @@ def _load_picky(url: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_an_object_that_does_not_take_its_state_on_one_rank_fails_the_load_on_all(rank: int, disk: Place) -> None:
+def test_an_object_that_refuses_its_state_on_one_rank_fails_all_loads(rank: int, disk: Place) -> None:
     model = nn.Linear(2, 2)
     optim = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()

@@ -1211,7 +1211,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_failed_save_in_the_background_is_raised_where_the_next_one_is_due(tmp_path: Path) -> None:
+def test_a_failed_background_save_is_raised_when_the_next_one_is_due(tmp_path: Path) -> None:
     with watched(tmp_path) as watch, manager(tmp_path, save_every=10, background=True, keep=Keep()) as job:
 
         def fail(call: Call) -> Fault | None:
@@ -1276,7 +1276,7 @@ RULES: dict[str, Any] = {"newest": 2, "best": 0, "metric": "loss", "mode": "min"
 
 @pytest.mark.parametrize(("before", "pins", "best"), [(0, 0, 0), (0, 4, 2), (9, 0, 0)])
 def test_at_most_two_checkpoints_are_superfluous(before: int, pins: int, best: int, tmp_path: Path) -> None:
-    """On a store where a deletion takes longer than a save. Checkpoints from earlier jobs become fewer."""
+    """A deletion takes longer than a save here. Checkpoints from earlier jobs become fewer."""
     rules = {**RULES, "best": best}
     there: Known = dict.fromkeys(range(before))
     saved(tmp_path, *there)

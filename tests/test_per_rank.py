@@ -111,7 +111,7 @@ def _found(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _save(url: str, group_ranks: list[int] | None = None, later: bool = False) -> dict[str, Any]:
-    """Save state that differs on every rank, also in shape. Return what a load must restore."""
+    """Save state that differs on every rank, also in shape. Return the state that a load must restore."""
     group = None if group_ranks is None else dist.new_group(group_ranks)
     state = _state(10)
     torch.rand(_rank() + 1)

@@ -62,7 +62,7 @@ def trained(manager: zarrckpt.CheckpointManager, state: dict[str, Any], first: i
 # -- under torchrun
 
 
-def test_signals_at_random_moments_stop_all_ranks_at_one_step_that_is_resumed(tmp_path: Path) -> None:
+def test_random_signals_stop_all_ranks_at_one_step_that_is_resumed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.signal_campaign", "--signals=8", "--episodes=4", "--seed=7"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -535,7 +535,7 @@ def _lost(run: str) -> Any:
     return None
 
 
-def test_a_rank_that_is_lost_before_the_step_that_was_agreed_on_ends_the_others_soon(tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_before_the_agreed_step_ends_the_others_soon(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         run_ranks(_lost, str(tmp_path), world_size=3)
     failures = caught.value.failures  # type: ignore[attr-defined]

@@ -233,7 +233,7 @@ def _own_error(failing: dict[int, Exception]) -> Any:
         return type(err).__name__, str(err), err.__notes__, at_own, len(kept()) == 1 and works()
 
 
-def test_an_error_of_ours_is_raised_on_every_rank_and_the_connections_serve_the_next_call() -> None:
+def test_an_error_of_ours_is_raised_on_all_ranks_and_keeps_connections() -> None:
     answers = run_ranks(_own_error, {1: StorageError("no space"), 3: KeyMismatchError("b\nc")})
     text = ("StorageError", "no space", ["(failed on rank 1, 3)"])
     assert [answer[:3] for answer in answers] == [text] * 4
@@ -801,7 +801,7 @@ def test_the_address_is_the_one_towards_the_store() -> None:
     assert links.local_address(c10d.HashStore()) is None
 
 
-def test_a_host_name_that_stands_for_loopback_does_not_make_others_connect_to_it(
+def test_a_host_name_for_loopback_does_not_make_others_connect_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(links, "_source_towards", lambda host, port: "127.0.1.1" if host == "here" else "10.1.2.3")

@@ -312,7 +312,7 @@ def _save_drifted(url: str) -> list[str]:
     return [str(warning.message) for warning in caught if "differ between ranks" in str(warning.message)]
 
 
-def test_what_ranks_do_not_agree_on_is_named_and_saved_as_the_lowest_has_it(tmp_path: Path) -> None:
+def test_entries_that_do_not_agree_are_named_and_saved_from_the_lowest(tmp_path: Path) -> None:
     url = str(tmp_path / "one")
     messages = run_ranks(_save_drifted, url)
     assert [len(found) for found in messages] == [1, 0, 0, 0]

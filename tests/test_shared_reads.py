@@ -645,9 +645,7 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
     ("how", "rank"),
     [("resolve", 2), ("read_data", 1), ("read_data", 0), ("piece", 3), ("fetch", 1), ("check", 0), ("lost", 2)],
 )
-def test_who_fails_in_dcp_is_named_alone_and_the_others_read_for_themselves(
-    how: str, rank: int, tmp_path: Path
-) -> None:
+def test_only_the_rank_that_fails_in_dcp_is_named_and_the_others_read(how: str, rank: int, tmp_path: Path) -> None:
     """It fails before it reads, between two rounds, or while it fetches or copies. Or it loses its peers ("lost")."""
     assert max(run_ranks(_with_a_failing_rank, str(tmp_path / "run"), how, rank)) < QUICK
 

@@ -29,7 +29,7 @@ def test_the_next_store_of_a_bucket_uses_the_connections_of_the_last_one(s3_stub
         store = at(place, f"run/step-{number}")
         store.put("k", [b"x"])
         assert store.get("k") == b"x"
-    # Another one if the last answer's client is still in use.
+    # Another connection if the one of the last answer is still in use.
     assert s3_stub.connections <= 3
     assert sorted(s3_stub.objects) == [f"{place.bucket}/run/step-{number}/k" for number in range(9)]
 

@@ -168,7 +168,7 @@ def test_an_overwrite_that_fails_keeps_the_old_object(
     files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     if store.list_dir()[0]:
         assert store.get("k") in (b"old", b"new")
-    else:  # the last rename cannot be undone: the error names the key of the old object
+    else:  # no later rename worked, so nothing could be undone: the error names the path of the old object
         assert fault == "is the last" and [data for path, data in files.items() if path in said] == [b"old"]
 
 
