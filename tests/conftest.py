@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_credentials_of_the_machine() -> Iterator[None]:
-    """Tests see no credentials, profiles or endpoints but their own; processes that they start neither."""
+    """Hide the machine's credentials, profiles and endpoints from the tests, and from processes that they start."""
     saved = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))}
     for name in saved:
         del os.environ[name]
@@ -42,20 +42,20 @@ def _servers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def moto_endpoint(_servers_folder: Path) -> Iterator[str]:
-    """The url of a moto server: a process of its own, one for the whole run."""
+    """The url of a moto server in a separate process, one for the whole run."""
     with shared_server(_servers_folder / "moto", store_servers.launch_moto) as endpoint:
         yield endpoint
 
 
 @pytest.fixture
 def moto_bucket(moto_endpoint: str) -> S3Place:
-    """A fresh bucket on moto."""
+    """A new bucket on moto."""
     return store_servers.new_bucket(moto_endpoint)
 
 
 @pytest.fixture(scope="session")
 def ceph_endpoint(_servers_folder: Path) -> Iterator[str]:
-    """The url of Ceph's S3 gateway, one for the whole run. Tests that use it carry the marker ``ceph``."""
+    """The url of Ceph's S3 gateway, one for the whole run. Tests that use it have the marker ``ceph``."""
     if not store_servers.ceph_is_installed():
         pytest.skip("Ceph's gateway is not installed (packages radosgw, ceph-mon, ceph-osd, ceph-common)")
     folder = _servers_folder / "ceph"
@@ -66,7 +66,7 @@ def ceph_endpoint(_servers_folder: Path) -> Iterator[str]:
 
 @pytest.fixture
 def ceph_bucket(ceph_endpoint: str) -> S3Place:
-    """A fresh bucket on Ceph's gateway."""
+    """A new bucket on Ceph's gateway."""
     return store_servers.new_bucket(ceph_endpoint)
 
 
@@ -88,7 +88,7 @@ def hub_gateway() -> Iterator[HubGateway]:
 
 @pytest.fixture
 def hub_bucket(hub_gateway: HubGateway) -> S3Place:
-    """A fresh bucket there."""
+    """A new bucket on the stand-in."""
     return hub_gateway.bucket()
 
 
@@ -104,7 +104,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tls_stub(certificate: Path) -> Iterator[S3Stub]:
-    """As ``s3_stub``, over TLS."""
+    """The same as ``s3_stub``, over TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, certificate.with_name("key.pem"))
     with S3Stub(tls=context) as stub:
@@ -113,14 +113,14 @@ def tls_stub(certificate: Path) -> Iterator[S3Stub]:
 
 @pytest.fixture(scope="session")
 def sloppy_endpoint() -> Iterator[str]:
-    """The url of an S3 server that takes conditional puts and ignores the condition."""
+    """The url of an S3 server that accepts conditional puts and ignores the condition."""
     with S3Stub(Faults(ignore_conditions=True)) as stub:
         yield stub.endpoint
 
 
 @pytest.fixture
 def sloppy_bucket(sloppy_endpoint: str) -> S3Place:
-    """A fresh bucket on the server that ignores conditions."""
+    """A new bucket on the server that ignores conditions."""
     return store_servers.new_bucket(sloppy_endpoint)
 
 
@@ -139,6 +139,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _rank_processes() -> Iterator[None]:
-    """The processes of ``ranks.run_ranks`` end with the session."""
+    """End the processes of ``ranks.run_ranks`` with the session."""
     yield
     stop_ranks()

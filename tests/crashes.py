@@ -1,4 +1,4 @@
-"""What tests of crashes share: small states, places to save to, and what must be true of a place afterwards."""
+"""Shared parts of tests of crashes: small states, places to save to, and checks of a place afterwards."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from zarrckpt._store import Store, open_store
 from zarrckpt.testing import FAIL, FaultyStore, Rule, Stopped
 
 SAVING = zarrckpt.SaveOptions(max_chunk_bytes=48, concurrency=1)
-"""Options of saves here: two chunks of "w", and one thread, so that operations come in one order."""
+"""Options of saves here: two chunks of "w", and one thread, so that operations run in one order."""
 
 
 def state(value: int) -> dict[str, Any]:
-    """A small state that says which save it is of: tensors, one in two chunks, a value, a blob, nested groups."""
+    """Return a small state that shows its save: tensors, one in two chunks, a value, a blob, nested groups."""
     return {
         "w": torch.arange(24, dtype=torch.float32).reshape(6, 4) + 100 * value,
         "deep": {"b": torch.full((3,), value, dtype=torch.bfloat16), "er": {"n": torch.tensor(value)}},
@@ -36,7 +36,7 @@ def state(value: int) -> dict[str, Any]:
 
 @dataclass
 class Place:
-    """Somewhere that checkpoints are saved to, a url or a ready store: the arguments that name it."""
+    """A url or a ready store to which checkpoints are saved, with its options."""
 
     url: Any
     storage_options: dict[str, Any] | None = None
@@ -44,37 +44,37 @@ class Place:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For any function of the package."""
+        """The arguments for any function of the package."""
         return {"url": self.url, "storage_options": self.storage_options}
 
     def save(self, value: int, *, overwrite: bool = False) -> zarrckpt.SaveReport:
-        """Save :func:`state` of a value, which is its number as well."""
+        """Save :func:`state` of a value, which is the number of the save as well."""
         running.number = value
         return zarrckpt.save(
             state(value), **self.options, overwrite=overwrite, options=replace(SAVING, durable=self.durable)
         )
 
     def faulty(self, rule: Rule) -> FaultyStore:
-        """The same place behind a store that fails."""
+        """Return a store that fails at this place."""
         store = FaultyStore(rule=rule, **self.options, durable=self.durable)
         store.max_concurrency = 1
         return store
 
     def opened(self) -> Store:
-        """The bare store."""
+        """Return the store without faults."""
         return open_store(**self.options, durable=False)
 
     def keys(self) -> set[str]:
-        """The keys of all that is stored."""
+        """Return the keys of all objects."""
         return {info.key for info in self.opened().list()}
 
     def objects(self) -> dict[str, bytes]:
-        """All that is stored."""
+        """Return all objects."""
         store = self.opened()
         return {info.key: store.get(info.key) for info in store.list()}
 
     def fill(self, objects: Mapping[str, bytes]) -> Place:
-        """Store objects as they are."""
+        """Store objects unchanged."""
         if isinstance(self.url, str) and "://" not in self.url:
             for key, data in objects.items():
                 path = Path(self.url, key)
@@ -89,17 +89,17 @@ class Place:
 
 
 def in_memory() -> Place:
-    """A fresh place in this process's memory."""
+    """Return an empty place in this process's memory."""
     return Place(Shelf({}).store)
 
 
 def undeletable(url: str | Path) -> FaultyStore:
-    """A place from which nothing is deleted: what a save there replaces stays, with a warning."""
+    """Return a store that deletes nothing. A save warns, and the replaced objects stay."""
     return FaultyStore(url, lambda call: FAIL if call.verb == "delete" else None)
 
 
 def held(place: Place) -> int | None:
-    """Which state opens at a place, every value and every stored byte of it checked; None: nothing is committed."""
+    """Return the value of the state that opens, None if none is committed. Check every value and byte."""
     try:
         checkpoint = zarrckpt.open(**place.options)
     except zarrckpt.CheckpointNotFoundError:
@@ -115,7 +115,9 @@ def held(place: Place) -> int | None:
 
 @cache
 def _clean() -> tuple[frozenset[str], frozenset[str]]:
-    """The keys that one clean save leaves at an empty place: of its house, with "ID" for its id, and of its tree."""
+    """Return the keys that one clean save leaves at an empty place: below "@zarrckpt", with "ID" for its id, and
+    others.
+    """
     place = in_memory()
     own = f"@zarrckpt/{place.save(0).save_id}/"
     house = {key for key in place.keys() if key.startswith("@zarrckpt/")}  # noqa: SIM118 - it is no mapping
@@ -124,7 +126,7 @@ def _clean() -> tuple[frozenset[str], frozenset[str]]:
 
 
 def needed(place: Place) -> set[str]:
-    """Exactly the keys that the committed checkpoint consists of, by what one clean save to an empty place leaves."""
+    """Return exactly the keys of the committed checkpoint, derived from one clean save to an empty place."""
     checkpoint, (house, tree) = zarrckpt.open(**place.options), _clean()
     keys = {key.replace("/ID/", f"/{checkpoint.save_id}/") for key in house} | {"zarr.json"}
     if not checkpoint.tree:
@@ -133,7 +135,7 @@ def needed(place: Place) -> set[str]:
 
 
 def all_files(folder: str | os.PathLike[str]) -> tuple[set[str], set[str]]:
-    """Every file below a folder, hidden ones as well, and every empty folder."""
+    """Return every file below a folder, including hidden ones, and every empty folder."""
     files, empty = set(), set()
     for path in Path(folder).rglob("*"):
         if path.is_dir():
@@ -144,7 +146,7 @@ def all_files(folder: str | os.PathLike[str]) -> tuple[set[str], set[str]]:
 
 
 def crashed(action: Callable[[], object]) -> BaseException | None:
-    """Run what may fail; return its error. Anything but an error of the package, or a stop, is raised."""
+    """Run an action that may fail, and return its error. Raise errors other than the package's and stops."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -155,7 +157,7 @@ def crashed(action: Callable[[], object]) -> BaseException | None:
 
 
 def next_save_is_whole(place: Place, value: int = 9) -> None:
-    """The next save commits, and after :func:`zarrckpt.recover` nothing but its checkpoint is stored."""
+    """Check that the next save commits, and that :func:`zarrckpt.recover` leaves only its checkpoint."""
     place.save(value, overwrite=held(place) is not None)
     assert held(place) == value
     zarrckpt.recover(**place.options, stopped=True)
@@ -170,7 +172,7 @@ def next_save_is_whole(place: Place, value: int = 9) -> None:
 
 @dataclass(frozen=True)
 class Event:
-    """One system call that changes the disk, or an fsync; ``source`` is what a link or a rename was made from."""
+    """One system call that changes the disk, or an fsync. ``source`` is the source of a link or a rename."""
 
     verb: str
     path: str
@@ -178,12 +180,12 @@ class Event:
 
 
 class Disk:
-    """Stands in for ``os`` in the modules of local files: remembers what changes the disk, and dies at one such call.
+    """Replaces ``os`` in the modules of local files. Records changes of the disk, and stops at one of these calls.
 
     Args:
-        stop_at: the number of the call, from 0 on, that is not made, as little as any change after it.
-        half: a write with that number writes half of its bytes first.
-        short: every write takes half of what it is given, and goes on.
+        stop_at: the number of the first call, counted from 0, that is not made. No later change is made either.
+        half: a write with that number first writes half of its bytes.
+        short: every write accepts only half of its bytes, without an error.
     """
 
     def __init__(self, stop_at: int | None = None, *, half: bool = False, short: bool = False) -> None:

@@ -1,16 +1,16 @@
-"""Put faults into the package, one by one, and see that the test suite finds each.
+"""Put faults into the package, one by one, and check that the test suite finds each.
 
-    nice python -m tests.faults                        # all of them: about half an hour
-    python -m tests.faults --only _commit --jobs 2     # those whose file or description has this text
-    python -m tests.faults --clean                     # the same tests without a fault: all must pass
+nice python -m tests.faults                        # all of them: about half an hour
+python -m tests.faults --only _commit --jobs 2     # those whose file or description has this text
+python -m tests.faults --clean                     # the same tests without a fault: all must pass
 
 A fault is a small change that a hurried engineer might make: a condition that is dropped, a `<` for a `<=`, two steps
-in the wrong order. Each has the tests that are to fail with it, the fastest first. They run against a copy of the
-repository in a temporary folder; a run of more than four minutes counts as a failure, too. The command prints a line
+in the wrong order. Each names the tests that must fail with it, the fastest first. They run against a copy of the
+repository in a temporary folder. A run of more than four minutes counts as a failure, too. The command prints a line
 for each fault, and exits with 1 if any is not found.
 
-``tests/test_layers.py`` checks that each text still occurs once in its file. Whoever changes that text changes the
-fault with it: what matters is the mistake, not the line.
+``tests/test_layers.py`` checks that each text still occurs once in its file. If you change that text, change the fault
+with it: the mistake matters, not the line.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Fault:
     old: str
     """A text that occurs exactly once in the file."""
     new: str
-    """What stands in its place."""
+    """The text that replaces it."""
     tests: tuple[str, ...]
-    """Arguments of pytest, each for a run of its own: a file of ``tests/``, and perhaps ``-k``. The fastest first."""
+    """Arguments of pytest, each for a separate run: a file of ``tests/``, and perhaps ``-k``. The fastest first."""
 
     @property
     def misfit(self) -> str:
-        """Why the fault cannot be put in; "" where it can."""
+        """Why the fault cannot be put in, "" if it can."""
         count = (REPOSITORY / "zarrckpt" / self.file).read_text().count(self.old)
         if count != 1:
             return f"{self.file}: the text of {self.what!r} occurs {count} times, expected once"
@@ -164,14 +164,14 @@ COMMIT = [
     ),
     Fault(
         "_commit/protocol.py",
-        "a clean-up believes one listing",
+        "a clean-up trusts a single listing",
         "            more = _delete_named(store, marker, tops, spared, removal)\n",
         "            more = 0\n",
         ("test_store_faults.py -k stale",),
     ),
     Fault(
         "_commit/protocol.py",
-        "a clean-up deletes what another marker names, too",
+        "a clean-up also deletes objects that another marker names",
         "    return [key for key in keys if not any(other.names_key(key) for other in spared)]",
         "    return keys",
         ("test_hostile.py -k marker_does_not_lead", "test_removal.py"),
@@ -185,7 +185,7 @@ COMMIT = [
     ),
     Fault(
         "_commit/protocol.py",
-        "an attempt does not say that it has failed",
+        "a failed attempt does not record the failure",
         "dataclasses.replace(attempt.marker, failed=True)",
         "attempt.marker",
         ("test_failed_saves.py -k doctor_and_open",),
@@ -206,7 +206,7 @@ COMMIT = [
     ),
     Fault(
         "_commit/protocol.py",
-        "a removal deletes on after another one has ended it",
+        "a removal continues to delete after another one has finished it",
         "        check_removal(store, removal)\n        store.delete(keys",
         "        store.delete(keys",
         ("test_removal.py -k 'another_one_has_ended or interleaving'",),
@@ -234,7 +234,7 @@ COMMIT = [
     ),
     Fault(
         "_commit/marker.py",
-        "a tree of its own does not keep a marker from naming canonical keys",
+        "a marker with a tree may name canonical keys",
         "if self.tree and relative == key:",
         "if self.tree and not relative:",
         ("test_guard.py -k overwriting", "test_removal.py"),
@@ -388,12 +388,12 @@ COMMIT = [
         ("test_races.py -k check_then_put", "test_store.py -k replaces_the_version"),
     ),
 ]
-"""What makes a checkpoint appear at once or not at all."""
+"""Atomic commits."""
 
 FORMAT = [
     Fault(
         "_format/chunk_codec.py",
-        "what lies beyond the array's end is not zeroed",
+        "elements beyond the array's end are not zeroed",
         "        if inside != box:\n            out[:] = 0",
         "        if inside is None:\n            out[:] = 0",
         ("test_codec.py -k padded",),
@@ -428,14 +428,14 @@ FORMAT = [
     ),
     Fault(
         "_format/chunk_layout.py",
-        "any subchunk with a right checksum is taken",
+        "any subchunk with a valid checksum is accepted",
         "return bool(stored_crc(stored) == self.checksums[number])",
         "return stored_crc(stored) is not None",
         ("test_codec.py -k in_the_place_of_another", "test_open.py -k swapped"),
     ),
     Fault(
         "_format/chunk_layout.py",
-        "the last subchunk of what is read is not checked",
+        "the last subchunk of a read is not checked",
         "bisect_right(begins, end) - 1):",
         "bisect_right(begins, end) - 2):",
         ("test_readers.py -k damaged_chunk",),
@@ -456,7 +456,7 @@ FORMAT = [
     ),
     Fault(
         "_format/grid.py",
-        "what two boxes share ends with the longer one",
+        "the intersection of two boxes ends with the longer one",
         "hi = tuple(min(ao + an, bo + bn) for",
         "hi = tuple(max(ao + an, bo + bn) for",
         ("test_grid.py -k intersect",),
@@ -491,7 +491,7 @@ FORMAT = [
     ),
     Fault(
         "_format/documents.py",
-        "to a document 1, 1.0 and true are one",
+        "1, 1.0 and true are equal in a document",
         "    if type(one) is not type(other):\n        return False\n",
         "    if one != other:\n        return False\n",
         ("test_hostile.py -k refused_when_it_is_opened",),
@@ -540,7 +540,7 @@ FORMAT = [
     ),
     Fault(
         "_format/values.py",
-        "torch loads whatever a blob holds",
+        "torch loads any content of a blob",
         "return load_torch(io.BytesIO(payload))",
         "return load_torch(io.BytesIO(payload), weights_only=False)",
         ("test_values.py -k 'runs_code or unsafe_loads'",),
@@ -638,20 +638,20 @@ FORMAT = [
     ),
     Fault(
         "_format/compression.py",
-        "blosc is believed how long its data are",
+        "the size in blosc data is trusted",
         "or whole != len(stored) or size != nbytes",
         "or size != nbytes",
         ("test_compression.py -k hostile_bytes",),
     ),
     Fault(
         "_format/compression.py",
-        "what does not compress is taken to stay as long as it is",
+        "incompressible data are assumed not to grow",
         "    return nbytes + nbytes // 256 + 64",
         "    return nbytes",
         ("test_compression.py -k noise",),
     ),
 ]
-"""What bytes are stored, and what is believed of stored ones."""
+"""The stored bytes, and checks of stored bytes."""
 
 PLAN = [
     Fault(
@@ -698,7 +698,7 @@ PLAN = [
     ),
     Fault(
         "_plan/owners.py",
-        "whoever holds anything of a chunk may own it",
+        "any rank that holds a part of a chunk may own it",
         "much = 2 * sizes >= sizes.max()",
         "much = sizes > 0",
         ("test_owners.py -k holds_much",),
@@ -712,21 +712,21 @@ PLAN = [
     ),
     Fault(
         "_plan/owners.py",
-        "chunks are dealt in the order of the state, not the largest first",
+        "chunks are assigned in the order of the state, not the largest first",
         "    choices.sort(key=lambda choice: -choice[0])\n",
         "",
         ("test_owners.py -k 'largest_are_dealt or dealt_evenly'",),
     ),
     Fault(
         "_plan/owners.py",
-        "the smallest chunks are dealt first",
+        "the smallest chunks are assigned first",
         "choice: -choice[0])",
         "choice: choice[0])",
         ("test_owners.py -k 'largest_are_dealt or dealt_evenly'",),
     ),
     Fault(
         "_plan/owners.py",
-        "replicas that may differ are dealt over ranks",
+        "replicas that may differ are written by several ranks",
         "if kind.whole and len(open_ones):",
         "if kind.whole and not len(open_ones):",
         ("test_planning.py -k not_compared",),
@@ -775,14 +775,14 @@ PLAN = [
     ),
     Fault(
         "_plan/holders.py",
-        "of values that differ, any rank's is saved",
+        "if values differ, any rank's is saved",
         "        if (fqn, None) in self._only:\n",
         "        if (fqn, fqn) in self._only:\n",
         ("test_save_load.py -k do_not_agree",),
     ),
     Fault(
         "_plan/rank_plan.py",
-        "a rank does not know the arrays of which it only receives",
+        "a rank lacks the arrays of which it only receives pieces",
         "return dict.fromkeys([*(name for name, _ in self.items), *written])",
         "return dict.fromkeys(name for name, _ in self.items)",
         ("test_planning.py -k fits_together", "test_any_sharding.py"),
@@ -810,7 +810,7 @@ PLAN = [
     ),
     Fault(
         "_plan/plan.py",
-        "the digest of a plan does not tell who writes what",
+        "the digest of a plan does not cover the owners",
         '        digest.update(self.dealt.owner.astype("<i8").tobytes())\n',
         "",
         ("test_planning.py -k another_rank_writes",),
@@ -838,7 +838,7 @@ PLAN = [
     ),
     Fault(
         "_save/agree.py",
-        "of parts that differ, the highest rank's is saved",
+        "if parts differ, the highest rank's is saved",
         "            only[part] = min(digests)\n",
         "            only[part] = max(digests)\n",
         ("test_save_load.py -k do_not_agree",),
@@ -852,26 +852,26 @@ PLAN = [
     ),
     Fault(
         "_save/exchange.py",
-        "what has arrived altered is saved",
+        "a piece that was altered in transit is saved",
         "        if not is_intact(message):\n",
         "        if not len(message):\n",
         ("test_exchange.py -k altered",),
     ),
     Fault(
         "_save/exchange.py",
-        "bundles are on their way without a bound of memory",
+        "bundles are under way without a bound of memory",
         "            while moving and self._used + nbytes > self._limit:\n                yield from self._ended("
         "moving.popleft())\n            self._wait_for_memory(nbytes)\n",
         "",
         ("test_exchange.py -k memory_bound",),
     ),
 ]
-"""Who writes what, and what moves."""
+"""Owners of chunks, and pieces that move."""
 
 STATE = [
     Fault(
         "_state/digests.py",
-        "of a large tensor only the beginning is compared",
+        "only the beginning of a large tensor is compared",
         "places = torch.linspace(0, tensor.numel() - 1, _SAMPLE, dtype=torch.float64, device=tensor.device).long()",
         "places = torch.arange(_SAMPLE, device=tensor.device)",
         ("test_save_load.py -k do_not_agree", "test_planning.py -k any_change"),
@@ -927,7 +927,7 @@ STATE = [
     ),
     Fault(
         "_state/modules.py",
-        "entries that a module does not take are not noticed",
+        "entries that a module does not load are not noticed",
         "        if untaken:\n",
         "        if untaken and not self._keys:\n",
         ("test_optimizers.py -k does_not_take",),
@@ -949,7 +949,7 @@ STATE = [
     ),
     Fault(
         "_state/optimizers.py",
-        "state that an optimizer does not keep is lost in silence",
+        "state that an optimizer does not keep is lost without an error",
         "        if lost:\n",
         "        if len(lost) < 0:\n",
         ("test_optimizers.py -k leaves_out",),
@@ -970,7 +970,7 @@ STATE = [
     ),
     Fault(
         "_state/per_rank.py",
-        "the place in a stack is the number of the rank",
+        "the index in a stack is the number of the rank",
         "OwnPart(fqn, path.ranks.index(source), own)",
         "OwnPart(fqn, min(source, len(path.ranks) - 1), own)",
         ("test_per_rank.py -k 'one_form or sub_group'",),
@@ -991,7 +991,7 @@ STATE = [
     ),
     Fault(
         "_state/tensors.py",
-        "a conjugate view is saved as what it is a view of",
+        "a conjugate view is saved as its base",
         "plain_tensor(tensor).resolve_conj().resolve_neg().cpu()",
         "plain_tensor(tensor).resolve_neg().cpu()",
         ("test_format.py -k views", "test_save_load.py -k views"),
@@ -1005,7 +1005,7 @@ STATE = [
     ),
     Fault(
         "_state/tensors.py",
-        "a wrapper is filled by way of a temporary tensor",
+        "a wrapper is filled through a temporary tensor",
         "    if is_wrapper(tensor):\n",
         "    if is_wrapper(tensor) and hasattr(tensor, '__tensor_flatten__'):\n",
         ("test_target_memory.py -k 'plain_memory'",),
@@ -1019,7 +1019,7 @@ STATE = [
     ),
     Fault(
         "_load/aliases.py",
-        "views that share memory are filled without a look at their contents",
+        "views that share memory are filled without a check of their contents",
         "all(np.array_equal(raw_view(a), raw_view(b)) for a, b in zip(shared, own, strict=True))",
         "True",
         ("test_target_memory.py -k one_buffer",),
@@ -1033,7 +1033,7 @@ STATE = [
     ),
     Fault(
         "_state/flatten.py",
-        "what is set in a list is set in every place that holds it",
+        "an item that is set in a list is set in every place that holds the list",
         "            state[key] = copy.copy(state[key])\n",
         "            state[key] = state[key]\n",
         ("test_target_memory.py -k stateful",),
@@ -1082,14 +1082,14 @@ STATE = [
     ),
     Fault(
         "_load/fill.py",
-        "what was handed on altered is taken",
+        "a piece that a rank received altered is used",
         "        if not is_intact(data):\n",
         "        if not len(data):\n",
         ("test_exchange.py -k altered",),
     ),
     Fault(
         "_load/fill.py",
-        "what was handed on is read again",
+        "a piece that a rank received is read again",
         "            self._delivered.setdefault((wanted.fqn, wanted.chunk, box), set()).update(wanted.numbers)\n",
         "            self._delivered.setdefault((wanted.fqn, wanted.chunk, box), set())\n",
         ("test_shared_reads.py -k 'do_not_depend or each_byte_once'",),
@@ -1117,7 +1117,7 @@ STATE = [
     ),
     Fault(
         "_load/shared_reads.py",
-        "who fetches a run is sent it, too",
+        "the rank that fetches a range is sent it, too",
         "receivers = tuple(rank for rank in ranks if rank != reader)",
         "receivers = tuple(ranks)",
         ("test_owners.py -k 'handed_on or all_ranks_alike'",),
@@ -1152,14 +1152,14 @@ STATE = [
     ),
     Fault(
         "_ranks/rounds.py",
-        "the others are not told that one rank has failed",
+        "the others do not get the error of a failed rank",
         "        elif not self._stopping:\n            self._drain = time.monotonic() + DRAIN_SECONDS\n"
         "            self._stop_all(None)\n",
         "",
         ("test_rounds.py -k the_others_are_stopped",),
     ),
 ]
-"""What a rank has, what a load fills, and what ranks say to each other."""
+"""State of a rank, targets of a load, and messages between ranks."""
 
 RUNS = [
     Fault(
@@ -1206,7 +1206,7 @@ RUNS = [
     ),
     Fault(
         "_runs/retention.py",
-        "what is left of a save is deleted, whoever made it",
+        "the leftovers of any program's save are deleted",
         "found.removal or all(marker.run == run for marker in found.markers)",
         "True",
         ("test_manager.py -k others_stay",),
@@ -1290,35 +1290,35 @@ RUNS = [
     ),
     Fault(
         "_runs/signals.py",
-        "a handler of before is not called",
+        "an earlier handler is not called",
         "            self.before(number, frame)\n",
         "            pass\n",
         ("test_preemption.py -k handlers_come_back",),
     ),
     Fault(
         "_runs/signals.py",
-        "a forked child tells its signals to the parent",
+        "a forked child reports its signals to the parent",
         "os.register_at_fork(after_in_child=_begin_child_signals)",
         "",
         ("test_preemption.py -k forked_child",),
     ),
     Fault(
         "_runs/wakeup.py",
-        "who has asked for signals before gets none",
+        "an earlier wakeup descriptor gets no signals",
         "                if self._copy != -1:\n",
         "                if False:\n",
         ("test_preemption.py -k wakeup",),
     ),
     Fault(
         "_runs/preemption.py",
-        "a rank that is told does not tell the others",
+        "a rank that gets a signal does not notify the others",
         "                raise _Noticed(self._reason)\n",
         "                return\n",
         ("test_preemption.py -k different_steps",),
     ),
     Fault(
         "_runs/manager.py",
-        "a save before pre-emption waits for a lost rank as long as any",
+        "a save before pre-emption waits for a lost rank as long as any save",
         "            timeout = min(self._options.timeout, max(self._preemption.left(), LEAST_SECONDS))\n",
         "            timeout = self._options.timeout\n",
         ("test_preemption.py -k lost_before",),
@@ -1332,7 +1332,7 @@ FAULTS = {"commit": COMMIT, "format": FORMAT, "plan": PLAN, "state": STATE, "run
 
 
 def prepared(folder: Path, fault: Fault | None) -> Path:
-    """A copy of the repository, with a fault."""
+    """Return a copy of the repository, with a fault."""
     copy = folder / "repository"
     shutil.copytree(REPOSITORY, copy, ignore=_LEFT_OUT)
     if fault is not None:
@@ -1342,7 +1342,7 @@ def prepared(folder: Path, fault: Fault | None) -> Path:
 
 
 def failed_test(copy: Path, tests: str) -> str:
-    """The first test that fails in a copy of the repository; "" where all pass."""
+    """Return the first test that fails in a copy of the repository, "" if all pass."""
     file, *options = shlex.split(tests)
     command = [sys.executable, "-m", "pytest", f"tests/{file}", *options, "-x", "-q", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(copy), "TMPDIR": str(copy.parent)}
@@ -1367,7 +1367,7 @@ def failed_test(copy: Path, tests: str) -> str:
 
 
 def find(fault: Fault | None, tests: Sequence[str]) -> tuple[str, float]:
-    """The first of some tests that fails with a fault, "" for none, and the seconds that it took."""
+    """Return the first of some tests that fails with a fault, "" for none, and the seconds that it took."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="zarrckpt-fault-", ignore_cleanup_errors=True) as folder:
         copy = prepared(Path(folder), fault)
@@ -1376,7 +1376,7 @@ def find(fault: Fault | None, tests: Sequence[str]) -> tuple[str, float]:
 
 
 def put_in(faults: Sequence[Fault], jobs: int) -> int:
-    """Put faults in, one by one; return how many were not found."""
+    """Put faults in, one by one. Return how many were not found."""
     missed = 0
     with ThreadPoolExecutor(jobs) as pool:
         results = pool.map(lambda fault: find(fault, fault.tests), faults)
@@ -1389,7 +1389,7 @@ def put_in(faults: Sequence[Fault], jobs: int) -> int:
 
 
 def run_clean(faults: Sequence[Fault], jobs: int) -> int:
-    """Run the tests of faults without any; return how many runs failed."""
+    """Run the tests of faults without any. Return how many runs failed."""
     runs = sorted({tests for fault in faults for tests in fault.tests})
     failed = 0
     with ThreadPoolExecutor(jobs) as pool:

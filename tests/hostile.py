@@ -1,15 +1,14 @@
-"""Checkpoints made by somebody with bad intent, and a watch over what reading them does.
+"""Checkpoints forged with bad intent, and a watch over the effects of reading them.
 
-Whoever writes a checkpoint can compute all of its checksums: documents are changed and sealed again, chunks are forged
-with their table.
+The author of a checkpoint can compute all of its checksums. So documents are changed and sealed again, and chunks are
+forged together with their table.
 
-    python tests/hostile.py documents 12000 bytes 3000 chunks 1500 markers 1500 --seed 1
-    python tests/hostile.py shapes 500 --address-space 3000000000
+python tests/hostile.py documents 12000 bytes 3000 chunks 1500 markers 1500 --seed 1
+python tests/hostile.py shapes 500 --address-space 3000000000
 
-are campaigns; the tests run some of each, in a process of its own, since the audit hook that watches it cannot be taken
-out again.
+These are campaigns. The tests run some cases of each in a separate process, because its audit hook cannot be removed.
 
-What is not written here is asked of no library but zarrckpt's public names: the seal and the tables are made by hand.
+This module uses only zarrckpt's public names: it computes seals and tables itself.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ from zarrckpt import CheckpointError
 
 SEAL = b'{"zarr_format":3,"node_type":"group","attributes":{"zarrckpt":{"crc32c":"'
 SECONDS = 60
-"""Longer than this is a hang."""
+"""A case that takes longer counts as a hang."""
 
 
 # -- documents and chunks, sealed by hand
 
 
 def sealed(data: bytes) -> bytes:
-    """The bytes with the checksum of their own in its place, if they begin as our documents do."""
+    """Return the bytes with a valid checksum in their seal, if they begin as zarrckpt's documents do."""
     if not data.startswith(SEAL):
         return data
     rest = data[len(SEAL) + 8 :]
@@ -61,7 +60,7 @@ def sealed(data: bytes) -> bytes:
 
 
 def text_of(document: Any) -> bytes:
-    """JSON, also of what has none: NaN, nesting that json.dumps refuses, members that come twice."""
+    """Return JSON, also of values that have no JSON: NaN, nesting that json.dumps refuses, members that occur twice."""
     data = json.dumps(document, separators=(",", ":")).encode()
     for depth in DEPTHS:
         data = data.replace(b'"__deep_%d__"' % depth, b"[" * depth + b"]" * depth)
@@ -73,7 +72,7 @@ DEPTHS = (40, 130, 300, 900, 950, 970, 980, 985, 990, 995, 20000)
 
 
 class Forgery:
-    """A checkpoint of plain chunks, one for each array, of which any part can be changed so that it looks right."""
+    """A checkpoint with one plain chunk per array. Any part can be changed with valid checksums."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,7 +93,7 @@ class Forgery:
         (self.folder / "zarr.json").write_bytes(sealed(text_of(self.document)))
 
     def blob(self, fqn: str, payload: bytes, encoding: str, kind: str | None = None) -> None:
-        """Give an entry that is a blob other bytes, and say that they are something else."""
+        """Give a blob entry other bytes, declared with another encoding or kind."""
         entry = self.own["entries"][fqn]
         entry["encoding"] = encoding
         entry.pop("kind", None)
@@ -106,7 +105,7 @@ class Forgery:
         self.chunk(entry["path"], payload)
 
     def chunk(self, path: str, stored: bytes) -> None:
-        """Give an array of one chunk other stored bytes, with their checksum in all places."""
+        """Give an array of one chunk other stored bytes. Update their checksum everywhere."""
         crc = google_crc32c.value(stored)
         (chunk,) = (self.folder / path).glob("c*")
         chunk.write_bytes(stored + struct.pack("<I", crc))
@@ -127,15 +126,15 @@ class Forgery:
         self.own["tables"][name]["crc32c"] = crc
 
 
-# -- what is attacked
+# -- the saved state
 
 
 class Opaque:
-    """Only pickle takes it."""
+    """A value that only pickle can save."""
 
 
 def state(number: int = 0) -> dict[Any, Any]:
-    """A state with entries of all kinds; numbers differ by ``number``."""
+    """Return a state with entries of all kinds. Its numbers differ by ``number``."""
     return {
         "model": {
             "w": torch.arange(24.0).reshape(6, 4) + number,
@@ -163,7 +162,7 @@ KINDS = ("plain", "zstd", "blosc", "tree")
 
 
 def make(folder: Path, kind: str) -> Path:
-    """Save a checkpoint; with portable arrays for the kind "blosc", in a tree of its own for the last one."""
+    """Save a checkpoint. The kind "blosc" has portable arrays, the kind "tree" a tree that is not the canonical one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compression = kind if kind in ("zstd", "blosc") else None
@@ -218,24 +217,24 @@ NASTY_KEYS: list[tuple[Any, str]] = [
 
 
 class Mutator:
-    """Changes JSON documents at random places, mostly where meaning is."""
+    """Changes JSON documents at random places, mostly where the reader interprets them."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
     def changed(self, document: Any, focus: tuple[str, ...] = ()) -> bytes:
-        """One to four changes, then the bytes."""
+        """Return the bytes after one to four changes."""
         document = copy.deepcopy(document)
         for _ in range(self.random.choice((1, 1, 1, 2, 2, 4))):
             if "consolidated_metadata" in document and self.random.random() < 0.4:
-                with contextlib.suppress(KeyError, TypeError, AttributeError, IndexError):  # of what was changed before
+                with contextlib.suppress(KeyError, TypeError, AttributeError, IndexError):  # of earlier changes
                     self.fitting(document["attributes"]["zarrckpt"])
             else:
                 self.change(document, focus)
         return text_of(document)
 
     def fitting(self, own: dict[str, Any]) -> None:
-        """A change of what entries are that leaves everything else fitting to it."""
+        """Change an entry in such a way that the rest of the document still fits it."""
         rand, entries = self.random, own["entries"]
         fqn = rand.choice([*entries])
         entry = entries[fqn]
@@ -271,12 +270,12 @@ class Mutator:
             own[member] = copy.deepcopy(rand.choice(NASTY))
 
     def keys_of(self, own: dict[str, Any], fqn: str) -> list[Any]:
-        """The keys of an entry in their JSON form."""
+        """Return the keys of an entry in their JSON form."""
         keys = own["keys"].get(fqn)
         return list(keys) if keys is not None else own["entries"][fqn]["path"].split("/")
 
     def other_key(self, own: dict[str, Any], fqn: str) -> None:
-        """Give an entry another key at one level, and the name that goes with it."""
+        """Give an entry another key at one level, and the fqn that fits it."""
         keys = self.keys_of(own, fqn)
         level = self.random.randrange(len(keys))
         keys[level], name = copy.deepcopy(self.random.choice(NASTY_KEYS))
@@ -286,7 +285,7 @@ class Mutator:
         own["keys"][renamed] = keys
 
     def change(self, document: Any, focus: tuple[str, ...] = ()) -> None:
-        """One change in place, below a focus in most cases."""
+        """Make one change in place, mostly below a focus."""
         top = document
         if self.random.random() < 0.8:
             with contextlib.suppress(KeyError, TypeError):
@@ -300,7 +299,7 @@ class Mutator:
         )
 
     def place(self, top: Any) -> tuple[Any, Any]:
-        """A container and a key in it, any depth with about the same chance."""
+        """Return a container and a key in it. All depths have about the same chance."""
         found, parent, key = top, None, None
         while isinstance(found, dict | list) and found:
             parent = found
@@ -317,7 +316,7 @@ class Mutator:
         del parent[key]
 
     def rename(self, parent: Any, key: Any, document: Any) -> None:
-        """Another name for a member, or the same one twice, or one more."""
+        """Rename a member, repeat it under its name, or add one."""
         texts = [item for item in NASTY if isinstance(item, str) and not item.startswith("__")]
         if isinstance(parent, list):
             parent.insert(key, copy.deepcopy(self.random.choice((parent[key], self.random.choice(NASTY)))))
@@ -327,7 +326,7 @@ class Mutator:
             parent[self.random.choice(texts)] = parent.pop(key)
 
     def tweak(self, parent: Any, key: Any, document: Any) -> None:
-        """A little more or less."""
+        """Change a value slightly."""
         value = parent[key]
         if isinstance(value, bool) or value is None:
             parent[key] = not value
@@ -344,13 +343,13 @@ class Mutator:
             parent[key] = [value]
 
     def move(self, parent: Any, key: Any, document: Any) -> None:
-        """What is at one place put at another."""
+        """Replace a value by one from another place of the document."""
         other, place = self.place(document)
         if other is not None:
             parent[key] = copy.deepcopy(other[place])
 
     def bytes_of(self, data: bytes) -> bytes:
-        """Raw changes of a stored document, behind its seal in most cases."""
+        """Return a stored document with changed bytes, mostly after its seal."""
         found = bytearray(data)
         first = len(SEAL) + 8 if self.random.random() < 0.9 else 0
         for _ in range(self.random.choice((1, 1, 2, 5))):
@@ -374,7 +373,9 @@ class Mutator:
 
 
 class Watch:
-    """Notes whatever this process opens, lists, changes or runs outside of where it may, once it is armed."""
+    """When armed, records every file that this process opens, lists or changes and all that it runs, except allowed
+    ones.
+    """
 
     def __init__(self, sandbox: Path) -> None:
         self.armed = False
@@ -417,7 +418,7 @@ def _writes(args: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def watched(watch: Watch, found: list[str], what: str) -> Iterator[None]:
-    """Note what a block raises that is no CheckpointError, what it touches, and that it ends."""
+    """Record a hang, access to forbidden files, and every exception of a block other than CheckpointError."""
 
     def hangs(*_: Any) -> None:
         raise TimeoutError(f"no end within {SECONDS} s")
@@ -445,11 +446,11 @@ def watched(watch: Watch, found: list[str], what: str) -> Iterator[None]:
     found += [f"{what}: touched {event}" for event in watch.seen]
 
 
-# -- what is done with a checkpoint
+# -- uses of a checkpoint
 
 
 def targets() -> list[dict[Any, Any]]:
-    """Plausible targets of a load."""
+    """Return plausible targets of a load."""
     everything = state(7)
     del everything["pickle"]
     names = ("model", "layers", "ordered", "step", "values", "raw", "npy", "tree", "json", "torch")
@@ -457,7 +458,7 @@ def targets() -> list[dict[Any, Any]]:
 
 
 def use(watch: Watch, url: Path, found: list[str], *, deep: bool) -> bool:
-    """Open and do all that one does; whether it opened. ``deep`` for what takes long."""
+    """Open a checkpoint and use all that it offers. Return whether it opened. ``deep`` adds the slow uses."""
     ckpt: Any = None
     with watched(watch, found, "open"):
         ckpt = zarrckpt.open(url)
@@ -476,7 +477,7 @@ def use(watch: Watch, url: Path, found: list[str], *, deep: bool) -> bool:
             value = ckpt[fqn]
             if fqn in ckpt.tensors:
                 assert ckpt.node_path(fqn) and repr(value)
-                # RuntimeError: numcodecs' own, of compressed bytes with all checksums right.
+                # numcodecs raises RuntimeError for changed compressed bytes whose checksums are valid.
                 with contextlib.suppress(*[RuntimeError] if value.compressors else []):
                     value[...]
         with watched(watch, found, f"read({fqn!r:.60})"):
@@ -494,12 +495,12 @@ def use(watch: Watch, url: Path, found: list[str], *, deep: bool) -> bool:
 
 
 def use_others(watch: Watch, url: Path, found: list[str]) -> None:
-    """DCP with its own planner, and zarr-python by itself, which may raise what they like but touch nothing."""
+    """Read with DCP's own planner and with plain zarr-python. They may raise any error but must access nothing else."""
     import torch.distributed.checkpoint as dcp
     import zarr
     from torch.distributed.checkpoint.api import CheckpointException
 
-    # DCP's planner unpickles the bytes that our reader makes of values that it has decoded.
+    # DCP's planner unpickles the bytes that zarrckpt's reader makes of decoded values.
     watch.unpickled = {("numpy._core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}
     watch.unpickled |= {("torch._utils", "_rebuild_tensor_v2"), ("torch", "Size"), ("collections", "OrderedDict")}
     watch.unpickled |= {("__builtin__", name) for name in ("bytearray", "complex", "set", "frozenset")}
@@ -510,7 +511,7 @@ def use_others(watch: Watch, url: Path, found: list[str]) -> None:
                 dcp.load(target, storage_reader=zarrckpt.ZarrStorageReader(url), no_dist=True)
             except CheckpointException as err:
                 causes = {type(cause) for cause, _ in err.failures.values()}
-                # RuntimeError and ValueError: what DCP's planner says of missing keys, and of shapes that differ.
+                # DCP's planner raises RuntimeError and ValueError for missing keys and different shapes.
                 if not all(issubclass(cause, CheckpointError | RuntimeError | ValueError) for cause in causes):
                     raise
     watch.unpickled = set()
@@ -521,14 +522,14 @@ def use_others(watch: Watch, url: Path, found: list[str]) -> None:
                 node[...]
 
 
-# -- campaigns: each returns (cases, cases that opened, what was found)
+# -- campaigns: each returns (number of cases, number of cases that opened, faults)
 
 
 Result = tuple[int, int, list[str]]
 
 
 def documents(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
-    """Root documents with structured changes."""
+    """Run structured changes of root documents."""
 
     def mutations(mutator: Mutator, original: bytes) -> Callable[[], bytes]:
         document = json.loads(original)
@@ -541,14 +542,14 @@ def documents(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
 
 
 def raw(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
-    """Root documents with changed bytes."""
+    """Run changed bytes of root documents."""
     return roots(watch, sandbox, count, seed, lambda mutator, data: lambda: mutator.bytes_of(data))
 
 
 def roots(
     watch: Watch, sandbox: Path, count: int, seed: int, mutations: Callable[[Mutator, bytes], Callable[[], bytes]]
 ) -> Result:
-    """Change root documents, seal most of them, use what opens."""
+    """Change root documents, seal most of them, and use those that open."""
     mutator, found, opened = Mutator(seed), [], 0
     kinds = []
     for kind in KINDS:
@@ -574,19 +575,19 @@ def roots(
 
 
 def note(sandbox: Path, name: str, data: bytes) -> None:
-    """Keep a document that something is wrong with, where the caller asks for it."""
+    """Keep a document that shows a fault, if ZARRCKPT_KEEP names a folder."""
     kept = os.environ.get("ZARRCKPT_KEEP")
     if kept:
         Path(kept, name).write_bytes(data)
 
 
 def shapes(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
-    """Documents that claim more than there is: terabytes, products that overflow, thousands of dimensions."""
+    """Run documents that claim more than is stored: terabytes, products that overflow, thousands of dimensions."""
     rand, found, opened = random.Random(seed), [], 0
     folder = make(sandbox / "shapes", "plain")
     original = (folder / "zarr.json").read_bytes()
     use(watch, folder, [], deep=True)
-    big = [0, 1, 2, 3, 2**20, 2**28, 2**33, 2**40, 2**50, 2**61, 2**62]  # what is between may fit into memory
+    big = [0, 1, 2, 3, 2**20, 2**28, 2**33, 2**40, 2**50, 2**61, 2**62]  # sizes between may fit into memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(count):
         forgery = Forgery(folder)
@@ -625,7 +626,7 @@ def shapes(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
 
 
 def _subchunks(nodes: dict[str, Any]) -> int:
-    """How many subchunks all arrays have, as the documents claim."""
+    """Return the number of subchunks of all arrays, as the documents claim."""
     subchunks = 0
     for node in nodes.values():
         if node["node_type"] == "array":
@@ -640,7 +641,7 @@ def _subchunks(nodes: dict[str, Any]) -> int:
 
 
 def chunks(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
-    """Compressed bytes that were changed, with all checksums right."""
+    """Run changed compressed bytes with valid checksums."""
     mutator, found, opened = Mutator(seed), [], 0
     kinds = []
     for kind in ("zstd", "blosc"):
@@ -671,7 +672,7 @@ def chunks(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
 
 
 def markers(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
-    """Claims and markers that were changed, below a committed checkpoint: who cleans up deletes nothing of it."""
+    """Run changed claims and markers below a committed checkpoint. The cleanup must delete none of its objects."""
     mutator, found, opened = Mutator(seed), [], 0
     kinds = [make(sandbox / kind / "original", kind) for kind in ("plain", "tree")]
     work = sandbox / "work"
@@ -691,7 +692,7 @@ def markers(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
 
 
 def _plant(mutator: Mutator, work: Path, own: str) -> None:
-    """Put changed markers, and now and then a changed claim."""
+    """Put changed markers, and sometimes a changed claim."""
     rand, house = mutator.random, work / "@zarrckpt"
     for _ in range(rand.choice((1, 1, 3))):
         attempt = f"{rand.getrandbits(128):032x}"
@@ -709,7 +710,7 @@ def _plant(mutator: Mutator, work: Path, own: str) -> None:
                 }
             },
         }
-        if rand.random() < 0.6:  # one that is in order, and names what is not its own
+        if rand.random() < 0.6:  # a valid one that names objects of others
             tree = rand.choice(("", "", f"@{attempt}"))
             arrays = rand.sample(["model/w", "npy", "model/empty", "raw", "model/scalar"], 2)
             document["attributes"]["zarrckpt"].update(tree=tree, arrays=arrays, groups=["model"])
@@ -726,7 +727,7 @@ def _plant(mutator: Mutator, work: Path, own: str) -> None:
 
 
 def _clean_up(watch: Watch, work: Path, faults: list[str], how: str) -> bool:
-    """Clean up; whether that went through. What is committed must be whole after it, unless it was to go."""
+    """Clean up and return whether it succeeded. Unless it was removed, the committed checkpoint must stay whole."""
     done = False
     with watched(watch, faults, how):
         if how == "overwrite":
@@ -738,7 +739,7 @@ def _clean_up(watch: Watch, work: Path, faults: list[str], how: str) -> bool:
         done = True
     if how != "remove":
         report = zarrckpt.open(work).verify()
-        # The claim and the documents that the planter may have changed are his.
+        # Do not count the claim and the documents that ``_plant`` may have changed.
         damages = [damage for damage in report.damages if damage.key != "@zarrckpt/zarr.json"]
         if damages:
             faults.append(f"{how}: what is committed is damaged: {damages[:2]}")
@@ -759,7 +760,7 @@ class Bomb:
 
 
 def bombs(target: Path) -> dict[str, bytes]:
-    """Bytes that write a file where somebody unpickles them, each a valid form of some file."""
+    """Return bytes that write a file when they are unpickled, each a valid form of some file."""
     bomb = Bomb(target)
     saved, legacy, archive, header = io.BytesIO(), io.BytesIO(), io.BytesIO(), io.BytesIO()
     torch.save({"a": torch.ones(1), "b": bomb}, saved)
@@ -786,7 +787,7 @@ CAMPAIGNS: dict[str, Callable[[Watch, Path, int, int], Result]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run campaigns; print what was found, and how many cases there were."""
+    """Run campaigns. Print the faults and the number of cases."""
     parser = argparse.ArgumentParser(description="Fuzz checkpoints: documents 12000 bytes 3000 shapes 500 ...")
     parser.add_argument("campaigns", nargs="+", metavar="NAME COUNT", help=f"of {', '.join(CAMPAIGNS)}")
     parser.add_argument("--seed", type=int, default=0)

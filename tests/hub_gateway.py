@@ -1,10 +1,10 @@
-"""A server that behaves as the S3 gateway of Hugging Face's Storage Buckets, as far as its documentation tells.
+"""A server that behaves like the S3 gateway of Hugging Face's Storage Buckets, as far as it is documented.
 
-https://huggingface.co/docs/hub/storage-buckets-s3: the endpoint ends with a namespace; a GetObject is answered by a
-redirect to another server unless the client is one of AWS's; conditions count for PutObject alone; bodies in
-``aws-chunked`` framing, copies of parts, ListObjectsV1, and some keys are refused; metadata and tags are dropped.
-What it does not tell is a choice here: which e-tags the other server sends, if any. Copies of objects are left out:
-the package makes none.
+The documentation (https://huggingface.co/docs/hub/storage-buckets-s3) has these rules. The endpoint ends with a
+namespace. A GetObject is answered by a redirect to another server, unless the client is one of AWS's. Conditions hold
+for PutObject only. Bodies in ``aws-chunked`` framing, copies of parts, ListObjectsV1, and some keys are refused.
+Metadata and tags are dropped. The documentation does not describe the e-tags of the other server, so they can be chosen
+here. Copies of objects are left out, because the package makes none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from store_servers import REGION, S3Place
 
 NAMESPACE = "some-org"
 EDGE_HOST = "localhost"
-"""Another host than the gateway's, 127.0.0.1, to every client."""
+"""A host that differs from the gateway's, 127.0.0.1, for every client."""
 _KEYS = Credentials("HFAKTEST", "not-so-secret")
 _PROXIED = ("aws-cli", "botocore", "aws-sdk-rust")
 _NO_KEY = re.compile(r"^/|/$|//|\.\./|^\./|\.\.$|[\\\0]")
@@ -32,10 +32,10 @@ _NO_KEY = re.compile(r"^/|/$|//|\.\./|^\./|\.\.$|[\\\0]")
 
 @dataclass
 class HubGateway(S3Stub):
-    """The gateway, and beside it the edge that it sends readers to."""
+    """The gateway, with the edge server to which it redirects readers."""
 
     edge_e_tags: str = "other"
-    """Of objects read at the edge: "other" than the gateway's, "same", or "none"."""
+    """The e-tags of objects read at the edge: "other" than the gateway's, "same", or "none"."""
     edge: S3Stub = field(default_factory=lambda: _Edge())
 
     @property
@@ -57,7 +57,7 @@ class HubGateway(S3Stub):
 
 
 class HubPlace(S3Place):
-    """A bucket whose objects another host sends."""
+    """A bucket whose objects come from another host."""
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class _GatewayHandler(Handler):
             return False
         signed = {name: self.headers[name] for name in said[1].split(";")}
         target = urlsplit(self.path)
-        # The signature is of "%20", where clients send "+".
+        # The signature is of "%20", but clients send "+".
         parameters = dict(parse_qsl(target.query, keep_blank_values=True))
         request = AWSRequest(self.command, f"http://{self.headers['Host']}{target.path}", signed, params=parameters)
         request.context["timestamp"] = self.headers["x-amz-date"]

@@ -1,7 +1,7 @@
 """A reader written from ``docs/reference/format.md`` alone: it imports neither zarrckpt nor zarr.
 
 If a test that uses it fails, either the library or the page is wrong. ``Reader(folder)`` reads a checkpoint on a local
-disk; every check of the page is an ``assert`` or an exception.
+disk. Every check of the page is an ``assert`` or an exception.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Reader:
         assert set(self.own["containers"].values()) <= {"list", "OrderedDict"}
 
     def table(self, name: str) -> dict[str, np.ndarray]:
-        """Path -> its part of a table: (chunks, subchunks)."""
+        """Return path -> its part of a table: (chunks, subchunks)."""
         assert set(self.own["tables"][name]) == {"length", "crc32c"}
         length, crc = is_int(self.own["tables"][name]["length"]), is_int(self.own["tables"][name]["crc32c"])
         data = b""
@@ -252,7 +252,7 @@ class Reader:
         return parts
 
     def raw(self, path: str) -> np.ndarray:
-        """The elements of an array as bytes: its shape, and one more dimension of the element's bytes."""
+        """Return the elements of an array as bytes: its shape, and one more dimension of the element's bytes."""
         array = self.arrays[path]
         sub = array.sub or array.chunk
         padded = [n * c for n, c in zip(array.counts, array.chunk, strict=True)]
@@ -268,7 +268,7 @@ class Reader:
         return out[tuple(slice(0, n) for n in array.shape)]
 
     def _subchunks(self, array: Array, stored: bytes, table: np.ndarray, sizes: np.ndarray | None) -> list[bytes]:
-        """The data of a chunk's subchunks in C order."""
+        """Return the data of a chunk's subchunks in C order."""
         total = math.prod(array.sub_counts)
         stored_bytes = [array.subchunk_bytes + 4] * total if sizes is None else sizes.tolist()
         begin = [0, *itertools.accumulate(stored_bytes)]
@@ -287,29 +287,29 @@ class Reader:
         return out
 
     def tensor(self, fqn: str) -> tuple[str, list[int], bytes]:
-        """A tensor as the name of its type, its shape, and its elements in C order."""
+        """Return a tensor as the name of its type, its shape, and its elements in C order."""
         entry = self.entries[fqn]
         assert "encoding" not in entry
         array = self.arrays[entry["path"]]
         return array.dtype, array.shape, self.raw(entry["path"]).tobytes()
 
     def value(self, fqn: str) -> Any:
-        """A value or a blob. Of torch and pickle blobs ``(encoding, kind, bytes)``."""
+        """Return a value or a blob. Torch and pickle blobs are ``(encoding, kind, bytes)``."""
         entry = self.entries[fqn]
         if "value" in entry:
             return decode_json(entry["value"])
         return decode_blob(entry["encoding"], entry.get("kind"), self.blob(fqn))
 
     def blob(self, fqn: str) -> bytes:
-        """The bytes of a blob."""
+        """Return the bytes of a blob."""
         return self.raw(self.entries[fqn]["path"]).tobytes()
 
     def ranks(self, fqn: str) -> list[int]:
-        """Whose tensors an entry stacks."""
+        """Return the ranks whose tensors an entry stacks."""
         return [rank for begin, end in self.entries[fqn].get("ranks", []) for rank in range(begin, end)]
 
     def keys(self, fqn: str) -> list[tuple[str, Any]]:
-        """The (container, key) of each level that leads to an entry."""
+        """Return the (container, key) of each level that leads to an entry."""
         names = self.entries[fqn]["path"].split("/")
         keys = [decode_json(key) for key in self.own["keys"].get(fqn, names)]
         assert len(keys) == len(names) and all(map(is_key, keys))
@@ -317,12 +317,12 @@ class Reader:
         return [(kind, position(key) if kind == "list" else key) for kind, key in zip(containers, keys, strict=True)]
 
     def nested(self) -> Any:
-        """The state dict as it was saved, with the fqn of each entry in the place of the entry."""
+        """Return the saved state dict, with the fqn of each entry instead of the entry."""
         return _build([(self.keys(fqn), fqn) for fqn in self.entries])
 
 
 def check_compressor(codec: dict[str, Any], itemsize: int) -> None:
-    """One of the two codecs of the page, with exactly its members."""
+    """Check that a codec is one of the two of the page, with exactly its members."""
     assert set(codec) == {"name", "configuration"}
     options = codec["configuration"]
     if codec["name"] == "zstd":
@@ -359,7 +359,7 @@ def _build(rows: list[tuple[list[tuple[str, Any]], str]]) -> Any:
 
 
 def same_nan(key: Any) -> Any:
-    """A key that equals what holds the same: NaNs by their bits, all else as Python does."""
+    """Return a key that compares NaNs by their bits, and all else as Python does."""
     if isinstance(key, tuple):
         return tuple(map(same_nan, key))
     return ("nan", struct.pack(">d", key)) if isinstance(key, float) and key != key else key
@@ -374,7 +374,7 @@ def is_key(key: Any) -> bool:
 
 
 def position(key: Any) -> int:
-    """Of an entry in a list."""
+    """Return the position of an entry in a list."""
     assert type(key) is int or (type(key) is str and re.fullmatch("0|[1-9][0-9]*", key))
     assert 0 <= int(key) < 2**20
     return int(key)
@@ -386,7 +386,7 @@ def is_int(number: Any) -> int:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal JSON: 1, 1.0 and true are different."""
+    """Whether JSON values are equal: 1, 1.0 and true are different."""
     return bool(one == other and compact(one) == compact(other))
 
 
@@ -403,7 +403,7 @@ def check_path(path: str) -> None:
 
 
 def decode_json(obj: Any, items: bytes | None = None) -> Any:
-    """A value from its JSON form, which is the one that the page gives for it. ``items`` are those of a tree."""
+    """Return a value from its JSON form, which must be the page's form for it. ``items`` are those of a tree."""
     used: list[tuple[int, int]] = []
     value = _decode(obj, items, used, 0)
     end = 0

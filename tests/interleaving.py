@@ -1,10 +1,10 @@
 """Saves and readers over one store, one operation at a time, in any order.
 
-- :class:`Agent` runs the code again from its start for each new answer, up to the next operation that it asks for. That
-  makes a tree of all that the code can do, and :class:`Exploration` walks through every interleaving of several such
-  agents, with each state of store and agents met once. A crash needs no case of its own: it is an agent that is not
-  asked any more, and after every state any of them may stay silent. So is a rank that goes on when its save is dead.
-- :func:`play` runs whole saves in threads, one of which goes on at a time, as chance decides.
+- :class:`Agent` reruns the code from its start for each new answer, up to its next operation. The result is a tree of
+  all possible runs. :class:`Exploration` visits every interleaving of several agents, and each state of store and
+  agents once. A crash needs no extra case, because any agent may be silent after any state. Neither does a rank that
+  continues after its save is dead.
+- :func:`play` runs whole saves in threads. One thread at a time continues, in random order.
 
 ``python tests/interleaving.py --schedules 20000`` does more of both than the tests do.
 """
@@ -48,22 +48,22 @@ from zarrckpt.testing import Stopped
 
 
 class Asked(BaseException):
-    """The answers that are known are used up."""
+    """Raised when the known answers are used up."""
 
 
 class Agent:
-    """All that a piece of code can do, by the answers that it gets. Node 0 is its start."""
+    """All possible runs of a piece of code, by the answers that it gets. Node 0 is its start."""
 
     def __init__(self, code: Callable[[Store], str], order: Order = list) -> None:
         self._code, self._order = code, order
         self._edges: dict[tuple[int, Any], int] = {}
         self._histories: list[tuple[Any, ...]] = []
         self.nodes: list[Op | str] = []
-        """What is asked for next, or how it ended."""
+        """The next operation, or the result of the code."""
         self._new(())
 
     def after(self, node: int, found: Any) -> int:
-        """The node that an answer leads to."""
+        """Return the node that an answer leads to."""
         known = self._edges.get((node, found))
         if known is None:
             known = self._edges[node, found] = self._new((*self._histories[node], found))
@@ -87,13 +87,13 @@ class Agent:
         except Exception as err:
             end = f"{type(err).__name__}: {err}"
         self._histories.append(history)
-        # Only the first counts: code that was interrupted there may have tidied up.
+        # Only the first operation counts: interrupted code may have cleaned up.
         self.nodes.append(asked[0] if asked else end)
         return len(self.nodes) - 1
 
 
 class Faults(NamedTuple):
-    """How many things may go wrong in one history, of each kind."""
+    """Maximum number of faults of each kind in one history."""
 
     lost_answers: int = 0
     """A conditional put is done, its answer is lost, and the client repeats it."""
@@ -105,11 +105,11 @@ class Faults(NamedTuple):
     """An operation fails, done or not."""
 
     def less(self, name: str) -> Faults:
-        """With one fault less to come."""
+        """Return the same with one fault less."""
         return self._replace(**{name: getattr(self, name) - 1})
 
     def may_repeat(self, op: Op) -> str:
-        """The fault by which a request may come again, "" if it may not."""
+        """Return the fault by which a request may arrive again, "" if it may not."""
         if op.verb == "delete" and self.repeated_deletes:
             return "repeated_deletes"
         return "repeated_puts" if op.verb == "put" and "/c." in op.key and self.repeated_puts else ""
@@ -117,36 +117,36 @@ class Faults(NamedTuple):
 
 @dataclass
 class Found:
-    """What an exploration has seen."""
+    """Counts and results of an exploration."""
 
     states: int = 0
     ends: int = 0
     contents: int = 0
     runs: int = 0
-    """How often the code was run, from its start to the next operation."""
+    """Number of runs of the code from its start to the next operation."""
     outcomes: set[tuple[str, ...]] = field(default_factory=set)
     complete: bool = True
 
 
 class State(NamedTuple):
-    """Where store and agents are."""
+    """A state of the store and of all agents."""
 
     stored: int
-    """The number of what is stored."""
+    """The number of the store's content."""
     places: tuple[int, ...]
     """The node of each agent."""
     faults: Faults
-    """What may still go wrong."""
+    """The faults that may still occur."""
     sent: frozenset[Op] = frozenset()
-    """The requests that may come again."""
+    """The requests that may arrive again."""
     turn: int = -1
-    """Whose turn it is, where turns count."""
+    """The agent whose turn it is, if turns count."""
     changes: int = 0
-    """How often an agent may still be interrupted."""
+    """Number of interruptions of agents that are left."""
 
 
 class Exploration:
-    """Every state that agents over one store can come to."""
+    """Every state that agents over one store can reach."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Exploration:
     def run(
         self, check: Callable[[Content], object], at_end: Callable[[Content, list[str]], object], cap: int
     ) -> Found:
-        """Call ``check`` for all that may be stored, ``at_end`` where no agent has anything left to do."""
+        """Call ``check`` for every content of the store, and ``at_end`` when all agents have ended."""
         seen, todo, found = {self._start: self._start}, [self._start], Found()
         checked = 0
         while todo and found.states < cap:
@@ -206,7 +206,7 @@ class Exploration:
                 yield state._replace(stored=after, faults=left, sent=sent)
 
     def _turned(self, state: State, index: int) -> State | None:
-        """The same with it being an agent's turn; None where no agent may be interrupted any more."""
+        """Return the state with an agent's turn, or None if no agent may be interrupted any more."""
         if not self._bounded or state.turn == index:
             return state
         goes_on = state.turn >= 0 and isinstance(self._agents[state.turn].nodes[state.places[state.turn]], Op)
@@ -215,7 +215,7 @@ class Exploration:
         return state._replace(turn=index, changes=state.changes - goes_on)
 
     def _answered(self, state: State, index: int, op: Op) -> Iterator[State]:
-        """What an agent's operation may lead to."""
+        """Yield the states that an agent's operation may lead to."""
         found, after = self._do(state.stored, op)
         failed, faults = state, state.faults
         if faults.may_repeat(op):
@@ -231,7 +231,7 @@ class Exploration:
                 yield self._settled(done._replace(faults=left), index, Failed("its answer was lost"))
 
     def _settled(self, state: State, index: int, found: Any) -> State:
-        """An agent has got an answer; what it asks for next is done at once where that is of no interest."""
+        """Give an agent its answer. Do its next operations at once as long as they are quiet."""
         agent, stored = self._agents[index], state.stored
         node = agent.after(state.places[index], found)
         while isinstance(op := agent.nodes[node], Op) and self._quiet(op):
@@ -254,7 +254,7 @@ class Exploration:
         return self._numbers[key]
 
     def _path(self, seen: dict[State, State], state: State) -> list[str]:
-        """The operations that led to a state."""
+        """Return the operations that led to a state."""
         lines = []
         while seen[state] != state:
             before = seen[state]
@@ -269,13 +269,13 @@ class Exploration:
 
 
 def is_document(op: Op) -> bool:
-    """Puts that no part of the protocol depends on: documents of arrays, tables but the one of checksums."""
+    """Whether an operation puts a document that the protocol does not read: of arrays, or of most tables."""
     parts = op.key.split("/")[-2:]
     return op.verb == "put" and (parts in (["w", ROOT], ["checksums", ROOT]) or parts[0] == "writers")
 
 
 def nothing_quiet(op: Op) -> bool:
-    """Every operation is a step of its own."""
+    """Return False, so that every operation is a separate step."""
     return False
 
 
@@ -291,10 +291,10 @@ def explore(
     most: int = 10**9,
     sampled: int = 300,
 ) -> Found:
-    """Every interleaving of saves and readers; stops after ``most`` states.
+    """Explore every interleaving of saves and readers. Stop after ``most`` states.
 
-    Whatever is stored at any moment, what is committed is whole; for a sample of that, the next save goes on from it.
-    With ``interruptions``, agents go on until they end, but for so many times: that suffices for most mistakes.
+    At any moment, the committed checkpoint must be whole. For a sample of the contents, the next save must succeed.
+    With ``interruptions``, an agent runs until it ends, except for that number of interruptions. Most mistakes show so.
     """
     judge, after = Judge(), Save(9)
     agents = [*(Agent(save, order) for save in saves), *(Agent(read) for _ in range(readers))]
@@ -310,11 +310,11 @@ def explore(
     return found
 
 
-# -- schedules by chance, of whole saves
+# -- random schedules of whole saves
 
 
 class Turns:
-    """Threads of which one goes on at a time: each waits with its operation until it is answered."""
+    """Threads that run one at a time. Each waits with its operation until it is answered."""
 
     def __init__(self, codes: Sequence[Callable[[Store], str]], order: Order) -> None:
         self._order = order
@@ -331,7 +331,7 @@ class Turns:
             self._parked.acquire()
 
     def let(self, number: int, found: Any) -> None:
-        """Answer a thread's operation; returns when it asks for the next one, or has ended."""
+        """Answer a thread's operation. Return when it requests the next one or has ended."""
         del self.waiting[number]
         self._answers[number] = found
         self._go[number].release()
@@ -344,7 +344,7 @@ class Turns:
             self._go[number].acquire()
             found = self._answers[number]
             if found is Stopped:
-                # Every later call as well, as of a dead process.
+                # Every later call fails as well, like those of a dead process.
                 self._answers[number] = Stopped
                 raise Stopped
             return found
@@ -362,9 +362,9 @@ class Turns:
 def play(
     seed: int, content: Content, saves: Sequence[Callable[[Store], str]], reads: int, judge: Judge
 ) -> tuple[Content, list[str], int]:
-    """One schedule by chance, of saves and readers: saves die, their requests fail, answers get lost, deletions repeat.
+    """Play one random schedule of saves and readers: saves die, requests fail, answers get lost, deletions repeat.
 
-    Returns what is stored at its end, how each save and each reader ended, and the number of operations.
+    Return the content at its end, the results of each save and reader, and the number of operations.
     """
     chance = random.Random(seed)
     codes, faulty = [*saves, *[read] * reads], range(len(saves))
@@ -403,7 +403,7 @@ def play(
 
 @dataclass
 class Played:
-    """What schedules by chance came to."""
+    """Counts and results of random schedules."""
 
     schedules: int = 0
     operations: int = 0
@@ -411,7 +411,7 @@ class Played:
 
 
 def play_many(seeds: Iterable[int], saves: int = 3, readers: int = 1) -> Played:
-    """Schedules by chance, each over nothing or over a committed save; checks them all."""
+    """Play and check random schedules, each over an empty store or over a committed save."""
     judge, after, played, base = Judge(), Save(9), Played(), committed_first()
     codes = [whole_save(number) for number in range(1, saves + 1)]
     for seed in seeds:
@@ -429,7 +429,7 @@ def play_many(seeds: Iterable[int], saves: int = 3, readers: int = 1) -> Played:
 
 
 def campaigns(most: int) -> Iterator[tuple[str, Callable[[], Found]]]:
-    """Explorations that take minutes, each of at most so many states."""
+    """Yield explorations that take minutes, each of at most ``most`` states."""
     base, saves = committed_first(), [Save(1), Save(2), Save(3)]
     for name, content in (("nothing", {}), ("a committed save", base)):
         yield (
@@ -452,7 +452,7 @@ def campaigns(most: int) -> Iterator[tuple[str, Callable[[], Found]]]:
 
 
 def main() -> None:
-    """The long version of what the tests do."""
+    """Run longer explorations and schedules than the tests do."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--schedules", type=int, default=20000, help="how many by chance")
     parser.add_argument("--states", type=int, default=5_000_000, help="at most so many states of each exploration")

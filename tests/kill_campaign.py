@@ -1,19 +1,18 @@
-"""Kill ranks of real saves at random moments, and look at what is stored after each.
+"""Kill ranks of real saves at random moments, and check the stored objects after each kill.
 
-    python -m tests.kill_campaign --kills 300                # a temporary folder, and an S3 server of its own
-    python -m tests.kill_campaign --kills 100 --url s3://bucket/kills --url /mnt/shared/kills
+python -m tests.kill_campaign --kills 300                # a temporary folder, and an S3 server started for the campaign
+python -m tests.kill_campaign --kills 100 --url s3://bucket/kills --url /mnt/shared/kills
 
-Four processes save a state whose pieces move between them: to a new place, or in place of a checkpoint that they saved
-just before. At a random moment of it one of them, or all, get SIGKILL; the others are ended a moment later, as torchrun
-does it, or in a share of the trials watched until they have noticed by themselves. After each kill the place must open
-as the complete old or the complete new checkpoint, or as not committed, and be free of damage; every few kills the next
-save must succeed and leave nothing of the dead ones. A place under ``--url`` must be empty.
+Four processes save a state whose pieces move between them: to a new url, or over a checkpoint that they saved just
+before. At a random moment of the save, one process or all get SIGKILL. The others are killed a moment later, as
+torchrun does it. In a share of the trials they are watched instead until they notice the loss themselves. After each
+kill the url must open as the complete old checkpoint, as the complete new one, or as not committed, without damage.
+Every few kills the next save must succeed and leave no object of the killed saves. A ``--url`` must be empty.
 
-Other kills are aimed (``AIMS``): between the rounds of a save, and around its commit, one rank gets SIGKILL at exactly
-that step. Then all survivors must end by themselves, soon: with their reports where the save is committed, else with
-errors.
+Other kills are aimed (``AIMS``): one rank gets SIGKILL at a given step, between the rounds of a save or around its
+commit. Then all survivors must end soon and without help: with reports if the save is committed, else with errors.
 
-The command prints a table, and exits with 1 if anything was wrong, or took longer than a minute.
+The command prints a table. It exits with 1 if a check failed or a case took longer than a minute.
 """
 
 from __future__ import annotations
@@ -60,45 +59,45 @@ WATCHED_SECONDS = 20.0
 """How long survivors are watched."""
 
 LONGEST_SECONDS = 60.0
-"""A case that takes longer hangs."""
+"""A case that takes longer counts as a hang."""
 
 AGENT_SECONDS = 0.1
-"""How often torchrun looks at its processes."""
+"""Interval at which torchrun checks its processes."""
 
 OPTIONS = zarrckpt.SaveOptions(fill_bytes=8 << 10, max_inflight_bytes=64 << 10, timeout=15.0)
-"""Of the saves: pieces move in many bundles, and who waits for a rank that never came gives up while it is watched."""
+"""Options of the saves. Pieces move in many bundles, and the timeout is shorter than the time of watching."""
 
 LATE = ("_api", "_checkpoint", "_ops.recover", "_ops.verify", "_store._local", "_store._obstore")
-"""This package's modules that are imported when they are needed: here before processes are forked."""
+"""Modules of this package that are imported on first use. Import them before the processes fork."""
 
 _context = multiprocessing.get_context("fork")
 
 
 class Place(IntEnum):
-    """How far a rank is with its save; the coordinator's steps are in their order."""
+    """Steps of a rank's save. The coordinator's steps are in their order."""
 
     STARTS = 0
     PLANS = 1
     BEGINS = 2
     SENDS_PLANS = 3
-    """The attempt has begun, and the others do not know it yet."""
+    """The attempt has begun, and the other ranks have not received it yet."""
     AGREED = 4
     WRITES = 5
     EXCHANGES = 6
     WAITS = 7
-    """It has written, and has not said so."""
+    """The rank has written, and has not reported it."""
     COUNTS = 8
     ALL_WRITTEN = 9
-    """That is known to all; nobody has agreed to the commit."""
+    """All ranks have received it. No rank has agreed to the commit."""
     COMMITS = 10
     CLEANS = 11
     ANSWERS = 12
-    """The others do not know yet that it is committed."""
+    """The save is committed, and the other ranks have not received that yet."""
     RETURNED = 13
 
 
 class Board:
-    """What the ranks of a job tell while they save, and who is to be killed when: memory that all processes share."""
+    """Shared memory in which the ranks of a job mark their steps, with the aim of the next kill."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -106,12 +105,12 @@ class Board:
         self._aim: Aim | None = None
 
     def clear(self, aim: Aim | None) -> None:
-        """For a new job, whose processes are not there yet."""
+        """Reset for a new job, before its processes start."""
         self._memory[: 2 * RANKS] = bytes(2 * RANKS)
         self._aim = aim
 
     def come(self, rank: int) -> None:
-        """Called by each rank's process, before any can be killed."""
+        """Store this process's id. Each rank calls this before it can be killed."""
         self._pids[rank] = os.getpid()
 
     def mark(self, rank: int, place: Place) -> None:
@@ -134,7 +133,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Aim:
-    """A kill at a step: when the rank ``at`` comes to a place, the victim gets SIGKILL."""
+    """A kill at a step: when the rank ``at`` reaches a step, the victim gets SIGKILL."""
 
     at: int
     place: Place
@@ -142,7 +141,7 @@ class Aim:
 
     @property
     def commits(self) -> bool:
-        """Whether the save is committed, and the survivors return. With a coordinator that lives, also later."""
+        """Whether the save is committed and the survivors return. If the coordinator lives, later steps also commit."""
         return self.place > Place.COMMITS or (self.place == Place.COMMITS and self.victim != 0)
 
 
@@ -157,20 +156,20 @@ AIMS = [
 
 
 def _extra(number: float) -> dict[str, torch.Tensor]:
-    """Tensors of a few KiB, whose pieces move, and a larger one."""
+    """Return tensors of a few KiB, whose pieces move, and a larger one."""
     small = {f"small.{place}": full((64, 16), number + place / 100) for place in range(12)}
     return {**small, "large": full((1024, 512), number)}
 
 
 def state_of(number: float) -> dict[str, Any]:
-    """The state that is saved, of four ranks. Collective."""
+    """Return the state that is saved, of four ranks. Collective."""
     line = mesh_of([*range(RANKS)])
     extra = {name: sharded(whole, line) for name, whole in _extra(number).items()}
     return {**uneven_state(number), "extra": extra}
 
 
 def wrong_entries(checkpoint: zarrckpt.Checkpoint, number: float) -> list[str]:
-    """The entries of a checkpoint that are not those of ``state_of(number)``."""
+    """Return the entries of a checkpoint that differ from ``state_of(number)``."""
     wholes = uneven_wholes(number) | {f"extra.{name}": whole for name, whole in _extra(number).items()}
     values = uneven_values(number)
     found = checkpoint.read()
@@ -184,14 +183,14 @@ def wrong_entries(checkpoint: zarrckpt.Checkpoint, number: float) -> list[str]:
 
 @dataclass(frozen=True)
 class Saving:
-    """A save by four processes: of one number to a new place, or in place of another, which they save before."""
+    """A save of one number by four processes, to a new url or over another number that they save before."""
 
     url: str
     number: int
     replaces: bool = False
 
     def run(self, rank: int, board: Board) -> None:
-        """Called on every rank, within their process group."""
+        """Save. Called on every rank, within their process group."""
         if self.replaces:
             zarrckpt.save(state_of(self.number - 1), self.url, overwrite=True, options=OPTIONS)
         state = state_of(self.number)
@@ -205,7 +204,7 @@ class Saving:
 
 
 def _watch(rank: int, board: Board) -> None:
-    """Have every step of the next save marked on the board."""
+    """Patch the package so that it marks every step of the next save on the board."""
 
     def marked(owner: Any, name: str, place: Place | None, after: Place | None = None) -> None:
         real = getattr(owner, name)
@@ -265,7 +264,7 @@ class Job:
             process.start()
 
     def wait_until(self, place: Place) -> None:
-        """Return when all ranks are that far. Raises where one ends before."""
+        """Return when all ranks have reached a step. Raise if one ends before."""
         deadline = time.monotonic() + LONGEST_SECONDS
         while not self._board.all_at(place):
             if any(process.exitcode for process in self.processes):
@@ -281,7 +280,7 @@ class Job:
             self.processes[rank].join()
 
     def wait_for_death(self, rank: int) -> None:
-        """Return when a rank was killed. Raises where it ends in another way, or does not."""
+        """Return when a rank was killed. Raise if it ends in another way or does not end."""
         if not wait([self.processes[rank].sentinel], LONGEST_SECONDS):
             raise Wrong(f"hangs: {[self._board.place(other).name for other in range(RANKS)]}")
         self.processes[rank].join()
@@ -298,7 +297,7 @@ class Job:
         return [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
 
     def wait_for_any(self, seconds: float) -> None:
-        """Return when a process that runs has ended, or after some seconds; at once where none runs."""
+        """Return when a running process has ended, or after some seconds. Return at once if none runs."""
         if running := self.running():
             wait([self.processes[rank].sentinel for rank in running], seconds)
 
@@ -312,11 +311,11 @@ class Job:
 
 
 class Wrong(Exception):
-    """Something is not as it must be."""
+    """A check of the campaign failed."""
 
 
 class Helper:
-    """A forked process that answers calls: what it does leaves no threads and no clients in this one."""
+    """A forked process that answers calls. Its threads and clients do not stay in this process."""
 
     def __init__(self, work: Callable[[Connection], None]) -> None:
         self._pipe, child = _context.Pipe()
@@ -342,7 +341,7 @@ class Helper:
 
 
 def _rendezvous(pipe: Connection) -> None:
-    """A TCPStore, as torchrun has one."""
+    """Run a TCPStore, as torchrun does."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send((True, server.port))
     with contextlib.suppress(EOFError):
@@ -360,7 +359,7 @@ def _answer(pipe: Connection) -> None:
 
 
 def look(url: str) -> int | None:
-    """The number of the checkpoint at a url, which must be whole and free of damage; None where none is committed."""
+    """Return the number of the checkpoint at a url, or None if none is committed. Raise if it is damaged."""
     try:
         checkpoint = zarrckpt.open(url)
     except zarrckpt.CheckpointNotFoundError:
@@ -373,18 +372,18 @@ def look(url: str) -> int | None:
 
 
 def left_beside(url: str) -> list[str]:
-    """What lies at a url and is not of the checkpoint that is committed there: names in its folder."""
+    """Return the names in a url's folder that do not belong to the committed checkpoint."""
     tree = zarrckpt.open(url).tree
     objects, folders = open_store(url).list_dir()
-    # The canonical tree has no folder of its own.
+    # The canonical tree has no own folder.
     names = {*objects, *folders} - {"zarr.json", "@zarrckpt", tree} if tree else set()
-    # Files that were being written; those of the root and of the claim are as small as they are rare.
+    # Unfinished files. Those of the root and of the claim are not searched: they are small and rare.
     parts = () if "://" in url else Path(url).glob("[@a-z]*/*/**/.zarrckpt-*.part")
     return sorted({*names, *map(str, parts)})
 
 
 def erase(url: str) -> list[str]:
-    """Remove all that saves left at a url; return the keys that are still there, which must be none."""
+    """Remove all objects that saves left at a url. Return the keys that remain, which must be none."""
     with contextlib.suppress(zarrckpt.CheckpointNotFoundError):
         zarrckpt.remove(url)
     return [info.key for info in open_store(url).list()]
@@ -395,28 +394,28 @@ def erase(url: str) -> list[str]:
 
 @dataclass
 class Kill:
-    """One kill, and what came of it."""
+    """One kill and its outcome."""
 
     url: str
     replaces: bool
     victims: tuple[int, ...]
     place: str
-    """Where the victim was, or the coordinator where all were killed."""
+    """The victim's step, or the coordinator's if all were killed."""
     coordinator: str
-    """Where the coordinator was when the last process had ended."""
+    """The coordinator's step when the last process had ended."""
     found: str
     """"old", "new", "none"."""
     seconds: float
     noticed: float | None = None
-    """After how many seconds the last survivor had ended by itself, where that was waited for."""
+    """Seconds after which the last survivor had ended without help, if that was waited for."""
     unaware: int = 0
-    """Survivors that had not ended after WATCHED_SECONDS."""
+    """Number of survivors that had not ended after WATCHED_SECONDS."""
     returned: tuple[int, ...] = ()
-    """Survivors to which the save returned."""
+    """Survivors whose save returned."""
     raised: tuple[int, ...] = ()
-    """Survivors that were told an error."""
+    """Survivors whose save raised an error."""
     aimed: str = ""
-    """At which step of which rank, where it was aimed."""
+    """The step and the rank of an aimed kill."""
 
 
 @dataclass
@@ -426,7 +425,7 @@ class Report:
     kills: list[Kill] = field(default_factory=list)
     wrongs: list[str] = field(default_factory=list)
     late: int = 0
-    """Kills that came when the save was over: not counted, but what they left was looked at as well."""
+    """Kills after the end of the save. They are not counted, but the stored objects were checked as well."""
     next_saves: int = 0
     durations: dict[str, float] = field(default_factory=dict)
     longest: float = 0.0
@@ -436,7 +435,7 @@ class Report:
         return sum(kill.seconds > LONGEST_SECONDS for kill in self.kills) + sum("hangs" in w for w in self.wrongs)
 
     def text(self) -> str:
-        """The campaign as a few tables."""
+        """Return the campaign as a few tables."""
         lines = [f"{len(self.kills)} kills, {len(self.wrongs)} wrong, {self.hangs} hangs; {self.late} came too late"]
         lines += [f"{self.next_saves} next saves; the longest case took {self.longest:.1f} s", ""]
         lines += [f"a save takes {seconds:.2f} s: {what}" for what, seconds in self.durations.items()]
@@ -481,7 +480,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Shares:
-    """How often: all ranks are killed, survivors are watched, and the next save is tried."""
+    """Shares of the trials in which all ranks are killed, survivors are watched, and the next save is tried."""
 
     all_ranks: float = 0.3
     watched: float = 0.1
@@ -508,9 +507,9 @@ class Campaign:
         self._rendezvous.end()
 
     def run(self, kills: int, aimed: int, told: Callable[[str], None] = print) -> Report:
-        """Kill so often at random moments, and so often with an aim.
+        """Run trials: ``kills`` at random moments and ``aimed`` at given steps.
 
-        What is wrong is told at once, and the campaign goes on.
+        A failed check is printed at once, and the campaign continues.
         """
         kinds = [(url, replaces) for url in self._urls for replaces in (False, True)]
         for url, replaces in kinds:
@@ -545,7 +544,7 @@ class Campaign:
         return Job(saving, self._board, aim, self._port, f"job-{self._jobs}", self._log)
 
     def _whole(self, place: str, replaces: bool = False) -> float:
-        """Save without a kill; return how long that took. Nothing of dead attempts is left then."""
+        """Save without a kill and return its seconds. Check that no object of killed attempts is left."""
         saving = self._saving(place, replaces)
         job = self._start(saving)
         try:
@@ -585,7 +584,7 @@ class Campaign:
             raise Wrong(f"remove left {left}")
 
     def _kill(self, saving: Saving, duration: float) -> tuple[Kill, bool]:
-        """Kill within a save. Returns what was done, and whether the save was still under way."""
+        """Kill within a save. Return the kill, and whether the save was still under way."""
         board, shares, chance = self._board, self._shares, self._random
         everyone = chance.random() < shares.all_ranks
         victims = tuple(chance.sample(range(RANKS), RANKS if everyone else 1))
@@ -626,7 +625,7 @@ class Campaign:
         return kill
 
     def _told(self, saving: Saving, victims: tuple[int, ...], place: Place) -> Kill:
-        """What the ranks of a job that is over have told."""
+        """Return a kill with the steps that the ranks of an ended job marked on the board."""
         board, others = self._board, [rank for rank in range(RANKS) if rank not in victims]
         kill = Kill(saving.url, saving.replaces, victims, place.name, board.place(0).name, "", 0.0)
         kill.returned = tuple(rank for rank in others if board.place(rank) is Place.RETURNED)
@@ -634,7 +633,7 @@ class Campaign:
         return kill
 
     def _judge(self, kill: Kill, aim: Aim | None) -> None:
-        """Whether what was found is what the coordinator's place allows, and what the survivors were told."""
+        """Raise unless the stored checkpoint and the survivors' results fit the coordinator's last step."""
         before = "old" if kill.replaces else "none"
         reached = Place[kill.coordinator]
         allowed = {before} if reached < Place.COMMITS else {"new"} if reached > Place.COMMITS else {before, "new"}

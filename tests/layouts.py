@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a test's checkpoints go, and how the ranks get there."""
+    """The url for a test's checkpoints, and the environment in which the ranks can reach it."""
 
     url: str
     env: dict[str, str] = field(default_factory=dict)
@@ -36,13 +36,13 @@ EVEN, UNEVEN = (5, 8, 4, 12, 4), (5, 10, 15, 30, 5)
 
 
 def net(sizes: tuple[int, ...]) -> nn.Sequential:
-    """Linear layers of these widths, with ReLU between them."""
+    """Return linear layers of these widths, with ReLU between them."""
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
 
 
 def laid_out(layout: str, sizes: tuple[int, ...], seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model as fsdp1, hsdp1, fsdp2, hsdp2, tp, fsdp1_tp, fsdp2_tp or hsdp2_tp has it, and its optimizer."""
+    """Return the model under fsdp1, hsdp1, fsdp2, hsdp2, tp, fsdp1_tp, fsdp2_tp or hsdp2_tp, and its optimizer."""
     torch.manual_seed(seed)
     model: nn.Module = net(sizes)
     name, _, tp = layout.partition("_")
@@ -81,7 +81,7 @@ PARTS = ("0", "1", "2", "3")
 
 
 class Parts(nn.Module):
-    """Some of the parts of a model, and what all parts share where this rank has it."""
+    """Some of the parts of a model, and the shared part if this rank has it."""
 
     def __init__(self, parts: tuple[str, ...], shared: bool, seed: int) -> None:
         super().__init__()
@@ -98,8 +98,10 @@ class Parts(nn.Module):
 
 
 def family(name: str, *, seed: int, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The parts as pipeline stages (``stages``: one a rank, ``stages_dp``: two, each on two ranks), as ``experts``
-    beside shared layers, or all on every rank, sharded (``fsdp``) or ``plain``.
+    """Return the model's parts in one of these layouts, and their optimizer.
+
+    They are pipeline stages (``stages``: one per rank, ``stages_dp``: two, each on two ranks), or ``experts`` beside
+    shared layers. Or all are on every rank, sharded (``fsdp``) or ``plain``.
     """
     rank = dist.get_rank()
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
@@ -121,7 +123,7 @@ def family(name: str, *, seed: int, lr: float) -> tuple[nn.Module, torch.optim.O
 
 
 def gathered(state: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks together hold: flat name -> full array or value. Collective."""
+    """Return the state of all ranks together: flat name -> full array or value. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, snapshot(state))
     return {name: value for one in everyone for name, value in one.items()}

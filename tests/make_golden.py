@@ -1,10 +1,9 @@
-"""Golden checkpoints of format version 1: ``python tests/make_golden.py`` writes those that are missing.
+"""Golden checkpoints of format version 1: ``python tests/make_golden.py`` writes the missing ones.
 
-They were written once, by the version that made the format, and must open for ever: an existing one is never written
-again. What is in them is computed here, from numbers only, and compared by ``test_golden.py``. Beside each is a JSON
-file that says the same in words for readers in other languages: of each entry its keys and the containers
-that hold them, and its dtype, shape and SHA-256 (of the elements in C order), or its value, or its encoding and
-SHA-256.
+They were written once, by the version that made the format, and must open forever. An existing one is never written
+again. Their contents are computed here from numbers only, and compared by ``test_golden.py``. Beside each is a JSON
+file that describes it for readers in other languages. It has the keys of each entry and the containers that hold them.
+It also has the dtype, shape and SHA-256 (of the elements in C order), or the value, or the encoding and SHA-256.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ SIZES = {"complex64": 8, "complex128": 16}
 
 
 def bits(name: str, shape: tuple[int, ...], number: int = 0) -> torch.Tensor:
-    """A tensor whose bytes count up by 37, so infinities and NaNs of some kinds are among them."""
+    """Return a tensor whose bytes count up by 37, so that it has infinities and some kinds of NaNs."""
     count = math.prod(shape)
     if name == "bool":
         return (torch.arange(count) % 3 == number).reshape(shape)
@@ -65,13 +64,13 @@ def bits(name: str, shape: tuple[int, ...], number: int = 0) -> torch.Tensor:
 
 
 def tensors() -> dict[str, Any]:
-    """Every dtype, in a matrix, without dimensions, and empty."""
+    """Return every dtype, in a matrix, without dimensions, and empty."""
     shapes = {"matrix": (3, 5), "scalar": (), "empty": (0, 3)}
     return {kind: {name: bits(name, shape) for name in DTYPES} for kind, shape in shapes.items()}
 
 
 def pattern(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers that a zip file compresses well, and that differ between any two parts of a tensor."""
+    """Return numbers that a zip file compresses well, and that differ between any two parts of a tensor."""
     total = torch.zeros((1,) * len(shape), dtype=torch.int64)
     for dim, n in enumerate(shape):
         steps = torch.arange(n) if dim < len(shape) - 1 else torch.arange(n) // 64
@@ -80,7 +79,7 @@ def pattern(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def values() -> dict[str, Any]:
-    """Every kind of value, and blobs of every encoding but pickle."""
+    """Return every kind of value, and blobs of every encoding but pickle."""
     return {
         **{"none": None, "yes": True, "small": -7, "edge": 2**53 - 1, "large": -(2**80), "float": 0.1, "whole": 1e16},
         **{"minus_zero": -0.0, "inf": -math.inf, "text": 'ü "x" \x00 \U0001f600', "surrogate": "a\ud800"},
@@ -103,7 +102,7 @@ def values() -> dict[str, Any]:
 
 
 def nested() -> dict[Any, Any]:
-    """Containers, keys that are no strings, names that need escapes."""
+    """Return containers, keys that are not strings, and names that need escapes."""
     one = torch.ones(1)
     return {
         "z": {3: one, "a": {True: 1, None: one, (1, "x"): 2}, math.nan: {"a": 1, "b": one}},
@@ -116,7 +115,7 @@ def nested() -> dict[Any, Any]:
 
 
 def ordered() -> dict[str, Any]:
-    """Tensors whose paths have another order by component, by UTF-16, without regard to case, or by their fqns."""
+    """Return tensors whose paths sort differently by component, by UTF-16, without regard to case, or by fqn."""
     names = ("a-b", "a.c", "ab", "B", "\uff61", "\U0001f600", "10", "9")
     return {
         "a": {"b": bits("int32", (2,), 100)},
@@ -125,12 +124,12 @@ def ordered() -> dict[str, Any]:
 
 
 def pickled() -> dict[str, Any]:
-    """What only pickle takes."""
+    """Return a value that only pickle can save."""
     return {"day": datetime.date(2026, 11, 21), "step": 7}
 
 
 def trained(number: int) -> dict[str, Any]:
-    """What the overwritten checkpoint holds; ``number`` is that of the save."""
+    """Return the state of the overwritten checkpoint. ``number`` is that of the save."""
     return {"model": {"w": bits("float32", (4, 6), number), "b": bits("bfloat16", (5,), number)}, "step": number}
 
 
@@ -139,7 +138,7 @@ ROWS, COLUMNS = (13, 6), (5, 8)
 
 
 def part() -> dict[Any, Any]:
-    """What the copy of a part holds: of a list the first entry and the last."""
+    """Return the state in the partial copy: the first and the last entry of a list."""
     state = nested()
     return {"list": [state["list"][0], state["list"][3]], "z": {3: state["z"][3]}}
 
@@ -158,7 +157,7 @@ def _save_part(folder: Path) -> None:
 
 
 def portable() -> dict[str, Any]:
-    """Types that are stored as integers too, one of them in subchunks."""
+    """Return dtypes that are also stored as integers, one of them in subchunks."""
     return {"tensors": tensors(), "large": pattern(1600, 2048, dtype=torch.bfloat16), "step": 1}
 
 
@@ -167,7 +166,7 @@ def _save_portable(folder: Path) -> None:
 
 
 def large() -> dict[str, Any]:
-    """Tensors of several chunks, most of them with several subchunks, whose extents the chunks do not divide."""
+    """Return tensors of several chunks, most with several subchunks. The chunks do not divide their shapes."""
     return {
         "w": pattern(600, 512),
         "grid": pattern(1100, 1000),
@@ -181,7 +180,7 @@ def large() -> dict[str, Any]:
 
 
 CHUNKS = {"grid": (600, 520), "cube": (2, 1400, 900), "vector": (300_000,), "small": (3, 2)}
-"""What some of them are cut into, by a copy."""
+"""The chunk shapes of some of them in a copy."""
 
 
 def _save_subchunks(folder: Path) -> None:
@@ -198,7 +197,7 @@ def _save_chunks(folder: Path) -> None:
 
 
 def compressible() -> dict[str, Any]:
-    """Tensors whose subchunks do not compress equally well."""
+    """Return tensors whose subchunks do not compress equally well."""
     w = pattern(600, 512)
     w[:100] = bits("float32", (100, 512)).nan_to_num()
     return {"w": w, "grid": pattern(1100, 1000), "tensors": tensors(), "npy": values()["npy"], "step": 1}
@@ -216,7 +215,7 @@ def _save_overwritten(folder: Path) -> None:
 
 
 def own_state(rank: int) -> dict[str, Any]:
-    """What each of twelve ranks keeps for itself; only some have a tensor."""
+    """Return the state of each of twelve ranks. Only some have a tensor."""
     tensor = {"state": bits("uint8", (5,), rank)} if rank in (1, 2, *range(4, 12)) else {}
     return {"seed": rank, **tensor}
 
@@ -231,7 +230,7 @@ def _save_many(folder: Path) -> None:
 
 
 def _save_shuffled(folder: Path) -> None:
-    """Another program may have written the members of JSON objects in any order, but for entries."""
+    """Save with shuffled JSON members, except entries. Another program may write them in any order."""
     zarrckpt.save(ordered(), folder)
     root = json.loads((folder / "zarr.json").read_bytes())
     nodes = root["consolidated_metadata"]["metadata"]
@@ -240,7 +239,7 @@ def _save_shuffled(folder: Path) -> None:
 
 
 def seal(folder: Path, document: dict[str, Any]) -> Path:
-    """Put another root document, with the right checksum."""
+    """Put another root document, with a valid checksum."""
     document["attributes"]["zarrckpt"]["crc32c"] = "00000000"
     data = json.dumps(document, separators=(",", ":")).encode()
     (folder / "zarr.json").write_bytes(data.replace(b"00000000", b"%08x" % google_crc32c.value(data), 1))
@@ -252,7 +251,7 @@ def _save_on_ranks(folder: Path, options: zarrckpt.SaveOptions | None = None) ->
 
 
 def save_sharded(folder: str, options: zarrckpt.SaveOptions | None) -> None:
-    """On each of four ranks: DTensors cut by rows and by columns, replicas, and state of each rank's own."""
+    """Save on four ranks: DTensors cut by rows and by columns, replicas, and per-rank state."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -306,7 +305,9 @@ def main() -> None:
 
 
 def description(folder: Path) -> dict[str, Any]:
-    """What a reader finds in a checkpoint, for its JSON file. ``test_golden.py`` compares all of it with the state."""
+    """Return the contents that a reader finds, for the JSON file. ``test_golden.py`` compares all of it
+    with the state.
+    """
     ckpt, entries = zarrckpt.open(folder, allow_pickle=True), {}
     root = ckpt._catalog.root
     arrays = ckpt.read()
@@ -339,7 +340,7 @@ def description(folder: Path) -> dict[str, Any]:
 
 
 def as_lines(described: dict[str, Any]) -> str:
-    """JSON with a line for each entry."""
+    """Return JSON with a line for each entry."""
     entries = described.pop("entries").items()
     head = json.dumps(described)[:-1]
     return (
@@ -357,7 +358,7 @@ def _zip(folder: Path, archive: Path) -> None:
     with zipfile.ZipFile(archive, "x", zipfile.ZIP_DEFLATED, compresslevel=9) as packed:
         for file in sorted(folder.rglob("*")):
             if file.is_file():
-                # The same time in all of them: the date of a file says nothing.
+                # The same time in all of them: the date of a file means nothing.
                 info = zipfile.ZipInfo(str(file.relative_to(folder)), (2026, 11, 22, 0, 0, 0))
                 packed.writestr(info, file.read_bytes(), zipfile.ZIP_DEFLATED, 9)
 

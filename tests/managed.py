@@ -1,4 +1,4 @@
-"""What tests of CheckpointManager share: managers that leave nothing behind, and stores that are watched."""
+"""Shared parts of tests of CheckpointManager: managers that clean up after themselves, and watched stores."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ OPTIONS = zarrckpt.SaveOptions(max_chunk_bytes=SAVING.max_chunk_bytes, concurren
 
 
 def manager(url: Any, **arguments: Any) -> zarrckpt.CheckpointManager:
-    """A manager that handles no signal, saves before it returns, and syncs nothing, if not told otherwise."""
+    """Return a manager that by default handles no signal, saves in the foreground, and syncs nothing."""
     return zarrckpt.CheckpointManager(url, **{"signals": (), "background": False, "options": OPTIONS, **arguments})
 
 
 def name(step: int) -> str:
-    """The folder of a step."""
+    """Return the name of a step's folder."""
     return f"step-{step:08d}"
 
 
 def folders(run: Path) -> set[str]:
-    """The names in a run's folder, but that of its document."""
+    """Return the names in a run's folder, except its document's."""
     return {path.name for path in run.iterdir()} - {"@run"}
 
 
 def restored(run: zarrckpt.CheckpointManager, **arguments: Any) -> int | None:
-    """Restore; return the step, after checking that the state is the one that was saved at that step."""
+    """Restore and return the step. Check that the state is the one that was saved at that step."""
     target = state(0)
     step = run.restore(target, **arguments)
     expected = state(step or 0)
@@ -47,7 +47,7 @@ def restored(run: zarrckpt.CheckpointManager, **arguments: Any) -> int | None:
 
 
 def sound(run: Path) -> list[int]:
-    """The steps of the folders of a run in which every byte is as it was saved, whatever the manager says."""
+    """Return the steps of a run's folders in which every byte is as saved, without use of the manager."""
     found = [(int(folder.removeprefix("step-")), held(Place(str(run / folder)))) for folder in folders(run)]
     assert all(value in (None, step) for step, value in found)
     return sorted(step for step, value in found if value is not None)
@@ -60,7 +60,7 @@ def damage_root(folder: Path) -> None:
 
 
 def damage_chunk(folder: Path) -> None:
-    """Turn a bit of a chunk of "w"."""
+    """Flip a bit of a chunk of "w"."""
     (chunk,) = folder.rglob("w/c.0.0")
     data = bytearray(chunk.read_bytes())
     data[5] ^= 1
@@ -68,13 +68,13 @@ def damage_chunk(folder: Path) -> None:
 
 
 def run_id(folder: Path) -> str:
-    """The run that a checkpoint says that it is of."""
+    """Return the id of the run in a checkpoint's metadata."""
     found: str = zarrckpt.open(folder).metadata["zarrckpt.run"]["id"]
     return found
 
 
 class Watched:
-    """All operations on the stores below a url, with keys from there on; a rule says what becomes of them."""
+    """All operations on the stores below a url, with keys relative to it. A rule decides their faults."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -85,7 +85,7 @@ class Watched:
         self._lock = threading.Lock()
 
     def begin_anew(self) -> None:
-        """Whoever is at work now is dead: later operations of stores that are open are not made."""
+        """Treat the current jobs as dead: stores that are open make no further operations."""
         with self._lock:
             self._life += 1
             self._stopped = False
@@ -93,7 +93,7 @@ class Watched:
             self.rule = lambda _: None
 
     def stand_before(self, store: Store) -> FaultyStore:
-        """A store that asks the rule before each operation."""
+        """Return a store that calls the rule before each operation."""
         life, below = self._life, store.url[len(self.url) :].strip("/")
 
         def ask(call: Call) -> Fault | None:
@@ -118,7 +118,7 @@ def watched(url: Any) -> Iterator[Watched]:
 
     def made(spec: StoreSpec) -> Store:
         store = make(spec)
-        # A ready store is one that is watched already.
+        # A ready store is already watched.
         return store if spec._store is not None or not store.url.startswith(watch.url) else watch.stand_before(store)
 
     with patch.object(StoreSpec, "_make", made):

@@ -1,4 +1,4 @@
-"""How much memory a piece of code takes at its peak: as Linux has it, and as Python and numpy have it."""
+"""Peak memory of a piece of code: of the process by Linux, and of Python's and numpy's objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _status(name: str) -> int:
 
 
 def peak_of(action: Callable[[], object]) -> int:
-    """By how many bytes the process grows, at most, while an action runs."""
+    """Return the maximum number of bytes by which the process grows while an action runs."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
     before = _status("VmRSS")
@@ -26,14 +26,14 @@ def peak_of(action: Callable[[], object]) -> int:
 
 
 def traced_peak_of(action: Callable[[], object]) -> int:
-    """The most bytes that Python's objects and numpy's arrays take while an action runs."""
+    """Return the maximum bytes of Python's objects and numpy's arrays while an action runs."""
     tracemalloc.start()
     try:
         with patch.object(_jobs, "MAPPED", 1 << 62):  # tracemalloc does not see memory that is mapped
             action()
         return tracemalloc.get_traced_memory()[1]
     finally:
-        # Before CPython 3.12.9, a thread that gives memory back while this stops takes the process with it, and one
-        # that was joined may still be about to (https://github.com/python/cpython/issues/128679).
+        # Before CPython 3.12.9, a thread that frees memory while this stops crashes the process. A thread that was
+        # joined may still be about to do so (https://github.com/python/cpython/issues/128679).
         time.sleep(0.3)
         tracemalloc.stop()

@@ -1,7 +1,7 @@
 """A small model under every kind of parallelism, its training, and its state as plain arrays to compare.
 
-All in float64, so that "the loss goes on where it was" can be a tight comparison between world sizes, whose
-reductions add up in different orders.
+All in float64, so that losses after a resume can be compared tightly between world sizes. Their reductions add up in
+different orders.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = ("plain", "ddp", "fsdp2", "fsdp2_tp", "hsdp", "fsdp1", "compiled")
 
 
 class Net(nn.Module):
-    """Uneven sizes wherever the kind of parallelism allows them; one buffer; one parameter without a gradient."""
+    """Uneven sizes if the kind of parallelism allows them, one buffer, and one parameter without a gradient."""
 
     def __init__(self, rows: int = 13) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 @dataclass
 class Run:
-    """What a training run saves and resumes."""
+    """The objects that a training run saves and resumes."""
 
     model: nn.Module
     optim: torch.optim.Optimizer
@@ -66,13 +66,13 @@ class Run:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Take from a loaded ``state`` what is not loaded in place."""
+        """Set the values of a loaded ``state`` that are not loaded in place."""
         self.step = state["step"]
         torch.set_rng_state(state["rng"]["torch"])
         random.setstate(state["rng"]["python"])
 
     def train(self, steps: int) -> list[float]:
-        """The loss of each step. All ranks see the same batch."""
+        """Return the loss of each step. All ranks see the same batch."""
         losses = []
         for _ in range(steps):
             tokens = torch.tensor([random.randrange(10) for _ in range(12)])
@@ -87,7 +87,7 @@ class Run:
 
 
 def make_run(kind: str, *, seed: int = 0, lr: float = 1e-2) -> Run:
-    """A fresh run; other seeds and learning rates show that a resumed one got everything from the checkpoint."""
+    """Return a fresh run. Other seeds and learning rates show that a resumed run got everything from the checkpoint."""
     torch.manual_seed(seed)
     random.seed(seed)
     model = parallel(kind, Net().double())
@@ -127,7 +127,7 @@ def parallel(kind: str, model: nn.Module) -> nn.Module:
 
 
 def snapshot(state: Any, prefix: str = "") -> dict[str, Any]:
-    """Flat name -> full numpy array or value, of any nested state; collective where it holds DTensors."""
+    """Return flat name -> full numpy array or value, of any nested state. Collective if it holds DTensors."""
     flat: dict[str, Any] = {}
     items = state.items() if isinstance(state, Mapping) else enumerate(state)
     for key, value in items:
@@ -141,7 +141,7 @@ def snapshot(state: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, from all ranks. Collective where it is sharded."""
+    """Return all of a tensor, from all ranks. Collective if it is sharded."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if not isinstance(value, ShardedTensor):
@@ -155,7 +155,7 @@ def full_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The names in which two snapshots differ, in any bit."""
+    """Return the names in which two snapshots differ in any bit."""
     differ = sorted(one.keys() ^ other.keys())
     for name in one.keys() & other.keys():
         a, b = one[name], other[name]
@@ -171,7 +171,7 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 class CachingStager(BlockingAsyncStager):
-    """DCP's stager that keeps its buffers; unpinned, since pinning needs a GPU."""
+    """DCP's stager that keeps its buffers, unpinned because pinning needs a GPU."""
 
     def __init__(self) -> None:
         super().__init__(cache_staged_state_dict=True)

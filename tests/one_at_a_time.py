@@ -1,7 +1,7 @@
-"""The code of saves and reads over one store in memory that answers one operation at a time.
+"""Saves and reads over one store in memory that answers one operation at a time.
 
-Every operation on the store is asked for, and answered by whoever decides the order (see ``interleaving.py``). What the
-store holds is a dict, which is never changed in place.
+The caller decides the order of the operations and answers them (see ``interleaving.py``). The content of the store is a
+dict that is never changed in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 import zarrckpt
-import zarrckpt._api  # it is loaded late, and must be there to be patched
+import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._save.finish
 import zarrckpt._save.run
 from zarrckpt import _jobs
@@ -38,11 +38,11 @@ T = TypeVar("T")
 Content = dict[str, bytes]
 ROOT, CLAIM = "zarr.json", "@zarrckpt/zarr.json"
 FIRST = 0
-"""The number of the save that is committed before anything else, where one is."""
+"""The number of the save that is committed before all others, if one is."""
 
 
 class Op(NamedTuple):
-    """One operation on the store: what is written, and for a conditional put the bytes that must be there."""
+    """One operation on the store: the bytes to write and, for a conditional put, the bytes that must be stored."""
 
     verb: str
     key: str
@@ -57,7 +57,7 @@ class Failed(NamedTuple):
 
 
 def answer(content: Content, op: Op) -> tuple[Any, Content]:
-    """What the store says to an operation, and what it holds then."""
+    """Return the store's answer to an operation, and its content afterwards."""
     verb, key, data, version = op
     if verb == "get":
         return content.get(key), content
@@ -79,7 +79,7 @@ def _below(name: str, folder: str) -> bool:
 
 
 class AskedStore(ConditionalStore):
-    """A store each of whose operations somebody else answers. Lost answers are settled by the package."""
+    """A store that passes each operation to a function that answers it. The package handles lost answers."""
 
     url = "asked"
     max_concurrency = 1
@@ -111,7 +111,7 @@ class AskedStore(ConditionalStore):
         self.ask(Op("put", key, b"".join(bytes(buffer) for buffer in buffers)))
 
     def delete(self, keys: Iterable[str]) -> None:
-        # Many keys take many requests, in any store: whatever happens in between happens here.
+        # In any store, many keys take many requests. Other agents may act in between.
         for key in keys:
             self.ask(Op("delete", key))
 
@@ -123,7 +123,7 @@ class AskedStore(ConditionalStore):
         return [*objects], [*folders]
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Changes nothing that another one could see."""
+        """Do nothing: a sync changes nothing that other agents could see."""
 
     def zarr_store(self) -> Any:
         raise NotImplementedError
@@ -138,7 +138,7 @@ class AskedStore(ConditionalStore):
 
 
 class Shelf:
-    """A store that answers for itself: what is there, for code that runs alone."""
+    """A store that answers from its own content, for code that runs alone."""
 
     def __init__(self, content: Content) -> None:
         self.content = content
@@ -153,11 +153,11 @@ class Shelf:
 
 
 Order = Callable[[list[Any]], list[Any]]
-"""In which order jobs run that threads would do side by side."""
+"""The order of jobs that threads would run at the same time."""
 
 
 class Running(threading.local):
-    """What the code that runs in this thread is: the number of its save, and the order of its jobs."""
+    """The number of the save that runs in this thread, and the order of its jobs."""
 
     number = FIRST
     order: Order = list
@@ -176,7 +176,7 @@ def _run(
 
 @contextmanager
 def _first(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable[[], T]]:
-    """In place of :func:`_jobs.in_thread`: the call is over when the rest begins."""
+    """Replace :func:`_jobs.in_thread`: run the call before the caller continues."""
     outcome: Future[T] = Future()
     try:
         outcome.set_result(call())
@@ -187,9 +187,9 @@ def _first(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """All jobs of the package run in the calling thread; saves have the ids of their numbers, and all one time.
+    """Run all jobs of the package in the calling thread. Saves get ids from their numbers, and the same time.
 
-    Jobs that threads would do side by side make one request each, so every interleaving of theirs is an order.
+    Jobs that threads would run at the same time make one request each, so every interleaving of them is an order.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("zarrckpt.")]
     instead = {"run_jobs": (_jobs.run_jobs, _run), "in_thread": (_jobs.in_thread, _first)}
@@ -199,7 +199,7 @@ def one_thread() -> Iterator[None]:
                 patches.enter_context(mock.patch.object(module, name, other))
         for module in (zarrckpt._save.run, zarrckpt._save.finish, pins):
             patches.enter_context(mock.patch.object(module, "now", lambda: "2026-01-01T00:00:00.000000Z"))
-        # Of a removal's record, which is no other's.
+        # The time of a removal's record differs for each save.
         patches.enter_context(mock.patch.object(marker, "now", lambda: f"2026-01-01T00:00:0{running.number}.000000Z"))
         patches.enter_context(mock.patch.object(protocol, "new_id", lambda: save_id(running.number)))
         patches.enter_context(warnings.catch_warnings())
@@ -208,20 +208,20 @@ def one_thread() -> Iterator[None]:
 
 
 def save_id(number: int) -> str:
-    """The id of the save with a number."""
+    """Return the id of the save with a number."""
     return f"{number + 1:032x}"
 
 
 def state(number: int) -> dict[str, Any]:
-    """Two chunks of two bytes, and a value, that say which save they are of."""
+    """Return two chunks of two bytes, and a value, all of which show the number of their save."""
     return {"w": torch.full((4,), number, dtype=torch.uint8), "step": number}
 
 
 @dataclass
 class Save:
-    """A save over what is there, with what its plan and its ranks come to prepared: begin, puts, finish, commit.
+    """A save over the stored content, with its plan and the ranks' results prepared: begin, puts, finish, commit.
 
-    What the coordinator does is the package's own code; planning is left out, since it does not touch the store.
+    The coordinator's part is the package's own code. Planning is left out, because it does not touch the store.
     """
 
     number: int
@@ -245,7 +245,7 @@ class Save:
             SaveRequest.from_arguments(store, overwrite=True, options=zarrckpt.SaveOptions(max_chunk_bytes=2))
         )
         try:
-            # One after the other, as ranks do it: a process alone would begin in a thread.
+            # One after the other, as ranks do it. A single process would begin in a thread.
             name = save.begin(self.layout)
             with protocol.losing_is_named(store, lambda: name.save_id, lambda: name.base_id):
                 self._put(store, name.tree)
@@ -273,7 +273,7 @@ class Save:
 
 
 def whole_save(number: int) -> Callable[[Store], str]:
-    """A save as users make it."""
+    """Return a save through the public function."""
 
     def save(store: Store) -> str:
         running.number = number
@@ -289,7 +289,7 @@ def whole_save(number: int) -> Callable[[Store], str]:
 
 
 def read(store: Store) -> str:
-    """Open what is there, read all of it; say which save it is of."""
+    """Open the stored checkpoint and read all of it. Return the number of its save, or the reason for none."""
     try:
         checkpoint = zarrckpt.open(store)
         arrays = checkpoint.read()
@@ -304,28 +304,30 @@ def read(store: Store) -> str:
 
 
 def committed_first() -> Content:
-    """What the first save leaves, where one is committed before the others begin."""
+    """Return the content that the first save leaves, for cases in which one is committed before the others begin."""
     shelf = Shelf({})
     assert Save(FIRST)(shelf.store) == "won"
     return shelf.content
 
 
-# -- what must be true
+# -- promises that must hold
 
 
 class Broken(AssertionError):
-    """A promise that did not hold, and how it came to that."""
+    """A broken promise, and the operations that led to it."""
 
 
 class Judge:
-    """Says whether what a store holds is as promised; remembers what it has looked at."""
+    """Checks the content of a store, and keeps the results of contents that it has checked."""
 
     def __init__(self) -> None:
         self._known: dict[frozenset[tuple[str, bytes]], str] = {}
         self._after: set[frozenset[tuple[str, bytes]]] = set()
 
     def committed(self, content: Content) -> str:
-        """What is committed is one save's, whole: the save's id, "" for none. Raises Broken."""
+        """Check that the committed checkpoint is whole and of one save. Return the save's id, "" for none. Raises
+        Broken.
+        """
         if ROOT not in content:
             return ""
         own = protocol.parse_committed(content[ROOT], "")
@@ -346,7 +348,7 @@ class Judge:
         return committed
 
     def can_go_on(self, content: Content, save: Save) -> None:
-        """Whatever was left, the next save commits; recovering then leaves nothing but its checkpoint."""
+        """Check that the next save commits over any content, and that recovery leaves only its checkpoint."""
         key = frozenset(content.items())
         if key in self._after:
             return
@@ -363,12 +365,12 @@ class Judge:
 
     @property
     def distinct(self) -> int:
-        """How many different committed checkpoints it has read."""
+        """Return the number of different committed checkpoints that were read."""
         return len(self._known)
 
 
 def check_outcomes(content: Content, outcomes: Sequence[str]) -> None:
-    """When all saves have ended: those that won are committed one after the other, the others are not."""
+    """Check, after all saves, that those that won are committed one after the other, and the others are not."""
     history: tuple[str, ...] = ()
     if ROOT in content:
         root = protocol.parse_committed(content[ROOT], "")
@@ -385,7 +387,7 @@ def check_outcomes(content: Content, outcomes: Sequence[str]) -> None:
 
 
 def check_reads(outcomes: Sequence[str]) -> None:
-    """A reader has read one save, whole, or was told that there is none, or that it was replaced."""
+    """Check that each reader read one whole save, or got the error that there is none or that it was replaced."""
     for outcome in outcomes:
         if outcome not in ("nothing", "replaced", "failed") and not outcome.startswith("read "):
             raise Broken(f"a reader ended with {outcome!r}")

@@ -1,7 +1,7 @@
 """Other libraries reading a checkpoint, in a process that imports zarr and xarray and nothing of this package.
 
-Run as ``python plain_readers.py <out> <json of [[function, arguments], ...]>``; what the functions found is pickled
-into ``out``. Most return path -> (name of the data type, shape, elements as bytes in C order).
+Run as ``python plain_readers.py <out> <json of [[function, arguments], ...]>``. The results are pickled into ``out``.
+Most functions return path -> (name of the data type, shape, elements as bytes in C order).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _group(url: str, storage_options: Any = None) -> Any:
 
 
 def zarr_all(url: str, storage_options: Any = None) -> Found:
-    """Every array of the group, by zarr-python."""
+    """Return every array of the group, read by zarr-python."""
     import zarr
 
     members = _group(url, storage_options).members(max_depth=None)
@@ -56,7 +56,7 @@ def zarr_all(url: str, storage_options: Any = None) -> Found:
 
 
 def zarr_unconsolidated(url: str) -> list[str]:
-    """The paths of all nodes that zarr-python finds by listing."""
+    """Return the paths of all nodes that zarr-python finds by listing."""
     import zarr
 
     group = zarr.open_group(url, mode="r", use_consolidated=False)
@@ -64,13 +64,13 @@ def zarr_unconsolidated(url: str) -> list[str]:
 
 
 def zarr_parts(url: str, path: str, boxes: list[list[list[int]]]) -> list[Any]:
-    """Boxes, each [[start, stop], ...], of one array."""
+    """Return boxes, each [[start, stop], ...], of one array."""
     array = _group(url)[path]
     return [_bits(array[tuple(slice(*pair) for pair in box)]) for box in boxes]
 
 
 def _hide_the_package() -> None:
-    """Make this process one in which the package is not installed."""
+    """Hide the package from this process, as if it were not installed."""
     every = [point for package in importlib.metadata.distributions() for point in package.entry_points]
     others = importlib.metadata.EntryPoints(point for point in every if not point.value.startswith("zarrckpt"))
     importlib.metadata.entry_points = others.select  # type: ignore[assignment]
@@ -78,15 +78,15 @@ def _hide_the_package() -> None:
 
 
 def zarr_without_the_package(url: str) -> Found:
-    """Like ``zarr_all`` where the package is not installed."""
+    """Do the same as ``zarr_all`` without the package installed."""
     _hide_the_package()
     return zarr_all(url)
 
 
 def calls_without_the_package(url: str) -> dict[str, Any]:
-    """Read ``plain/w`` and ``mixed/w`` where the package is not installed: call -> elements as a list, or the error.
+    """Read ``plain/w`` and ``mixed/w`` without the package: call -> elements as a list, or the error.
 
-    The group ``mixed`` has a tensor ``half`` of bfloat16, too.
+    The group ``mixed`` also has a tensor ``half`` of bfloat16.
     """
     _hide_the_package()
     import xarray
@@ -115,7 +115,7 @@ def calls_without_the_package(url: str) -> dict[str, Any]:
 
 
 def xarray_tree(url: str, storage_options: Any = None) -> Found:
-    """Every variable of the tree, by xarray."""
+    """Return every variable of the tree, read by xarray."""
     import xarray
 
     options = {} if storage_options is None else {"storage_options": storage_options}
@@ -128,7 +128,7 @@ def xarray_tree(url: str, storage_options: Any = None) -> Found:
 
 
 def xarray_group(url: str, group: str, storage_options: Any = None) -> Found:
-    """Every variable of one group, by xarray."""
+    """Return every variable of one group, read by xarray."""
     import xarray
 
     dataset = xarray.open_zarr(url, group=group, storage_options=storage_options)
@@ -136,7 +136,7 @@ def xarray_group(url: str, group: str, storage_options: Any = None) -> Found:
 
 
 def obstore_store(url: str, config: dict[str, str], group: str) -> tuple[Found, Found]:
-    """The same by zarr's store on obstore: zarr-python's arrays, and xarray's of one group."""
+    """Return the same through zarr's store on obstore: zarr-python's arrays, and xarray's of one group."""
     import xarray
     import zarr
     from obstore.store import from_url
@@ -179,7 +179,7 @@ def _dask_array(place: Any, path: str, **options: Any) -> Any:
     import dask.array
     import zarr
 
-    # A group is opened first: zarr 3.1 knows no bfloat16 before.
+    # A group is opened first: before that, zarr 3.1 has no bfloat16.
     return dask.array.from_zarr(zarr.open_group(place, mode="r", **options)[path])
 
 
@@ -224,7 +224,7 @@ def _obstore(text: str) -> Any:
 
 
 def probe(reader: str, cases: list[dict[str, Any]], environment: dict[str, str] | None = None) -> list[tuple[str, Any]]:
-    """What a reader makes of parts of arrays: ("read", what), ("warned", what), or ("raised", the error's type).
+    """Read parts of arrays: ("read", elements), ("warned", elements), or ("raised", the error's type).
 
     A case has the ``place`` that the reader opens or the config of an ``obstore`` store, the ``path`` of an array, and
     may have ``options`` and a ``box``.

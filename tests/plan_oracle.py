@@ -1,13 +1,13 @@
-"""What ``zarrckpt._plan.owners`` computes in columns, a chunk at a time: the same rule, written to be read.
+"""The rule of ``zarrckpt._plan.owners``, written to be read: one chunk at a time instead of columns.
 
-Every chunk has one owner. It is a rank that holds much of the chunk, and among those the one with the fewest bytes to
-write so far. Chunks that only one rank can own come first. Then come those with a choice, the largest first; and with
-each chunk those of the same number in all tensors of its kind, in the order of the tensors.
+Every chunk has one owner. It is a rank that holds much of the chunk. Among those it is the one with the fewest bytes to
+write so far. Chunks that only one rank can own come first. Then come those with a choice, the largest first. The chunks
+of one number in all tensors of a kind are assigned together, in the order of the tensors.
 
-Where nobody holds all of a chunk, something of it moves, whoever owns it. Then, once all that hold much have enough to
-write, ranks with room for more own it, from the least loaded on, and each as many as it has room for.
+If no rank holds all of a chunk, some pieces move in any case. So once all ranks that hold much of it have enough to
+write, other ranks own it: the least loaded first, each as many chunks as it can take.
 
-What is little beside all that a rank writes goes to the candidates in turn that have not enough to write yet.
+Chunks that are small compared to the bytes of a rank go in turn to the candidates that have not enough to write yet.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from zarrckpt._plan.owners import BoxOnRanks, RankNumbers
 
 @dataclass(frozen=True)
 class Spread:
-    """One tensor over the ranks: its grid, the boxes held of it (replicas once), their ranks, bytes an element."""
+    """One tensor over the ranks: its grid, its boxes (replicas once), their ranks, and bytes per element."""
 
     name: str
     grid: Grid
     itemsize: int
     held: Sequence[BoxOnRanks]
     whole: bool = False
-    """Whether one rank must write all of it: its replicas may differ, and a mixture of them is what no rank had."""
+    """Whether one rank must write all of it. Replicas may differ, and no rank had a mixture of them."""
 
     @property
     def kind(self) -> object:
-        """The same for tensors of which the chunks of one number are dealt together."""
+        """A key of the tensors whose chunks of one number are assigned together."""
         return self.grid, tuple(self.held), self.itemsize, self.whole
 
 
 @dataclass
 class Owned:
-    """One chunk: who writes it, its pieces, and the rank that each comes from."""
+    """One chunk: its owner, its pieces, and the source rank of each piece."""
 
     spread: Spread
     index: Ints
     pieces: Sequence[tuple[int, Box]]
-    """(position in ``spread.held``, the part of the chunk that this box has)."""
+    """(position in ``spread.held``, this box's part of the chunk)."""
     nbytes: int
     owner: int = -1
     sources: list[int] = field(default_factory=list)
     bundle: int = -1
-    """With which other chunks its pieces move; -1 where all of them are with the owner."""
+    """The number of the bundle with which its pieces move, -1 if the owner has all of them."""
 
     @property
     def held(self) -> Mapping[int, int]:
-        """How many of its elements each rank holds."""
+        """The number of its elements that each rank holds."""
         found: Counter[int] = Counter()
         for number, box in self.pieces:
             for rank in self.spread.held[number].ranks:
@@ -70,17 +70,17 @@ class Owned:
 
     @property
     def moves_anyway(self) -> bool:
-        """Whether nobody holds all of it, and it need not be where the rest of its tensor is."""
+        """Whether no rank holds all of it, and it may be written apart from the rest of its tensor."""
         return not self.spread.whole and max(self.held.values()) < sum(box.size for _, box in self.pieces)
 
     @property
     def foreign(self) -> Iterator[tuple[int, Box]]:
-        """(source, part) of the pieces that the owner has not."""
+        """(source, part) of the pieces that the owner lacks."""
         return ((s, box) for s, (_, box) in zip(self.sources, self.pieces, strict=True) if s != self.owner)
 
     @property
     def moved(self) -> int:
-        """Bytes that go to the owner."""
+        """Bytes that move to the owner."""
         return sum(box.size for _, box in self.foreign) * self.spread.itemsize
 
 
@@ -88,7 +88,7 @@ Pieces = Mapping[Ints, Sequence[tuple[int, Box]]]
 
 
 def pieces_of(grid: Grid, boxes: Sequence[Box]) -> Pieces:
-    """For each chunk, the boxes (by position) that share elements with it, and what they share."""
+    """Return for each chunk the boxes (by position) that share elements with it, and the shared parts."""
     found: dict[Ints, list[tuple[int, Box]]] = {}
     for number, box in enumerate(boxes):
         for index in grid.chunks_of(box):
@@ -99,7 +99,9 @@ def pieces_of(grid: Grid, boxes: Sequence[Box]) -> Pieces:
 
 
 def deal(spreads: Sequence[Spread], world_size: int, bundle_bytes: int) -> list[Owned]:
-    """The owner of every chunk, the source of every piece, and the bundles, in the order of tensors and chunks."""
+    """Return the owner of every chunk, the source of every piece, and the bundles, in the order of
+    tensors and chunks.
+    """
     tensors = [_chunks_of(spread) for spread in spreads]
     loads = [0] * world_size
     choices = []
@@ -143,7 +145,7 @@ Unit = list[Owned]
 
 
 def _dealt_together(tensors: Sequence[list[Owned]]) -> Iterator[list[Unit]]:
-    """Of each kind and each number the units, one a tensor: all of one size, and with the same candidates."""
+    """Yield the units of each kind and number, one per tensor. They have one size and the same candidates."""
     kinds: dict[object, list[list[Unit]]] = {}
     for chunks in tensors:
         if chunks:
@@ -159,7 +161,7 @@ def _give(units: Iterable[Unit], candidates: RankNumbers, nbytes: int, loads: li
 
 
 def _give_until(units: list[Unit], candidates: RankNumbers, nbytes: int, loads: list[int], enough: int) -> list[Unit]:
-    """Give units to the candidates until none has room for one more. What is left."""
+    """Assign units to the candidates until none can take one more. Return the rest."""
     left = [*units]
     while left and loads[owner := min(candidates, key=loads.__getitem__)] + nbytes <= enough:
         _own(left.pop(0), owner, nbytes, loads)
@@ -167,7 +169,7 @@ def _give_until(units: list[Unit], candidates: RankNumbers, nbytes: int, loads: 
 
 
 def _give_to_ranks_with_room(units: list[Unit], nbytes: int, loads: list[int], enough: int) -> list[Unit]:
-    """Give units to any ranks with room, each as many as it has room for. What is left."""
+    """Assign units to any ranks, each as many as it can take. Return the rest."""
     left = [*units]
     for rank in sorted(range(len(loads)), key=loads.__getitem__):
         while left and loads[rank] + nbytes <= enough:
@@ -182,7 +184,7 @@ def _own(unit: Unit, owner: int, nbytes: int, loads: list[int]) -> None:
 
 
 def _choose_sources(tensor: int, chunks: Iterable[Owned]) -> None:
-    """The owner of the chunk, where it has a piece; else those that have it in turn, by tensor and piece."""
+    """Choose the owner as the source if it has the piece, else the ranks that have it in turn, by tensor and piece."""
     pieces = ((chunk, number) for chunk in chunks for number, _ in chunk.pieces)
     for piece, (chunk, number) in enumerate(pieces):
         ranks = chunk.spread.held[number].ranks
@@ -190,7 +192,7 @@ def _choose_sources(tensor: int, chunks: Iterable[Owned]) -> None:
 
 
 def _bundle(chunks: Iterable[Owned], bundle_bytes: int) -> None:
-    """Chunks of which something moves follow each other; a bundle begins every so many bytes."""
+    """Number the bundles of the chunks with moving pieces. A new bundle begins every ``bundle_bytes``."""
     total = 0
     for chunk in chunks:
         if any(True for _ in chunk.foreign):

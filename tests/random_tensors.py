@@ -10,7 +10,7 @@ from zarrckpt._format.dtypes import DTYPES
 
 
 def random_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Random bits, so infinities, subnormals and NaNs of all kinds are among them."""
+    """Return random bits, which include infinities, subnormals and NaNs of all kinds."""
     count, size = math.prod(shape), DTYPES[name].itemsize
     if name == "bool":
         return torch.randint(0, 2, shape).bool()

@@ -1,7 +1,7 @@
-"""Real processes with real gloo groups, kept for the whole test run since they take a while to start.
+"""Real processes with real gloo groups, kept for the whole test run because they start slowly.
 
 ``run_ranks(function, *args, world_size=4)`` calls a module-level ``function(*args)`` on each of that many processes
-inside a fresh default process group and returns the results by rank. An exception on any rank is raised here as
+inside a fresh default process group, and returns the results by rank. An exception on any rank is raised here as
 RankError with all tracebacks. ``group=False`` calls without a process group.
 """
 
@@ -24,13 +24,13 @@ from typing import Any
 
 TIMEOUT = 120.0
 MOST_LOOPS = 2
-"""A process that keeps more of gloo's event loops, from runs that are over, is replaced.
+"""A process that keeps more of gloo's event loops from earlier runs is replaced.
 
-Each wakes a hundred times a second; together they took a quarter of two cores. They stay where one of torch's futures
-took an exception, which then holds its traceback, and so the state and its groups, for good.
+Each loop wakes a hundred times a second. Together they took a quarter of two cores. They stay if one of torch's futures
+got an exception. It then holds its traceback forever, and so the state and its groups.
 """
 context = get_context("forkserver")
-# What takes seconds to import is imported once, in the one that all of them are forked from.
+# Imports that take seconds are made once, in the process from which all of them are forked.
 context.set_forkserver_preload(
     [
         "torch._dynamo",
@@ -45,7 +45,7 @@ context.set_forkserver_preload(
 
 
 class RankError(AssertionError):
-    """Some rank raised; the message has every failed rank's traceback."""
+    """At least one rank raised. The message has every failed rank's traceback."""
 
     def __init__(self, failures: dict[int, tuple[BaseException | None, str]]) -> None:
         self.failures = failures
@@ -55,7 +55,7 @@ class RankError(AssertionError):
 def all_ranks_raise(
     error: type[BaseException], function: Callable[..., Any], *args: Any, world_size: int = 4, **options: Any
 ) -> str:
-    """Check that ``function`` raises ``error`` on every rank, with one message; return the message."""
+    """Check that ``function`` raises ``error`` on every rank, with one message. Return the message."""
     try:
         answers = run_ranks(function, *args, world_size=world_size, **options)
     except RankError as err:
@@ -82,7 +82,7 @@ class _Worker:
         os.unlink(self._stacks)
 
     def stacks(self) -> str:
-        """Where all its threads are: for those that hang."""
+        """Return the stacks of all its threads, to debug hangs."""
         assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
@@ -101,7 +101,7 @@ def run_ranks(
     timeout: float = TIMEOUT,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Call ``function(*args)`` on every rank; see the module's docstring."""
+    """Call ``function(*args)`` on every rank. See the module's docstring."""
     while len(_workers) < world_size:
         _workers.append(_Worker())
     workers = _workers[:world_size]
@@ -120,8 +120,10 @@ _DIED = ("error", (None, "the process died"))
 
 
 def _collect(workers: list[_Worker], timeout: float) -> dict[int, Any]:
-    """Every rank's answer. Who has answered keeps its groups until all have, or one has failed: gloo hangs up at once,
-    also on who still connects, while those who wait for a rank that failed are to hear of it."""
+    """Return every rank's answer. A rank that has answered keeps its groups until all have, or until one has failed.
+    gloo closes connections at once, also those of ranks that still connect. Ranks that wait for a failed rank must get
+    an error.
+    """
     answers: dict[int, Any] = {}
     waiting: dict[Connection, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
     held: dict[Connection, int] = {}
@@ -168,7 +170,7 @@ def _received(pipe: Connection) -> Any:
 
 
 def stop_ranks() -> None:
-    """Kill all processes; the next run starts new ones."""
+    """Kill all processes. The next run starts new ones."""
     while _workers:
         _workers.pop().stop()
 
@@ -209,7 +211,7 @@ def _call(function: Callable[..., Any], args: Any, rank: int, size: int, init: s
     torch.manual_seed(0)
     if init is not None:
         dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        dist.barrier()  # nobody begins, and so hangs up, before all are connected
+        dist.barrier()  # no rank starts, and so closes its connections, before all are connected
     return function(*args)
 
 
@@ -222,7 +224,7 @@ def _leave() -> None:
 
 
 def _gloo_loops() -> int:
-    """How many of gloo's event loops run in this process; 0 where the system does not tell."""
+    """Return the number of gloo's event loops in this process, 0 if the system does not show it."""
     found = 0
     for thread in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has ended since
@@ -231,7 +233,7 @@ def _gloo_loops() -> int:
 
 
 def _forget_meshes() -> None:
-    """Let go of meshes that are kept for the next save or load, and empty DTensor's caches.
+    """Drop meshes that are kept for the next save or load, and empty DTensor's caches.
 
     The caches would take a mesh of this process group for an equal one of the next.
     """
@@ -255,9 +257,9 @@ def _forget_meshes() -> None:
 
 
 def idle_meshes() -> dict[tuple[tuple[int, ...], str], str]:
-    """The meshes that this rank could use again, by their members and their lane: their names.
+    """Return the names of the meshes that this rank could use again, by their members and kind of call.
 
-    In one of the processes that these tests start.
+    Called in one of the processes that these tests start.
     """
     from zarrckpt._ranks.mesh import _places
 

@@ -1,7 +1,7 @@
 """Run a notebook's cells one after the other in this process, and show the last expression of each, as Jupyter does.
 
-``python run_notebook.py NOTEBOOK``, in the notebook's folder. Jupyter itself would bring 25 packages for the sake of
-one test. It has magics, of which the notebook has none, and draws pictures, which are drawn here, too, but not shown.
+Call ``python run_notebook.py NOTEBOOK`` in the notebook's folder. Jupyter itself would need 25 packages for one test.
+Jupyter has magics, but the notebook uses none. Pictures are drawn here, too, but not shown.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 
 def code_cells(path: Path) -> list[dict[str, Any]]:
-    """The code cells of a notebook."""
+    """Return the code cells of a notebook."""
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
 def run(source: str, where: str, names: dict[str, Any]) -> Any:
-    """Run a cell; returns what its last line is worth, None where that is no expression or ends with a semicolon."""
+    """Run a cell. Return the value of its last line, None if that is no expression or ends with a semicolon."""
     tree = ast.parse(source, where)
     last = tree.body[-1] if tree.body else None
     shown = isinstance(last, ast.Expr) and not source.rstrip().endswith(";")

@@ -1,7 +1,7 @@
 """A small S3 server in this process, whose faults can be chosen.
 
-It ignores conditions, loses answers, refuses and quotes secrets, stalls, speaks TLS, serves as a proxy,
-and remembers every request: the negative cases that no real server offers.
+It ignores conditions, loses answers, refuses and quotes secrets, stalls, uses TLS, serves as a proxy, and records every
+request. No real server offers these negative cases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from xml.sax.saxutils import escape
 from store_servers import S3Place
 
 LONG = 60.0
-"""Seconds of a server that hangs. Who waits for it takes longer than half of them, who gives it up far less."""
+"""Seconds of a server that hangs. A client that waits for it takes longer than half of them, one with a timeout far
+less.
+"""
 
 
 @dataclass
@@ -40,17 +42,17 @@ class Request:
 
 @dataclass
 class Strike:
-    """One request of a kind that goes wrong: it is refused, or carried out and answered in part."""
+    """One request of a kind that fails: it is refused, or done and answered in part."""
 
     kind: str
     """See :func:`kind_of`."""
     status: int = 0
-    """Of the refusal; 0: the request is carried out."""
+    """The status of the refusal. With 0 the request is done."""
     code: str = ""
     sent: float = 0.0
-    """The share of the answer that is sent before the connection is cut."""
+    """The share of the answer that is sent before the connection is closed."""
     spared: int = 0
-    """So many requests of the kind come before it."""
+    """Number of requests of the kind that come before it."""
 
 
 def kind_of(method: str, query: Collection[str]) -> str:
@@ -69,17 +71,17 @@ def kind_of(method: str, query: Collection[str]) -> str:
 
 @dataclass
 class Faults:
-    """What the stub does wrong. May be changed while it runs."""
+    """The faults of the stub. They may be changed while it runs."""
 
     ignore_conditions: bool = False
     no_conditions: bool = False
     """Every put with a condition gets a 501, as on Backblaze B2."""
     lose_answers: int = 0
-    """That many puts are carried out, and then the connection is cut instead of an answer."""
+    """Number of puts that are done, after which the connection is closed instead of an answer."""
     server_errors: int = 0
-    """That many requests get a 503."""
+    """Number of requests that get a 503."""
     strike: Strike | None = None
-    """One request that goes wrong."""
+    """One request that fails."""
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
     """By kind of request: all get an error of this status and code."""
     region: str = ""
@@ -87,12 +89,12 @@ class Faults:
     accepts_key: Callable[[str, Request], bool] = lambda key, request: True
     """Requests whose access key it does not accept get a 400 ExpiredToken."""
     resets: int = 0
-    """That many connections are closed before a request is read."""
+    """Number of connections that are closed before a request is read."""
     refusal: str = ""
     """Every request gets a 403 with this text."""
     refusal_status: int = 403
     refuse_deletes: int = 0
-    """The status of every answer to a deletion; 0: they are carried out."""
+    """The status of every answer to a deletion. With 0 they are done."""
     stall_seconds: float = 0.0
     page: int = 1000
     """Entries in one answer to a listing."""
@@ -101,27 +103,27 @@ class Faults:
     bare_e_tags: bool = False
     """If-Match holds for e-tags without quotes only, as in Ceph."""
     ignore_ranges: bool = False
-    """Whole objects for those who ask for a part."""
+    """Requests for a part get the whole object."""
     cut_bodies: int = 0
-    """That many objects are sent by half, and then the connection is cut."""
+    """Number of objects of which half is sent before the connection is closed."""
     pause_bodies: float = 0.0
-    """Half of an object is sent, and the rest so many seconds later."""
+    """Seconds between the two halves of an object."""
     trickle: float = 0.0
-    """The second half of an object comes byte by byte, with a pause of so many seconds before each."""
+    """Seconds before each byte of the second half of an object."""
     hang_up: bool = False
-    """Connections are closed after each answer, without a word."""
+    """Connections are closed after each answer without notice."""
     parting_words: bytes = b""
-    """Sent after each answer, unasked, before the connection is closed."""
+    """Bytes that are sent after each answer, unasked, before the connection is closed."""
     other_ranges: bool = False
     """Ranges of the right length, from the object's begin."""
     keep_folders: bool = False
     """Folders are listed also when all their objects are deleted, as SeaweedFS does."""
     most_of_a_range: int | None = None
-    """Of longer ranges only so many bytes are sent."""
+    """Maximum bytes that are sent of a longer range."""
     redirect_to: str = ""
-    """Every request is sent on to this server (302)."""
+    """Every request is redirected to this server (302)."""
     announced: int | None = None
-    """The length that is announced of every object."""
+    """The announced length of every object."""
     endless: bool = False
     """Objects are sent in pieces, without an end."""
     listing: bytes | None = None
@@ -145,11 +147,11 @@ class S3Stub:
     objects: dict[str, _Object] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     connections: int = 0
-    """So many have been opened."""
+    """Number of connections that were opened."""
 
     @property
     def handler(self) -> type[Handler]:
-        """What answers a request; another one in servers that behave otherwise."""
+        """The class that answers requests. Servers with other behaviour override it."""
         return Handler
 
     def __post_init__(self) -> None:
@@ -179,11 +181,11 @@ class S3Stub:
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self._server.server_address[1]}"
 
     def bucket(self) -> S3Place:
-        """A place of its own: any bucket exists here."""
+        """Return a place in a new bucket. Any bucket exists here."""
         return S3Place(self.endpoint, f"stub-{uuid.uuid4().hex}")
 
     def store(self, key: str, data: bytes, headers: dict[str, str]) -> _Object:
-        """Keep an object; called with the lock held."""
+        """Keep an object. Called with the lock held."""
         self.generation += 1
         made = _Object(data, f'"{hashlib.md5(data).hexdigest()}"', self.generation, headers)
         self.objects[key] = made
@@ -193,11 +195,11 @@ class S3Stub:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Speaks just enough of S3's protocol, one object per path."""
+    """Implements just enough of S3's protocol, one object per path."""
 
     server_stub: S3Stub
     protocol_version = "HTTP/1.1"
-    # An answer is several writes: the second must not wait for the acknowledgement of the first.
+    # An answer is several writes. The second must not wait for the acknowledgement of the first.
     disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: object) -> None:
@@ -235,7 +237,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _serve(self, work: Callable[[], None]) -> None:
         stub, faults = self.server_stub, self.server_stub.faults
-        # A proxy gets the whole url, a server the path only.
+        # A proxy gets the whole url, a server only the path.
         target = urlsplit(self.path)
         self._key = unquote(target.path).lstrip("/")
         self._query = parse_qs(target.query, keep_blank_values=True)

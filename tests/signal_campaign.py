@@ -1,15 +1,15 @@
 """Send real signals to real trainings under torchrun at random moments, and resume each on another number of ranks.
 
-    python -m tests.signal_campaign --signals 300            # a temporary folder, and an S3 server of its own
+python -m tests.signal_campaign --signals 300            # a temporary folder, and an S3 server started for the campaign
 
-Each job trains a sharded tensor whose values tell the step, with a :class:`zarrckpt.CheckpointManager` that saves and
-deletes. It meets several signals, each in an episode of its own, with a manager of its own: on one rank, on all, two at
-a time, during the restore, a save, a deletion. The last one ends the job: SIGTERM to torchrun itself, or SIGKILL to one
-rank or all. After each signal all ranks must have stopped at one step, which is the newest checkpoint then;
-after a kill the newest must be the last that was committed, or a later one. The next episode must begin there, bit for
-bit.
+Each job trains a sharded tensor whose values show the step, with a :class:`zarrckpt.CheckpointManager` that saves and
+deletes. It gets several signals. Each has an episode with a separate manager. A signal goes to one rank, to all, or two
+come at a time, during the restore, a save or a deletion. The last one ends the job: SIGTERM to torchrun itself, or
+SIGKILL to one rank or all. After each signal all ranks must have stopped at one step, which then is the newest
+checkpoint. After a kill the newest must be the last that was committed, or a later one. The next episode must begin
+there, bit for bit.
 
-The command prints a line for each job, and exits with 1 if anything was wrong.
+The command prints a line for each job, and exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ KEEP = zarrckpt.Keep(newest=2, best=1, metric="loss", every_steps=500)
 SAVE_EVERY = 15
 SIGNALS = ("SIGTERM", "SIGUSR1")
 PATIENCE = 60.0
-"""Seconds: what takes longer hangs."""
+"""Seconds after which a case counts as a hang."""
 
 KINDS = ("one", "all", "twice", "two", "one", "all")
 ENDS = ("agent", "kill", "kill all")
 
 
 def worker(run: str, folder: Path, background: bool) -> None:
-    """One rank of a job: train until it is pre-empted, again and again, until the folder has the file ``end``."""
+    """Run one rank of a job: train until it is pre-empted, repeatedly, until the folder has the file ``end``."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -68,7 +68,7 @@ def worker(run: str, folder: Path, background: bool) -> None:
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float64).reshape(ROWS, COLUMNS)
     mesh = init_device_mesh("cpu", (size,))
     options = zarrckpt.SaveOptions(timeout=PATIENCE / 2, durable=False)
-    for name in SIGNALS:  # the second of two that were sent may come when its manager is closed
+    for name in SIGNALS:  # the second of two signals may arrive after its manager was closed
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     episode = 0
     while not (folder / "end").exists():
@@ -121,10 +121,10 @@ class Campaign:
     jobs: int = 0
     wrongs: list[str] = field(default_factory=list)
     newest: int | None = None
-    """The step of the newest checkpoint, as it must be found."""
+    """The step of the newest checkpoint that must be found."""
 
     def job(self, episodes: int) -> None:
-        """One job under torchrun, and a signal in each episode; the last one ends it."""
+        """Run one job under torchrun, with a signal in each episode. The last one ends it."""
         self.jobs += 1
         size = self.random.randint(1, 4)
         where = self.folder / f"job-{self.jobs}"
@@ -197,7 +197,7 @@ class Campaign:
                     number = number if kind != "two" else signal.SIGUSR1
 
     def _look(self, where: Path, exactly: bool) -> None:
-        """Compare what is stored with what must be."""
+        """Compare the stored checkpoints with the expected ones."""
         found = zarrckpt.latest(self.run)
         step = None if found is None else zarrckpt.open(found).metadata["step"]
         committed = max((event["step"] for event in self._events(where) if event["what"] == "saved"), default=None)
@@ -219,7 +219,7 @@ class Campaign:
     def _wait(
         self, agent: subprocess.Popen[bytes], where: Path, size: int, what: str, episode: int
     ) -> dict[int, dict[str, Any]]:
-        """Each rank's event of an episode; {} where the job ends before that, or hangs."""
+        """Return each rank's event of an episode, or {} if the job ends before that or hangs."""
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             ended = agent.poll() is not None

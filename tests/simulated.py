@@ -1,12 +1,12 @@
-"""Many ranks in one process: each is a thread, and between the threads are messages and nothing else.
+"""Many ranks in one process: each is a thread, and the threads only exchange messages.
 
-``simulate(function, world_size)`` calls ``function(rank)`` on each of that many threads. Inside it the rounds of
-``zarrckpt.save`` and ``zarrckpt.load`` go from thread to thread as bytes, and so do DCP's collectives; pieces that
-ranks hand each other go from thread to thread too. There is no process group and no second process: a save and a
-load by six ranks take some hundredths of a second.
+``simulate(function, world_size)`` calls ``function(rank)`` on each of that many threads. Inside it, the rounds of
+``zarrckpt.save`` and ``zarrckpt.load`` go from thread to thread as bytes. So do DCP's collectives and the pieces that
+ranks exchange. There is no process group and no second process. A save and a load by six ranks take some hundredths of
+a second.
 
-One rank runs at a time, until it waits for a message that is not there yet; which one goes on then is drawn with the
-seed. So every run can be repeated, and ranks that all wait for each other are found at once.
+One rank runs at a time, until it waits for a message that has not arrived. The next rank is drawn with the seed. So
+every run can be repeated, and ranks that all wait for each other are found at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.logger import _dcp_logger
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-import zarrckpt._api  # it is loaded late, and must be there to be patched
+import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._dcp.reader
 import zarrckpt._dcp.writer
 import zarrckpt._save.plan_report  # noqa: F401
@@ -47,19 +47,19 @@ from zarrckpt._store._base import Listing
 T = TypeVar("T")
 
 TIMEOUT = 60.0
-"""Seconds that a rank waits at most; reached only where a thread is stuck outside of the simulation."""
+"""Maximum seconds that a rank waits. Reached only if a thread hangs outside of the simulation."""
 
 
 class Stuck(AssertionError):
-    """A rank waits for a message that will never come."""
+    """A rank waits for a message that will never arrive."""
 
 
 _CLOSED = "closed"
-"""What a rank that leaves a mesh sends to all of it."""
+"""The message that a rank which leaves a mesh sends to all its members."""
 
 
 class World:
-    """The messages between the ranks, and whose turn it is."""
+    """The messages between the ranks, and the rank whose turn it is."""
 
     def __init__(self, numbers: Sequence[int], seed: int, traffic: Traffic) -> None:
         self.numbers = tuple(numbers)
@@ -76,7 +76,7 @@ class World:
         self._wait(rank)
 
     def pass_on(self) -> None:
-        """Give the turn to a rank that can go on. Where none can but some wait, all of them get Stuck."""
+        """Give the turn to a rank that can continue. If none can but some wait, all of them get Stuck."""
         with self._lock:
             ready = [rank for rank, address in self._waits.items() if address is None or self._mail[address]]
             for rank in [self._draw.choice(ready)] if ready else list(self._waits):
@@ -88,7 +88,7 @@ class World:
             self._mail[address].append(message)
 
     def receive(self, rank: int, address: tuple[Any, ...]) -> Any:
-        """The next message at an address; other ranks run until it is there."""
+        """Return the next message at an address. Other ranks run until it has arrived."""
         with self._lock:
             if self._mail[address]:
                 return self._mail[address].popleft()
@@ -101,7 +101,7 @@ class World:
             return self._mail[address].popleft()
 
     def unread(self) -> list[tuple[Any, ...]]:
-        """Addresses with messages that nobody took, but for meshes that somebody has left."""
+        """Return addresses with messages that no rank received, except on meshes that some rank has left."""
         left = {address[1] for address, messages in self._mail.items() if messages and messages[-1] is _CLOSED}
         unread = [address for address, messages in self._mail.items() if messages and address[1] not in left]
         return [address for address in unread if address[0] != "meeting"]
@@ -116,16 +116,16 @@ class _Here(threading.local):
     rank: int = -1
     calls: int = 0
     plans: int = 0
-    """Of DCP, that have come: the same number on all ranks."""
+    """Number of DCP's plans that have arrived, the same on all ranks."""
     connected: bool = True
-    """Whether this rank has come to connect since then, or has made it known that it will not."""
+    """Whether this rank has connected since then, or has sent that it will not."""
 
 
 _here = _Here()
 
 
 def current_rank() -> int:
-    """The rank whose thread this is."""
+    """Return the rank whose thread this is."""
     return _here.rank
 
 
@@ -180,7 +180,7 @@ class Collectives(_DistWrapper):
         return pickle.loads(self.world.receive(self.rank, ("collective", rank, self.rank)))
 
     def _receive_all(self) -> list[Any]:
-        """As gloo's gather does it: everything arrives, then all is unpickled, in the order of the ranks."""
+        """Receive as gloo's gather does: everything arrives, then all is unpickled, in the order of the ranks."""
         world, me = self.world, self.rank
         parts = [world.receive(me, ("collective", rank, me)) for rank in range(world.size)]
         return [pickle.loads(part) for part in parts]
@@ -193,16 +193,16 @@ def _get_rank(group: None = None) -> int:
 
 @dataclass
 class Traffic:
-    """What ranks handed each other in some simulations."""
+    """Bytes that ranks sent each other in some simulations."""
 
     moved: int = 0
     """Bytes that went from one rank to another."""
     most: int = 0
-    """The most bytes that one rank had on their way at once, sent and received."""
+    """Maximum bytes that one rank had under way at once, sent and received."""
 
 
 class Pieces:
-    """One rank's end of the connections on which pieces move: takes the place of ``_ranks.pieces.Pieces``."""
+    """One rank's end of the connections on which pieces move. Replaces ``_ranks.pieces.Pieces``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -236,7 +236,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What was sent has arrived at once."""
+    """A sent piece, which has arrived at once."""
 
     pieces: Pieces
     nbytes: int
@@ -268,7 +268,7 @@ def _world() -> World:
 
 @contextlib.contextmanager
 def _connected(name: ChannelName | None) -> Iterator[Pieces | None]:
-    """Takes the place of ``_dcp.channel.pieces_connected``."""
+    """Replace ``_dcp.channel.pieces_connected``."""
     if name is None:
         yield None
         return
@@ -290,7 +290,7 @@ def _meeting(rank: int, to: int) -> tuple[Any, ...]:
 
 
 def _come(said: str) -> list[int]:
-    """Let all other ranks, which are returned, know whether this one connects with them."""
+    """Send all other ranks whether this one connects with them. Return those ranks."""
     others = [rank for rank in range(_world().size) if rank != _here.rank]
     for rank in others:
         _world().send(_meeting(_here.rank, rank), said)
@@ -299,13 +299,13 @@ def _come(said: str) -> list[int]:
 
 
 def _stay_away() -> None:
-    """Called when DCP gathers results: who has not come to connect by then never will. It stands for a timeout."""
+    """Tell the others that this rank never connects, if it has not when DCP gathers results. Stands for a timeout."""
     if not _here.connected:
         _come(_CLOSED)
 
 
 class Rounds:
-    """One rank's rounds: takes the place of ``_ranks.rounds.Rounds``."""
+    """One rank's rounds. Replaces ``_ranks.rounds.Rounds``."""
 
     in_step = True
     world = None
@@ -322,7 +322,7 @@ class Rounds:
         except Exception as err:
             error, said = err, failure_of(err, self.members[self.rank])
             if self._pieces is not None:
-                self._pieces.close()  # whoever waits for this rank is to know
+                self._pieces.close()  # ranks that wait for this one must notice
         _world().send(("up", self.rank), (self._call, said))
         if self.rank == 0:
             answer, error = self._answer(decide, error)
@@ -366,17 +366,17 @@ def _joined(ranks: Ranks, call: str, timeout: float, *, lane: str = "foreground"
 def _run_jobs(
     jobs: Iterable[Callable[[], T]], concurrency: object, *, drawn_here: bool = False, stopping: object = None
 ) -> list[T]:
-    """Jobs of the package, one after the other in the calling thread."""
+    """Run jobs of the package, one after the other in the calling thread."""
     return [job() for job in jobs]
 
 
 def _in_thread(call: Callable[[], T], *, at_once: bool = False) -> contextlib.AbstractContextManager[Callable[[], T]]:
-    """A call of the package in the calling thread: the start of a thread would take most of the time."""
+    """Run a call of the package in the calling thread. To start a thread would take most of the time."""
     return in_thread(call, at_once=True)
 
 
 class _PerRank(MutableMapping[Any, Any]):
-    """Takes the place of a dict that there is one of in each process: one for each rank."""
+    """One dict per rank, in place of a dict of which each process has one."""
 
     def __init__(self) -> None:
         self._dicts: defaultdict[int, dict[Any, Any]] = defaultdict(dict)
@@ -399,7 +399,7 @@ class _PerRank(MutableMapping[Any, Any]):
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """What a process keeps from one save to the next, DCP's cached plans and our own, is kept in this context."""
+    """Keep DCP's cached plans and this package's between saves, as a process does."""
     caches = [name for name, value in vars(SavePlanner).items() if name.startswith("_cached_") and value == {}]
     assert len(caches) == 5, f"DCP's caches are others: {caches}"
     with contextlib.ExitStack() as stack:
@@ -411,7 +411,7 @@ def kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(inline: bool) -> Iterator[None]:
-    """Everything that would need a process group, in every module that has it, as what works between the threads."""
+    """Replace everything that needs a process group, in every module that imports it, for the threads."""
     ours: dict[str, Any] = {"in_use": lambda: True, "joined": _joined, "pieces_connected": _connected}
     if inline:
         ours |= {"in_thread": _in_thread, "run_jobs": _run_jobs}
@@ -420,7 +420,7 @@ def _replaced(inline: bool) -> Iterator[None]:
         (state_dict_loader, "_DistWrapper", Collectives),
         (dist, "get_rank", _get_rank),
         (dist, "get_world_size", lambda group=None: _world().size),
-        # It makes a record of every step, and pytest keeps them all.
+        # It records every step, and pytest keeps all records.
         (_dcp_logger, "disabled", True),
     ]
     if not isinstance(agree._kept_plans, _PerRank):
@@ -440,7 +440,7 @@ def _replaced(inline: bool) -> Iterator[None]:
 
 
 class _RankThread:
-    """A rank's own thread, kept: as in a training process, one save after the other comes from the same one."""
+    """A rank's thread, which is kept. As in a training process, all saves of a rank run in one thread."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -463,11 +463,11 @@ def simulate(
     traffic: Traffic | None = None,
     numbers: Sequence[int] | None = None,
 ) -> list[T]:
-    """Call ``function(rank)`` on each of the ranks; return the results by rank.
+    """Call ``function(rank)`` on each of the ranks. Return the results by rank.
 
-    Raises what the lowest failed rank raised, with a note of what others did. ``inline=False`` keeps the threads in
-    which each rank's transfers run. ``traffic`` is added to. ``numbers``: the ranks' numbers in a larger process group,
-    of which they are a part.
+    Raises the error of the lowest failed rank, with notes of the others' errors. ``inline=False`` keeps the threads in
+    which each rank's transfers run. The bytes are added to ``traffic``. ``numbers`` are the ranks' numbers in a larger
+    process group.
     """
     while len(_threads) < world_size:
         _threads.append(_RankThread())
@@ -503,7 +503,7 @@ def simulate(
 
 
 def _raise(errors: dict[int, BaseException]) -> NoReturn:
-    # Who is stuck tells less than why: another rank failed.
+    # Prefer the error of a failed rank: that another rank is stuck is only its effect.
     first = min(errors, key=lambda rank: (isinstance(errors[rank], Stuck), rank))
     for rank in errors.keys() - {first}:
         errors[first].add_note(f"rank {rank}: {errors[rank]!r:.300}")
@@ -512,7 +512,7 @@ def _raise(errors: dict[int, BaseException]) -> NoReturn:
 
 
 class MemoryStore(Store):
-    """Objects in a dict; how often each key was written, and which bytes of it were read."""
+    """Objects in a dict. Counts the writes of each key, and records the byte ranges of its reads."""
 
     url = "memory"
     is_local = False
@@ -521,7 +521,7 @@ class MemoryStore(Store):
         self.objects: dict[str, bytes] = {}
         self.writes: Counter[str] = Counter()
         self.reads: list[tuple[str, int, int, int]] = []
-        """(key, first byte, end, rank) of each read of a part; the rank is known where transfers run inline."""
+        """(key, first byte, end, rank) of each read of a part. The rank is valid if transfers run inline."""
         self._lock = threading.Lock()
 
     def get(self, key: str) -> bytes:
@@ -585,7 +585,7 @@ class MemoryStore(Store):
 
 @contextlib.contextmanager
 def memory_store(store: MemoryStore | None = None) -> Iterator[MemoryStore]:
-    """A store (default: a fresh one) in which every url lies while the context lasts."""
+    """Open every url in one store (default: a new one) during the block."""
     place = MemoryStore() if store is None else store
     with patch.object(StoreSpec, "open", lambda self, **options: place):
         yield place

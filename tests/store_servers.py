@@ -1,10 +1,10 @@
-"""Servers that the tests talk to, all on the loopback interface, and the buckets in them.
+"""Servers for the tests, all on the loopback interface, and the buckets in them.
 
-- moto, a mock of AWS, as a process of its own: reached over HTTP as AWS would be.
+- moto, a mock of AWS, as a separate process: reached over HTTP as AWS would be.
 - Ceph's gateway, a real S3 server: one monitor, one store in memory, one gateway (``ceph`` group).
 - S3Stub, a small S3 server in this process with faults to choose (``s3_stub.py``).
 
-``tests/conftest.py`` makes fixtures of these; any test module may use them.
+``tests/conftest.py`` makes fixtures of these. Any test module may use them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CEPH_PROGRAMS = ("radosgw", "radosgw-admin", "ceph-mon", "ceph-osd", "ceph", "mo
 
 @dataclass(frozen=True)
 class S3Place:
-    """A bucket on a test server, and how to reach it."""
+    """A bucket on a test server, and the options to reach it."""
 
     endpoint: str
     bucket: str
@@ -44,28 +44,28 @@ class S3Place:
     secret: str = "testsecret"
 
     def url(self, path: str = "") -> str:
-        """The url of a path in the bucket."""
+        """Return the url of a path in the bucket."""
         return f"s3://{self.bucket}/{path}".rstrip("/")
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What the package takes for the bucket."""
+        """The package's options for the bucket."""
         return {"key": self.key, "secret": self.secret, "endpoint_url": self.endpoint, "region": REGION}
 
     @property
     def s3fs_options(self) -> dict[str, Any]:
-        """The same, for s3fs itself."""
+        """The same for s3fs."""
         keys = {"key": self.key, "secret": self.secret, "endpoint_url": self.endpoint}
         return {**keys, "client_kwargs": {"region_name": REGION}}
 
     @property
     def fsspec_options(self) -> dict[str, Any]:
-        """The same, for the package by way of s3fs."""
+        """The same for the package with s3fs."""
         return {**self.s3fs_options, "backend": "fsspec"}
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that say the same to another process."""
+        """The same as environment variables for another process."""
         return {
             "AWS_ACCESS_KEY_ID": self.key,
             "AWS_SECRET_ACCESS_KEY": self.secret,
@@ -74,7 +74,7 @@ class S3Place:
         }
 
     def client(self) -> Any:
-        """A boto3 client: another implementation, to look at what is stored."""
+        """Return a boto3 client: another implementation, to inspect stored objects."""
         return _boto3_client(self.endpoint, self.key, self.secret)
 
 
@@ -88,14 +88,14 @@ def _boto3_client(endpoint: str, key: str, secret: str) -> Any:
 
 
 def new_bucket(endpoint: str, key: str = "test", secret: str = "testsecret") -> S3Place:
-    """A fresh bucket: tests never share one, and no server is ever reset."""
+    """Return a new bucket. Tests never share one, and no server is ever reset."""
     place = S3Place(endpoint, f"test-{uuid.uuid4().hex}", key, secret)
     place.client().create_bucket(Bucket=place.bucket)
     return place
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return a port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -121,7 +121,7 @@ def wait_until_up(url: str, seconds: float, still_running: Callable[[], bool]) -
 
 @contextlib.contextmanager
 def shared_server(folder: Path, launch: Callable[[Path], tuple[str, list[int]]]) -> Iterator[str]:
-    """The endpoint of a server that the first of several processes starts and the last one stops."""
+    """Yield the endpoint of a server that the first of several processes starts and the last one stops."""
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / "state.json"
     with _file_lock(folder / "lock"):
@@ -145,7 +145,7 @@ def shared_server(folder: Path, launch: Callable[[Path], tuple[str, list[int]]])
 
 
 def stop(pids: list[int]) -> None:
-    """End processes at once: what they hold is thrown away."""
+    """End processes at once. Their data is lost."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -155,11 +155,11 @@ def stop(pids: list[int]) -> None:
 
 
 def _runs(pid: int) -> bool:
-    # A child of ours stays a zombie until somebody asks for it.
+    # A child of this process stays a zombie until it is waited for.
     with contextlib.suppress(ChildProcessError):
         if os.waitpid(pid, os.WNOHANG)[0] == pid:
             return False
-    # One of another worker of the tests stays one as long as that worker runs.
+    # A child of another test worker stays one as long as that worker runs.
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -178,7 +178,7 @@ def _file_lock(path: Path) -> Iterator[None]:
 
 
 def launch_moto(folder: Path) -> tuple[str, list[int]]:
-    """Start moto's server as a process; returns its endpoint and process ids."""
+    """Start moto's server as a process. Return its endpoint and process ids."""
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     with open(folder / "moto.log", "w") as log:
@@ -248,8 +248,8 @@ def ceph_is_installed() -> bool:
 
 
 def launch_ceph(folder: Path) -> tuple[str, list[int]]:
-    """Start a monitor, a store and a gateway; takes about 15 s. Access key "test", secret "testsecret"."""
-    # Sockets of the daemons live here, and a socket's name has at most 108 bytes.
+    """Start a monitor, a store and a gateway, in about 15 s. Access key "test", secret "testsecret"."""
+    # The daemons' sockets are in this folder, and a socket's name has at most 108 bytes.
     home = Path("/tmp") / f"zarrckpt-ceph-{uuid.uuid4().hex[:12]}"
     for name in ("mon", "osd", "run", "rgw"):
         (home / name).mkdir(parents=True)
@@ -296,7 +296,7 @@ def _ceph_pids(home: Path) -> list[int]:
 
 
 def remove_ceph(folder: Path) -> None:
-    """Remove what a stopped gateway left on disk."""
+    """Remove the files that a stopped gateway left on disk."""
     home = folder / "home"
     if home.exists() and not (folder / "state.json").exists():
         shutil.rmtree(home.read_text(), ignore_errors=True)
@@ -306,7 +306,7 @@ def remove_ceph(folder: Path) -> None:
 
 
 def make_certificate() -> tuple[str, str]:
-    """A certificate for 127.0.0.1 that nobody trusts, and its private key, both as PEM."""
+    """Return an untrusted certificate for 127.0.0.1, and its private key, both as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import rsa

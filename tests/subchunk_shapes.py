@@ -9,7 +9,7 @@ Ints = tuple[int, ...]
 
 @st.composite
 def subchunks_of(draw: st.DrawFn, chunk: Ints) -> Ints | None:
-    """The shape of a chunk's subchunks, which divide it; None for none, as of arrays without dimensions."""
+    """Return the shape of a chunk's subchunks, which divide it. None for none, as of arrays without dimensions."""
     if not chunk or draw(st.booleans()):
         return None
     dim = draw(st.integers(0, len(chunk) - 1))

@@ -1,7 +1,7 @@
-"""Any sharding into any other, bit for bit: random tensors, meshes, placements and chunk sizes.
+"""Any sharding loads into any other, bit for bit: random tensors, meshes, placements and chunk sizes.
 
-Most cases run on simulated ranks (``simulated.py``), a few on real processes. What a rank holds is not asked of this
-package: torch's own ``Shard`` and ``_StridedShard`` cut the full tensor, mesh dimension by mesh dimension.
+Most cases run on simulated ranks (``simulated.py``), a few on real processes. The expected parts of each rank do not
+come from this package: torch's ``Shard`` and ``_StridedShard`` cut the full tensor, mesh dimension by mesh dimension.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return raw.numpy().tobytes()
 
 
-# -- layouts: what each rank holds of a full tensor
+# -- layouts: each rank's parts of a full tensor
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Plain:
     ranks: Ints
 
     def pieces(self, full: torch.Tensor, rank: int) -> list[torch.Tensor] | None:
-        """What a rank holds, as views of the full tensor; None where its state has no such key."""
+        """Return a rank's pieces as views of the full tensor, or None if its state lacks the key."""
         return [full] if rank in self.ranks else None
 
     def leaf(self, full: torch.Tensor, held: list[torch.Tensor], rank: int) -> Any:
-        """What stands in a rank's state, over its own memory for its pieces."""
+        """Return the entry of a rank's state, over the memory of its pieces."""
         return held[0]
 
 
@@ -88,9 +88,9 @@ class OnMesh:
     order: Ints
     """The mesh dimensions that shard, in the order in which they cut."""
     interleaved: bool
-    """Strides are meant as such; otherwise they only tell the order."""
+    """Whether strides interleave. If not, they only give the order."""
     absent: Ints
-    """Ranks outside of the mesh whose state lacks the key; the others have a DTensor that holds nothing."""
+    """Ranks outside of the mesh whose state lacks the key. The others have a DTensor without elements."""
 
     @property
     def strided(self) -> bool:
@@ -110,14 +110,14 @@ class OnMesh:
 
     def leaf(self, full: torch.Tensor, held: list[torch.Tensor], rank: int) -> Any:
         mesh = DeviceMesh("cpu", torch.tensor(self.ranks).reshape(self.sizes), _init_backend=False, _rank=rank)
-        # from_local() takes the shape () for one that was not given.
+        # from_local() takes the shape () for a missing one.
         meta = TensorMeta(full.shape, full.stride(), full.dtype)
         return DTensor(held[0], DTensorSpec(mesh, self.placements, meta), requires_grad=False)
 
 
 @dataclass(frozen=True)
 class InBoxes:
-    """Boxes in no order at all, each on some of the ranks, in an object that speaks DCP's protocol."""
+    """Boxes in no order, each on some of the ranks, in an object that implements DCP's protocol."""
 
     boxes: tuple[tuple[Ints, Ints], ...]
     """(offset, shape) of each."""
@@ -184,16 +184,16 @@ MESHES.sort(key=lambda sizes: (math.prod(sizes), sizes))
 
 @st.composite
 def on_mesh(draw: st.DrawFn, world: int, shape: Ints) -> OnMesh:
-    """All ways in which torch can shard a tensor over a mesh.
+    """Return any of the ways in which torch can shard a tensor over a mesh.
 
-    Either each tensor dimension is cut by its mesh dimensions in some order (that of the mesh: plain Shards; FSDP2 over
-    tensor parallelism, say: the opposite one), or one stride interleaves (what views of sharded tensors get).
+    Either each tensor dimension is cut by its mesh dimensions in some order. Plain Shards cut in the order of the mesh,
+    FSDP2 over tensor parallelism in the opposite one. Or one stride interleaves, as in views of sharded tensors.
     """
     largest = [sizes for sizes in MESHES if world // 2 < math.prod(sizes) <= world]
     sizes = draw(st.sampled_from([sizes for sizes in MESHES if math.prod(sizes) < world] + 2 * largest))
     dims = [draw(st.sampled_from([None, *range(len(shape))])) for _ in sizes]
     kind = draw(st.sampled_from(["mesh", "nested", "interleaved"]))
-    # What the ranks are makes no difference to how a failure looks, so it need not shrink.
+    # The choice of ranks does not change how a failure looks, so it need not shrink.
     chance = random.Random(draw(st.integers(0, 999)))
     placements: list[Placement] = [Replicate() if d is None else Shard(d) for d in dims]
     order = [m for m, d in enumerate(dims) if d is not None]
@@ -216,7 +216,7 @@ def on_mesh(draw: st.DrawFn, world: int, shape: Ints) -> OnMesh:
 
 @st.composite
 def in_boxes(draw: st.DrawFn, world: int, shape: Ints) -> InBoxes:
-    """Cut at random, box after box."""
+    """Return boxes cut at random, box after box."""
     boxes = [((0,) * len(shape), shape)]
     chance = random.Random(draw(st.integers(0, 999)))
     for _ in range(draw(st.integers(0, 8)) if math.prod(shape) else 0):
@@ -239,7 +239,7 @@ def plain(world: int, shape: Ints) -> st.SearchStrategy[Plain]:
     return st.sampled_from([tuple(range(world)), (world - 1,), tuple(range(0, world, 2))]).map(Plain)
 
 
-# -- cases: some tensors, how they are saved, how they are loaded
+# -- cases: some tensors, with the options of their saves and loads
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Entry:
     saved: Layout
     loaded: Layout
     strided_memory: bool
-    """Pieces and targets are views with strides of their own inside of larger memory."""
+    """Pieces and targets are strided views into larger memory."""
 
 
 @dataclass(frozen=True)
@@ -260,12 +260,12 @@ class Case:
     save_options: zarrckpt.SaveOptions
     load_options: zarrckpt.LoadOptions
     small: bool
-    """Whether the sizes that decide about subchunks are those of these small tensors."""
+    """Whether the sizes that decide about subchunks are scaled to these small tensors."""
     inline: bool
     """Whether transfers run without threads."""
     seed: int
     portable: bool = False
-    """Whether what is loaded is a portable copy of what was saved."""
+    """Whether a portable copy of the checkpoint is loaded."""
 
     def full(self) -> dict[str, torch.Tensor]:
         torch.manual_seed(self.seed)
@@ -279,7 +279,7 @@ EXTENTS = {
     3: (1, 2, 3, 4, 5, 8),
     4: (1, 2, 3, 4, 5),
 }
-"""Those from which a tensor's extents are drawn, by its number of dimensions."""
+"""The sizes from which a tensor's shape is drawn, by its number of dimensions."""
 
 
 @st.composite
@@ -323,10 +323,10 @@ def cases(draw: st.DrawFn, save_world: int | None = None) -> Case:
 
 
 class Memory:
-    """A rank's own tensors, and noise around and between them that nobody may touch."""
+    """A rank's tensors, and noise around and between them that must stay unchanged."""
 
     def __init__(self, entry: Entry, like: torch.Tensor, content: torch.Tensor | None) -> None:
-        # Twice the elements, the dimensions the other way round: a piece is every second element of it.
+        # Twice the elements, with reversed dimensions: a piece is every second element.
         shape = (*reversed(like.shape), 2) if entry.strided_memory else tuple(like.shape)
         self._whole = random_tensor(entry.dtype, shape)
         backwards = tuple(reversed(range(like.dim())))
@@ -342,7 +342,7 @@ class Memory:
 
 @contextlib.contextmanager
 def small_sizes(small: bool) -> Iterator[None]:
-    """Subchunks in chunks of more than a hundred bytes, and requests of a few of them."""
+    """Patch the sizes: subchunks in chunks above 60 bytes, and requests of a few subchunks."""
     sizes = {
         chunking: {"SUBCHUNK_ABOVE": 60, "SUBCHUNK_BYTES": 30, "USUAL_SUBCHUNK": (20, 80), "ANY_SUBCHUNK": (4, 160)},
         _transfer: {"READ_BYTES": 100},
@@ -354,14 +354,14 @@ def small_sizes(small: bool) -> Iterator[None]:
         for module, values in sizes.items():
             for name, value in values.items():
                 stack.enter_context(patch.object(module, name, value if small else getattr(module, name)))
-        # Made for other sizes.
+        # It was filled under other sizes.
         chunking._subchunks.cache_clear()
         yield
     chunking._subchunks.cache_clear()
 
 
 def saved_state(case: Case, full: Mapping[str, torch.Tensor], rank: int) -> dict[str, Any]:
-    """A rank's part of the state, its keys in an order of its own."""
+    """Return a rank's part of the state, with its keys in random order."""
     state: dict[str, Any] = {"step": case.seed}
     for name, entry in case.entries.items():
         pieces = entry.saved.pieces(full[name], rank)
@@ -374,7 +374,7 @@ def saved_state(case: Case, full: Mapping[str, torch.Tensor], rank: int) -> dict
 
 
 class Targets:
-    """A rank's targets, and what should be in them after the load."""
+    """A rank's targets, and their expected elements after the load."""
 
     def __init__(self, case: Case, full: Mapping[str, torch.Tensor], rank: int) -> None:
         self._rank = rank
@@ -417,9 +417,9 @@ def load(case: Case, full: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_store(case: Case, full: Mapping[str, torch.Tensor], store: MemoryStore) -> None:
-    """Every object has one writer, and plain zarr-python reads what was saved."""
+    """Check that every object has one writer, and that plain zarr-python reads the saved numbers."""
     checkpoint = zarrckpt.open("/checkpoint")
-    # A save that failed puts its marker again, which then says so.
+    # A failed save puts its marker again, to record the failure.
     twice = {key for key, times in store.writes.items() if times > 1}
     twice = {key for key in twice if not re.fullmatch(r"@zarrckpt/\w+/zarr\.json", key) or checkpoint.save_id in key}
     assert not twice, f"written more than once: {twice}"
@@ -441,7 +441,7 @@ def chunk_sizes(store: MemoryStore) -> list[int]:
 
 
 def read_by_two_ranks(store: MemoryStore) -> list[str]:
-    """Objects of which two ranks have read the same bytes."""
+    """Return the objects of which two ranks have read the same bytes."""
     by_key: dict[str, list[tuple[int, int, int]]] = {}
     for key, *read in store.reads:
         by_key.setdefault(key, []).append((read[0], read[1], read[2]))
@@ -453,7 +453,7 @@ def read_by_two_ranks(store: MemoryStore) -> list[str]:
 
 
 def exhaustive(max_examples: int) -> Callable[[T], T]:
-    """Settings that all properties here share."""
+    """Return the settings that all properties here share."""
     return settings(deadline=None, derandomize=True, max_examples=max_examples, suppress_health_check=list(HealthCheck))
 
 
@@ -477,7 +477,7 @@ def test_every_sharding_loads_into_every_other(case: Case) -> None:
 
 @st.composite
 def aligned_cases(draw: st.DrawFn) -> Case:
-    """Each dimension of a tensor is cut by one dimension of a mesh at most, which always gives a regular grid."""
+    """Return a case in which at most one mesh dimension cuts each tensor dimension, so every grid is regular."""
     world = draw(WORLDS)
     entries = {}
     for number in range(draw(st.integers(1, 5))):
@@ -504,7 +504,7 @@ def aligned_cases(draw: st.DrawFn) -> Case:
 @exhaustive(25)
 @given(aligned_cases())
 def test_pieces_that_fit_a_grid_stay_where_they_are(case: Case) -> None:
-    """One object a piece, and not a byte between ranks."""
+    """One object per piece, and no byte between ranks."""
     full, traffic = case.full(), Traffic()
     with memory_store() as store:
         save(case, full, traffic)
@@ -518,7 +518,7 @@ def test_pieces_that_fit_a_grid_stay_where_they_are(case: Case) -> None:
 @exhaustive(25)
 @given(cases())
 def test_dcp_planners(case: Case) -> None:
-    """DCP's own planners know nothing of strides, and have no notes for the writer."""
+    """DCP's own planners do not handle strides, and pass no notes to the writer."""
     known = {
         name: entry
         for name, entry in case.entries.items()
@@ -543,12 +543,12 @@ def test_dcp_planners(case: Case) -> None:
         simulate(loading, case.load_world, seed=case.seed)
 
 
-# -- who writes how much
+# -- bytes that each rank writes
 
 
 @st.composite
 def replicated_cases(draw: st.DrawFn) -> Case:
-    """HSDP and DDP: groups of ranks that hold the same."""
+    """Return a case of HSDP or DDP: groups of ranks that hold the same."""
     replicas, shards = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     world = replicas * shards
     entries = {}
@@ -564,7 +564,7 @@ def replicated_cases(draw: st.DrawFn) -> Case:
 @exhaustive(25)
 @given(replicated_cases())
 def test_replicas_are_dealt_over_the_ranks_that_hold_them(case: Case) -> None:
-    """No rank writes more than its fair part and one chunk."""
+    """No rank writes more than its fair share and one chunk."""
     full = case.full()
     with memory_store() as store:
         report = save(case, full)
@@ -578,7 +578,7 @@ def test_replicas_are_dealt_over_the_ranks_that_hold_them(case: Case) -> None:
 
 @dataclass
 class Fault:
-    """A write or a read of the store fails, the n-th, or a method of one rank's planner does, whenever it is called."""
+    """The n-th write or read of the store fails, or every call of one method of one rank's planner."""
 
     place: int | str | None = None
     rank: int = 0
@@ -586,7 +586,7 @@ class Fault:
     """The ranks on which it has happened."""
 
     def planner(self, kind: type[P], rank: int, **options: Any) -> P:
-        """A rank's planner, with this fault if it has it."""
+        """Return a rank's planner, which fails if the fault is on this rank."""
 
         def fail(*_: object, storage_meta: object = None, **__: object) -> NoReturn:
             self.happens(rank)
@@ -621,12 +621,12 @@ class FailingStore(MemoryStore):
     def _count(self) -> None:
         self._calls += 1
         if self._calls == self.fault.place:
-            # A process alone begins its save in another thread, which has no rank.
+            # A single process begins its save in another thread, which has no rank.
             self.fault.happens(max(current_rank(), 0))
 
 
 def failures(function: Callable[[], object]) -> set[int]:
-    """The ranks that DCP names as failed, after a call on every rank; none where it succeeds."""
+    """Return the ranks that DCP names as failed after a call on every rank, none if it succeeds."""
     try:
         function()
     except CheckpointException as err:
@@ -636,7 +636,7 @@ def failures(function: Callable[[], object]) -> set[int]:
 
 
 def save_by_dcp(case: Case, coordinator: int = 0, fault: Fault | None = None, **options: Any) -> set[int]:
-    """Save on every rank; return which ranks were named as failed, on all ranks the same."""
+    """Save on every rank. Return the ranks named as failed, which are the same on all ranks."""
     full, caching = case.full(), options.pop("caching", False)
 
     def on_rank(rank: int) -> set[int]:
@@ -670,7 +670,7 @@ METHODS = ["set_up_planner", "create_local_plan", "create_global_plan", "finish_
 
 @st.composite
 def faults(draw: st.DrawFn, world: int, most_calls: int, *methods: str) -> tuple[Fault, int]:
-    """A fault, and the rank of a coordinator."""
+    """Return a fault, and the rank of a coordinator."""
     place = draw(st.one_of(st.integers(1, most_calls), st.sampled_from([*METHODS, *methods])))
     return Fault(place, draw(st.integers(0, world - 1))), draw(st.integers(0, world - 1))
 
@@ -678,7 +678,7 @@ def faults(draw: st.DrawFn, world: int, most_calls: int, *methods: str) -> tuple
 @exhaustive(30)
 @given(cases(), st.data())
 def test_a_rank_that_fails_is_the_only_one_named(case: Case, data: st.DataObject) -> None:
-    """Wherever it fails, and whoever coordinates: nothing is committed, and the next save and load work."""
+    """For any step and any coordinator: nothing is committed, and the next save and load work."""
     numbers = random.Random(case.seed).sample(range(100), 16)
     with memory_store(FailingStore()) as store, small_sizes(case.small):
         assert isinstance(store, FailingStore)
@@ -699,7 +699,7 @@ def test_a_rank_that_fails_is_the_only_one_named(case: Case, data: st.DataObject
 
 
 def with_settled_dtypes(case: Case) -> Case:
-    """Each name has one dtype: DCP does not look at dtypes when it compares a plan with the one that it has kept."""
+    """Return the case with one dtype per name. DCP ignores dtypes when it compares a plan with the kept one."""
     chance = random.Random(0)
     settled = {f"t{number}": chance.choice(list(DTYPES)) for number in range(6)}
     entries = {name: dataclasses.replace(entry, dtype=settled[name]) for name, entry in case.entries.items()}
@@ -744,7 +744,7 @@ class Pair:
         return random_tensor(self.dtype, self.shape)
 
     def sharded(self, which: int, meshes: Mapping[Ints, DeviceMesh]) -> DTensor:
-        # No source rank: every rank cuts its part of the same full tensor by itself.
+        # No source rank: every rank cuts its part of the same full tensor itself.
         mesh, placements = meshes[self.meshes[which]], self.placements[which]
         return distribute_tensor(self.full(), mesh, placements, src_data_rank=None)
 
@@ -780,7 +780,7 @@ def save_pairs(pairs: Sequence[Pair], urls: Mapping[str, zarrckpt.SaveOptions]) 
 
 
 def load_pairs(pairs: Sequence[Pair], urls: Mapping[str, zarrckpt.SaveOptions]) -> list[Pair]:
-    """The pairs that came back with other bits than they should have."""
+    """Return the pairs that were loaded with wrong bits."""
     meshes = device_meshes(pairs, 1)
     expected = [pair.sharded(1, meshes).to_local() for pair in pairs]
     wrong = []
@@ -799,7 +799,7 @@ def load_pairs(pairs: Sequence[Pair], urls: Mapping[str, zarrckpt.SaveOptions]) 
 
 @pytest.mark.parametrize("worlds", [(4, 3), (3, 4)])
 def test_real_meshes(tmp_path: Path, worlds: tuple[int, int]) -> None:
-    """With merged chunks, whose pieces go over a real mesh, and with a chunk for each piece."""
+    """With merged chunks, whose pieces move over a real mesh, and with one chunk per piece."""
     pairs = random_pairs(1000 * worlds[0] + worlds[1], worlds, 24)
     urls = {
         str(tmp_path / "merged"): zarrckpt.SaveOptions(fill_bytes=500),
@@ -815,7 +815,7 @@ def test_real_meshes(tmp_path: Path, worlds: tuple[int, int]) -> None:
 
 
 def parts_of_real_modules(sizes: Ints, url: str) -> list[str]:
-    """Parameters of which FSDP2 over TP holds another part than this module's oracle says."""
+    """Return the parameters whose part under FSDP2 over TP differs from this module's oracle."""
     torch.manual_seed(0)
     layers = [(rows, columns) for rows in (5, 9, 10, 25) for columns in (3, 8)]
     model = torch.nn.Sequential(*[torch.nn.Linear(columns, rows) for rows, columns in layers])
@@ -840,7 +840,7 @@ def parts_of_real_modules(sizes: Ints, url: str) -> list[str]:
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 4), (2, 1, 2)])
 def test_real_fsdp2_over_tp(tmp_path: Path, sizes: Ints) -> None:
-    """What simulated ranks hold is what real modules hold; and these are saved as they were before they were cut."""
+    """Real modules hold the same parts as simulated ranks. The saved tensors equal the uncut ones."""
     url = str(tmp_path / "checkpoint")
     assert run_ranks(parts_of_real_modules, sizes, url) == [[]] * 4
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""``zarrckpt.async_save``: the copy is what is saved, training goes on, nothing is lost at the end."""
+"""``zarrckpt.async_save``: it saves the copy, training continues, and no save is lost at the end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _train_while_saving(kind: str, folder: str, env_url: str | None) -> None:
         run.train(1)
         saved.append(_whole(run))
         futures.append(zarrckpt.async_save(run.state, f"{env_url or folder}/{step}"))
-        # In place, and with collectives of its own.
+        # In place, and with collectives of the training.
         run.train(2)
     for step, future in enumerate(futures):
         report = future.result(timeout=60)
@@ -105,7 +105,9 @@ class _Shared:
 
 
 def _stored(call: Callable[[], object], url: Path) -> object:
-    """What a save stores below its own url, the attempt's documents excepted; or the class and text of its error."""
+    """Return the objects that a save stores at its url except the attempt's documents, or its error's
+    class and text.
+    """
     try:
         call()
     except zarrckpt.CheckpointError as err:
@@ -177,13 +179,13 @@ def test_there_are_never_two_saves_at_once(tmp_path: Path) -> None:
 
 
 def _collectives_while_saving(folder: str) -> int:
-    """Both sides use collectives all the time; on one group they would pair up wrongly, and hang."""
+    """Use collectives on both sides all the time. On one group they would be mismatched, and hang."""
     state = {f"t{i}": torch.full((16,), float(i)) for i in range(60)}
     rounds = 0
     for turn in range(3):
         future = zarrckpt.async_save(state, f"{folder}/{turn}")
         while True:
-            # Every rank goes on until all are done.
+            # Every rank continues until all are done.
             done = torch.tensor(float(future.done()))
             dist.all_reduce(done)
             rounds += 1
@@ -236,7 +238,7 @@ def test_one_memory_of_many_names_is_copied_once(tmp_path: Path) -> None:
 
 
 def _in_all_layouts(number: float) -> dict[str, torch.Tensor]:
-    """Tensors of all kinds of strides, from a few bytes to more than one thread copies at a time."""
+    """Return tensors of all kinds of strides, from a few bytes to sizes that several threads copy."""
     big = torch.arange(9 << 20, dtype=torch.float32) + number
     return {
         "big": big,
@@ -257,7 +259,7 @@ def _in_all_layouts(number: float) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_tensors_of_every_layout_are_copied(threads: int, tmp_path: Path) -> None:
     set_before = torch.get_num_threads()
-    torch.set_num_threads(threads)  # with one, the copies are made in threads of our own
+    torch.set_num_threads(threads)  # with one, this package's threads make the copies
     try:
         for number in (1.0, 2.0):
             state = _in_all_layouts(number)
@@ -276,7 +278,7 @@ def test_tensors_of_every_layout_are_copied(threads: int, tmp_path: Path) -> Non
 
 
 class _Threads:
-    """As ``progress``: the threads that write, each slow enough that others begin where they may."""
+    """Used as ``progress``: counts the writing threads. It is so slow that other threads begin if they may."""
 
     def __init__(self) -> None:
         self.seen: set[int] = set()
@@ -286,7 +288,7 @@ class _Threads:
         time.sleep(0.01)
 
     def count(self) -> int:
-        """Of threads since the last call."""
+        """Return the number of threads since the last call."""
         found = len(self.seen)
         self.seen.clear()
         return found
@@ -299,15 +301,15 @@ def test_training_keeps_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     threads = _Threads()
     zarrckpt.async_save(state, tmp_path / "1", progress=threads).result(timeout=60)
     assert threads.count() == 1
-    # A number of the caller's own is kept to.
+    # The caller's ``concurrency`` is used.
     zarrckpt.async_save(state, tmp_path / "2", progress=threads, options=zarrckpt.SaveOptions(concurrency=3)).result(
         timeout=60
     )
     assert threads.count() > 1
-    # A save that training waits for has them all.
+    # A blocking save uses all threads.
     zarrckpt.save(state, tmp_path / "3", progress=threads)
     assert threads.count() > 1
-    # Through the store of the package's own tests, too.
+    # Also through the store for tests.
     zarrckpt.async_save(state, FaultyStore(tmp_path / "4"), progress=threads).result(timeout=60)
     assert threads.count() == 1
     for number in "1234":
@@ -323,7 +325,7 @@ def test_inference_mode_and_back(tmp_path: Path) -> None:
 
 
 def _save_what_is_sharded(folder: str) -> list[str]:
-    """Uneven shards, ShardedTensors, DTensors in lists and of several boxes; all changed after the call."""
+    """Save uneven shards, ShardedTensors, DTensors in lists and of several boxes, all changed after the call."""
     rank, mesh = dist.get_rank(), mesh_of([0, 1, 2, 3])
     for number in (1, 2):
         whole = torch.arange(40.0).reshape(8, 5) * number
@@ -346,7 +348,7 @@ def _save_what_is_sharded(folder: str) -> list[str]:
 
 def test_sharded_tensors_are_copied(tmp_path: Path) -> None:
     for wrong in run_ranks(_save_what_is_sharded, str(tmp_path)):
-        assert wrong == ["list.0", "list.1.0", "parts"]  # which the uneven state has not
+        assert wrong == ["list.0", "list.1.0", "parts"]  # the uneven state has none of them
 
 
 def _save_what_cannot_be(url: str) -> list[str]:
@@ -371,7 +373,7 @@ def test_what_save_refuses_is_refused(tmp_path: Path) -> None:
 
 
 class Slow:
-    """A value that is encoded when it may be, or cannot be."""
+    """A value that waits until it may be encoded, or cannot be encoded."""
 
     may = threading.Event()
     fails = False
@@ -490,7 +492,7 @@ def test_errors_come_out_of_the_future(tmp_path: Path) -> None:
     looks: list[str] = []
 
     def commits_first(call: Call) -> Fault | None:
-        """Somebody else does, after the call has looked and before the save begins."""
+        """Let another save commit after the call has looked and before the save begins."""
         if call.key == "zarr.json" and call.verb == "get":
             looks.append(call.verb)
             if len(looks) == 2:
@@ -517,7 +519,7 @@ def _save_over(url: str) -> None:
     with pytest.raises(zarrckpt.CheckpointExistsError, match="Checkpoint already exists"):
         zarrckpt.async_save({"w": torch.ones(3)}, store)
     assert [(call.verb, call.key) for call in store.calls] == [("get", "zarr.json")] * (dist.get_rank() == 0)
-    # The group is as it was, and so is the memory of the copy.
+    # The group is unchanged, and so is the memory of the copy.
     zarrckpt.async_save({"w": torch.zeros(3)}, url, overwrite=True).result(timeout=60)
     assert zarrckpt.open(url)["w"][0] == 0
 
@@ -587,7 +589,7 @@ def test_the_end_of_the_process_waits_for_the_save(how: str, tmp_path: Path) -> 
     checkpoint = zarrckpt.open(url)
     assert len(checkpoint) == 200 and (checkpoint["t199"][:] == 199).all()
     if how == "end":
-        # Failed before the end, and still nobody has asked.
+        # It failed before the end, and its result was never requested.
         url = str(tmp_path / "two")
         again = subprocess.run([sys.executable, "-c", SCRIPT, url, "odd"], capture_output=True, text=True, timeout=120)
         *others, last = again.stderr.splitlines()
@@ -608,7 +610,7 @@ def test_the_call_returns_before_the_save_is_done(tmp_path: Path) -> None:
 
 
 def _destroy_after_the_call(folder: str) -> None:
-    """The background plans, connects ranks for their pieces and commits after the process group is gone."""
+    """Plan, connect ranks for their pieces and commit in the background, after the process group is gone."""
     rank, managers, gate, plan = dist.get_rank(), [], threading.Event(), LocalState.from_plain_state
 
     def when_destroyed(plain: Any) -> LocalState:
@@ -645,7 +647,7 @@ def test_a_save_outlives_its_process_group(tmp_path: Path) -> None:
 
 
 def _groups_after_a_save(folder: str) -> None:
-    """Groups of the training program, made after background saves of some ranks: named alike on all ranks."""
+    """Make groups of the training program after background saves of some ranks. All ranks must name them the same."""
     rank = dist.get_rank()
     group = dist.new_group([1, 2])
     for number in range(2):
@@ -657,7 +659,7 @@ def _groups_after_a_save(folder: str) -> None:
         if rank in (0, 2):
             dist.all_reduce(total, group=some)
         assert total == (6 if rank in (0, 2) else 3)
-    # With a name that torch derives from the ranks; before 2.14 not the same one on both, after the uneven groups.
+    # A name that torch derives from the ranks. Before 2.14 the two ranks differ after the uneven groups.
     if rank in (1, 2) and torch.__version__ >= "2.14":
         total = torch.ones(1)
         dist.all_reduce(total, group=dist.new_group([1, 2], use_local_synchronization=True))
@@ -670,7 +672,7 @@ def test_training_makes_groups_after_a_save_of_some_ranks(tmp_path: Path) -> Non
 
 
 def _uneven_groups(folder: str) -> None:
-    """Ranks that have made different numbers of groups: before 2.14, torch can make no further group of them."""
+    """Save on ranks that made different numbers of groups. Before 2.14, torch can make no further group of them."""
     group = dist.new_group([1, 2])
     dist.new_group([0, 2])
     if dist.get_rank() != 0:

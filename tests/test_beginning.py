@@ -1,4 +1,4 @@
-"""A process alone begins its attempt while it makes its first chunks: what is put when, and what is raised."""
+"""A single process begins its attempt while it makes its first chunks: the order of puts, and the errors raised."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_marker(key: str) -> bool:
 
 
 def written(stub: S3Stub, beginning: str) -> list[str]:
-    """The keys that were put below a path, in the order in which the server was asked."""
+    """Return the keys that were put below a path, in the order of the requests."""
     targets = (request.target.partition("?")[0] for request in stub.requests if request.method == "PUT")
     return [target.partition(f"{beginning}/")[2].replace("%40", "@") for target in targets]
 
@@ -35,7 +35,7 @@ def test_nothing_is_put_before_the_marker(s3_stub: S3Stub) -> None:
         zarrckpt.save(STATE, place.url("run"), storage_options=place.storage_options, overwrite=overwrite)
         keys = written(s3_stub, f"{place.bucket}/run")
         marker = next(at for at, key in enumerate(keys) if is_marker(key))
-        # The first attempt's claim, asked for twice on a server that is not known.
+        # The first attempt's claim, put twice on a server that was not used before.
         assert set(keys[:marker]) == (set() if overwrite else {"@zarrckpt/zarr.json"})
         assert sum("/c." in key or "/c/" in key for key in keys[marker:]) >= 4
         # The root may follow a try of the server's conditional puts.
@@ -69,7 +69,7 @@ def test_a_save_of_values_alone_waits_for_the_begin(tmp_path: Path, monkeypatch:
         return begin(*args, **kwargs)
 
     monkeypatch.setattr(protocol, "begin", late)
-    # No folder above it is there, and no chunk waits for one.
+    # No folder above it exists, and no chunk waits for one.
     zarrckpt.save({"step": 7}, tmp_path / "runs" / "one" / "step-7")
     assert zarrckpt.open(tmp_path / "runs" / "one" / "step-7")["step"] == 7
 
@@ -103,7 +103,7 @@ def test_a_value_that_cannot_be_saved_waits_for_the_begin(s3_stub: S3Stub) -> No
             zarrckpt.save({**STATE, "bad": lambda: 0}, place.url("run"), storage_options=place.storage_options)
         asked = len(s3_stub.requests)
         threading.Event().wait(0.2)
-        # Nothing goes on behind the caller's back.
+        # No request is made after the call has ended.
         assert len(s3_stub.requests) == asked
 
 

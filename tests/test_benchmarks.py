@@ -1,4 +1,4 @@
-"""The benchmarks' own S3 server, against boto3 and zarrckpt; and that the benchmark command runs. Nothing is timed."""
+"""The benchmarks' own S3 server, against boto3 and zarrckpt, and a run of the benchmark command. Nothing is timed."""
 
 from __future__ import annotations
 

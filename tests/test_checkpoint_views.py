@@ -1,4 +1,4 @@
-"""Parts of an open checkpoint, its numbers, and ways out of it: xarray, torch."""
+"""Parts of an open checkpoint, its numbers, and conversions: xarray, torch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_html_shows_groups_and_escapes_names(tmp_path: Path) -> None:
     text = zarrckpt.open(tmp_path / "one")._repr_html_()
     assert "&lt;b&gt;" in text and not [tag for tag in ("<script>", "<b>b", "<i>", "<u>") if f"{tag}<" in text]
     assert "<script" not in text and "src=" not in text and "http" not in text
-    assert text.count("<details>") == text.count("</details>") == 3  # two groups, and what is in none
+    assert text.count("<details>") == text.count("</details>") == 3  # two groups, and the entries in none
     assert "300 entries" in text and "many.w199<" in text and "many.w200<" not in text and "and 100 more" in text
     assert "saved 20" in text and "by 1 rank," in text and "step <b>5</b>" in text and "2.41 KB" in text
 
@@ -215,7 +215,7 @@ SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -2.0, 3000
 
 
 def cast_pair(old: str, new: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor, and what torch casts it to; four elements of the copy have another sign."""
+    """Return a tensor, and torch's cast of it. Four elements of the copy have another sign."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(len(old + new)), dtype=torch.float64)
     line = torch.cat([values, torch.tensor(SPECIAL, dtype=torch.float64)])
     one = (torch.complex(line, line.flip(0)) if old.startswith("complex") else line).to(getattr(torch, old))
@@ -242,7 +242,7 @@ def test_diff_across_dtypes_counts_what_is_not_merely_rounded(tmp_path: Path) ->
         with np.errstate(invalid="ignore"):
             p, q = (np.stack([values.real, values.imag]) for values in (x, y))
             same = ((p == q) & (np.signbit(p) == np.signbit(q))) | (np.isnan(p) & np.isnan(q))
-            # A value beyond the range is inf, NaN or the greatest number there is.
+            # A value beyond the range becomes inf, NaN or the greatest number of the dtype.
             beyond = np.isfinite(p) & (np.abs(p) > torch.finfo(copy.dtype).max)
             lost = (beyond | (np.isfinite(q) > np.isfinite(p))).any(axis=0)
             lost[5:9] = True

@@ -1,6 +1,6 @@
-"""Plain tensors that say which boxes of a global tensor are in them: torch 2.14's ``CheckpointableTensor``.
+"""Plain tensors that describe which boxes of a global tensor they hold: torch 2.14's ``CheckpointableTensor``.
 
-Torch knows them by four attributes, and so does this package, with any torch.
+Torch recognizes them by four attributes, and so does this package, with any torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import zarrckpt
 RANKS = 3
 SHAPE = (10, 7)
 ROWS = [[(0, 2), (6, 1)], [(2, 4), (0, 0)], [(7, 3)]]
-"""By rank: where its runs of rows begin, and how long they are. Some ranks have two, one of them an empty one."""
+"""By rank: the begins of its runs of rows, and their lengths. Some ranks have two, one of them an empty one."""
 COLUMNS = [[(0, 1)], [(5, 2), (1, 3)], [(4, 1)]]
 PAD = -9
 KNOWN_TO_DCP = hasattr(dcp, "CheckpointableTensor")
@@ -32,7 +32,7 @@ def _whole(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _part(whole: torch.Tensor, dim: int, runs: list[list[tuple[int, int]]]) -> Any:
-    """This rank's runs one after the other, with padding before, between and behind them."""
+    """Return this rank's runs one after the other, with padding before, between and after them."""
     own = runs[dist.get_rank()]
     shape = [*whole.shape]
     shape[dim] = 1 + sum(n + 1 for _, n in own)
@@ -64,7 +64,7 @@ def _state(dtype: torch.dtype, dim: int = 0, value: int | None = None) -> dict[s
 def _save_and_load(folder: str, how: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         url = f"{folder}/{str(dtype)[6:]}"
-        for _ in range(2):  # again, with what the first one has kept: the copy's memory, the plan
+        for _ in range(2):  # again, with what the first save has kept: the copy's memory, the plan
             state = _state(dtype)
             if how == "async_save":
                 future = zarrckpt.async_save(state, url, overwrite=True)
@@ -73,7 +73,7 @@ def _save_and_load(folder: str, how: str) -> None:
             elif how == "save":
                 zarrckpt.save(state, url, overwrite=True)
             else:
-                del state["empty"]  # which DCP leaves out: nobody has an element
+                del state["empty"]  # DCP leaves it out, because no rank has an element
                 dcp.save(state, storage_writer=zarrckpt.ZarrStorageWriter(url, overwrite=True))
         for dim in (0, 1):
             target, expected = _state(dtype, dim, value=PAD), _state(dtype, dim)
@@ -83,7 +83,7 @@ def _save_and_load(folder: str, how: str) -> None:
                 dcp.load(target, storage_reader=zarrckpt.ZarrStorageReader(url))
             else:
                 zarrckpt.load(target, url)
-            # Where they are, and the padding as it was.
+            # In place, with unchanged padding.
             assert target["deep"]["w"].data_ptr() == memory
             assert torch.equal(target["deep"]["w"], expected["deep"]["w"])
             assert torch.equal(target["list"][0], expected["list"][0])
@@ -128,7 +128,7 @@ def _wrong_parts(url: str) -> None:
         ("global_offsets", ((2, 0),)),
         ("local_sizes", ()),
     ]
-    # As many elements as there are, some of them twice.
+    # As many elements as the tensor has, but some of them twice.
     overlaid = _part(_whole(torch.float32), 0, [*ROWS[:1], [(0, 4), (0, 0)], *ROWS[2:]])
     with pytest.raises(zarrckpt.UnsupportedLayoutError, match=r"'w' .*overlap"):
         zarrckpt.save({"w": overlaid}, url)

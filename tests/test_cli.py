@@ -1,4 +1,4 @@
-"""The command line as its user meets it: a process of its own for the start, click's runner for the rest."""
+"""The command line as its user meets it: in a separate process for the start, with click's runner for the rest."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_ls_of_a_run_says_why_each_checkpoint_is_kept(tmp_path: Path) -> None:
     assert runs["step-9"] is runs["step-00000007"] is None and runs["step-x-4"] == runs["step-00000002"]
     assert found[0]["metadata"] == {"step": 2, "val_loss": 1.0, "lr": 2}
 
-    # What the next save deletes; a manager without rules; and a document that cannot be read.
+    # Checkpoints that the next save deletes, a manager without rules, and a document that cannot be read.
     manager.unpin(3)
     for name in ("step-9", "step-x-4", "step-00000007"):
         zarrckpt.remove(folder / name)
@@ -126,7 +126,7 @@ def test_ls_of_a_run_says_why_each_checkpoint_is_kept(tmp_path: Path) -> None:
         assert [place["kept"] for place in as_json("ls", folder)] == kept
     (folder / "@run" / "zarr.json").write_text("{")
     assert "kept because" not in run("ls", folder, "--header").stdout
-    # Where there is no manager, there is no such column, and no request for it.
+    # Without a manager, there is no such column, and no request for it.
     zarrckpt.save(STATE, tmp_path / "others" / "last")
     assert "kept" not in run("ls", tmp_path / "others", "--header").stdout
     assert as_json("ls", tmp_path / "others")[0]["kept"] is None
@@ -509,7 +509,7 @@ def test_rm_asks_and_deletes(saved: Path) -> None:
         assert asked.exit_code == 3 and "--yes" in asked.stderr and zarrckpt.open(saved).verify()
     assert run("rm", saved, "--yes").exit_code == 0
     assert not list(saved.rglob("*")) or not saved.exists()
-    found = run("rm", saved)  # nothing is there: nothing to ask
+    found = run("rm", saved)  # no checkpoint exists: no question
     assert found.exit_code == 3 and "Delete it?" not in found.output
 
 
@@ -616,11 +616,11 @@ PROGRAM = [sys.executable, "-m", "zarrckpt.cli"]
 
 
 def test_an_interrupt_ends_a_command_that_waits_for_a_server() -> None:
-    """The main thread is inside the client then, where no signal is heard."""
+    """The main thread is inside the client then, and cannot handle signals there."""
     with socket.create_server(("127.0.0.1", port := free_port())) as server:
         options = [f"endpoint_url=http://127.0.0.1:{port}", "key=x", "secret=x", "region=us-east-1"]
         words = [*PROGRAM, "ls", "s3://bucket/run", *(part for word in options for part in ("-o", word))]
-        # A shell starts what runs in its background with interrupts ignored, and so would be what we start.
+        # A shell starts background processes with interrupts ignored, and their children inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as command:
             connection, _ = server.accept()
@@ -699,7 +699,7 @@ def test_output_is_in_the_encoding_that_is_set(
     ],
 )
 def test_streams_that_take_no_output_change_no_status(redirection: str, status: int, told: str, saved: Path) -> None:
-    """A result that cannot be written is an error; messages that cannot be are left out."""
+    """A result that cannot be written is an error. Messages that cannot be written are left out."""
     (saved / "half" / "c.0.0").unlink()
     found = subprocess.run(
         ["sh", "-c", f'"$@" {redirection}', "sh", *PROGRAM, "verify", saved], capture_output=True, text=True
@@ -711,7 +711,7 @@ def test_streams_that_take_no_output_change_no_status(redirection: str, status: 
 
 
 def test_an_unexpected_error_has_a_status_of_its_own(saved: Path) -> None:
-    """Also one that is no Exception, as panics of clients are none."""
+    """Also for an error that is no Exception, such as panics of clients."""
     code = (
         "import sys, zarrckpt.cli, zarrckpt._ops.recover as module\n"
         "class Panic(BaseException): ...\n"
@@ -727,12 +727,12 @@ def test_an_unexpected_error_has_a_status_of_its_own(saved: Path) -> None:
 
 
 def on_a_terminal(*words: str, **environment: str) -> str:
-    """What a command prints on a terminal."""
+    """Return the output of a command on a terminal."""
     ours, theirs = os.openpty()
     with subprocess.Popen([*PROGRAM, *words], stdout=theirs, env={**os.environ, **environment}) as command:
         os.close(theirs)
         text = b""
-        with contextlib.suppress(OSError):  # the terminal is gone when the command is
+        with contextlib.suppress(OSError):  # the terminal is gone when the command has ended
             while part := os.read(ours, 4096):
                 text += part
         assert command.wait(20) == 0

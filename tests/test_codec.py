@@ -1,4 +1,4 @@
-"""Chunk bytes: zarr-python and TensorStore decode what is encoded here; our reads are numpy's slices."""
+"""Chunk bytes: zarr-python and TensorStore decode encoded chunks, and reads return numpy's slices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Ints = tuple[int, ...]
 
 
 class Objects:
-    """What the reading functions need of a store, and a log of what was asked for."""
+    """The methods of a store that the reading functions need, with a log of the requests."""
 
     url = "test://objects"
     read = Store.read
@@ -79,7 +79,7 @@ def random_elements(node: ArrayNode, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 def store_array(node: ArrayNode, elements: np.ndarray[Any, Any]) -> tuple[Objects, np.ndarray[Any, Any]]:
-    """Encode a whole array; returns its objects and its part of the checksum table."""
+    """Encode a whole array. Return its objects and its part of the checksum table."""
     objects, table = Objects(), []
     for index in itertools.product(*map(range, node.grid.counts)):
         buffers, checksums = encode_chunk(node, elements[node.grid.chunk_box(index).slices()])
@@ -124,7 +124,7 @@ def test_tensorstore_decodes_what_is_encoded(node: ArrayNode) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(nodes())
-def test_every_chunk_object_has_the_size_and_checksums_that_the_format_says(node: ArrayNode) -> None:
+def test_every_chunk_object_has_the_size_and_checksums_of_the_format(node: ArrayNode) -> None:
     objects, table = store_array(node, random_elements(node))
     for number, index in enumerate(itertools.product(*map(range, node.grid.counts))):
         data = objects.data[node.chunk_key(index)]
@@ -141,7 +141,7 @@ def test_the_bytes_of_a_padded_chunk_with_subchunks() -> None:
     """By hand, from the format page: a chunk of 2 x 4 bytes in subchunks of 1 x 2, of which the array has 2 x 3."""
     node = ArrayNode("a", Grid((2, 3), (2, 4), (1, 2)), by_name("uint8"))
     encoder = ChunkEncoder(node, ArrayElements(np.array([[1, 2, 3], [4, 5, 6]], np.uint8)))
-    # What another chunk has left in the scratch memory must not come into this one.
+    # Bytes of another chunk in the scratch memory must not get into this one.
     groups = [*encoder.groups(np.full(encoder.memory(in_parts=False)[0], 0xFF, np.uint8))]
     parts = [bytes([1, 2]), bytes([3, 0]), bytes([4, 5]), bytes([6, 0])]
     stored = b"".join(part + struct.pack("<I", google_crc32c.value(part)) for part in parts)
@@ -275,7 +275,7 @@ def test_runs_are_neighbours_in_order(numbers: list[int], longest: int) -> None:
 
 
 def test_documents_are_what_zarr_writes_for_the_same_array(tmp_path: Path) -> None:
-    """Field by field, zarr-python's own document of an array made with these parameters."""
+    """The document equals zarr-python's own for an array made with these parameters, field by field."""
     node = ArrayNode("a", Grid((8, 6), (4, 6), (2, 6)), by_name("float32"))
     zarr.create_array(
         tmp_path / "z",

@@ -1,4 +1,4 @@
-"""Compressed tensors: zarr-python, TensorStore and xarray read them, damage and hostile bytes are found."""
+"""Compressed tensors: zarr-python, TensorStore and xarray read them. Damage and hostile bytes are found."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_wrong_option_is_refused_before_anything_is_written(
 
 
 class Objects:
-    """What the reading functions need of a store."""
+    """The methods of a store that the reading functions need."""
 
     url = "test://objects"
     reader, read = Store.reader, Store.read
@@ -134,7 +134,7 @@ compressions = st.one_of(
 
 @st.composite
 def nodes(draw: st.DrawFn) -> ArrayNode:
-    # Mostly matrices of several subchunks; scalars and empty arrays among them.
+    # Mostly matrices of several subchunks, with some scalars and empty arrays.
     shape = tuple(draw(st.sampled_from([30, 17, 4, 1, 0])) for _ in range(draw(st.sampled_from([2, 3, 1, 0]))))
     chunk = tuple(draw(st.sampled_from([10, 14, 21, 6, 1])) for _ in shape)
     grid = Grid(shape, chunk, draw(subchunks_of(chunk)))
@@ -149,7 +149,7 @@ def node_and_box(draw: st.DrawFn) -> tuple[ArrayNode, Box]:
 
 
 def elements_of(node: ArrayNode) -> np.ndarray[Any, Any]:
-    """Noise, but zeros in the first half: stored sizes differ from subchunk to subchunk."""
+    """Return noise, with zeros in the first half, so that stored sizes differ from subchunk to subchunk."""
     size = node.dtype.itemsize
     raw = np.random.default_rng(0).integers(0, 256, (math.prod(node.grid.shape), size), np.uint8)
     raw[: len(raw) // 2] = 0
@@ -159,7 +159,7 @@ def elements_of(node: ArrayNode) -> np.ndarray[Any, Any]:
 
 
 def encoded(node: ArrayNode, elements: np.ndarray[Any, Any]) -> tuple[dict[str, bytes], Any, Any]:
-    """A whole array's objects, and its parts of the tables of checksums and sizes."""
+    """Return a whole array's objects, and its parts of the tables of checksums and sizes."""
     objects, checksums, sizes = {}, [], []
     assert node.compression is not None
     for index in itertools.product(*map(range, node.grid.counts)):
@@ -205,7 +205,7 @@ def test_reading_a_box_is_numpy_s_slice_and_fetches_what_it_needs(case: tuple[Ar
     data, checksums, sizes = encoded(node, elements)
     objects: Any = Objects(data, local)
     assert as_bytes(StoredArray(objects, node, checksums, sizes).read(box)) == as_bytes(elements[box.slices()])
-    # The subchunks that share an element with the box, and nothing else; the tables are in C order.
+    # Only the subchunks that share an element with the box. The tables are in C order.
     marks = np.zeros(node.grid.shape, bool)
     marks[box.slices()] = True
     sub, needed = node.grid.subchunk_shape or node.grid.chunk_shape, 0
@@ -254,14 +254,14 @@ def test_every_flipped_bit_of_a_chunk_is_found(compression: Compression, sub: tu
 
 
 def zstd_frame(data: bytes, size: int | None, last: bool = True) -> bytes:
-    """A frame of one raw block, by hand (RFC 8878), that names any content size, or none."""
+    """Return a frame of one raw block, made by hand (RFC 8878), with any content size, or none."""
     block = (len(data) << 3 | last).to_bytes(3, "little") + data
     head = b"\x28\xb5\x2f\xfd" + (b"\x00\x58" if size is None else b"\xa0" + size.to_bytes(4, "little"))
     return head + block
 
 
 def blosc_of(data: bytes, **header: int) -> bytes:
-    """A blosc buffer with numbers of its header changed."""
+    """Return a blosc buffer with numbers of its header changed."""
     stored = bytearray(numcodecs.blosc.compress(data, b"lz4", 5, 1, 0, 1))
     for name, place in (("size", 4), ("block", 8), ("whole", 12)):
         if name in header:
@@ -303,32 +303,32 @@ HOSTILE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 
 
 def test_the_frames_by_hand_are_zstd() -> None:
-    """The hostile ones fail for what is wrong with them."""
+    """So the hostile frames fail because of their content size."""
     for size in (None, 5):
         assert bytes(numcodecs.zstd.decompress(zstd_frame(b"hello", size))) == b"hello"
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_bytes_with_right_checksums(tmp_path: Path, case: str) -> None:
-    """What decompresses to anything but the subchunk is damage; no more than the subchunk is ever allocated for it."""
+    """Bytes that decompress to anything but the subchunk are damage. No more memory than the subchunk is allocated."""
     name, make = HOSTILE[case]
     tensor = (torch.arange(N) // 32).to(torch.uint8)
     zarrckpt.save({"w": tensor}, tmp_path / "ck", options=zarrckpt.SaveOptions(compression=name))
-    assert (zarrckpt.open(tmp_path / "ck")["w"][:] == tensor.numpy()).all()  # and its imports are made
+    assert (zarrckpt.open(tmp_path / "ck")["w"][:] == tensor.numpy()).all()  # imports the codecs, too
     forge(tmp_path / "ck", "w", make(tensor.numpy().tobytes()))
     target = torch.zeros(N, dtype=torch.uint8)
 
     def read() -> None:
         with pytest.raises(CorruptCheckpointError, match=r"w/c\.0|sizes"):
             zarrckpt.load({"w": target}, tmp_path / "ck")
-        with pytest.raises((CorruptCheckpointError, RuntimeError)):  # the latter: numcodecs' own, in zarr-python
+        with pytest.raises((CorruptCheckpointError, RuntimeError)):  # the latter is raised by numcodecs in zarr-python
             zarrckpt.open(tmp_path / "ck")["w"][:]
 
     assert traced_peak_of(read) < 16 << 20
 
 
 def forge(checkpoint: Path, path: str, data: bytes) -> None:
-    """Put other compressed bytes into the only array, of one chunk, as a writer with bad intent would."""
+    """Put other compressed bytes into the only array, of one chunk, as a hostile writer would."""
     crc = google_crc32c.value(data)
     (checkpoint / path / "c.0").write_bytes(data + struct.pack("<I", crc))
     set_table(checkpoint, "checksums", struct.pack("<I", crc))
@@ -336,7 +336,7 @@ def forge(checkpoint: Path, path: str, data: bytes) -> None:
 
 
 def set_table(checkpoint: Path, name: str, numbers: bytes) -> None:
-    """Another table, and a root that names it, with the right checksums."""
+    """Put another table, and a root with its checksum."""
     crc = google_crc32c.value(numbers)
 
     def change(document: Any) -> None:
@@ -449,7 +449,7 @@ def test_a_codec_that_is_not_known_is_refused_by_name(tmp_path: Path, codec: Any
 
 
 def test_what_is_too_long_for_the_codecs_is_stored_as_it_is() -> None:
-    """Planned only: nobody has that much memory for a test."""
+    """Only planned: no test machine has that much memory."""
     node = ArrayNode("a", Grid((2**31,), (2**31,)), by_name("uint8"), compression=Zstd())
     with pytest.raises(CorruptCheckpointError, match="too long to be compressed"):
         parse_array("a", node.document())
@@ -488,7 +488,7 @@ def a_state() -> dict[str, torch.Tensor]:
 
 
 def stored_bytes(checkpoint: Path) -> int:
-    """The size of all chunk objects but the tables'."""
+    """Return the size of all chunk objects but the tables'."""
     files = (path for path in checkpoint.rglob("c*") if path.is_file() and "@zarrckpt" not in path.parts)
     return sum(path.stat().st_size for path in files if path.name != "zarr.json")
 
@@ -564,12 +564,12 @@ def test_overwriting_with_another_compression(tmp_path: Path) -> None:
         zarrckpt.load(target, tmp_path / "ck")
         assert torch.equal(target["w"], state["w"])
         assert Reader(tmp_path / "ck").tensor("w")[2] == bits(state["w"])[2]
-    # The tables of the replaced saves went with them.
+    # The tables of the replaced saves were deleted with them.
     assert len(list((tmp_path / "ck").rglob("sizes"))) == 0
 
 
 def test_on_s3(moto_bucket: S3Place, tmp_path: Path) -> None:
-    """Through an object store's puts and ranged reads, ours and zarr-python's."""
+    """Through an object store's puts and ranged reads, by zarrckpt and by zarr-python."""
     url, options = moto_bucket.url("run"), moto_bucket.storage_options
     state = {"large": torch.randn(2048, 1024) * 0.02, "small": torch.randn(5)}
     zarrckpt.save(state, url, options=zarrckpt.SaveOptions(compression="blosc"), storage_options=options)
@@ -642,14 +642,14 @@ def _across_ranks(folder: str) -> tuple[int, ...]:
 
 
 def test_across_ranks(tmp_path: Path) -> None:
-    """Merged chunks and chunks of one's own, in the background and through DCP; shared reads take what is stored."""
+    """Merged and unmerged chunks, in the background and through DCP. Shared reads fetch the stored bytes."""
     sizes = run_ranks(_across_ranks, str(tmp_path), world_size=4)
     assert len({*sizes}) == 1
     for where in ("merged", "apart", "async", "dcp"):
         reader = Reader(tmp_path / where)
         assert all(array.compressor is not None for array in reader.arrays.values())
         assert reader.tensor("plain")[2] == bits(torch.arange(3000.0))[2]
-    # Exactly the objects' own sizes are reported, summed over the ranks.
+    # The reports have the exact sizes of the objects, summed over the ranks.
     for where, nbytes in zip(("merged", "apart", "async"), sizes[0], strict=True):
         assert nbytes == stored_bytes(tmp_path / where)
 

@@ -1,4 +1,4 @@
-"""To safetensors and from other libraries' files: bits, names, layout; with the own loaders of these libraries."""
+"""To safetensors and from other libraries' files: bits, names, layout, with these libraries' own loaders."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
         ({"a": {"w": torch.ones(1)}, "w": torch.ones(1)}, "a"),
     ],
 )
-def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(
+def test_values_that_safetensors_cannot_hold_are_refused_before_a_write(
     tmp_path: Path, state: dict[str, Any], strip: str
 ) -> None:
     zarrckpt.save(state, tmp_path / "one")
@@ -166,7 +166,7 @@ def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_pat
 
 @pytest.mark.parametrize("method", [*WAYS_OUT, "report"])
 def test_exports_leave_alone_what_is_beside_their_target(tmp_path: Path, method: str) -> None:
-    """A user's own file of another name, and links that somebody has planted to have a file elsewhere overwritten."""
+    """A user's own file of another name, and links that were planted to get a file elsewhere overwritten."""
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
     export = getattr(zarrckpt.open(tmp_path / "one"), method)
     victim, name = tmp_path / "victim", WAYS_OUT.get(method, "page.html")
@@ -210,7 +210,7 @@ def _import_sums(target: Path) -> set[float]:
 
 
 def test_files_of_two_exports_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One export begins when the other one has given the first of its files its name."""
+    """One export begins when the other one has renamed its first file."""
     for number in (1, 2):
         zarrckpt.save({f"{i}": torch.full((10,), float(number)) for i in range(3)}, tmp_path / f"{number}")
     one, two = (zarrckpt.open(tmp_path / f"{number}").to_safetensors for number in (1, 2))
@@ -232,7 +232,7 @@ def test_files_of_two_exports_do_not_mix(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _export(tmp_path: Path, name: str, state: dict[str, Any], **options: Any) -> dict[str, bytes]:
-    """Export a state to the folder ``out``; what is in it then."""
+    """Export a state to the folder ``out``. Return the contents of the folder."""
     zarrckpt.save(state, tmp_path / name)
     zarrckpt.open(tmp_path / name).to_safetensors(tmp_path / "out", **options)
     return {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -243,7 +243,7 @@ def test_an_export_replaces_one_before_it_and_nothing_else(tmp_path: Path) -> No
     assert len(many) == 4
     (tmp_path / "out" / "config.json").write_text("{}")
     save_file({"other": torch.ones(1)}, tmp_path / "out" / "adapter.safetensors")
-    with pytest.raises(zarrckpt.StorageError):  # a loader would read the index of before
+    with pytest.raises(zarrckpt.StorageError):  # a loader would read the earlier index
         _export(tmp_path, "two", {"v": torch.ones(2)})
     found = _export(tmp_path, "three", {"v": torch.ones(2)}, overwrite=True)
     assert set(found) == {"model.safetensors", "config.json", "adapter.safetensors"}
@@ -297,7 +297,7 @@ def test_a_damaged_chunk_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(zarrckpt.CorruptCheckpointError):
         zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
-    # Of several files none gets its name where the last one fails.
+    # If the last of several files fails, none gets its name.
     zarrckpt.save({"u": torch.ones(300), "v": torch.ones(300)}, tmp_path / "two")
     (tmp_path / "two" / "v" / "c.0").write_bytes(b"x" * 1204)
     with pytest.raises(zarrckpt.CorruptCheckpointError):

@@ -27,7 +27,7 @@ DTYPES = (
 
 
 def bits(value: Any) -> Any:
-    """What equal states have alike: tensors as their bits, containers with their types and the order of their keys."""
+    """Return a comparison key: tensors as their bits, containers with their types and the order of their keys."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().reshape(-1)
         return value.dtype, tuple(value.shape), bytes(flat.view(torch.uint8).numpy())
@@ -139,7 +139,7 @@ def test_dcp_reads_what_is_exported(tmp_path: Path) -> None:
     assert bits(target) == bits({key: state[key] for key in target})
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "x.pt")
     found = torch.load(tmp_path / "x.pt", weights_only=True)
-    # DCP knows neither OrderedDict nor integers as keys.
+    # DCP supports neither OrderedDict nor integer keys.
     expected = {**state, "ordered": {**state["ordered"]}, "int": {"0": torch.ones(2)}}
     assert {key: bits(value) for key, value in found.items()} == {key: bits(value) for key, value in expected.items()}
 
@@ -186,7 +186,7 @@ def test_states_that_were_saved_flat_stay_flat(tmp_path: Path) -> None:
 
 
 class Code:
-    """A class of which weights_only knows nothing."""
+    """A class that weights_only does not allow."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Code
@@ -237,7 +237,7 @@ _NOTHING = b"N."
 _PATH_CLASS = _global("pathlib", "PurePath")
 _SIZE = _global("torch", "Size")
 _NESTED_PAIRS = b")q\0" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(40))
-"""A tuple that holds one twice, and that one another one twice: 2 ** 40 of them to hash or to print."""
+"""A tuple that holds one tuple twice, which holds another twice: 2 ** 40 of them to hash or to print."""
 _METADATA = "torch.distributed.checkpoint.metadata"
 
 BOMBS = {

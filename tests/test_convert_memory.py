@@ -1,4 +1,4 @@
-"""Conversions take memory for what is on its way, not for the model (files of ``torch.save`` apart)."""
+"""Conversions need memory for the bytes under way, not for the model (except files of ``torch.save``)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MIB = 1 << 20
 STATE_BYTES = 240 * MIB
 LIMIT_BYTES = 110 * MIB
 
-# Peaks of exports are of memory in use by the process; of imports, of its private memory whenever a chunk has been
-# written: the pages of the files that they map are the system's to take back. Each kind of conversion is made once with
-# next to nothing before it is measured, for what is imported meanwhile.
+# For exports, the peak is the memory in use by the process. For imports, it is the private memory after each chunk: the
+# system can reclaim the pages of the mapped files. Each kind of conversion runs once with a tiny state before it is
+# measured, so that its imports are made.
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -63,7 +63,7 @@ print(json.dumps(peaks))
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, tmp_path, str(STATE_BYTES)]
-    # Memory is returned to the system as soon as it is free, so that what is measured is what was needed.
+    # Memory is returned to the system as soon as it is free, so that the peak is the memory that was needed.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""From and to files of torch.save: bits, nesting; with torch's own loader."""
+"""From and to files of torch.save: bits, nesting, and torch's own loader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _state() -> dict[str, Any]:
         "model": OrderedDict(tensors, large=torch.randn(300, 170), cube=torch.randn(7, 60, 50)),
         "optim": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(300, 170)}}, "param_groups": [{}]},
         "list": [torch.ones(2), 3, {"x": torch.ones(1)}],
-        # A value, in which there are tensors: two of them of one memory.
+        # A value that contains tensors. Two of them share memory.
         "rng": (torch.arange(9), [torch.ones(3), None]),
         "step": 12,
         "text": "a.b",
@@ -121,7 +121,7 @@ def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
         with pytest.raises(zarrckpt.StorageError):
             one.to_torch_save(target)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as a disk that is full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as on a full disk
     try:
         with pytest.raises(zarrckpt.StorageError):
             one.to_torch_save(tmp_path / "full.pt")

@@ -1,4 +1,4 @@
-"""Copies: the same bits elsewhere, committed as a save is, or not there."""
+"""Copies have the same bits at another url, and are committed like a save, or do not exist."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_copy_is_what_it_is_a_copy_of(tmp_path: Path, save: Callable[..., Any]
 
 def test_a_part_and_to_s3_and_back(tmp_path: Path, moto_bucket: S3Place) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
-    zarrckpt.save(_state(2.0), tmp_path / "one", overwrite=True)  # a tree of its own
+    zarrckpt.save(_state(2.0), tmp_path / "one", overwrite=True)  # a tree that is not the canonical one
     url, options = moto_bucket.url("copied"), moto_bucket.storage_options
     part = zarrckpt.open(tmp_path / "one").select("model", "list", exclude=["*.b"])
     part.copy_to(url, storage_options=options)
@@ -95,7 +95,7 @@ def test_damage_is_not_copied(tmp_path: Path) -> None:
 
 
 def _one_at_a_time(store: testing.FaultyStore) -> testing.FaultyStore:
-    """Operations then come in one order, and are always as many."""
+    """Make operations run in one order, and always the same number of them."""
     store.max_concurrency = 1
     return store
 
@@ -169,7 +169,7 @@ def test_a_save_that_commits_while_a_copy_runs_wins(tmp_path: Path, one: zarrckp
     with pytest.raises(zarrckpt.CheckpointExistsError):
         one.copy_to(testing.FaultyStore(tmp_path / "two", rule))
     assert begun and zarrckpt.open(tmp_path / "two").verify() and list(zarrckpt.open(tmp_path / "two")) == ["w"]
-    # What it wrote after the winner's clean-up is gone as well.
+    # Objects that it wrote after the winner's clean-up are gone as well.
     assert not list((tmp_path / "two").glob("m/**/c*"))
 
 

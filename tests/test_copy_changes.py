@@ -84,7 +84,7 @@ def test_the_same_values_in_other_chunks(tmp_path: Path, save: Callable[..., Any
     group = zarr.open_group(tmp_path / "two", mode="r")
     expected = one.read()
     stored = zarr.open_group(tmp_path / "one", mode="r")[one.node_path("model.b")]
-    assert group[two.node_path("model.b")].dtype == stored.dtype  # an unsigned integer's, where portable
+    assert group[two.node_path("model.b")].dtype == stored.dtype  # an unsigned integer's, if portable
     for name in ("model.w", "other.i", "other.z", "odd.scalar"):
         assert np.array_equal(group[two.node_path(name)][...], expected[name])
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/two/{two.node_path(name)}/"}}

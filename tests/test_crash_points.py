@@ -1,7 +1,7 @@
-"""A crash, or a failure, at every single operation: then the old checkpoint is there, or the new one, or none.
+"""A crash or a failure at every single operation leaves the old checkpoint, the new one, or none.
 
-Of the operations on a store (:class:`zarrckpt.testing.FaultyStore`), on local files, S3 and memory; and, for local
-files, of the system calls that change the disk.
+Operations on a store (:class:`zarrckpt.testing.FaultyStore`) fail on local files, S3 and memory. On local files, so do
+the system calls that change the disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EVERY_FAULT = os.environ.get("ZARRCKPT_CRASHES") == "all"
 ROOT, REMOVAL = "zarr.json", "@zarrckpt/removed/zarr.json"
 
 
-# -- what is there before, and what happens to it
+# -- the earlier checkpoint, and the action on it
 
 
 def _save_on(value: int, overwrite: bool, store: FaultyStore) -> None:
@@ -40,7 +40,7 @@ def _save_on(value: int, overwrite: bool, store: FaultyStore) -> None:
 
 
 def _crash_at_the_commit(value: int, overwrite: bool, place: Place) -> None:
-    """A save that wrote everything but its root document."""
+    """Save, but crash at the put of the root document."""
 
     def rule(call: Call) -> Fault | None:
         return STOP if call.verb in ("create", "replace") and call.key == ROOT else None
@@ -50,7 +50,7 @@ def _crash_at_the_commit(value: int, overwrite: bool, place: Place) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Operations come in one order, and what is stored after a crash is the same each time."""
+    """Run operations in one order, so that a crash leaves the same objects each time."""
     with one_thread():
         yield
 
@@ -83,7 +83,7 @@ def _committed_and_crashed() -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Case:
-    """An action on what is there: the values of the checkpoints before and after it."""
+    """An action on a base of objects, and the values of the checkpoints before and after it."""
 
     base: Callable[[], dict[str, bytes]]
     action: Callable[[FaultyStore], object]
@@ -112,7 +112,7 @@ def s3_server() -> Iterator[Served]:
 
 @pytest.fixture
 def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Place]:
-    """Makes a place that nothing is stored at."""
+    """Return a function that makes empty places."""
     if request.param == "local":
         return lambda: Place(str(tmp_path / uuid.uuid4().hex), durable=False)
     options = request.getfixturevalue("s3_server").storage_options
@@ -123,7 +123,7 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Place]
 
 
 def _calls(case: Case, place: Place) -> list[Call]:
-    """The operations of an action that nothing happens to."""
+    """Return the operations of an action without faults."""
     store = place.faulty(never)
     case.action(store)
     assert held(place) == case.after
@@ -131,17 +131,17 @@ def _calls(case: Case, place: Place) -> list[Call]:
 
 
 def _expected(case: Case, fault: Fault, number: int, commit: int) -> int | None:
-    """What opens after a fault at an operation, where ``commit`` is the one that makes the difference."""
+    """Return the expected checkpoint after a fault at an operation. ``commit`` is the number of the committing one."""
     done = number > commit or (number == commit and fault in (FAIL_AFTER, STOP_AFTER))
     return case.after if done else case.before
 
 
 _seen: dict[tuple[str, ...], dict[Any, int | None]] = {}
-"""What has been looked at already, and what opened there: by keys and root, since all else is the same each time."""
+"""The checkpoints found so far, by keys and root. All other bytes are the same each time."""
 
 
 def _look(place: Place, kind: tuple[str, ...], removed: bool) -> int | None:
-    """What opens at a place; that the next save, or the next removal, goes on from there."""
+    """Return the checkpoint that opens at a place. Check that the next save or removal succeeds there."""
     stored = place.keys()
     seen, key = _seen.setdefault(kind, {}), (frozenset(stored), ROOT in stored and place.opened().get(ROOT))
     if key not in seen:
@@ -154,7 +154,9 @@ def _look(place: Place, kind: tuple[str, ...], removed: bool) -> int | None:
 
 
 def _can_be_removed(place: Place) -> None:
-    """Another removal leaves nothing. ``recover`` neither, once one is recorded; a save is refused until then."""
+    """Check that another removal, or ``recover`` after a recorded one, leaves nothing, and that saves
+    fail until then.
+    """
     stored = place.objects()
     if REMOVAL in stored:
         other = in_memory().fill(stored)
@@ -176,7 +178,7 @@ def _check_point(case: Case, place: Place, number: int, commit: int, fault: Faul
     store = place.faulty(at(number, fault))
     error = crashed(partial(case.action, store))
     assert len(store.calls) > number
-    # What may not be read above the url fails no save, and a record that cannot be put fails no removal.
+    # A save does not fail if it cannot read above the url. A removal does not fail if it cannot put its record.
     call = store.calls[number]
     recording = call.key == REMOVAL and call.verb in ("create", "sync")
     passed_over = (call.key.startswith("../") or recording) and fault in (FAIL, FAIL_AFTER)
@@ -209,7 +211,7 @@ ELSEWHERE = [("local", name) for name in CASES] + [
 
 @pytest.mark.parametrize(("fresh", "name"), ELSEWHERE, indirect=["fresh"])
 def test_a_fault_at_every_operation(fresh: Callable[[], Place], name: str, request: pytest.FixtureRequest) -> None:
-    """One fault at each, in turn; all four of them with ``ZARRCKPT_CRASHES=all`` in the environment."""
+    """One fault at each operation, in turn. With ``ZARRCKPT_CRASHES=all`` in the environment, all four at each."""
     case, kind = CASES[name], request.node.callspec.id
     calls = _calls(case, fresh().fill(case.base()))
     for number in range(len(calls)):
@@ -221,7 +223,7 @@ def test_a_fault_at_every_operation(fresh: Callable[[], Place], name: str, reque
 
 
 class InLine:
-    """An executor without threads: calls come in one order."""
+    """An executor without threads: calls run in one order."""
 
     def __init__(self, *args: object) -> None:
         pass
@@ -300,18 +302,18 @@ def test_writes_that_take_less_than_they_are_given(tmp_path: Path, monkeypatch: 
 
 
 class Durable:
-    """The system calls of a save, and what had been synced when."""
+    """The system calls of a save, and the order of its syncs."""
 
     def __init__(self, events: list[Event], url: str) -> None:
         self.events, self.url = events, url
 
     def appeared(self, key: str) -> int:
-        """When a file got its name: what is of no attempt's tree, when it was whole."""
+        """Return the event at which a file got its name. A file in no attempt's tree was complete then."""
         verbs = ("link", "replace", "open")
         return self._last(lambda event: event.verb in verbs and event.path == f"{self.url}/{key}")
 
     def is_durable(self, key: str, when: int) -> bool:
-        """Whether a file's bytes, its name, and the names of the folders that lead to it were synced by then."""
+        """Whether a file's bytes, its name, and the names of its folders were synced by then."""
         path = f"{self.url}/{key}"
         named = self.appeared(key)
         temp = self.events[named].source
@@ -324,13 +326,13 @@ class Durable:
         return synced and self.is_named(key, when)
 
     def is_named(self, key: str, when: int) -> bool:
-        """The same of its name alone."""
+        """Whether its name was synced by then."""
         path, named = f"{self.url}/{key}", self.appeared(key)
         while named >= 0:
             path = os.path.dirname(path)
             if not self._synced(path, named, when):
                 return False
-            # Folders that were there before are named already.
+            # Folders that existed before have synced names.
             named = self._made(path)
         return True
 
@@ -341,14 +343,14 @@ class Durable:
         return any(event == Event("fsync", path) for event in self.events[after + 1 : before])
 
     def _last(self, wanted: Callable[[Event], bool], before: int | None = None) -> int:
-        """The place of the last such event, -1 where there is none."""
+        """Return the index of the last such event, -1 if there is none."""
         found = [number for number, event in enumerate(self.events[:before]) if wanted(event)]
         return found[-1] if found else -1
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_is_synced_when(overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``docs/explanation/commit.md`` says: whatever a power cut takes, what is left is whole."""
+    """As in ``docs/explanation/commit.md``: a power cut at any time leaves a whole checkpoint."""
     place = Place(str(tmp_path / "new" / "folder" / "one"))
     if overwrite:
         place.save(1)
@@ -357,7 +359,7 @@ def test_what_is_synced_when(overwrite: bool, tmp_path: Path, monkeypatch: pytes
     keys, save_id = needed(place), zarrckpt.open(place.url).save_id
     order = Durable(disk.events, place.url)
     marker, commit = f"@zarrckpt/{save_id}/{ROOT}", order.appeared(ROOT)
-    # The lists of what is to come, before the first of it.
+    # The lists of the save's files, before the first of the files.
     lists = {marker} if overwrite else {marker, "@zarrckpt/zarr.json"}
     tree_document = {key for key in keys if overwrite and key == f"@{save_id}/{ROOT}"}
     rest = keys - lists - tree_document - {ROOT, "@zarrckpt/zarr.json"}
@@ -370,7 +372,7 @@ def test_what_is_synced_when(overwrite: bool, tmp_path: Path, monkeypatch: pytes
         assert first <= order.appeared(key) < commit and order.is_durable(key, commit), key
     source = disk.events[commit].source
     assert Event("fsync", source) in disk.events[:commit]
-    # The root, before anything of the old checkpoint goes.
+    # The root, before any file of the old checkpoint is deleted.
     deleted = [number for number, event in enumerate(disk.events) if event.verb == "unlink" and number > commit]
     gone = [number for number in deleted if ".zarrckpt-" not in disk.events[number].path]
     assert bool(gone) == overwrite

@@ -1,14 +1,14 @@
-"""Whatever happens to a stored object is seen: ``verify`` names it, and nothing that is read is ever wrong.
+"""Every change of a stored object is found: ``verify`` names it, and no read returns wrong numbers.
 
-Objects of real checkpoints are damaged at random, one or two at a time. The suite does some hundred; a campaign:
+Objects of real checkpoints are damaged at random, one or two at a time. The suite does some hundred. A campaign:
 
-    ZARRCKPT_DAMAGES=3000 python -m pytest tests/test_damage.py
+ZARRCKPT_DAMAGES=3000 python -m pytest tests/test_damage.py
 
-One seed gives one sequence (``ZARRCKPT_SEED``); a failure names the number of its damage.
+One seed (``ZARRCKPT_SEED``) gives one sequence. A failure names the number of its damage.
 
-Not among the damages, since nothing stored could tell them from what was meant: the whole root document of an earlier
-save of the same place (which then is what is committed), and the claim of another save where the checkpoint's tree is
-its own.
+Two changes are not among the damages, because no stored byte could show them. One is the whole root document of an
+earlier save at the same url, which then is the committed one. The other is the claim of another save if the checkpoint
+has a tree that is not the canonical one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def _noise(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def small(number: int) -> dict[str, Any]:
-    """Chunks of 64 bytes, tensors without dimensions and without elements, values, and blobs of each encoding."""
+    """Return chunks of 64 bytes, tensors without dimensions and without elements, values, and blobs of
+    each encoding.
+    """
     return {
         "model": {"w": _noise(number, 6, 8), "v": _noise(number + 10, 6, 8), "b": _noise(number + 20, 5)},
         "scalar": torch.tensor(3.5 + number),
@@ -61,19 +63,19 @@ def small(number: int) -> dict[str, Any]:
 
 
 def large(number: int) -> dict[str, Any]:
-    """Chunks with subchunks, two of each size."""
+    """Return chunks with subchunks, two of each size."""
     return {"w": _noise(number, 600, 512), "v": _noise(number + 10, 600, 512), "x": _noise(number + 20, 8), "step": 3}
 
 
 def compressible(number: int) -> dict[str, Any]:
-    """Subchunks of different stored sizes."""
+    """Return subchunks of different stored sizes."""
     rows = torch.arange(700).reshape(-1, 1) // (9 + number)
     w, x = rows + torch.arange(500) % (5 + number), torch.arange(500) % (3 + number)
     return {"w": w.float(), "x": x, "raw": b"raw"}
 
 
 def narrow(number: int) -> dict[str, Any]:
-    """Types that are stored as integers of their size."""
+    """Return tensors of dtypes that are stored as integers of their size."""
     kinds = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
     state = {str(kind): _noise(number + place, 9, 4, dtype=kind) for place, kind in enumerate(kinds)}
     return {**state, "step": number, "npy": np.arange(5) * number}
@@ -100,7 +102,7 @@ KINDS = {
 
 @dataclass
 class Subject:
-    """A checkpoint, what was saved, and where its objects are."""
+    """A checkpoint, its saved state, and its objects."""
 
     kind: str
     url: str
@@ -108,9 +110,9 @@ class Subject:
     store: Store
     expected: dict[str, Any]
     objects: dict[str, bytes]
-    """What belongs to the checkpoint: key -> bytes."""
+    """The objects of the checkpoint: key -> bytes."""
     older: dict[str, bytes]
-    """Objects of an earlier save, under the keys that stand in their place in this one."""
+    """Objects of an earlier save, under the keys that correspond to them in this one."""
 
     @property
     def args(self) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class Subject:
 
 
 def subject(kind: str, url: str, storage_options: dict[str, Any] | None = None) -> Subject:
-    """Save twice: into two places, or over each other."""
+    """Save twice: to two urls, or over each other."""
     made, options = KINDS[kind], {"options": KINDS[kind].options, "storage_options": storage_options}
     first = url if made.overwritten else f"{url}-older"
     with warnings.catch_warnings():
@@ -161,7 +163,7 @@ def flat(state: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def blank(state: Any) -> Any:
-    """A target of the state's shape with nothing of it."""
+    """Return a target of the state's shape with other contents."""
     if isinstance(state, torch.Tensor):
         return torch.full_like(state.float(), 77).to(state.dtype)
     if isinstance(state, dict):
@@ -178,7 +180,7 @@ class Bits:
 
 
 def raw(value: Any) -> Any:
-    """Comparable to the last bit."""
+    """Return a value that compares to the last bit."""
     if isinstance(value, Bits):
         return (value.dtype, np.shape(value.array), np.asarray(value.array).tobytes())
     if isinstance(value, torch.Tensor):
@@ -197,11 +199,11 @@ def bits(tensor: torch.Tensor) -> bytes:
 # -- damages
 
 Changes = dict[str, bytes | None]
-"""Key -> new bytes, or None for an object that is gone."""
+"""Key -> new bytes, or None for a deleted object."""
 
 
 class Damager:
-    """Draws damages; each changes something."""
+    """Draws damages. Each changes something."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -217,7 +219,7 @@ class Damager:
                 return f"{change.__name__} {key}", {n: d for n, d in made.items() if d != subject.objects[n]}
 
     def key(self, subject: Subject) -> str:
-        """Chunks of tensors and blobs most often; but all objects sometimes."""
+        """Return a key: mostly of chunks of tensors and blobs, sometimes of any object."""
         keys = sorted(subject.objects)
         chunks = [key for key in keys if key.rpartition("/")[2].startswith("c") and "@zarrckpt" not in key]
         return self.random.choice(chunks if self.random.random() < 0.6 else keys)
@@ -240,12 +242,12 @@ class Damager:
         return {key: None}
 
     def swap(self, subject: Subject, key: str) -> Changes:
-        """With one of its size, if there is any."""
+        """Swap with an object of the same size, if there is any."""
         other = self._like(subject, key)
         return {key: subject.objects[other], other: subject.objects[key]}
 
     def other(self, subject: Subject, key: str) -> Changes:
-        """Another object's bytes in its place."""
+        """Replace by another object's bytes."""
         return {key: subject.objects[self._like(subject, key)]}
 
     def _like(self, subject: Subject, key: str) -> str:
@@ -255,11 +257,11 @@ class Damager:
         return self.random.choice(sorted(same or others))
 
     def old(self, subject: Subject, key: str) -> Changes:
-        """What an earlier save had in its place."""
+        """Replace by the corresponding object of an earlier save."""
         return {key: subject.older[key]} if key in subject.older else {}
 
     def block(self, subject: Subject, key: str) -> Changes:
-        """Zeros, ones or noise over a part."""
+        """Overwrite a part with zeros, ones or noise."""
         data = bytearray(subject.objects[key])
         size = min(len(data), self.random.choice((1, 16, 512, 4096, len(data))))
         place = self.random.randrange(len(data) - size + 1)
@@ -267,12 +269,12 @@ class Damager:
         return {key: bytes(data)}
 
     def shift(self, subject: Subject, key: str) -> Changes:
-        """A byte lost or doubled in the middle."""
+        """Lose or double a byte in the middle."""
         data, place = subject.objects[key], self.random.randrange(len(subject.objects[key]))
         return {key: data[:place] + self.random.choice((b"", data[place : place + 1] * 2)) + data[place + 1 :]}
 
     def inner_swap(self, subject: Subject, key: str) -> Changes:
-        """Two parts of one object change places, each with its checksum: as two subchunks might."""
+        """Swap two parts of one object, each with its checksum, as if two subchunks were swapped."""
         data = subject.objects[key]
         size = self.random.choice((4, 12, len(data) // 2, 131076))
         if not 0 < 2 * size <= len(data):
@@ -281,11 +283,11 @@ class Damager:
         return {key: data[:one] + data[one + size : one + 2 * size] + data[one : one + size] + data[one + 2 * size :]}
 
 
-# -- what must be seen
+# -- damage that must be found
 
 
 def check(subject: Subject, state: dict[str, Any], changes: Changes) -> list[str]:
-    """Damage, look, repair; what was not seen, or read wrongly."""
+    """Damage, read, repair. Return the damages that were not found, and the wrong reads."""
     opened, faults = zarrckpt.open(subject.url, **subject.args), []
     for key, data in changes.items():
         subject.put(key, data)
@@ -296,9 +298,9 @@ def check(subject: Subject, state: dict[str, Any], changes: Changes) -> list[str
         sizes = {key for key, data in changes.items() if data is None or len(data) != len(subject.objects[key])}
         fresh = zarrckpt.open(subject.url, **subject.args) if ROOT not in changes else opened
         quick = {damage.key for damage in fresh.verify(quick=True).damages}
-        # The root's size is known to nobody but itself, and so are those of claim and marker.
+        # The sizes of the root, the claim and the marker are stored nowhere else.
         unsized = {key for key in sizes if changes[key] is not None and key in _unsized(subject)}
-        # Where arrays are compressed, the tables are read, and without them no chunk's size is known.
+        # For compressed arrays, the tables are read, and without them no chunk's size is known.
         tables = {key for key in changes if key.endswith(("/checksums/c.0", "/sizes/c.0"))}
         if tables and KINDS[subject.kind].options.compression:
             unsized = {key for key in sizes if changes[key] is not None}
@@ -316,7 +318,7 @@ def _unsized(subject: Subject) -> set[str]:
 
 
 def reads(subject: Subject, state: dict[str, Any], changes: Changes) -> list[str]:
-    """Each way to read gives what was saved, or an error that names the object."""
+    """Check that each kind of read returns the saved state or raises an error that names the object. Return faults."""
     faults = []
 
     def attempt(what: str, read: Callable[[], dict[str, Any]]) -> None:
@@ -352,12 +354,12 @@ def reads(subject: Subject, state: dict[str, Any], changes: Changes) -> list[str
 
 
 def tensors_of(arrays: dict[str, Any], subject: Subject) -> dict[str, Any]:
-    """Arrays as the bits of tensors: portable ones come as integers."""
+    """Return arrays as the bits of tensors. Portable ones are read as integers."""
     return {fqn: Bits(str(subject.expected[fqn].dtype), array) for fqn, array in arrays.items()}
 
 
 def campaign(subjects: list[Subject], count: int, seed: int) -> list[str]:
-    """Draw, check, and say what was found."""
+    """Draw and check damages. Return the faults."""
     damager, found = Damager(seed), []
     for number in range(count):
         one = subjects[number % len(subjects)]
@@ -388,7 +390,7 @@ def test_s3() -> None:
 
 
 def test_without_damage_nothing_is_found(local: Callable[[str], Subject], tmp_path: Path) -> None:
-    """The procedure itself finds no fault in what is whole."""
+    """The procedure itself finds no fault in a whole checkpoint."""
     for kind in KINDS:
         one = subject(kind, str(tmp_path / kind))
         assert not check(one, KINDS[kind].state(2), {})

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning
 
 
 def _sharded(shape: tuple[int, ...], value: float = 0.0, dim: int = 0) -> DTensor:
-    """``value`` and counting on from there, cut over all ranks; -1 everywhere for a negative value."""
+    """Return numbers that count up from ``value``, cut over all ranks. All are -1 if ``value`` is negative."""
     source = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + value
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     source = torch.full_like(source, -1) if value < 0 else source
@@ -99,7 +99,7 @@ def _dcp_load(url: str, how: str) -> dict[str, Any]:
 def test_values_and_tensors_come_back(how: str, tmp_path: Path) -> None:
     url = str(tmp_path / "one")
     run_ranks(_dcp_save, url, how)
-    # By DCP's rules keys become strings; our planners keep them.
+    # By DCP's rules keys become strings. zarrckpt's planners keep them.
     key = 3 if how == "planner" else "3"
     expected = {**VALUES, key: "int key", "ordered": {"a": 1}}
     for world_size in (4, 3):
@@ -119,7 +119,7 @@ def test_without_processes(tmp_path: Path) -> None:
 
 
 def _no_dist(folder: str) -> None:
-    """Each rank saves for itself, though there is a group."""
+    """Save on each rank separately, although there is a group."""
     rank = dist.get_rank()
     url = f"{folder}/{rank}"
     dcp.save({"w": torch.full((3,), rank)}, storage_writer=ZarrStorageWriter(url), no_dist=True)
@@ -133,7 +133,9 @@ def test_no_dist_on_each_rank(tmp_path: Path) -> None:
 
 
 def _group_and_coordinator(folder: str) -> None:
-    """A process group of some ranks, and the legacy calls with a coordinator that is not the first rank."""
+    """Save with a process group of some ranks, and with the legacy calls and a coordinator that is not
+    the first rank.
+    """
     group = dist.new_group([1, 2, 3])
     if dist.get_rank() != 0:
         rows = torch.full((2, 3), float(dist.get_rank()))
@@ -174,7 +176,7 @@ def test_saving_without_collectives_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def _save_meta(url: str) -> None:
-    """Under DCP's own planner, which does not look: on one rank only, and on all."""
+    """Save tensors on the meta device with DCP's own planner, which does not check them: on one rank, and on all."""
     for where in ((1,), (0, 1)):
         state = {"fine": torch.ones(100), "meta": _sharded((10, 3))}
         if dist.get_rank() in where:
@@ -199,11 +201,11 @@ def test_meta_tensors_are_refused_by_name_before_their_rank_writes_a_chunk(tmp_p
     assert not [name for name in ("one", "two") if (tmp_path / name / "zarr.json").exists()]
 
 
-# -- the same state by other ways
+# -- the same state by other calls
 
 
 def _train(url: str, files: str) -> dict[str, Any]:
-    """A state of a real run, saved by this package and by DCP's own writer."""
+    """Save the state of a real run with this package and with DCP's own writer. Return it."""
     run = make_run("fsdp2")
     run.train(2)
     state = _run_state(run)
@@ -243,7 +245,7 @@ def test_dcps_own_files_hold_the_same(tmp_path: Path) -> None:
 
 
 def _cross(folder: str) -> None:
-    """zarrckpt.save -> dcp.load, and dcp.save -> zarrckpt.load."""
+    """Save with zarrckpt.save and load with dcp.load, then the reverse."""
     w, extra = _sharded((9, 4), 2.0), {"lr": 0.5, "names": ("a", "b")}
     zarrckpt.save({"w": w, "extra": extra}, f"{folder}/ours")
     target = {"w": _sharded((9, 4), -1, dim=1), "extra": {"lr": 0, "names": None}}
@@ -278,7 +280,7 @@ def test_a_part_of_a_checkpoint_without_a_model(tmp_path: Path) -> None:
     zarrckpt.save(state, url)
     model = _load_state_dict_from_keys("model", storage_reader=ZarrStorageReader(url))
     assert model.keys() == {"model"} and same(snapshot(model), snapshot({"model": state["model"]})) == []
-    # DCP rebuilds by path components: those of parameter names have dots.
+    # DCP rebuilds by path components. Those of parameter names have dots.
     optim = _load_state_dict_from_keys("optim.state", storage_reader=ZarrStorageReader(url))
     expected = {"optim": {"state": state["optim"]["state"]}}
     assert same(snapshot(optim), snapshot(expected)) == []
@@ -308,7 +310,7 @@ def test_load_sharded_optimizer_state_dict(tmp_path: Path) -> None:
     run_ranks(_sharded_optimizer, str(tmp_path / "one"))
 
 
-# -- planners of other people
+# -- third-party planners
 
 
 class Halving(DefaultSavePlanner):
@@ -422,7 +424,7 @@ def test_one_rank_that_fails_to_write_fails_the_save(tmp_path: Path) -> None:
 
 
 def _errors_of(url: str, call: str) -> dict[int, tuple[str, str]]:
-    """The class and message of every rank's failure."""
+    """Return the class and message of every rank's failure."""
     targets = {"w": _sharded((8, 3) if call == "shape" else (8, 2), -1)}
     if call == "dtype":
         targets = {"w": torch.zeros(8, 2, dtype=torch.int32)}
@@ -473,7 +475,7 @@ def _cached_save(state: dict[str, Any], url: str, planner: type = DefaultSavePla
 
 
 def _check(url: str, state: dict[str, Any]) -> None:
-    """The checkpoint holds just this state: tensors and values by top-level name."""
+    """Check that the checkpoint holds exactly this state: tensors and values by top-level name."""
     dist.barrier()
     checkpoint = zarrckpt.open(url)
     assert set(checkpoint) == set(state)
@@ -507,7 +509,7 @@ def test_cached_plans_save_what_is_there_now(planner: type, tmp_path: Path) -> N
 
 
 def _cached_changes(folder: str) -> None:
-    """Whatever changes between cached saves, on all ranks or on some, the next save is right."""
+    """After any change between cached saves, on all ranks or on some, the next save is right."""
     _no_cached_plans()
     rank = dist.get_rank()
     states: list[dict[str, Any]] = [
@@ -532,7 +534,7 @@ def test_cached_plans_notice_changes(tmp_path: Path) -> None:
 
 
 def _cached_dtypes(folder: str) -> None:
-    """DCP takes a plan with other dtypes for the same; the writer has it made anew."""
+    """DCP ignores changed dtypes in cached plans. The writer makes DCP plan again."""
     _no_cached_plans()
     for dtype in (torch.float32, torch.int32, torch.bfloat16):
         state = {"w": _sharded((8, 3)).to(dtype), "b": torch.zeros(4)}
@@ -547,7 +549,7 @@ def test_cached_plans_of_another_dtype_are_made_anew(tmp_path: Path) -> None:
 
 
 def _cached_failures(folder: str) -> None:
-    """A save that fails leaves no cached plan behind that would spoil the next."""
+    """A save that fails leaves no cached plan that would spoil the next."""
     _no_cached_plans()
     first = {"w": _sharded((8, 3), 1.0), "step": 1}
     zarrckpt.save(first, f"{folder}/taken")
@@ -583,12 +585,12 @@ def test_cached_plans_after_failures(tmp_path: Path) -> None:
 
 
 def _wait(answer: Any) -> Any:
-    """The metadata that any of DCP's kinds of answers ends with."""
+    """Return the metadata from any of DCP's kinds of async results."""
     return (answer if isinstance(answer, Future) else answer.upload_completion).result(timeout=60)
 
 
 def _async_saves(folder: str, kind: AsyncCheckpointerType) -> list[str]:
-    """Training goes on while DCP saves in the background; the checkpoint has what was there at the call."""
+    """Continue the training while DCP saves in the background. The checkpoint has the state at the call."""
     stagers: dict[str, Callable[[], Any]] = {
         "none": lambda: None,
         "default": lambda: DefaultStager(StagingOptions(False, False, False, False)),
@@ -627,7 +629,7 @@ def test_async_save_by_thread(tmp_path: Path) -> None:
 
 
 def test_async_save_by_process(tmp_path: Path) -> None:
-    """DCP starts a daemon a rank, and pickles the writer to it."""
+    """DCP starts a daemon per rank, and sends it the pickled writer."""
     kind, env = AsyncCheckpointerType.PROCESS, {"MASTER_ADDR": "127.0.0.1"}
     for urls in run_ranks(_async_saves, str(tmp_path), kind, world_size=2, env=env):
         assert len(urls) == 6

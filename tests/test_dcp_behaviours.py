@@ -1,6 +1,6 @@
-"""What PyTorch's own checkpoint tests ask of a storage, asked of this one through ``dcp.save`` and ``dcp.load``.
+"""Requirements of PyTorch's own checkpoint tests, applied to this storage through ``dcp.save`` and ``dcp.load``.
 
-Four gloo processes on local files, a part of it on S3 and through fsspec. What comes back is compared with the full
+Four gloo processes save to local files, some to S3 and through fsspec. Loaded states are compared with the full
 tensors, gathered without this package.
 """
 
@@ -79,7 +79,7 @@ def _load(state: dict[str, Any], url: str, planner: Any = None, **options: Any) 
 
 
 class Gathering:
-    """A Stateful object that takes its state back with collectives of its own kind."""
+    """A Stateful object that loads its state with one kind of collective."""
 
     def __init__(self, kind: str, number: int = 0) -> None:
         self.kind = kind
@@ -260,7 +260,7 @@ UNEVEN_PAIRS: Pairs = {  # torch cannot train with uneven tensor parallelism alo
 
 
 def _convert(url: str, sizes: tuple[int, ...], pairs: Pairs) -> None:
-    # DCP's own planners take DTensors by torch's rule for offsets, which is wrong where two mesh dimensions cut one
+    # DCP's own planners use torch's rule for the offsets of DTensors. It is wrong if two mesh dimensions cut one
     # dimension unevenly.
     ours = sizes == UNEVEN
     for source, targets in pairs.items():
@@ -277,7 +277,7 @@ def _convert(url: str, sizes: tuple[int, ...], pairs: Pairs) -> None:
             assert same(snapshot(loaded), saved) == [], (source, target)
             set_model_state_dict(other, loaded["model"])
             set_optimizer_state_dict(other, other_optim, loaded["optim"])
-            if target != "fsdp1_tp":  # whose optimizer, in torch itself, does not give back what it was given
+            if target != "fsdp1_tp":  # in torch itself, its optimizer does not return the state that it loaded
                 assert same(snapshot(_state(other, other_optim)), saved) == [], (source, target)
 
 
@@ -299,7 +299,9 @@ TWO_DIMS = ([Replicate(), Replicate()], [Replicate(), Shard(0)], [Shard(0), Repl
 
 
 def _reshard(url: str) -> None:
-    """DCP's own planners and older calls, every placement on one and on two mesh dimensions into every other."""
+    """Load every placement on one and on two mesh dimensions into every other, with DCP's own planners
+    and older calls.
+    """
     source = torch.arange(16.0).view(4, 4)
     meshes: list[tuple[DeviceMesh, tuple[list[Placement], ...]]] = [
         (init_device_mesh("cpu", (4,)), ONE_DIM),  # type: ignore[list-item]
@@ -365,7 +367,7 @@ def _rows(ranks: list[int], sizes: list[int], width: int) -> EnumerableShardingS
 
 
 def _specs(width: int) -> dict[str, ShardingSpec]:
-    """For ten rows; several shards a rank, uneven ones, and ranks without any."""
+    """Return specs for ten rows: several shards per rank, uneven ones, and ranks without any."""
     return {
         "rows": ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)]),
         "columns": ChunkShardingSpec(1, [f"rank:{rank}/cpu" for rank in range(4)]),
@@ -384,7 +386,7 @@ def _sharded_specs(url: str) -> None:
         saved = {key: full_tensor(value) for key, value in state.items()}
         _save(state, f"{url}/{name}")
         for other, wanted in specs.items():
-            # Each into the other kind, and the sharded one into another sharding of its own.
+            # Each into the other kind, and the sharded one into another sharding.
             target = {"sharded": torch.zeros(10, 20), "plain": sharded_tensor.zeros(wanted, 10, 20)}
             _load(target, f"{url}/{name}")
             assert [key for key in saved if not torch.equal(full_tensor(target[key]), saved[key])] == [], (name, other)
@@ -398,7 +400,7 @@ def test_sharded_tensors_of_every_spec_into_every_other(disk: Place) -> None:
 
 
 def _sharded_optimizer(url: str, planners: tuple[type | None, ...] = (None,), **options: Any) -> None:
-    """FSDP1 without a mesh has ShardedTensors; its optimizer's targets are allocated from our metadata."""
+    """Save and load FSDP1 without a mesh, which has ShardedTensors. The optimizer's targets come from our metadata."""
 
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
@@ -462,8 +464,8 @@ def _mlps(dim: int, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 def _check_state_dict(model: nn.Module, url: str) -> None:
-    """A state dict's tensors are the parameters' own memory: saved as they are, filled where they are."""
-    state = model.state_dict()  # first, since it shards what a forward left whole
+    """Check that a state dict's tensors are the parameters' own memory: saved and filled in place."""
+    state = model.state_dict()  # first, because it shards parameters that a forward left whole
     with torch.no_grad():
         for parameter in model.parameters():
             torch.manual_seed(7 + parameter.device_mesh.get_coordinate()[-1])  # replicas are the same
@@ -479,7 +481,7 @@ def _check_state_dict(model: nn.Module, url: str) -> None:
     assert places == {name: value.to_local().data_ptr() for name, value in state.items()}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.to_local(), before[name]), name
-    # And into other tensors, which the model takes over.
+    # And into other tensors, which the model then uses.
     fresh = {name: value.detach().clone().fill_(-2) for name, value in state.items()}
     _load(fresh, url, ZarrLoadPlanner())
     with torch.no_grad():
@@ -496,7 +498,7 @@ def _fully_shard(url: str, dims: tuple[int, ...], hybrid_dims: tuple[int, ...]) 
     for dim in dims:
         _check_state_dict(_mlps(dim, line), f"{url}/{dim}")
         model = _mlps(dim, line, reshard_after_forward=False)
-        model(torch.ones(2, dim))  # parameters stay whole behind it; state_dict() shards them again
+        model(torch.ones(2, dim))  # parameters stay whole after it. state_dict() shards them again
         _check_state_dict(model, f"{url}/{dim}-kept")
     for dim in hybrid_dims:
         options = {"shard_placement_fn": _longest} if dim == 16 else {}
@@ -512,7 +514,7 @@ def test_fully_shard_state_dicts_on_s3(moto_bucket: S3Place) -> None:
 
 
 def _offloaded(url: str) -> None:
-    """Parameters on the meta device, offloaded to the CPU, loaded piece by piece."""
+    """Load parameters on the meta device, offloaded to the CPU, piece by piece."""
     mesh = init_device_mesh("cpu", (4,))
     torch.manual_seed(0)
     source = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 6, bias=False))
@@ -540,7 +542,7 @@ def test_offloaded_meta_parameters_are_loaded_piece_by_piece(disk: Place) -> Non
 
 
 def _two_dims(url: str, rows: int) -> None:
-    """Data and tensor parallelism both cut the rows of the first layer."""
+    """Cut the rows of the first layer by both data and tensor parallelism."""
     torch.manual_seed(rows)
     source = nn.Sequential(nn.Linear(5, rows), nn.Linear(rows, 3))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -570,7 +572,7 @@ def test_fully_shard_over_tensor_parallelism_of_uneven_rows(disk: Place) -> None
 
 
 def _full_on_rank_0(url: str, planner: type) -> None:
-    """Rank 0 has all of it, the others have an empty dict."""
+    """Save a full state on rank 0 and an empty dict on the others, and load it."""
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model = make_run("fsdp2").model
     whole = snapshot(get_model_state_dict(model))
@@ -597,7 +599,7 @@ def test_a_full_state_dict_on_rank_0(planner: type, disk: Place) -> None:
 
 
 def test_fsspec(disk: Place) -> None:
-    """Local files, as fsspec has them."""
+    """Local files through fsspec."""
     options = {"storage_options": {"backend": "fsspec"}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -616,11 +618,11 @@ def _through_fsspec(url: str, options: dict[str, Any]) -> None:
     _sharded_optimizer(f"{url}/optimizer", **options)
 
 
-# -- other keys on other ranks
+# -- different keys on each rank
 
 
 def _families(url: str, pairs: Pairs) -> None:
-    # Flattened: a list of parameter groups would be another one on each rank.
+    # Flattened, because a list of parameter groups would differ on each rank.
     flat = {"flatten_optimizer_state_dict": True}
     for source, targets in pairs.items():
         model, optim = family(source, seed=1, lr=0.1)
@@ -655,7 +657,7 @@ def test_pipelines_and_experts_on_s3(moto_bucket: S3Place) -> None:
 
 
 def _stacked_experts(url: str) -> None:
-    """Experts as rows of one tensor, cut over the expert ranks, their columns over the data-parallel ones."""
+    """Save experts as rows of one tensor, cut over the expert ranks, with columns over the data-parallel ones."""
     source = torch.arange(4.0 * 6 * 3).reshape(4, 6, 3)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     placed: dict[str, list[Placement]] = {

@@ -1,7 +1,7 @@
-"""The code in README.md and docs/ runs, and what they link to is there.
+"""The code in README.md and docs/ runs, and the targets of their links exist.
 
 A page's ```python blocks are one program: they run in order, in one process, in an empty folder. A block that is marked
-```python no-run is left out. Code that a page needs but does not show stands in a comment: <!-- test-setup: ... -->
+```python no-run is left out. Code that a page needs but does not show is in a comment: <!-- test-setup: ... -->
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)")
 
 
 def program(page: str) -> str:
-    """The code of a page, each piece on the lines that it has there, so that tracebacks point into the page."""
+    """Return the code of a page, each piece on its lines of the page, so that tracebacks point into the page."""
     lines = 0
     code = ""
     for match in CODE.finditer(page):
@@ -59,7 +59,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[subprocess.Popen[str]]:
-    """Runs each script in a process of its own, forked from one that has imported what takes seconds."""
+    """Run each script in a separate process, forked from one that has made the slow imports."""
     command = [sys.executable, "-c", RUNNER]
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         yield process
@@ -80,7 +80,7 @@ def test_code_runs(page: Path, tmp_path: Path, runner: subprocess.Popen[str]) ->
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_is_marked_so_that_it_is_found(page: Path) -> None:
-    """A block with another spelling of its language would never run, and nobody would know."""
+    """A block with another spelling of its language would never run, without any error."""
     marks = [match for match in FENCE.finditer(page.read_text())]
     for opening in marks[::2]:
         assert not opening[1] or "py" not in opening[2], f"{page.name}: indented {opening[2]!r} block"

@@ -1,4 +1,4 @@
-"""The reference names everything that is public; docstrings and drawings are as the code has them."""
+"""The reference names everything that is public. Docstrings and drawings agree with the code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def text(page: str) -> str:
 
 
 def documented(module: str) -> set[str]:
-    """The names of a module that the generated pages are told to show."""
+    """Return the names of a module that the generated pages show."""
     found = set()
     for page in (REFERENCE / "python").glob("*.rst"):
         rst = page.read_text()
@@ -80,7 +80,7 @@ def test_the_page_of_errors_names_the_builtin_bases(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_and_option_is_in_the_page_of_commands(name: str) -> None:
-    """In the command's own row, or in the part that is about all commands."""
+    """In the command's own row, or in the part about all commands."""
     page = text("cli.md")
     assert f"`{name} " in page
     about_one = [line for line in page.splitlines() if re.match(r"\| `\w+ ", line)]
@@ -107,7 +107,9 @@ def public_callables() -> Iterator[tuple[str, Any]]:
 
 
 def arguments(docstring: str) -> list[str]:
-    """The names in a docstring's ``Args:`` block, as what makes the pages reads them: one at the start of each line."""
+    """Return the names in a docstring's ``Args:`` block, as the page generator reads them: one at the start of each
+    line.
+    """
     block = re.search(r"^Args:\n((?:    .*\n?|\n)*)", docstring, re.MULTILINE)
     lines = block[1].splitlines() if block else []
     return [line.strip().partition(":")[0].lstrip("*") for line in lines if re.match(r"    \S", line)]
@@ -139,7 +141,7 @@ def test_the_first_page_leads_to_every_page() -> None:
 
 
 def test_the_site_names_pages_that_exist() -> None:
-    """``NAVIGATION`` in conf.py, without importing it: Sphinx may not be installed."""
+    """Reads ``NAVIGATION`` of conf.py without importing it: Sphinx may not be installed."""
     for statement in ast.parse((DOCS / "conf.py").read_text()).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "NAVIGATION":
             entries = [entry for group in ast.literal_eval(statement.value).values() for entry in group]

@@ -1,8 +1,8 @@
-"""The table of data types and the zarr-python plugin, against zarr-python and TensorStore as they are.
+"""The table of data types and the zarr-python plugin, against the installed zarr-python and TensorStore.
 
-Arrays are laid out by hand from the table (metadata, chunk bytes, checksums), so that neither side of a
-comparison is this package's own encoder. What plain zarr-python makes of them is read in another process,
-which imports zarr and nothing of zarrckpt: only the entry points of the installed package can help it.
+Arrays are laid out by hand from the table (metadata, chunk bytes, checksums), so that neither side of a comparison is
+this package's own encoder. Plain zarr-python reads them in another process, which imports zarr and nothing of zarrckpt.
+Only the entry points of the installed package can help it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format.dtypes import DTYPES, DType, by_name, by_torch_name
 from zarrckpt._read import zarr_dtypes
 
-# One element of each fill value, little-endian. For NaN these are the bits that Zarr's specification and the
-# pages of zarr-extensions give, and for float8_e4m3fn, which has no page, the type's only NaN without a sign.
+# One element of each fill value, little-endian. The NaN bits are those of Zarr's specification and the pages of
+# zarr-extensions. float8_e4m3fn has no page. Its bits are the type's only NaN without a sign.
 FILL_BYTES = {
     "bool": "01",
     "int8": "80",
@@ -65,7 +65,7 @@ every_layout = pytest.mark.parametrize("layout", ["plain", "sharded"])
 
 
 def patterns(dtype: DType) -> np.ndarray[Any, Any]:
-    """Elements as (16, columns, bytes): all patterns of one or two bytes, else random bits and odd NaNs."""
+    """Return elements as (16, columns, bytes): all patterns of one or two bytes, else random bits and unusual NaNs."""
     if dtype.kind == "bool":
         flat = np.arange(256, dtype=np.uint8) % 3 % 2
     elif dtype.itemsize <= 2:
@@ -84,7 +84,7 @@ def crc32c(data: bytes) -> bytes:
 
 
 def sharded_chunk(cells: np.ndarray[Any, Any]) -> bytes:
-    """A ``sharding_indexed`` chunk of 2 x 2 subchunks, laid down in an order of its own."""
+    """Return a ``sharding_indexed`` chunk of 2 x 2 subchunks that are not stored in C order."""
     height, width = cells.shape[0] // 2, cells.shape[1] // 2
     body, places = b"", {}
     for i, j in ((1, 0), (0, 0), (1, 1), (0, 1)):
@@ -132,7 +132,7 @@ class Tree:
 
     folder: Path
     elements: dict[str, bytes]
-    """What each array holds, by path."""
+    """The elements of each array, by path."""
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def in_fresh_process(script: str, *args: object) -> subprocess.CompletedProcess[
 
 
 def succeed(script: str, *args: object) -> str:
-    """Run a script in a process of its own; return what it printed."""
+    """Run a script in a separate process. Return its output."""
     done = in_fresh_process(script, *args)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -187,7 +187,7 @@ pickle.dump(read, open(sys.argv[2], "wb"))
 
 @pytest.fixture(scope="module")
 def plain_zarr(tree: Tree, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``zarr.open_group`` of the tree gives in a process that imports nothing of zarrckpt."""
+    """Return the arrays of ``zarr.open_group`` in a process that imports nothing of zarrckpt."""
     answer = tmp_path_factory.mktemp("answer") / "read.pickle"
     succeed(READ_ALL, tree.folder, answer)
     read: dict[str, Any] = pickle.loads(answer.read_bytes())
@@ -305,7 +305,7 @@ def ml_values(name: str) -> np.ndarray[Any, Any]:
     return values
 
 
-# zarr compares chunks with the fill value, which numpy warns of where signalling NaNs are among them.
+# zarr compares chunks with the fill value. numpy warns of that for signalling NaNs.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in equal")
 @every_layout
 @every_ml_dtype
@@ -382,7 +382,7 @@ def test_spellings_of_fill_values() -> None:
 @every_ml_dtype
 @pytest.mark.parametrize("bad", ["zero", "0x123456", "0xzz", None, [1], "1.5"])
 def test_a_damaged_fill_value_is_an_error(name: str, bad: object) -> None:
-    # A string that is no number, given to a scalar type of ml_dtypes 0.6.0, would crash this process.
+    # A string that is no number would crash this process in a scalar type of ml_dtypes 0.6.0.
     with pytest.raises((TypeError, ValueError)):
         data_type_registry.get(name)().from_json_scalar(bad, zarr_format=3)
 

@@ -1,4 +1,4 @@
-"""Whole trainings: interrupted after two steps, saved, loaded into a fresh one, and going on as if nothing had been."""
+"""Whole trainings: stopped after two steps, saved, loaded into a fresh one, and continued without a difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import zarrckpt
 from zarrckpt import ZarrSavePlanner, ZarrStorageReader, ZarrStorageWriter
 from zarrckpt._ranks import mesh as meshes
 
-# -- the ways to save, and to load
+# -- ways to save and to load
 
 
 def _save(training: Training, url: str) -> None:
@@ -51,7 +51,7 @@ def _dcp_load(training: Training, url: str) -> None:
 
 
 def _patched_save(training: Training, url: str) -> None:
-    """Modules and optimizers whose own methods are patched to give what ``get_state_dict`` gives."""
+    """Save modules and optimizers whose own methods are patched to return the result of ``get_state_dict``."""
     _patch(training)
     dcp.save(training.objects, checkpoint_id=url, storage_writer=ZarrStorageWriter())
 
@@ -77,7 +77,7 @@ WAYS = {
 
 
 def _interrupt(kind: str, place: str) -> list[float]:
-    """Save in every way, go on, and let a fresh training go on from each; the losses."""
+    """Save in every way, continue, and let a fresh training continue from each. Return the losses."""
     # torch's own set_optimizer_state_dict gives ranks of FSDP1 over TP each other's state.
     ways = WAYS if kind != "fsdp1_tp" else {"zarrckpt": WAYS["zarrckpt"]}
     losses = make(kind).train(4)
@@ -109,7 +109,7 @@ def test_a_training_goes_on_from_s3(moto_bucket: S3Place) -> None:
 
 
 def _interrupt_compiled(kind: str, place: str) -> list[float]:
-    """The same for a compiled model, whose state dict needs no trace of that."""
+    """Do the same for a compiled model. Its state dict shows no sign of that."""
     with compiler() as backend:
         training = make(kind, backend=backend)
         training.train(2)
@@ -152,8 +152,8 @@ def _stagers(by: AsyncCheckpointerType) -> dict[str, Callable[[], Any]]:
 
 
 def _async_saves(places: dict[str, str], by: AsyncCheckpointerType) -> None:
-    """Each stager saves twice while the training goes on; fresh trainings then go on from both."""
-    # By thread, a group of its own: on the one that trains the collectives of both would mix, and hang.
+    """Save twice with each stager while the training continues. Fresh trainings then continue from both."""
+    # In a thread, use a separate group: collectives of both on one group would mix, and hang.
     group = dist.new_group(backend="gloo") if by == AsyncCheckpointerType.THREAD else None
     for kind, place in places.items():
         losses = make(kind).train(5)
@@ -205,7 +205,7 @@ def test_dcps_async_saves_by_process(moto_bucket: S3Place) -> None:
 
 
 def _collectives_beside(place: str) -> list[int]:
-    """Small uneven pieces, saved slowly, while all ranks and half of them reduce all the time."""
+    """Save small uneven pieces slowly, while all ranks and half of them reduce all the time."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     source = torch.arange(30.0).reshape(10, 3)
     placements = [Shard(0), Shard(0)]
@@ -251,8 +251,8 @@ def test_collectives_go_on_beside_background_saves(tmp_path: Path) -> None:
 
 
 def _without_cpu_backend(folder: str) -> str:
-    """A group as ``backend="nccl"`` makes it: collectives of tensors on a GPU, none of tensors on the CPU."""
-    import torch.testing._internal.distributed.fake_pg  # makes the backend known
+    """Use a group as ``backend="nccl"`` makes it, with collectives only for tensors on a GPU. Return the error."""
+    import torch.testing._internal.distributed.fake_pg  # registers the backend
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cuda:fake", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
@@ -273,7 +273,7 @@ def _without_cpu_backend(folder: str) -> str:
 
 
 def test_a_group_without_a_cpu_backend(tmp_path: Path) -> None:
-    """DCP refuses it; our own call has gloo connections of its own, and says so where there can be none."""
+    """DCP refuses it. zarrckpt uses separate gloo connections, and raises an error if there is no gloo."""
     messages = run_ranks(_without_cpu_backend, str(tmp_path), group=False)
     assert len({*messages}) == 1 and "without gloo" in messages[0]
     saved = zarrckpt.open(tmp_path / "ours")
@@ -281,11 +281,11 @@ def test_a_group_without_a_cpu_backend(tmp_path: Path) -> None:
     assert not (tmp_path / "dcp").exists() and not (tmp_path / "none").exists()
 
 
-# -- what a load replaces
+# -- entries that a load replaces
 
 
 class _Watched(dict[str, Any]):
-    """A dict that notes which of its entries are set."""
+    """A dict that records which of its entries are set."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

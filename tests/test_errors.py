@@ -1,4 +1,4 @@
-"""The error tree: documented, picklable, and caught by what users know."""
+"""The error tree: documented, picklable, and caught by the builtin errors that users expect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_error_is_exported_and_on_the_page() -> None:
 
 @pytest.mark.parametrize("error", EXPORTED)
 def test_errors_travel_and_make_sense_alone(error: type[zarrckpt.CheckpointError]) -> None:
-    """They cross ranks pickled; the text, line breaks included, must be what was written."""
+    """They are sent between ranks pickled. The text, including line breaks, must be unchanged."""
     raised = error("found a\nexpected b")
     for copied in (pickle.loads(pickle.dumps(raised)), copy.copy(raised)):
         assert type(copied) is error and str(copied) == "found a\nexpected b"
@@ -47,11 +47,11 @@ def test_errors_travel_and_make_sense_alone(error: type[zarrckpt.CheckpointError
 
 
 CONTROLS = "\x1b[2J\x07\x9b\u202e\u2066\u2028\x00"
-"""Sequences that terminals obey: erase, ring, turn the direction of text, break lines."""
+"""Sequences that terminals obey: erase, ring, change the direction of text, break lines."""
 
 
 def test_no_message_commands_a_terminal(tmp_path: Path, s3_stub: S3Stub, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither texts from servers and folders nor the notes, causes, warnings, log lines and output made of them."""
+    """No escape sequence in texts from servers and folders, nor in notes, causes, warnings, log lines and output."""
     shown, evil = [], CONTROLS[:-1]
     error = zarrckpt.StorageError(f"one\n{CONTROLS}")
     error.add_note(f"note {CONTROLS}")

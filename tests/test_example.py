@@ -1,4 +1,4 @@
-"""The example's main path on a small model: train, kill, resume on 2 processes, look inside."""
+"""The example's main path on a small model: train, kill, resume on 2 processes, inspect."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def run_example(*options: str, timeout: float = 300) -> subprocess.CompletedProc
 
 
 def test_the_loss_curve_continues(tmp_path: Path) -> None:
-    """With all options; `.ci/run` runs the demo without any."""
+    """With all options. `.ci/run` runs the demo without any."""
     summary = tmp_path / "summary.json"
     done = run_example(*SMALL, *SHORT, *FEWER, "--s3", "--async", "--tp", "2", "--json", str(summary))
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(summary.read_text())
 
     step = found["resumed_step"]
-    assert step in (3, 6, 9)  # more than 3 where the kill came late
+    assert step in (3, 6, 9)  # more than 3 if the kill came late
     assert found["resumed_from"].endswith(f"/run/step-000{step}")
     assert found["restored_exactly"]
     assert list(found["resumed"]) == [str(number) for number in range(step + 1, 13)]
@@ -46,7 +46,7 @@ def test_the_loss_curve_continues(tmp_path: Path) -> None:
     assert len(found["rank_bytes"]) == 2 and all(found["rank_bytes"])
     assert found["inside"]["step"] == step
     assert found["inside"]["xarray_variables"] == 18
-    assert found["inside"]["tensors"] == 18 * 4 + 1  # parameters, their step and two moments; torch's RNG state
+    assert found["inside"]["tensors"] == 18 * 4 + 1  # parameters, their step and two moments, and torch's RNG state
     assert "continues where it was" in done.stdout
     assert done.stdout.count("\n") < 60
 
@@ -85,7 +85,7 @@ def test_an_ended_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:
 
 
 def test_a_failing_worker_is_shown(tmp_path: Path) -> None:
-    """The error of the rank that failed is in the output, and the file that has all of it is named."""
+    """The output has the error of the failed rank, and names the file with the whole error."""
     folder = tmp_path / "demo"
     done = run_example(*SMALL, *SHORT, *FEWER, "--lr", "-1", "--dir", str(folder))
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Pieces that move between ranks: in every kind of save, beside training, within memory, when ranks fail or die."""
+"""Pieces that move between ranks: in every kind of save, during training, within a memory bound, with failing ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ from zarrckpt._store._local import LocalStore
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 SECONDS = 30.0
-"""What a failing save may take. All take far less; what they must not do is wait for a timeout of a minute."""
+"""Maximum seconds of a failing save. All take far less, but none may wait for a timeout of a minute."""
 
 MANY_BUNDLES = zarrckpt.SaveOptions(max_inflight_bytes=4, fill_bytes=64, durable=False)
 """Options under which pieces move in many bundles, one after the other, within :func:`small_bundles`."""
@@ -76,20 +76,20 @@ ALL = (0, 1, 2, 3)
 
 
 def _wrong(url: str, number: float, rows: int = 13) -> list[str]:
-    """The entries of a checkpoint that are not those of ``uneven_state(number)``; asked on one rank. Collective."""
+    """Return the entries of a checkpoint that differ from ``uneven_state(number)``, on rank 0. Collective."""
     dist.barrier()
     return differing(url, number, rows) if dist.get_rank() == 0 else []
 
 
 @contextlib.contextmanager
 def small_bundles(nbytes: int = 64) -> Iterator[None]:
-    """A context, or a decorator: each chunk whose pieces move is about a bundle of its own. On all ranks alike."""
+    """Make about one bundle of each chunk whose pieces move. A context or a decorator, used on all ranks."""
     with patch.object(owners, "BUNDLE_BYTES", nbytes):
         yield
 
 
 class Moves:
-    """Counts the pieces that this process sends and receives; does what it is told before the one of a given number."""
+    """Counts the pieces that this process sends and receives. Calls ``act`` before the piece of a given number."""
 
     def __init__(self, number: int = -1, act: Callable[[], Any] = lambda: None) -> None:
         self.count = 0
@@ -110,7 +110,7 @@ class Moves:
 
 
 class _Altered(Handle):
-    """A piece of which a bit has changed on its way."""
+    """A received piece of which one bit has changed."""
 
     def wait(self) -> Any:
         data = super().wait()
@@ -120,7 +120,7 @@ class _Altered(Handle):
 
 @contextlib.contextmanager
 def altered_message(rank: int) -> Iterator[None]:
-    """On one rank, a bit of the first message that it receives has changed on its way."""
+    """Change a bit of the first message that one rank receives."""
     recv, left = Pieces.recv, [1]
 
     def altered(*args: Any) -> Handle:
@@ -135,7 +135,7 @@ def altered_message(rank: int) -> Iterator[None]:
     assert left[0] == (dist.get_rank() != rank)
 
 
-# -- one mesh for all calls, and no piece where nothing need move
+# -- one mesh for all calls, and no message if no piece must move
 
 
 @small_bundles()
@@ -163,7 +163,7 @@ def test_saves_and_loads_use_one_mesh(tmp_path: Path) -> None:
 
 
 def _in_bundles(folder: str) -> list[int]:
-    """How many pieces a rank posts in one save: with bundles of a chunk, and with what fits in 8 MiB."""
+    """Return the numbers of pieces that a rank posts in a save: with bundles of one chunk, and of 8 MiB."""
     counts = []
     for nbytes in (64, owners.BUNDLE_BYTES):
         wholes = {f"{nbytes}-{place}": full((8,), place) for place in range(40)}
@@ -177,8 +177,8 @@ def _in_bundles(folder: str) -> list[int]:
 
 
 def test_small_chunks_move_together(tmp_path: Path) -> None:
-    """In one bundle, a rank has at most one message to each other one, and one from each."""
-    # Each of ten chunks needs three pieces of others, and there are as many to send.
+    """In one bundle, a rank sends and receives at most one message to and from each other rank."""
+    # Each of ten chunks needs three pieces of other ranks, and this rank sends the same number.
     assert run_ranks(_in_bundles, str(tmp_path)) == [[60, 6]] * 4
 
 
@@ -210,12 +210,12 @@ def _replicas() -> dict[str, Any]:
 
 
 def test_big_pieces_on_a_grid_and_replicas_move_no_bytes(tmp_path: Path) -> None:
-    """The pieces have 1 MiB: as much as the default asks for on four ranks."""
+    """The pieces have 1 MiB, which is the default ``min_piece_bytes`` for four ranks."""
     assert run_ranks(_aligned, str(tmp_path)) == [[0, 0]] * 4
 
 
 def _then_destroyed(folder: str) -> tuple[int, bool]:
-    """The bytes that moved, and whether the default group is gone once it was destroyed."""
+    """Return the bytes that moved, and whether the default group is freed after it was destroyed."""
     state = {"w": sharded(full((7, 3)), mesh_of(list(ALL))), "plain": torch.ones(3)}
     report = zarrckpt.plan_report(state)
     zarrckpt.save(state, f"{folder}/1")
@@ -234,11 +234,11 @@ def test_what_is_kept_between_calls_does_not_hold_the_default_group(tmp_path: Pa
         assert moved and gone
 
 
-# -- who saves, and how
+# -- groups and kinds of saves
 
 
 def _groups(folder: str) -> tuple[list[str], list[Any]]:
-    """Two groups save at the same time, then all ranks."""
+    """Let two groups save at the same time, then all ranks."""
     pairs = [(0, 2), (1, 3)]
     mine = pairs[dist.get_rank() % 2]
     group = [dist.new_group(list(pair)) for pair in pairs][dist.get_rank() % 2]
@@ -270,7 +270,7 @@ def _slow_puts(seconds: float) -> Any:
 
 @small_bundles()
 def _beside_training(folder: str, how: str) -> tuple[list[str], list[Any]]:
-    """Background saves with slow puts, and collectives of the training group at the same time."""
+    """Save in the background with slow puts, and run collectives of the training group at the same time."""
     wrong, group = [], dist.new_group(backend="gloo")
     with _slow_puts(0.01):
         for number in range(2):
@@ -318,7 +318,7 @@ def test_background_saves_by_process(tmp_path: Path) -> None:
 
 @small_bundles()
 def _cached_plans(folder: str, planner: type[SavePlanner]) -> tuple[list[str], int]:
-    """The layout changes with every second save, so that cached plans are used, and made anew."""
+    """Change the layout with every second save, so that cached plans are used and then replaced."""
     for name in ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan"):
         getattr(SavePlanner, name).clear()
     SavePlanner._cached_metadata.clear()
@@ -342,7 +342,7 @@ def test_cached_plans(planner: type[SavePlanner], tmp_path: Path) -> None:
 
 @small_bundles()
 def _kept_plans(folder: str) -> list[str]:
-    """The same with this package's own calls, which keep the last plan, and see what has changed in one."""
+    """Do the same with this package's calls. They keep the last plan, and detect a changed layout."""
     wrong = []
     with Moves() as moves:
         for number, rows in enumerate([13, 13, 10, 10, 17, 17, 17]):
@@ -362,7 +362,7 @@ def test_kept_plans(tmp_path: Path) -> None:
 
 @small_bundles()
 def _while_another_is_halfway(folder: str) -> list[str]:
-    """A background save waits within its exchange, on a mesh of before, while other saves and loads come and go."""
+    """Let a background save wait in its exchange, on an existing mesh, while other saves and loads run."""
     pairs = [(0, 1), (2, 3)]
     groups = [dist.new_group(list(pair)) for pair in pairs]
     mine = dist.get_rank() // 2
@@ -384,7 +384,7 @@ def _while_another_is_halfway(folder: str) -> list[str]:
                 target = uneven_state(-1)
                 zarrckpt.load(target, f"{folder}/{number}", options=zarrckpt.LoadOptions(share_reads=True))
                 wrong += [] if held_of(target) == held_of(states[number]) else [f"the load of {number}"]
-                # And some of the ranks by themselves.
+                # Also saves of some of the ranks.
                 whole, url = full((9,), number + mine), f"{folder}/pair-{mine}-{number}"
                 zarrckpt.save({"w": sharded(whole, mesh_of(list(pairs[mine])))}, url, process_group=groups[mine])
                 wrong += [] if same_bits(zarrckpt.open(url)["w"][...], whole) else [url]
@@ -393,7 +393,7 @@ def _while_another_is_halfway(folder: str) -> list[str]:
         finally:
             gate.set()
         slow.result(timeout=60)
-        assert moves.count > before  # so that it was within its exchange
+        assert moves.count > before  # so that the slow save was within its exchange
     for number in range(4):
         wrong += _wrong(f"{folder}/{number}", number)
     return wrong
@@ -405,7 +405,7 @@ def test_saves_while_another_is_in_its_exchange(tmp_path: Path) -> None:
 
 @small_bundles()
 def _side_by_side(folder: str) -> list[str]:
-    """Saves of DCP's by the main thread and by another one, over groups and with coordinators of their own."""
+    """Save with DCP in the main thread and in a second one, over two groups with different coordinators."""
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
     states = [[uneven_state(number + lane / 2) for number in range(5)] for lane in (0, 1)]
 
@@ -435,22 +435,22 @@ class Injected(Exception):
 
 @dataclass
 class Told:
-    """What became of one failing call on one rank."""
+    """The outcome of one failing call on one rank."""
 
     what: str
     rank: int
     failed: list[int] = field(default_factory=list)
-    """The ranks that it was told of."""
+    """The failed ranks that its error names."""
     seconds: float = 0.0
     opened: bool = False
     wrong: list[str] = field(default_factory=list)
-    """What the next one got wrong."""
+    """Wrong entries of the next save."""
     meshes: list[Any] = field(default_factory=list)
-    """Those kept before, after the failure, and after the next call."""
+    """The idle meshes before the call, after the failure, and after the next call."""
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """A call that fails on one rank: with this package's errors, or DCP's."""
+        """Run a call that fails on one rank, with this package's errors or DCP's."""
         began = time.monotonic()
         try:
             with _fault(self.what) if dist.get_rank() == self.rank else contextlib.nullcontext():
@@ -466,7 +466,7 @@ class Told:
 
 
 def _fault(what: str) -> Any:
-    """A context in which this rank fails."""
+    """Return a context in which this rank fails."""
 
     def fail(*_: Any) -> None:
         raise Injected(what)
@@ -474,7 +474,7 @@ def _fault(what: str) -> Any:
     chunks, reads = itertools.count(), itertools.count()
 
     def put(store: LocalStore, key: Any, groups: Any, real: Any = LocalStore.put_parts) -> None:
-        # For good, after three chunks: some bundles are through.
+        # Fail permanently after three chunks, when some bundles are written.
         if "/c." in key() and next(chunks) >= 3:
             fail()
         real(store, key, groups)
@@ -498,12 +498,12 @@ def _fault(what: str) -> Any:
 
 
 FAULTS = ("piece 1", "piece 3", "put", "sync")
-"""Before this rank's first piece, in the middle, in a put between bundles, and after the last one."""
+"""Before this rank's first piece, in the middle, in a put between bundles, and after the last bundle."""
 
 
 @small_bundles()
 def _fail_in_exchanges(folder: str, how: str) -> list[Told]:
-    """Every rank fails in every way, and then the same is saved to the same url."""
+    """Let every rank fail in every way, and then save the same to the same url."""
     found = []
     state = uneven_state(5)
     zarrckpt.save(state, f"{folder}/first", options=MANY_BUNDLES)
@@ -532,7 +532,7 @@ def _fail_in_exchanges(folder: str, how: str) -> list[Told]:
 
 @pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
 def test_a_rank_that_fails_within_its_exchange(how: str, tmp_path: Path) -> None:
-    """It alone is named, at once; the next save works, on a mesh that all ranks made anew."""
+    """The error names only that rank, at once. The next save works, on a new mesh of all ranks."""
     for row in zip(*run_ranks(_fail_in_exchanges, str(tmp_path), how, timeout=200), strict=True):
         for rank, told in enumerate(row):
             assert told.failed == [told.rank] and told.seconds < SECONDS, (rank, told)
@@ -544,7 +544,7 @@ def test_a_rank_that_fails_within_its_exchange(how: str, tmp_path: Path) -> None
 
 
 def _fail_in_shared_reads(url: str, how: str) -> list[Told]:
-    """Every rank fails while reads are shared. All are told who; with DCP, the others have all that they need."""
+    """Let every rank fail while reads are shared. All errors name it. With DCP, the others have all their tensors."""
     found = []
     zarrckpt.save(uneven_state(5), url)
     target, expected = uneven_state(-1), held_of(uneven_state(5))
@@ -579,7 +579,7 @@ def test_a_rank_that_fails_while_reads_are_shared(how: str, tmp_path: Path) -> N
 
 
 def _job(folder: Path, function: Callable[..., None], *args: Any) -> list[int | None]:
-    """A job of four processes that may die; their exit codes."""
+    """Run a job of four processes that may die. Return their exit codes."""
     store = tempfile.mktemp(dir=folder)
     processes = [context.Process(target=_rank_of_a_job, args=(store, rank, function, *args)) for rank in ALL]
     for process in processes:
@@ -599,7 +599,7 @@ def _rank_of_a_job(store: str, rank: int, function: Callable[..., None], *args: 
 
 
 class SlowStore(dist.Store):
-    """A rank's store that answers slowly, so that it joins last."""
+    """A rank's store that answers slowly, so that this rank joins last."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -631,7 +631,7 @@ class SlowStore(dist.Store):
 
 
 def _leave_at_once(how: str, slow: int) -> str:
-    """All ranks join a mesh, one of them slowly; another leaves as soon as it has joined. What went wrong."""
+    """Let all ranks join a mesh, one slowly, while another leaves as soon as it has joined. Return the error."""
     default = dist.distributed_c10d._get_default_store()
     store = SlowStore(default) if dist.get_rank() == slow else default
     with (
@@ -662,7 +662,7 @@ def test_nobody_leaves_a_mesh_before_all_have_joined(slow: int, how: str) -> Non
 
 @small_bundles()
 def _die(folder: str, victim: int, how: str) -> None:
-    """One rank dies within its exchange; the others write down what became of them."""
+    """Let one rank die within its exchange. The others write a file with their errors."""
     state, url = uneven_state(victim), f"{folder}/one"
     began, raised = time.monotonic(), ""
     try:
@@ -683,7 +683,7 @@ def _restart(url: str) -> None:
 
 @pytest.mark.parametrize("how", ["zarrckpt", "dcp"])
 def test_a_rank_that_dies_within_its_exchange(how: str, tmp_path: Path) -> None:
-    """The others notice, nothing is committed, and a restarted job saves to the same url."""
+    """The other ranks notice, nothing is committed, and a restarted job saves to the same url."""
     for victim in (2, 0):
         assert _job(tmp_path, _die, str(tmp_path), victim, how) == [int(rank == victim) for rank in ALL]
         survivors = [json.loads(path.read_text()) for path in tmp_path.glob(f"survivor-{victim}-*")]
@@ -697,7 +697,7 @@ def test_a_rank_that_dies_within_its_exchange(how: str, tmp_path: Path) -> None:
 
 
 def _does_not_come(folder: str, absent: int) -> list[str]:
-    """One rank makes none of the calls. What the others are told, who give up after a second."""
+    """Let one rank make none of the calls. Return the errors of the others, which time out after a second."""
     told, state, url = [], uneven_state(1), f"{folder}/one"
     zarrckpt.save(state, url)
     calls: list[Callable[[], object]] = [
@@ -734,8 +734,8 @@ BOUND = 8 << 20
 
 
 def _peaks(folder: str, inflight: int) -> tuple[int, int, float]:
-    """Peak bytes of numpy's and Python's buffers in a save; that of the process; how many pieces moved."""
-    # 128 MiB, of which 32 lie here; in chunks of 1 MiB, so that three quarters of all bytes move.
+    """Return peak bytes of numpy's and Python's buffers in a save, those of the process, and the number of pieces."""
+    # 128 MiB, of which 32 lie on this rank, in chunks of 1 MiB. So three quarters of all bytes move.
     state = {f"w{i}": sharded(torch.rand(512, 512), mesh_of([0, 1, 2, 3])) for i in range(128)}
     zarrckpt.save({"w": state["w0"]}, f"{folder}/warm-{inflight}", options=zarrckpt.SaveOptions(durable=False))
     url, traced = f"{folder}/{inflight}", 0
@@ -746,7 +746,7 @@ def _peaks(folder: str, inflight: int) -> tuple[int, int, float]:
             lambda: zarrckpt.save(state, url, options=zarrckpt.SaveOptions(max_inflight_bytes=inflight, durable=False))
         )
 
-    with Moves() as moves, _slow_puts(0.1):  # so that what was received and not put piles up, if it can
+    with Moves() as moves, _slow_puts(0.1):  # so that received pieces pile up if they can
         resident = peak_of(save)
     return traced, resident, moves.count
 
@@ -762,7 +762,7 @@ def test_an_exchange_stays_within_the_memory_bound(tmp_path: Path) -> None:
 
 
 def _balanced(folder: str) -> dict[str, float]:
-    """The most bytes that a rank wrote, by the mean, of states with replicas."""
+    """Return the maximum bytes that a rank wrote over the mean, for states with replicas."""
     line, square = mesh_of([0, 1, 2, 3]), mesh_of([[0, 1], [2, 3]])
     dims = [Replicate(), Shard(0)]
     layers = {f"{i}": nn.Linear(100, 100) for i in range(8)}
@@ -804,7 +804,7 @@ OPTIONS = [
 
 
 def _laid_out(draw: random.Random, whole: torch.Tensor) -> Any:
-    """A tensor in a random layout on four ranks. Collective, drawn alike on all of them."""
+    """Return a tensor in a random layout on four ranks. Collective, with the same draws on all ranks."""
     rows, dims = whole.shape[0], whole.dim()
     kind = draw.choice(["plain", "replicated", "line", "square", "spec"])
     if kind == "plain":
@@ -851,7 +851,7 @@ def test_random_layouts_one_after_the_other(tmp_path: Path) -> None:
     assert run_ranks(_one_after_the_other, str(tmp_path), 1, timeout=400) == [[]] * 4
 
 
-# -- what is altered on its way
+# -- pieces that are altered in transit
 
 
 def _altered_on_its_way(url: str) -> list[str]:
@@ -866,7 +866,7 @@ def _altered_on_its_way(url: str) -> list[str]:
     with altered_message(2), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         zarrckpt.load(target, url, options=zarrckpt.LoadOptions(share_reads=True))
-    # It has read from the store what did not arrive.
+    # It has read the altered piece from the store instead.
     assert held_of(target) == held_of(state)
     assert any("altered" in str(one.message) for one in told) == (dist.get_rank() == 2)
     zarrckpt.load(target, url, options=zarrckpt.LoadOptions(share_reads=True))
@@ -877,11 +877,11 @@ def test_what_is_altered_between_ranks_is_neither_saved_nor_loaded(tmp_path: Pat
     assert not any(run_ranks(_altered_on_its_way, str(tmp_path / "run")))
 
 
-# -- what fails while a bundle is waited for
+# -- failures while a rank waits for a bundle
 
 
 class _FailingStore(MemoryStore):
-    """A store whose puts of one entry's chunks take their time, and fail on the first rank."""
+    """A store whose puts of one entry's chunks are slow, and fail on the first rank."""
 
     max_concurrency = 2
 
@@ -893,7 +893,7 @@ class _FailingStore(MemoryStore):
 
 
 def _a_put_fails_while_others_wait_to_begin() -> None:
-    """The rank's threads are all busy with its own chunks, and the chunks of a bundle in line behind them."""
+    """Occupy all of the rank's threads with its own chunks. A bundle's chunks wait for a thread."""
     mesh = mesh_of([0, 1])
     state = {"big": sharded(torch.randn(1024, 1024), mesh, 0)}
     state |= {f"small{number}": sharded(torch.randn(64, 64), mesh, 0) for number in range(12)}

@@ -1,4 +1,4 @@
-"""A save that failed removes what it wrote, unless it may be committed; what is left, and what ``recover`` says."""
+"""A failed save removes what it wrote, unless it may be committed. Checks what stays, and what ``recover`` reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = "zarr.json"
 
 
 def left(url: str | Path) -> set[str]:
-    """The files below a url but claim and markers."""
+    """Return the files below a url except claim and markers."""
     files = {str(path.relative_to(url)) for path in Path(url).rglob("*") if path.is_file()}
     return {name for name in files if not (name.startswith("@zarrckpt/") and name.endswith("zarr.json"))} | {
         name for name in files if name.count("/") > 2 and name.startswith("@zarrckpt/")
@@ -76,7 +76,7 @@ def test_a_checkpoint_on_a_full_disk_can_be_removed(small_disk: Path) -> None:
 
 
 def test_a_disk_that_is_full_when_the_root_is_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is an answer: nothing was committed, and nothing will be."""
+    """The store has answered: nothing was committed, and nothing will be."""
     create, replace = _local_commit.create_file, _local_commit.replace_file
 
     def full(path: str, *more: Any) -> bool:
@@ -133,7 +133,7 @@ def test_whatever_fails_before_the_root_is_put_is_removed(by_dcp: bool, fault: F
 
 @pytest.mark.parametrize("fault", [FAIL, FAIL_AFTER])
 def test_nothing_is_removed_once_the_root_was_sent(fault: Fault, tmp_path: Path) -> None:
-    """Its answer is lost, and so is what is read to find out."""
+    """The answer to the put is lost, and the read that would find out fails."""
     sent = []
 
     def rule(call: Call) -> Fault | None:
@@ -152,7 +152,7 @@ def test_nothing_is_removed_once_the_root_was_sent(fault: Fault, tmp_path: Path)
 
 
 def test_a_root_that_was_refused_and_arrives_later() -> None:
-    """Its first put is under way while its repeats are refused: the base is still there then, and the put will do."""
+    """Its first put is under way while its repeats are refused. The base still exists, so the put will succeed."""
     shelf, sent = Shelf({}), []
 
     def ask(op: Op) -> Any:
@@ -170,7 +170,7 @@ def test_a_root_that_was_refused_and_arrives_later() -> None:
 
 
 def test_a_root_whose_folder_was_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there, and its name may not outlive a power cut: so the folder is synced before the save succeeds."""
+    """The root exists, but its name may not survive a power cut. So the folder is synced before the save succeeds."""
     folder, sync, refused, synced = tmp_path / "a", os.fsync, [], []
 
     def once(file: int) -> None:
@@ -198,7 +198,7 @@ def test_doctor_and_open_after_a_save_that_failed(tmp_path: Path) -> None:
     found = CliRunner().invoke(main, ["doctor", str(tmp_path / "a")])
     assert found.exit_code == 0 and "failed" in found.stdout
     assert [line.split()[4:5] for line in found.stdout.splitlines() if "run: " in line] == [["--stopped"]]
-    # What a rank that was cut off writes.
+    # Objects that a rank writes after it was cut off.
     (tmp_path / "a" / "w").mkdir()
     (tmp_path / "a" / "w" / "c.0").write_bytes(b"late")
     found = CliRunner().invoke(main, ["doctor", str(tmp_path / "a")])
@@ -210,7 +210,7 @@ def test_doctor_and_open_after_a_save_that_failed(tmp_path: Path) -> None:
 
 
 def test_recover_removes_what_a_failed_save_could_not(tmp_path: Path) -> None:
-    """Its own deletions failed as well."""
+    """The save's own deletions failed as well."""
     failed = []
 
     def rule(call: Call) -> Fault | None:
@@ -226,7 +226,7 @@ def test_recover_removes_what_a_failed_save_could_not(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_gone_is_asked_once_more(tmp_path: Path) -> None:
-    """The error is not to wait for many requests that all take as long as they may."""
+    """The error must not wait for many requests that each run into their timeout."""
     gone: list[Call] = []
 
     def rule(call: Call) -> Fault | None:
@@ -237,7 +237,7 @@ def test_a_store_that_is_gone_is_asked_once_more(tmp_path: Path) -> None:
     store.max_concurrency = 1
     with pytest.raises(zarrckpt.StorageError, match="put"):
         zarrckpt.save(state(1), store)
-    # What failed, whether another save has committed, the deletion.
+    # The failed put, the read whether another save has committed, and the deletion.
     assert sorted(call.verb for call in gone) == ["delete", "get", "put"]
     assert len(zarrckpt.recover(tmp_path / "a").kept) == 1
 
@@ -252,7 +252,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _save_with_a_limit(url: str, failing: int, small: bool) -> None:
-    """One rank's files may have 64 KiB: the kernel refuses what goes beyond, as a full quota does."""
+    """Limit one rank's files to 64 KiB. The kernel refuses more, as a full quota does."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
@@ -269,7 +269,7 @@ def _save(url: str, value: float) -> None:
 
 @pytest.mark.parametrize(("ranks", "failing", "small"), [(2, 0, False), (2, 1, True), (4, 2, False), (4, 0, True)])
 def test_one_rank_that_fails(ranks: int, failing: int, small: bool, tmp_path: Path) -> None:
-    """Apart, and where pieces move between the ranks."""
+    """With separate chunks, and with pieces that move between the ranks."""
     url = str(tmp_path / "a")
     for before in (None, 1):
         if before is not None:
@@ -326,7 +326,7 @@ def _save_by_dcp(url: str, failing: int) -> None:
 
 
 def test_a_rank_that_fails_under_dcp_removes_its_own(tmp_path: Path) -> None:
-    """DCP does not tell the others' writers: what they wrote stays for the next save."""
+    """DCP does not notify the others' writers. The next save deletes what they wrote."""
     url = tmp_path / "a"
     run_ranks(_save_by_dcp, str(url), 1, world_size=2)
     assert {path.name for path in url.rglob("w*/c.*")} == {"c.0.0"}
@@ -347,7 +347,7 @@ class _LateStore(FaultyStore):
 
 
 class _OwnDisk(FaultyStore):
-    """The disk of one host, at a path that all hosts have."""
+    """The disk of one host, at a path that exists on all hosts."""
 
     def __init__(self, disk: Path) -> None:
         super().__init__(disk)
@@ -355,7 +355,7 @@ class _OwnDisk(FaultyStore):
 
 
 def _save_to_own_disks(folder: str) -> list[str]:
-    """Each rank has a disk of its own at one path, and a server of its own at one url."""
+    """Save with a different disk on each rank at one path, and a different server on each rank at one url."""
     rank = dist.get_rank()
     disk, state = Path(folder) / f"disk{rank}", {"w": torch.ones(1 << 20), "step": 1}
     told = []

@@ -1,4 +1,4 @@
-"""The table of ``docs/explanation/ranks.md``: saves of real processes of which one fails, dies or is silent."""
+"""The table of ``docs/explanation/ranks.md``: saves of real processes in which one fails, dies or is silent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zarrckpt._state.local_state import LocalState
 
 WORLD = 4
 TIMEOUT = 2.0
-"""Of saves in which a rank is silent."""
+"""Timeout in seconds of saves in which a rank is silent."""
 
 
 def state(value: float) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def state(value: float) -> dict[str, Any]:
     rows = distribute_tensor(torch.full((64, 16), value), mesh, [Shard(0)])
     # Uneven: its pieces move between the ranks.
     uneven = distribute_tensor(torch.full((10, 16), value), mesh, [Shard(0)])
-    # Another description for each value: a plan that is kept is made in no step.
+    # Another description for each value, because a save with a kept plan would skip the planning steps.
     return {"rows": rows, "uneven": uneven, "step": int(value), f"only{value}": None}
 
 
@@ -72,7 +72,7 @@ STEPS: dict[str, tuple[type, str]] = {
 
 
 def _named(url: str, rank: int) -> list[str]:
-    """The error of a save, which names a rank, and by which nothing is committed."""
+    """Return the error of a save. Check that it names a rank, and that nothing is committed."""
     with pytest.raises(zarrckpt.CheckpointError) as caught:
         zarrckpt.save(state(1.0), url)
     told = [str(caught.value), *getattr(caught.value, "__notes__", [])]
@@ -117,7 +117,7 @@ def test_an_error_at_any_step_is_raised_by_all_and_names_its_rank_alone(tmp_path
 
 def _absences(folder: str) -> None:
     rank = dist.get_rank()
-    mesh_of_all = state(0.0)  # made before a rank stays away
+    mesh_of_all = state(0.0)  # made before a rank is absent
     zarrckpt.save(mesh_of_all, f"{folder}/first")
     for turn, connected in enumerate([True, False]):
         url = f"{folder}/absent-{turn}"
@@ -161,7 +161,7 @@ def test_ranks_with_other_plans_are_named_before_anything_is_written(tmp_path: P
 def _written_twice(url: str) -> None:
     part = SavePlan.part
     with patch.object(SavePlan, "part", lambda plan, rank: part(plan, 0)):
-        # Not durable: a rank could sync the file by its name just when the other one has unlinked it to make it anew.
+        # Not durable: a rank could sync the file by its name just when the other one has unlinked it to write it again.
         zarrckpt.save({"written_twice": torch.ones(3)}, url, options=zarrckpt.SaveOptions(durable=False))
 
 
@@ -198,7 +198,7 @@ def test_a_save_ends_without_the_default_group_and_the_next_group_saves(tmp_path
     run_ranks(_destroyed, str(tmp_path), world_size=WORLD)
 
 
-# -- ranks that do not
+# -- ranks that do not stay alive
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _save_with(fault: Fault, rank: int, folder: str, answers: Connection) -> Non
 
 @contextmanager
 def _after_the_root(act: Callable[[], None]) -> Iterator[None]:
-    """On the coordinator: the root document is put, and nobody has heard of it."""
+    """On the coordinator, call ``act`` when the root document is put and no other rank has received that."""
     from zarrckpt._commit import protocol
 
     commit = protocol.commit
@@ -249,7 +249,7 @@ def _after_the_root(act: Callable[[], None]) -> Iterator[None]:
 
 
 def outcomes(fault: Fault, folder: Path, seconds: float) -> dict[int, tuple[str, str]]:
-    """What became of the save on each rank that told it within so many seconds of the fault."""
+    """Return the outcome of the save on each rank that reports one within some seconds of the fault."""
     pipes, processes = {}, []
     for rank in range(WORLD):
         pipe, child = context.Pipe()

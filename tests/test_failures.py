@@ -1,10 +1,10 @@
-"""Each step of a save and of a load fails on each rank: it is named, nothing is committed, the next one works.
+"""Each step of a save and of a load fails on each rank: errors name it, nothing is committed, the next one works.
 
-First, the metadata of each kind of entry.
+First come tests of the metadata of each kind of entry.
 
 The states have pieces that ranks exchange, so a rank that fails before, in or after its exchange keeps others waiting
-for its pieces; they must not wait for a timeout. But of a rank that fails before our writer or reader is called, only
-DCP knows: the others stop waiting for it to join after a timeout, which is short here.
+for its pieces. They must not wait for a timeout. But if a rank fails before zarrckpt's writer or reader is called, only
+DCP notices. Then the others wait for it to join until a timeout, which is short here.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ ALL = (0, 1, 2, 3)
 MERGED, APART = SaveOptions(durable=False), SaveOptions(durable=False, min_piece_bytes=0)
 
 SECONDS = 30.0
-"""What a failing save or load may take. All take far less; what they must not do is wait for a timeout of a minute."""
+"""Maximum seconds of a failing save or load. All take far less, but none may wait for a timeout of a minute."""
 
 
 # -- metadata
 
 
 def _rows_on(ranks: Sequence[int], shape: tuple[int, ...], fill: float | None = None) -> Any:
-    """A ShardedTensor cut by rows over some of the ranks: the others are missing from its spec. Collective."""
+    """Return a ShardedTensor cut by rows over some ranks. Its spec lacks the others. Collective."""
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in ranks])
     made = sharded_tensor.empty(spec, *shape, dtype=torch.float64)
     for shard in made.local_shards():
@@ -75,7 +75,9 @@ def _metadata_state(specs: Sequence[Sequence[int]], fill: float | None = None) -
 
 
 def _metadata(url: str) -> tuple[Metadata, Metadata, list[bool]]:
-    """What DCP's own planners make of an entry of each kind, then what our reader says; and the way back."""
+    """Return the metadata of DCP's own planners for an entry of each kind, that of zarrckpt's reader,
+    and load results.
+    """
     saved = dcp.save(_metadata_state([ALL, (1,), (0, 3)]), storage_writer=ZarrStorageWriter(url))
     read = ZarrStorageReader(url).read_metadata()
     right = []
@@ -104,7 +106,7 @@ def test_metadata_of_each_kind_of_entry(tmp_path: Path) -> None:
                 assert entry.size == torch.Size([10, 4]) and entry.properties.dtype == torch.float64
 
 
-# -- what fails, and where
+# -- failing steps
 
 
 class Injected(Exception):
@@ -113,7 +115,7 @@ class Injected(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A step that fails on some ranks: ``after`` its own work is done instead of before."""
+    """A step that fails on some ranks: with ``after``, after the step's own work instead of before."""
 
     step: str
     ranks: tuple[int, ...]
@@ -122,13 +124,13 @@ class Case:
 
 @dataclass
 class Fault:
-    """What is to fail on this rank; nothing while ``case`` is None."""
+    """The step that fails on this rank, none while ``case`` is None."""
 
     case: Case | None = None
     calls: int = 0
 
     def strike(self, step: str, *, after: bool = False, call: int = 0) -> None:
-        """Raise if this is the step; in steps that are called often, at the call of that number."""
+        """Raise if this is the step. In steps with many calls, raise at the call of that number."""
         case = self.case
         if case is None or case.step != step or case.after != after or dist.get_rank() not in case.ranks:
             return
@@ -137,7 +139,7 @@ class Fault:
             raise Injected(f"rank {dist.get_rank()} fails {'after' if after else 'before'} {step}")
 
     def failing(self, step: str, future: Future[Any]) -> Future[Any]:
-        """A future that fails if this is the step, else the one given."""
+        """Return a failed future if this is the step, else the given one."""
         try:
             self.strike(step)
         except Injected as err:
@@ -214,13 +216,13 @@ class FaultySavePlanner(ZarrSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         self.fault.strike("resolve_data")
-        # By then this rank has been through the checks before its first put, and is within its exchange.
+        # By then this rank has passed the checks before its first put, and is within its exchange.
         self.fault.strike("resolve_data", after=True, call=len(self.plan.items) + 1)
         return super().resolve_data(write_item)
 
 
 class Wrapper(StorageWriter):
-    """A writer around another one, which it does not reach on the ranks that fail."""
+    """A writer around another one, which it does not call on the failing ranks."""
 
     def __init__(self, inner: ZarrStorageWriter, fault: Fault) -> None:
         self.inner = inner
@@ -341,19 +343,19 @@ class FaultyLoadPlanner(ZarrLoadPlanner):
 
 @dataclass
 class Told:
-    """What one case came to on one rank, for the test to look at: an assertion here would leave other ranks waiting."""
+    """The outcome of one case on one rank, checked by the test. An assertion in the rank would leave others waiting."""
 
     case: Case
     failures: list[int] | None = None
-    """The ranks that are named as failed; None where the call did not raise."""
+    """The ranks that are named as failed. None if the call did not raise."""
     errors: set[str] = field(default_factory=set)
     seconds: float = 0.0
     opened: bool = False
-    """Whether something was committed."""
+    """Whether a checkpoint was committed."""
     touched: bool = False
     """Whether a target of a load was changed."""
     next_wrong: list[str] = field(default_factory=list)
-    """What the next save or load got wrong."""
+    """Wrong entries of the next save or load."""
 
 
 def _fails(told: Told, call: Callable[[], Any]) -> None:
@@ -376,7 +378,7 @@ def _works(call: Callable[[], Any]) -> list[str]:
 
 @contextmanager
 def _absent_ranks_are_missed_soon(case: Case) -> Iterator[None]:
-    """Where a rank fails before it joins the others."""
+    """Shorten the timeout if a rank fails before it joins the others."""
     absent = case.step in NEVER_JOINS or (case.step in ("write_data", "read_data") and not case.after)
     with mock.patch.object(links, "CONNECT_TIMEOUT", timedelta(seconds=0.5) if absent else links.CONNECT_TIMEOUT):
         yield
@@ -434,7 +436,7 @@ def _fail_loads(url: str, cases: Sequence[Case], coordinator: int, options: Load
 
 
 def _check(answers: Sequence[Sequence[Told]], named: Sequence[int] | None = None, error: str = "Injected") -> None:
-    """Every rank names exactly the ranks that failed, soon; nothing is committed; the next one works."""
+    """Check that every rank soon names exactly the failed ranks, nothing is committed, and the next call works."""
     for row in zip(*answers, strict=True):
         for rank, told in enumerate(row):
             assert told.failures == list(told.case.ranks if named is None else named), (rank, told)
@@ -450,7 +452,7 @@ NEVER_JOINS = {
     "future of no read",
     "resolve_tensor",
 }
-"""Steps that a rank comes to before it joins the others, and after the plan has made them expect it."""
+"""Steps that a rank reaches before it joins the others, but after the plan made them expect it."""
 
 EVERYWHERE = [(0,), (1,), (2,), (3,)]
 SEVERAL = [(0, 3), ALL]
@@ -462,7 +464,7 @@ def _cases(steps: Sequence[str], afters: Sequence[str], ranks: Sequence[tuple[in
 
 
 def _cases_in_turn(coordinator: int, steps: Sequence[str], afters: Sequence[str]) -> list[Case]:
-    """Each step on the coordinator, and on one of the others in turn."""
+    """Return each step on the coordinator, and on one of the others in turn."""
     cases = []
     for number, (step, after) in enumerate([*((step, False) for step in steps), *((step, True) for step in afters)]):
         other = (coordinator + 1 + number % 3) % len(ALL)
@@ -495,7 +497,7 @@ def test_each_step_of_a_save_fails_on_each_rank(coordinator: int, tmp_path: Path
 
 
 def test_saves_that_fail_on_several_ranks(tmp_path: Path) -> None:
-    # Not within their exchange: there the first one to fail keeps the others from it.
+    # Not within their exchange: there the first rank that fails keeps the others from failing.
     cases = _cases(SAVE_STEPS, [step for step in SAVE_AFTERS if step != "resolve_data"], SEVERAL)
     _check(run_ranks(_fail_saves, str(tmp_path), cases, 1, MERGED, timeout=600))
 
@@ -507,7 +509,7 @@ def test_saves_whose_pieces_move_only_where_they_fit_no_grid(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("options", [MERGED, APART], ids=["merged", "apart"])
 def test_a_rank_that_writes_nothing_in_silence(options: SaveOptions, tmp_path: Path) -> None:
-    """No rank has failed, but the coordinator counts."""
+    """No rank has failed, but the coordinator counts the written chunks."""
     cases = _cases(["write_data of a wrapper, in silence"], [], [*EVERYWHERE, *SEVERAL])
     answers = run_ranks(_fail_saves, str(tmp_path), cases, 1, options, timeout=600)
     _check(answers, named=[1], error="IncompleteSaveError")
@@ -542,7 +544,7 @@ def test_failures_on_s3(moto_bucket: S3Place) -> None:
 
 # -- loads
 
-# Nothing is touched before the last of these has passed on all ranks.
+# No target is changed before the last of these has succeeded on all ranks.
 LOAD_PLANS = ["set_up_planner", "set_up_storage_reader", "create_local_plan", "prepare_local_plan"]
 LOAD_READS = [
     "finish_plan",
@@ -557,7 +559,7 @@ LOAD_READS = [
 
 @pytest.mark.parametrize("coordinator", [0, 3])
 def test_each_step_of_a_load_fails_on_each_rank(coordinator: int, tmp_path: Path) -> None:
-    """With replicas read once: ranks wait for what others read."""
+    """With replicas read once: ranks wait for bytes that others read."""
     url = str(tmp_path / "good")
     run_ranks(_save_good, url)
     planning = _cases_in_turn(coordinator, LOAD_PLANS, ["set_up_storage_reader", "prepare_local_plan"])
@@ -588,7 +590,7 @@ def _save_good(url: str) -> None:
 
 @pytest.mark.parametrize("coordinator", [0, 3])
 def test_ranks_that_cannot_read_the_metadata(coordinator: int, tmp_path: Path) -> None:
-    """DCP has an error of its own for them."""
+    """DCP raises a separate error for them."""
     url = str(tmp_path / "good")
     run_ranks(_save_good, url)
     cases = _cases(["read_metadata"], [], [*EVERYWHERE, *SEVERAL])

@@ -1,4 +1,4 @@
-"""What was saved is what zarr-python, TensorStore and xarray read, without this package's help."""
+"""zarr-python, TensorStore and xarray read the saved numbers without this package's help."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 @dataclass
 class Saved:
-    """A checkpoint: where, the path of its tree with a "/" behind it, and fqn -> tensor."""
+    """A checkpoint: its url, the path of its tree with a trailing "/", and fqn -> tensor."""
 
     url: str
     tree: str
     tensors: dict[str, torch.Tensor]
 
     def expected(self, prefix: str = "") -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-        """What readers find below the tree: path -> type, shape, bytes."""
+        """Return the expected contents below the tree: path -> type, shape, bytes."""
         paths = zarrckpt.open(self.url).node_path
         found = {paths(fqn).removeprefix(self.tree): bits(tensor) for fqn, tensor in self.tensors.items()}
         return {path.removeprefix(prefix): item for path, item in found.items() if path.startswith(prefix)}
@@ -80,7 +80,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     zarrckpt.save(state, url, overwrite=True, options=zarrckpt.SaveOptions(durable=False))
     tree = zarrckpt.open(url).tree
     assert bool(tree) == over
-    # What zarr-python calls chunks, where there are shards, are our subchunks.
+    # For arrays with shards, zarr-python's "chunks" are this package's subchunks.
     large = zarr.open_group(url, mode="r")[f"{tree}/large/w" if tree else "large/w"]
     assert isinstance(large, zarr.Array) and large.shards is not None and large.chunks[1] == large.shape[1]
     return Saved(url, f"{tree}/" if tree else "", flat(state))
@@ -91,7 +91,7 @@ BOXES = [[[0, 4100], [0, 1]], [[7, 9], [0, 1200]], [[1000, 3000], [100, 900]], [
 
 @pytest.fixture(scope="module")
 def found(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What zarr-python and xarray found, in a process that imports only them and lets no warning pass."""
+    """Return what zarr-python and xarray read in a process that imports only them and treats warnings as errors."""
     url = {"url": saved.url}
     steps = [
         ("zarr_all", url),
@@ -109,13 +109,13 @@ def test_zarr_reads_every_array(saved: Saved, found: dict[str, Any]) -> None:
 
 
 def test_zarr_reads_parts(saved: Saved, found: dict[str, Any]) -> None:
-    """Of an array with subchunks."""
+    """Parts of an array with subchunks."""
     whole = saved.tensors["large.w"]
     assert found["zarr_parts"] == [bits(whole[tuple(slice(*pair) for pair in box)]) for box in BOXES]
 
 
 def test_zarr_finds_the_same_nodes_by_listing(saved: Saved, found: dict[str, Any]) -> None:
-    """No object is in a place that zarr-python warns of, and the listing has the same nodes as the root."""
+    """zarr-python warns of no object, and the listing has the same nodes as the root."""
     paths = {*saved.expected()}
     groups = {"/".join(path.split("/")[:depth]) for path in paths for depth in range(1, path.count("/") + 1)}
     nodes = {f"{saved.tree}{path}" for path in paths | groups} | ({saved.tree[:-1]} if saved.tree else set())
@@ -206,7 +206,7 @@ def test_tensorstore_reads_parts(saved: Saved) -> None:
 
 @pytest.mark.parametrize("path", ["square/float32", "large/w"])
 def test_both_check_what_they_read(saved: Saved, path: str) -> None:
-    """A flipped bit raises in both, since the checksums are codecs of Zarr."""
+    """A flipped bit raises in both, because the checksums are codecs of Zarr."""
     file = Path(saved.url, f"{saved.tree}{path}", "c.0.0")
     original = file.read_bytes()
     file.write_bytes(bytes([original[0] ^ 1]) + original[1:])
@@ -221,7 +221,7 @@ def test_both_check_what_they_read(saved: Saved, path: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
 def test_fill_values_stand_out_in_both(name: str, tmp_path: Path) -> None:
-    """A chunk that is gone reads as what no weight is, the same in both."""
+    """A missing chunk reads as a value that no weight has, the same in both."""
     url = str(tmp_path / "ck")
     zarrckpt.save({"w": random_tensor(name, (3,))}, url)
     Path(url, "w", "c.0").unlink()

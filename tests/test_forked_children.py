@@ -28,7 +28,7 @@ STATE = {"w": torch.arange(6.0)}
 
 @contextmanager
 def locks_are_held() -> Iterator[None]:
-    """Another thread holds all locks of the package for a while."""
+    """Hold all locks of the package in another thread during the block."""
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -57,7 +57,7 @@ def raised(call: Callable[[], object]) -> str:
 
 
 def use(folder: Path, checkpoint: Any, array: Any, inherited: dict[str, Any]) -> dict[str, str]:
-    """Use objects of the parent in a child; return the names of the errors."""
+    """Use objects of the parent in a child. Return the names of the errors."""
     manager, saved, saving = (inherited.get(name) for name in ("manager", "saved", "saving"))
     assert checkpoint["w"][:].tolist() == array[:].tolist() == STATE["w"].tolist()
     url = str(folder / f"child-{os.getpid()}")
@@ -153,6 +153,6 @@ manager.close()
 
 
 def test_workers_that_are_forked_during_saves_end_without_a_wait(tmp_path: Path) -> None:
-    # 30 workers: one that waits for its parent's deletions takes 5 s to end.
+    # 30 workers. A worker that waits for its parent's deletions takes 5 s to end.
     command = [sys.executable, "-c", LOADERS, str(tmp_path / "run")]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=90)

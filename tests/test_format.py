@@ -1,4 +1,4 @@
-"""What was saved is what the format page says: read back by a reader written from that page alone."""
+"""Stored bytes follow the format page: a reader that was written from that page alone reads them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "format.md"
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """A tensor's elements in C order."""
+    """Return a tensor's elements in C order."""
     tensor = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(torch.uint8).numpy().tobytes()
 
@@ -155,7 +155,7 @@ VALUES: dict[str, Any] = {
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in type and value at every depth."""
+    """Whether values are equal in type and value at every depth."""
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):
@@ -260,7 +260,7 @@ def test_an_overwritten_checkpoint(tmp_path: Path) -> None:
     assert reader.own["history"] == [saves[1], saves[0]]
     check_tensors(reader, {f"model.{name}": tensor for name, tensor in state["model"].items()})
     assert reader.value("step") == 2
-    # What the page says is stored, and nothing else.
+    # Exactly the keys of the format page are stored.
     stored = {str(path.relative_to(tmp_path / "ck")) for path in (tmp_path / "ck").rglob("*") if path.is_file()}
     tree, house = reader.tree, "@zarrckpt"
     assert {key for key in stored if not key.startswith(house)} == {

@@ -1,6 +1,6 @@
-"""Checkpoints that the first version of the format wrote read for ever, and newer ones are refused by name.
+"""Checkpoints that the first version of the format wrote open forever. Newer formats are refused with their number.
 
-The files in ``golden/`` are never written again; ``make_golden.py`` says what is in them.
+The files in ``golden/`` are never written again. ``make_golden.py`` describes their contents.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal to the last bit and to the type, containers and their order included."""
+    """Whether two values are equal to the last bit and in type, including containers and their order."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -91,7 +91,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def blank(value: Any) -> Any:
-    """A target like a state: its tensors empty, no value what it was."""
+    """Return a target like a state, with empty tensors and other values."""
     if isinstance(value, torch.Tensor):
         return torch.zeros_like(value)
     if isinstance(value, Mapping) and value:
@@ -108,7 +108,7 @@ def unpacked(name: str, folder: Path) -> Path:
 
 
 def flat(value: Any, keys: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """The leaves of a state by fqn; a list of nothing but values is one, as an empty dict is."""
+    """Return the leaves of a state by fqn. A list of only values is one leaf, like an empty dict."""
     nested = isinstance(value, Mapping) and value
     if isinstance(value, list) and any(isinstance(item, torch.Tensor | Mapping | list) for item in value):
         nested, value = True, dict(enumerate(value))
@@ -118,13 +118,13 @@ def flat(value: Any, keys: tuple[Any, ...] = ()) -> dict[str, Any]:
 
 
 def description(name: str) -> dict[str, Any]:
-    """The JSON file beside a golden checkpoint."""
+    """Return the JSON file beside a golden checkpoint."""
     found: dict[str, Any] = json.loads((golden.GOLDEN / f"{name}.json").read_bytes())
     return found
 
 
 class PageReader:
-    """The reader on the first screen of the format page, or one with a text of it replaced."""
+    """The reader at the top of the format page, or the same with a text of it replaced."""
 
     def __init__(self, folder: Path, old: str = "", new: str = "") -> None:
         code = re.search("```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
@@ -134,7 +134,7 @@ class PageReader:
         self._reader: Any = names["Reader"](folder)
 
     def tensors(self) -> dict[str, tuple[str, list[int], str]]:
-        """The name of the dtype, the shape and the SHA-256 of each tensor."""
+        """Return the name of the dtype, the shape and the SHA-256 of each tensor."""
         found = {}
         for fqn, entry in self._reader.own["entries"].items():
             if not {"value", "encoding"} & entry.keys():
@@ -154,17 +154,17 @@ def test_it_opens_reads_loads_and_verifies(name: str, tmp_path: Path) -> None:
     ckpt = zarrckpt.open(folder, allow_pickle=True)
     assert (ckpt.verify(), ckpt.verify(quick=True)) and not ckpt.verify().damages
     assert same(ckpt.metadata, METADATA.get(name, {}))
-    # The whole state, made anew: names, keys, containers, order.
+    # The whole state as new objects: names, keys, containers, order.
     target: dict[str, Any] = dict.fromkeys(expected)
     zarrckpt.load(target, folder, allow_pickle=True)
     assert same(target, expected)
-    # Into what is there, and each entry by itself. (A list that has closed its gaps has other positions.)
+    # Into existing targets, and each entry separately. (A list that has closed its gaps has other positions.)
     target = {key: blank(value) for key, value in expected.items()}
     if name != "part":
         zarrckpt.load(target, folder, allow_pickle=True)
         assert same(target, expected)
     arrays = ckpt.read()
-    reader = Reader(folder)  # which knows the format page alone
+    reader = Reader(folder)  # it follows only the format page
     assert arrays and list(reader.entries) == list(ckpt) and same(reader.metadata, ckpt.metadata)
     for fqn, array in arrays.items():
         assert (array.dtype.name, list(array.shape), array.tobytes()) == reader.tensor(fqn), fqn
@@ -175,9 +175,9 @@ def test_it_opens_reads_loads_and_verifies(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_json_beside_it_says_what_is_in_it(name: str, tmp_path: Path) -> None:
     folder, described = unpacked(name, tmp_path), description(name)
-    assert golden.description(folder) == described  # that is what the library finds
+    assert golden.description(folder) == described  # the library finds the same
     tensors, reader = PageReader(folder).tensors(), Reader(folder)
-    # A part of a list closes its gaps; fqns keep the positions.
+    # A part of a list closes its gaps. Fqns keep the positions.
     expected = flat(EXPECTED[name]) if name != "part" else {}
     for fqn, said in described["entries"].items():
         keys = tuple(key for _, key in reader.keys(fqn))
@@ -270,7 +270,7 @@ def test_what_four_ranks_saved_loads_on_two(tmp_path: Path) -> None:
 
 
 def edited(folder: Path, change: dict[str, Any]) -> Path:
-    """Another root document, with the right checksum."""
+    """Put another root document, with a valid checksum."""
     document = json.loads((folder / "zarr.json").read_bytes())
     document["attributes"]["zarrckpt"].update(change)
     return golden.seal(folder, document)

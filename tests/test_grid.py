@@ -106,7 +106,7 @@ def test_ravel_is_numpy_s(counts: list[int], data: st.DataObject) -> None:
 
 
 def torch_chunks(n: int, parts: int) -> list[tuple[int, int]]:
-    """(offset, size) of ``torch.chunk``, which gives fewer parts where the last would be empty."""
+    """Return (offset, size) of ``torch.chunk``, which gives fewer parts if the last would be empty."""
     sizes = [len(part) for part in torch.arange(n).chunk(parts)]
     return list(zip([0, *itertools.accumulate(sizes)], sizes, strict=False))
 
@@ -120,7 +120,7 @@ def sharded(draw: st.DrawFn) -> tuple[Ints, list[Box]]:
 
 
 def check_cover(grid: Grid, itemsize: int) -> None:
-    """Subchunks are runs that divide chunks, of sensible sizes; what is padded beyond the array is little."""
+    """Check that subchunks are runs of sensible sizes that divide chunks, with little padding beyond the array."""
     nbytes = math.prod(grid.chunk_shape) * itemsize
     if grid.subchunk_shape is None:
         return
@@ -131,7 +131,7 @@ def check_cover(grid: Grid, itemsize: int) -> None:
 
 
 def misplaced(grid: Grid, boxes: list[Box]) -> int:
-    """How far a box's edges are from a chunk's, at most, in elements along a dimension."""
+    """Return the maximum distance of a box's edges from a chunk's, in elements along a dimension."""
     edges = (
         (edge, chunk)
         for box in boxes
@@ -143,21 +143,21 @@ def misplaced(grid: Grid, boxes: list[Box]) -> int:
 
 
 def check_fit(grid: Grid, boxes: list[Box]) -> None:
-    """Every box is a union of whole chunks, clipped at the array's end only."""
+    """Check that every box is a union of whole chunks, clipped at the array's end only."""
     assert misplaced(grid, boxes) == 0
 
 
 @settings(deadline=None)
 @given(sharded(), st.sampled_from([1, 2, 4, 8, 16]))
 def test_torch_s_shards_are_one_chunk_each(case: tuple[Ints, list[Box]], itemsize: int) -> None:
-    """But where their extents divide into no subchunks."""
+    """Except if their extents divide into no subchunks."""
     shape, boxes = case
     total = math.prod(shape) * itemsize
     grid = choose_grid(shape, boxes, itemsize, max_chunk_bytes=max(total, 1))
     check_cover(grid, itemsize)
     step = tuple(max(box.shape[dim] for box in boxes) for dim in range(len(shape)))
     if math.prod(step) * itemsize <= USUAL_SUBCHUNK[1]:
-        # So small ones stay as they are along what is cut.
+        # So small ones keep their extents along the dimensions that are cut.
         assert all(c == s or s == n for c, s, n in zip(grid.chunk_shape, step, shape, strict=True))
     assert all(s <= c <= s + s // 16 for c, s in zip(grid.chunk_shape, step, strict=True))
     assert math.prod(grid.chunk_shape) <= math.prod(step) * 17 / 16
@@ -205,7 +205,7 @@ def rows(n: int, parts: int, columns: int) -> list[Box]:
 @pytest.mark.parametrize(
     ("shape", "boxes"),
     [
-        # A vocabulary with one added token: 16001 rows are prime, and one chunk a row would be 32001 objects.
+        # A vocabulary with one added token: 16001 rows are prime. One chunk per row would be 32001 objects.
         ((32001, 4096), rows(32001, 2, 4096)),
         ((128259, 4096), rows(128259, 7, 4096)),
         ((50257, 4096), rows(50257, 4, 4096)),
@@ -224,7 +224,7 @@ def test_awkward_sizes_have_few_objects_and_subchunks_and_move_little(shape: Int
     assert math.prod(grid.chunk_shape) * 4 <= MAX_CHUNK_BYTES * 17 / 16
     assert grid.num_chunks <= 8 * max(len(boxes), math.prod(shape) * 4 / MAX_CHUNK_BYTES)
     assert grid.subchunk_shape is not None
-    # Of the longest extent, so many elements, to the owner of the next chunk.
+    # At most 1/50 of the longest extent moves to the owner of the next chunk.
     assert misplaced(grid, boxes) * 50 <= max(max(box.shape) for box in boxes)
 
 
@@ -281,7 +281,7 @@ MOST_ALONE = {
 @pytest.mark.parametrize("itemsize", [4, 2])
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_mesh_reads_little_more_than_it_needs(change: str, itemsize: int) -> None:
-    """The weights of a Llama 3 8B layer: ranks together fetch each byte once, whatever they were cut by."""
+    """The weights of a Llama 3 8B layer: together, the ranks fetch each byte once, for any earlier sharding."""
     fetched, handed = together(*CHANGES[change], itemsize)
     assert fetched <= 1.01 and handed < 1
     assert alone(*CHANGES[change], itemsize) <= MOST_ALONE[change]

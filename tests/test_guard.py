@@ -1,4 +1,4 @@
-"""What is committed is whole, stays as it is, and is replaced at once or not at all."""
+"""A committed checkpoint is whole, stays unchanged, and is replaced at once or not at all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _holds(url: str | Path, value: float, **options: Any) -> bool:
-    """Whether a checkpoint opens and holds :func:`_state` of one value, whole."""
+    """Whether a checkpoint opens and holds the whole :func:`_state` of one value."""
     target = {**_state(-1), "step": None, "blob": None}
     zarrckpt.load(target, url, **options)
     same = [target["w"].eq(value).all(), target["deep"]["b"].eq(value).all()]
@@ -44,7 +44,7 @@ def _holds(url: str | Path, value: float, **options: Any) -> bool:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, with its bytes."""
+    """Return every file below a folder, with its bytes."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -52,7 +52,7 @@ def _folders(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-# -- a committed checkpoint is in the way
+# -- a committed checkpoint already exists
 
 
 def _save(url: str, value: float, overwrite: bool = False) -> None:
@@ -98,13 +98,13 @@ def test_overwriting_switches_at_once(tmp_path: Path) -> None:
     assert seen and all(seen) and _holds(url, 2)
     zarrckpt.save(_state(3), url, overwrite=True)
     checkpoint = zarrckpt.open(url)
-    # Only what belongs to the newest is left.
+    # Only the newest checkpoint's objects are left.
     assert _folders(url) == {"zarr.json", "@zarrckpt", checkpoint.tree}
     assert _folders(url / "@zarrckpt") == {"zarr.json", checkpoint.save_id}
     assert _holds(url, 3)
 
 
-def test_who_holds_a_replaced_checkpoint_reads_it_whole_until_it_is_deleted(tmp_path: Path) -> None:
+def test_an_open_replaced_checkpoint_reads_whole_until_it_is_deleted(tmp_path: Path) -> None:
     url = tmp_path / "one"
     zarrckpt.save(_state(1), url)
     old = zarrckpt.open(url)
@@ -129,7 +129,7 @@ def test_foreign_objects_are_refused(what: str, overwrite: bool, tmp_path: Path)
     assert _files(url) == before
 
 
-# -- readers of what is replaced
+# -- readers of a replaced checkpoint
 
 
 class OverwritingPlanner(DefaultLoadPlanner):
@@ -168,11 +168,11 @@ def test_a_reader_of_a_replaced_checkpoint_is_told(tmp_path: Path) -> None:
 
 
 class DeadError(Exception):
-    """The process is gone: nothing that it would still do happens."""
+    """The process is dead: it makes no further call."""
 
 
 class WatchedStore(Store):
-    """Records what is done to a store, and dies at a chosen operation, before or after it takes effect."""
+    """Records the operations on a store, and dies at a chosen one, before or after it takes effect."""
 
     def __init__(self, store: Store, log: list[tuple[str, tuple[str, ...]]], dies_at: int | None, after: bool) -> None:
         self._store, self._log, self._dies_at, self._after = store, log, dies_at, after
@@ -235,7 +235,7 @@ def _watched_save(
     after: bool = False,
     overwrite: bool = False,
 ) -> list[tuple[str, tuple[str, ...]]]:
-    """Save through a :class:`WatchedStore`, one operation after the other; return what was done."""
+    """Save through a :class:`WatchedStore`, one operation after the other. Return the operations."""
     log: list[tuple[str, tuple[str, ...]]] = []
     unwatched = StoreSpec.open
     with monkeypatch.context() as patch:
@@ -263,7 +263,7 @@ def test_the_root_document_is_written_last(overwrite: bool, tmp_path: Path, monk
     save_id = zarrckpt.open(url).save_id
     marker = f"@zarrckpt/{save_id}/zarr.json"
     assert ("put", (marker,)) in log[:2]
-    # Whatever the checkpoint is made of is durable before that.
+    # All objects of the checkpoint are durable before that.
     synced = {key for verb, keys in log[:root] if verb == "sync" for key in keys}
     tree = zarrckpt.open(url).tree
     written = {keys[0] for verb, keys in log[:root] if verb == "put"} - {marker, f"{tree}/zarr.json"}
@@ -330,12 +330,12 @@ def test_a_clean_up_that_fails_does_not_fail_the_save(tmp_path: Path, monkeypatc
 
 
 class DyingPlanner(DefaultSavePlanner):
-    """Some ranks' processes end, without a word, after they have written something."""
+    """Some ranks' processes end without notice after they have written some tensors."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__()
         self._dies = dist.get_rank() in ranks
-        self._left = 14  # each is asked for twice: to check all of them, then to write
+        self._left = 14  # each is requested twice: for the check of all of them, then for the write
 
     def resolve_data(self, write_item: Any) -> Any:
         self._left -= 1
@@ -377,7 +377,7 @@ def test_processes_that_die_leave_nothing_that_opens(who: str, tmp_path: Path) -
     assert _holds(url, 2)
     tree = zarrckpt.open(url).tree
     assert {info.key.partition("/")[0] for info in StoreSpec(url).open().list()} == {"zarr.json", "@zarrckpt", tree}
-    # A late write of the dead attempt meets nobody.
+    # A late write of the dead attempt changes no later checkpoint.
     late = tmp_path / "one" / ("w/c.0.0" if who == "the coordinator at the end" else "t3/c.0")
     late.parent.mkdir(exist_ok=True)
     late.write_bytes(b"late")
@@ -402,7 +402,7 @@ class MeetingPlanner(DefaultSavePlanner):
 
 
 def _race(url: str, overwrite: bool) -> str:
-    """Ranks 0 and 1 save ones, ranks 2 and 3 twos with a tensor more; both to one place."""
+    """Save ones on ranks 0 and 1, and twos with one more tensor on ranks 2 and 3, all to one url."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = dist.get_rank() // 2
     state = _state(mine + 1) | ({"more": torch.ones(3)} if mine else {})
@@ -428,7 +428,7 @@ def test_of_two_saves_at_once_exactly_one_commits(overwrite: bool, tmp_path: Pat
         assert all(answer.startswith("CheckpointExistsError('Checkpoint already exists") for answer in lost), lost
         checkpoint = zarrckpt.open(url)
         assert _holds(url, winner + 1) and ("more" in checkpoint) == bool(winner)
-        # Whatever the loser has left is gone with the next save.
+        # The next save deletes what the loser left.
         zarrckpt.save(_state(9), url, overwrite=True)
         assert _holds(url, 9)
         assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).tree}
@@ -465,7 +465,7 @@ def test_names_of_empty_folders_are_nothing(backend: str, moto_bucket: S3Place) 
     zarrckpt.remove(url, **options)
     put_names()
     zarrckpt.save(_state(4), url, **options)
-    # An object of the same name without "/" is somebody's.
+    # An object of the same name without "/" belongs to another program.
     moto_bucket.client().put_object(Bucket=moto_bucket.bucket, Key="run/step-1/_SUCCESS", Body=b"")
     with pytest.raises(zarrckpt.ForeignObjectsError, match="'_SUCCESS'"):
         zarrckpt.save(_state(5), url, overwrite=True, **options)

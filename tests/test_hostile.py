@@ -1,6 +1,6 @@
-"""A checkpoint made by somebody with bad intent raises only CheckpointErrors, runs nothing and touches nothing else.
+"""A hostile checkpoint raises only CheckpointErrors. Reading it runs no code from it and accesses nothing else.
 
-``hostile.py`` has the fuzzers and says how to run large campaigns. What they found once is here by name.
+``hostile.py`` has the fuzzers, and describes large campaigns. Their earlier findings are named tests here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zarrckpt.cli import main
 
 
 def fuzz(*arguments: str) -> str:
-    """Run campaigns in a process of their own."""
+    """Run campaigns in a separate process."""
     command = [sys.executable, str(Path(hostile.__file__)), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
@@ -53,15 +53,15 @@ def test_changed_documents_chunks_and_markers() -> None:
     told = fuzz("documents", "120", "bytes", "40", "chunks", "24", "markers", "30", "--seed", "5")
     assert told.count("0 faults") == 4
     opened = {line.split(":")[0]: int(line.split("cases, ")[1].split()[0]) for line in told.splitlines()}
-    assert all(opened.values())  # some of each kind get past the first door
+    assert all(opened.values())  # some of each kind open
 
 
 def test_documents_that_claim_more_than_there_is() -> None:
-    """Terabytes, products that overflow, thousands of dimensions: with little memory, and soon."""
+    """Terabytes, products that overflow, thousands of dimensions: all fail soon and with little memory."""
     assert "0 faults" in fuzz("shapes", "40", "--seed", "5", "--address-space", "3000000000")
 
 
-# -- what fuzzing has found
+# -- findings of the fuzzers
 
 
 @pytest.fixture
@@ -70,13 +70,13 @@ def forgery(tmp_path: Path) -> Forgery:
 
 
 def put(forgery: Forgery, fqn: str, path: str, keys: list[Any], value: Any = 1) -> None:
-    """One more value, with keys of its own."""
+    """Add a value with the given keys."""
     forgery.own["entries"][fqn] = {"path": path, "value": value}
     forgery.own["keys"][fqn] = keys
 
 
 def shape(forgery: Forgery, path: str, *extents: int, chunks: int | None = None) -> None:
-    """Another shape, in one chunk or in chunks of one element, and tables that say so."""
+    """Give an array another shape, in one chunk or in chunks of one element, with tables that fit."""
     node = forgery.nodes[path]
     node["shape"] = list(extents)
     node["chunk_grid"]["configuration"]["chunk_shape"] = [chunks or max(n, 1) for n in extents]
@@ -85,7 +85,7 @@ def shape(forgery: Forgery, path: str, *extents: int, chunks: int | None = None)
 
 
 def tree(forgery: Forgery, name: str) -> None:
-    """All nodes in a tree of some name."""
+    """Move all nodes into a tree of some name."""
     forgery.own["tree"] = name
     nodes = {f"{name}/{path}": node for path, node in forgery.nodes.items()}
     nodes[name] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
@@ -100,13 +100,13 @@ def nest(depth: int) -> list[Any]:
 
 
 def stack(forgery: Forgery, path: str, level: int, ranks: list[list[int]]) -> None:
-    """An array as one of several ranks' tensors."""
+    """Turn an array into a stack of several ranks' tensors."""
     shape(forgery, path, 4000)
     forgery.own["entries"][path.replace("/", ".")].update(ranks=ranks, level=level)
 
 
 def empty_stack(forgery: Forgery, number: int) -> None:
-    """A stack of a million ranks' empty tensors, which takes no table and no chunk."""
+    """Add a stack of a million ranks' empty tensors, which takes no table and no chunk."""
     path = f"s{number}/ranks"
     forgery.nodes[f"s{number}"] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
     forgery.nodes[path] = json.loads(json.dumps(forgery.nodes["model/w"]))
@@ -196,7 +196,7 @@ def test_the_same_without_a_change_opens(forgery: Forgery) -> None:
 
 @pytest.mark.parametrize(("extent", "chunks"), [(2**58, None), (2**40, 2**20), (2**30, 1), (2**45, 1)])
 def test_claims_are_not_believed_before_they_are_seen(extent: int, chunks: int | None, forgery: Forgery) -> None:
-    """Nothing is listed or allocated for chunks that nobody has stored, and nothing waits for memory for ever."""
+    """Nothing is listed or allocated for chunks that are not stored, and nothing waits forever for memory."""
     shape(forgery, "model/w", extent, chunks=chunks)
     forgery.write()
     ckpt = zarrckpt.open(forgery.folder)
@@ -216,7 +216,7 @@ def test_claims_are_not_believed_before_they_are_seen(extent: int, chunks: int |
 
 
 def test_a_chunk_that_is_claimed_to_be_huge_holds_nobody_up(forgery: Forgery) -> None:
-    """Memory that could not be had is not waited for."""
+    """A load does not wait for memory that it can never get."""
     for path in ("model/w", "model/half", "layers/0"):
         shape(forgery, path, 3, chunks=2**58)
     forgery.write()
@@ -249,12 +249,12 @@ def test_what_does_not_decompress_is_an_error_for_every_reader(tmp_path: Path) -
         ckpt = zarrckpt.open(forgery.folder)
         with pytest.raises(CorruptCheckpointError, match=r"'w'.*decompress"):
             ckpt.read()
-        with pytest.raises(RuntimeError):  # numcodecs' own: zarr-python decompresses
+        with pytest.raises(RuntimeError):  # raised by numcodecs: zarr-python decompresses
             ckpt["w"][:9]
 
 
 def test_tensors_of_many_dimensions(tmp_path: Path) -> None:
-    """As many as can be read are saved, and no more."""
+    """A tensor is saved if it has at most as many dimensions as can be read."""
     for dimensions in (32, 33, 63):
         tensor = torch.arange(2.0).reshape(2, *[1] * (dimensions - 1))
         zarrckpt.save({"w": tensor}, tmp_path / str(dimensions))
@@ -268,7 +268,7 @@ def test_tensors_of_many_dimensions(tmp_path: Path) -> None:
 
 
 def test_large_tensors_of_many_dimensions(tmp_path: Path) -> None:
-    """With several subchunks they are saved, put whole or in parts, and read."""
+    """With several subchunks, they are saved, put whole or in parts, and read."""
     tensor = torch.arange(512 * 1024).reshape(512, *[1] * 61, 1024)
     for url in (str(tmp_path / "local"), f"memory://{tmp_path.name}"):
         zarrckpt.save({"w": tensor}, url)
@@ -294,7 +294,7 @@ def test_values_whose_items_have_one_hash(forgery: Forgery) -> None:
 
 
 def test_what_readers_refuse_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets of equal hashes are saved in another encoding; keys of equal hashes, and very many lists, are refused."""
+    """Sets of equal hashes are saved in another encoding. Keys of equal hashes, and very many lists, are refused."""
     values = {"set": {*ONE_HASH}, "dict": {"inner": (dict.fromkeys(ONE_HASH),)}}
     zarrckpt.save(values, tmp_path / "ck")
     ckpt = zarrckpt.open(tmp_path / "ck")
@@ -309,7 +309,7 @@ def test_what_readers_refuse_is_not_saved(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_no_blob_runs_code(forgery: Forgery, tmp_path: Path) -> None:
-    """Each bomb under each encoding, by every way in; only ``allow_pickle`` opens the one that says it is a pickle."""
+    """Each bomb under each encoding, by every entry point. Only ``allow_pickle`` opens the one declared as a pickle."""
     target = tmp_path / "hit"
     for payload in hostile.bombs(target).values():
         for encoding, kind in [
@@ -353,7 +353,7 @@ def _read_bomb(folder: Path, allow: bool) -> None:
 
 
 def plant(folder: Path, where: str, **members: Any) -> None:
-    """A marker, in order but for what it says."""
+    """Put a marker that is valid except for its contents."""
     own = {"crc32c": "00000000", "format": 1, "attempt": where, "tree": "", "base": "0" * 32}
     own["started"] = "2026-11-21T15:01:31.559302Z"
     attributes = {"zarrckpt": {**own, "arrays": [], "groups": [], **members}}
@@ -371,7 +371,7 @@ CLEAN_UPS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("how", CLEAN_UPS)
 def test_a_marker_does_not_lead_to_what_is_committed(how: str, tmp_path: Path) -> None:
-    """One that names a committed tree's arrays, another save's tree, or what is another attempt's."""
+    """Markers that name a committed tree's arrays, another save's tree, or another attempt's objects."""
     for kind in ("plain", "tree"):
         folder = hostile.make(tmp_path / kind, kind)
         own = zarrckpt.open(folder)
@@ -413,7 +413,7 @@ def test_links_do_not_lead_outside(how: str, tmp_path: Path) -> None:
     (folder / "evil").symlink_to(outside)
     plant(folder, "1" * 32, arrays=["evil"])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an overwrite is committed, and says that it could not clean up
+        warnings.simplefilter("ignore")  # an overwrite is committed, and warns that it could not clean up
         try:
             {**CLEAN_UPS, "remove": zarrckpt.remove}[how](folder)
         except StorageError as err:
@@ -440,7 +440,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="link"):
         zarrckpt.save({"w": torch.ones(3)}, tmp_path / "ck")
     assert not list(outside.iterdir())
-    # A checkpoint's own folder, and what is above it, may be a link.
+    # A checkpoint's own folder, and the folders above it, may be links.
     (tmp_path / "real").mkdir()
     (tmp_path / "alias").symlink_to(tmp_path / "real")
     for _ in range(2):
@@ -453,7 +453,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 
 
 def special_file(path: Path, kind: str) -> None:
-    """Put a FIFO that nobody writes to, a device or a file of a terabyte in the place of a file."""
+    """Replace a file by a FIFO without a writer, a device, or a file of a terabyte."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     if kind == "fifo":
@@ -519,14 +519,14 @@ SPECIAL: dict[str, tuple[list[str], list[str]]] = {
     f"@zarrckpt/pins/{'0' * 32}/zarr.json": (["overwrite", "remove"], []),
     "../@run/zarr.json": (["restore"], ["ls"]),
 }
-"""File below a checkpoint -> the entry points that raise an error for it, and those that go on without it."""
+"""File below a checkpoint -> the entry points that raise an error for it, and those that continue without it."""
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
 @pytest.mark.parametrize("name", SPECIAL)
 def test_special_files_are_refused(kind: str, name: str, tmp_path: Path) -> None:
-    """Each entry point that reads such a file ends with an error, or goes on as with a damaged file."""
+    """Each entry point that reads such a file raises an error, or continues as with a damaged file."""
     zarrckpt.save({"w": torch.ones(4)}, tmp_path / "original/step-1")
     save_id = zarrckpt.open(tmp_path / "original/step-1").save_id
     refused, passed = SPECIAL[name]

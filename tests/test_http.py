@@ -1,4 +1,4 @@
-"""Checkpoints on a web server: every key is read by each client, and ``verify`` finds what is damaged and no more."""
+"""Checkpoints on a web server: every client reads every key, and ``verify`` finds the damage and no more."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NAMES = [
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Files, and ranges of them."""
+    """Serves files, and ranges of them."""
 
     protocol_version = "HTTP/1.1"
     lists: ClassVar[bool] = True
@@ -95,7 +95,7 @@ Serve = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Serve]:
-    """Serve a folder by a handler with such attributes; returns the url."""
+    """Serve a folder by a handler with the given attributes. The result is its url."""
     servers = []
 
     def start(folder: Path, **attributes: Any) -> str:

@@ -27,12 +27,12 @@ from zarrckpt._store import open_store
 from zarrckpt.cli import main
 
 WHOLE = torch.arange(6 * 2**20, dtype=torch.float64).reshape(-1, 2)
-"""48 MiB: chunks that go up in parts."""
+"""48 MiB: chunks that are uploaded in parts."""
 
 
 @pytest.fixture(autouse=True)
 def _no_warnings() -> Iterator[None]:
-    """A store whose conditional puts hold is not called best effort."""
+    """A store whose conditional puts hold gets no "best effort" warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*best effort", category=UserWarning)
         yield
@@ -46,7 +46,7 @@ def test_conditions_hold_whatever_e_tag_a_redirected_read_shows(e_tags: str, hub
     store.create("root", b"1")
     seen = store.get_versioned("root")
     store.replace("root", b"2", seen.version)
-    store.replace("root", b"2", seen.version)  # an answer was lost: ours already
+    store.replace("root", b"2", seen.version)  # an answer was lost: the object is already this writer's
     with pytest.raises(StorageError, match="not the version that was read"):
         store.replace("root", b"3", seen.version)
     store.delete(["root"])
@@ -55,7 +55,7 @@ def test_conditions_hold_whatever_e_tag_a_redirected_read_shows(e_tags: str, hub
     assert [item.key for item in store.list()] == []
 
 
-def test_an_object_that_changes_while_its_e_tag_is_asked_for_is_not_replaced(
+def test_an_object_that_changes_during_the_e_tag_request_is_not_replaced(
     hub_gateway: HubGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = hub_gateway.bucket()
@@ -84,7 +84,7 @@ def test_an_object_that_changes_while_its_e_tag_is_asked_for_is_not_replaced(
 
 
 def _all_of_it(url: str) -> None:
-    """Saves, overwrites, loads and DCP's door, on two ranks, with what the environment tells of the store."""
+    """Save, overwrite and load, also through DCP, on two ranks, with the store's options from the environment."""
     mesh = init_device_mesh("cpu", (2,))
 
     def state(step: int) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def test_everything_else_by_options(hub_gateway: HubGateway, tmp_path: Path) -> 
     latest = zarrckpt.latest(place.url("run"), storage_options=options)
     assert latest == url
     checkpoint = zarrckpt.open(url, storage_options=options)
-    # By plain zarr-python through s3fs, which the gateway answers itself.
+    # By plain zarr-python through s3fs. The gateway answers it without a redirect.
     checksums = dict.fromkeys(["request_checksum_calculation", "response_checksum_validation"], "when_required")
     group = zarr.open_group(url, mode="r", storage_options={**place.s3fs_options, "config_kwargs": checksums})
     assert torch.equal(torch.from_numpy(group["w"][-3:]), WHOLE[-3:])

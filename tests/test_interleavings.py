@@ -1,6 +1,6 @@
 """The commit protocol under any interleaving of saves and readers, with crashes, repeated requests and lost answers.
 
-``python tests/interleaving.py`` goes further.
+``python tests/interleaving.py`` explores more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _reversed(jobs: list[Any]) -> list[Any]:
 
 
 def test_two_saves_over_nothing_in_every_interleaving() -> None:
-    """Also of the requests that a save makes side by side: they come in either order."""
+    """Also of the requests that a save makes at the same time, in either order."""
     for order in (list, _reversed):
         found = explore([Save(1), Save(2)], {}, order=order)
         assert found.complete and found.states > 10_000 and found.ends > 300
@@ -56,7 +56,7 @@ def test_two_saves_whose_requests_fail_get_lost_and_come_again(over: str) -> Non
 
 
 def test_chunks_that_arrive_once_more_whenever() -> None:
-    # What arrives after its save's marker has gone can only be removed by hand: so no next save is tried.
+    # An object that arrives after its save's marker is gone can only be removed by hand. So no next save is tried.
     faults = Faults(repeated_puts=1)
     found = explore([Save(1), Save(2)], committed_first(), interruptions=1, faults=faults, sampled=0)
     assert found.complete and found.states > 3_000

@@ -1,4 +1,4 @@
-"""Some kills of real saves, as ``tests/kill_campaign.py`` makes them by the hundred."""
+"""A few of the kills of real saves that ``tests/kill_campaign.py`` makes by the hundred."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_killed_saves_leave_the_old_or_the_new_checkpoint_or_none(tmp_path: Path) -> None:
-    # A process of its own: it forks, which this one cannot with its threads and clients.
+    # In a separate process: it forks, and this process cannot fork with its threads and clients.
     options = ["--kills=4", "--watched=0", f"--aimed={len(AIMS)}", f"--json={tmp_path}/report"]
     command = [sys.executable, "-m", "tests.kill_campaign", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(Path(tmp_path, "report").read_text())
     assert len(report["kills"]) == 4 + len(AIMS) and not report["wrongs"]
-    # Whoever was killed after the commit, its survivors have their reports.
+    # If any rank was killed after the commit, the survivors have their reports.
     aimed = [kill for kill in report["kills"] if kill["aimed"]]
     assert {(kill["found"] == "new", bool(kill["returned"])) for kill in aimed} == {(False, False), (True, True)}
     assert {kill["replaces"] for kill in report["kills"]} == {False, True}
@@ -36,7 +36,7 @@ def test_killed_saves_leave_the_old_or_the_new_checkpoint_or_none(tmp_path: Path
 
 
 def test_a_marker_that_was_being_written_goes_with_the_next_save(tmp_path: Path) -> None:
-    """Nothing names the folder of an attempt that has no marker yet."""
+    """No document names the folder of an attempt that has no marker yet."""
     url = tmp_path / "one"
     zarrckpt.save({"w": torch.ones(3)}, url)
     folder = url / "@zarrckpt" / ("0" * 31 + "1")
@@ -49,7 +49,7 @@ def test_a_marker_that_was_being_written_goes_with_the_next_save(tmp_path: Path)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("stopped", [True, False])
 def test_files_that_were_being_written_go_with_the_dead_save(first: bool, stopped: bool, tmp_path: Path) -> None:
-    """No listing shows such a file, nor the folders that have nothing else in them."""
+    """No listing shows such a file, nor folders with nothing else in them."""
     url = tmp_path / "one"
     if not first:
         zarrckpt.save({"w": torch.ones(3)}, url)
@@ -64,7 +64,7 @@ def test_files_that_were_being_written_go_with_the_dead_save(first: bool, stoppe
     else:
         zarrckpt.save({"w": torch.ones(3)}, url, overwrite=True)
     assert not [*url.rglob(".zarrckpt-*")] and not folder.exists()
-    # Nor do they stand in the way, once nothing names them any more.
+    # They do not hinder later calls either when no document names them any more.
     zarrckpt.recover(url, stopped=True)
     zarrckpt.save({"w": torch.full((3,), 2.0)}, url, overwrite=True)
     assert zarrckpt.open(url)["w"][:].tolist() == [2, 2, 2]

@@ -1,4 +1,4 @@
-"""What import-linter's contracts in ``pyproject.toml`` do not say: imports, names, the list of faults."""
+"""Rules that import-linter's contracts in ``pyproject.toml`` do not cover: imports, names, the list of faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLIENTS = {
     "obstore": {"_store._obstore", "_store._obstore_client"},
     "fsspec": {"_store._fsspec_filesystem"},
 }
-"""Which modules import what at import time: the others then cost nothing where they are not used."""
+"""Modules that import these libraries at import time. Others cost nothing if they are not used."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def contracts() -> list[dict[str, list[str]]]:
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name below the package -> file; a package is its own name."""
+    """Return dotted name below the package -> file. A package has its own name."""
     found = {}
     for file in PACKAGE.rglob("*.py"):
         parts = file.relative_to(PACKAGE).with_suffix("").parts
@@ -79,7 +79,7 @@ def test_the_page_on_the_architecture_has_the_rooms_of_the_contracts() -> None:
     assert len(told) == len(rooms) and {room: int(floor) for floor, room, _ in told} == rooms
     assert {room for _, room, _ in folders} == {room for room in rooms if (PACKAGE / room).is_dir()}
     assert {name.partition(".")[0] for name in modules()} == {*rooms, "__init__"}
-    # A room that needs torch may have modules that don't.
+    # A package that needs torch may have modules that do not.
     whole = {name for name in without_torch if name.count(".") == 1}
     assert {f"zarrckpt.{room}" for _, room, torch in told if not torch} == whole
     of_rooms = {name.split(".")[1] for name in without_torch if name not in whole}

@@ -1,4 +1,4 @@
-"""After a load, the state is compared with what was read: objects that hold something else are named."""
+"""After a load, the state is compared with the loaded one: objects with other contents are named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _trained(model: nn.Module, lr: float | torch.Tensor = 0.1) -> torch.optim.Op
 
 
 class _Forgetful(nn.Linear):
-    """Its weight is made anew after each load_state_dict."""
+    """Replaces its weight after each load_state_dict."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -47,7 +47,7 @@ class _Restarting(torch.optim.AdamW):
 
 
 class _FrozenDict(dict[str, Any]):
-    """Takes no other values."""
+    """Accepts no other values."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         pass
@@ -148,7 +148,7 @@ class _Random:
 
 
 class _Drawing:
-    """Draws numbers whenever it is asked for its state."""
+    """Draws random numbers in each call of state_dict."""
 
     def state_dict(self) -> dict[str, Any]:
         torch.rand(1), np.random.rand(), random.random()

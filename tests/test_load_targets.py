@@ -1,4 +1,4 @@
-"""``zarrckpt.load`` into every kind of target, whatever was saved; and what it refuses before it writes anything."""
+"""``zarrckpt.load`` into every kind of target, from every kind of save, and the errors before it writes anything."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def s3(moto_bucket: S3Place) -> Place:
 # -- one tensor into every kind of target
 
 Make = Callable[[torch.Tensor], torch.Tensor]
-"""From a whole tensor: what this rank has of it."""
+"""From a whole tensor to this rank's part of it."""
 
 SHAPES = [(10, 6), (3, 5)]
 
@@ -75,7 +75,7 @@ def _cut(mesh: DeviceMesh, *placements: Placement) -> Make:
 
 
 def _strided(mesh: DeviceMesh) -> Make:
-    """Rows cut by the second mesh dimension, then by the first: FSDP2 over tensor parallelism."""
+    """Return a maker of rows cut by the second mesh dimension, then by the first: FSDP2 over tensor parallelism."""
 
     def make(whole: torch.Tensor) -> DTensor:
         local = _piece(_piece(whole, 2, mesh.get_local_rank(1)), 2, mesh.get_local_rank(0)).clone()
@@ -92,7 +92,7 @@ def _piece(rows: torch.Tensor, parts: int, number: int) -> torch.Tensor:
 
 
 def _sharded(owners: dict[int, int], dim: int) -> Make:
-    """A ShardedTensor: pieces that begin at these offsets (as far as there are any), each on a rank."""
+    """Return a maker of a ShardedTensor: pieces that begin at these offsets (if they exist), each on a rank."""
 
     def make(whole: torch.Tensor) -> ShardedTensor:
         begins = [begin for begin in owners if begin < whole.shape[dim]]
@@ -109,7 +109,7 @@ def _sharded(owners: dict[int, int], dim: int) -> Make:
 
 
 def _kinds() -> dict[str, Make]:
-    """Every kind of target that this world has."""
+    """Return every kind of target that this world has."""
     kinds: dict[str, Make] = {
         "plain": torch.clone,
         "view": _strided_view,
@@ -154,7 +154,7 @@ def _save_kinds(url: str, shapes: list[tuple[int, ...]]) -> list[str]:
 
 
 def _load_kinds(url: str, shapes: list[tuple[int, ...]], saved: list[str], wanted: list[str] | None = None) -> int:
-    """Everything that was saved into each kind of target, in place; count the pairs of kinds."""
+    """Load all saved tensors into each kind of target, in place. Return the number of pairs of kinds."""
     kinds = _kinds()
     chosen = [kind for kind in kinds if wanted is None or kind in wanted]
     for kind in chosen:
@@ -208,7 +208,7 @@ def _whole(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _offload(url: str) -> None:
-    """Offloaded and other modules, and state dicts that torch itself moved to the CPU, into each other."""
+    """Load offloaded and other modules, and state dicts that torch moved to the CPU, into each other."""
     for source in (OFFLOAD, OffloadPolicy()):
         model, optim = _small(source, 1)
         model(torch.ones(2, 5)).sum().backward()
@@ -226,7 +226,7 @@ def _offload(url: str) -> None:
                 "optim": get_optimizer_state_dict(other, other_optim, options=options),
             }
             zarrckpt.load(state, url)
-            # Where a full state dict is rank 0's alone, the others ask for whatever there is.
+            # With a full state dict, only rank 0 has targets. The others load every entry of the checkpoint.
             assert same(snapshot(state), saved) == []
 
 
@@ -278,7 +278,7 @@ def test_targets_on_the_meta_device_are_named(given: str, disk: Place) -> None:
     assert "'model.2.weight' is on the meta device" in str(caught.value) and not other.any()
 
 
-# -- modules whose entries change their shape, or that load in their own way
+# -- modules whose entries change their shape, or that load in a special way
 
 
 class Scales(nn.Linear):
@@ -389,7 +389,7 @@ def test_default_devices_change_nothing(tmp_path: Path) -> None:
 
 
 class Gathering:
-    """A Stateful object that makes its state, and takes it back, with collectives of its own kind."""
+    """A Stateful object that makes and loads its state with one kind of collective."""
 
     def __init__(self, kind: str, number: int) -> None:
         self.kind = kind
@@ -402,7 +402,7 @@ class Gathering:
         self.number = self._common(state["number"])
 
     def _common(self, number: int) -> int:
-        """The number, which all ranks must have here."""
+        """Return the number, which all ranks must have here."""
         mine = torch.tensor([number])
         world = dist.get_world_size()
         if self.kind == "gather":
@@ -416,7 +416,7 @@ class Gathering:
 
 
 def _in_other_orders(url: str) -> None:
-    """FSDP1 makes its state dict with collectives as well."""
+    """Save and load in other orders. FSDP1 makes its state dict with collectives as well."""
     rank = dist.get_rank()
 
     def turned(named: dict[Any, Any]) -> dict[Any, Any]:
@@ -474,12 +474,12 @@ def _load_picky(url: str, rank: int) -> None:
     try:
         zarrckpt.load({"picky": Picky(rank), "model": model, "optim": optim}, url)
     finally:
-        # What objects before it have taken, they have whole.
+        # Objects before it have loaded their whole state.
         assert all(optim.state[parameter]["step"] == 1 for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_an_object_that_does_not_take_its_state_on_one_rank_fails_the_load_on_all(rank: int, disk: Place) -> None:
+def test_an_object_that_refuses_its_state_on_one_rank_fails_all_loads(rank: int, disk: Place) -> None:
     model = nn.Linear(2, 2)
     optim = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -492,7 +492,7 @@ def test_an_object_that_does_not_take_its_state_on_one_rank_fails_the_load_on_al
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-# -- other keys on other ranks
+# -- different keys on each rank
 
 
 def _flat(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
@@ -558,7 +558,7 @@ def test_an_entry_that_no_rank_has_a_target_for_is_named(disk: Place) -> None:
         "model.parts.3.weight",
         "model.parts.3.bias",
     ]
-    # A part that one rank alone has a target for.
+    # A part for which only one rank has a target.
     loaded = disk.run(_load_stages, "model.parts.1")
     assert loaded == [(), ("model.parts.1.bias", "model.parts.1.weight"), (), ()]
 
@@ -586,7 +586,7 @@ def test_groups_of_parameters_find_theirs_by_name(disk: Place) -> None:
     assert same(snapshot(_flat(other, other_optim)), snapshot(_flat(model, optim))) == []
 
 
-# -- what is checked before anything is written
+# -- checks before anything is written
 
 
 def _saved() -> dict[str, Any]:
@@ -596,7 +596,7 @@ def _saved() -> dict[str, Any]:
 
 
 def _faulty(rank: int) -> dict[str, Any]:
-    """Targets of which some are wrong, on one rank only."""
+    """Return targets of which some are wrong, on one rank only."""
     wrong = not dist.is_initialized() or dist.get_rank() == rank
     good = {"list": [torch.zeros(2), {"k": torch.zeros(3)}], 7: ""}
     bad = {"list": [torch.zeros(3), {"k": torch.zeros(3, dtype=torch.int64)}], 7: "", "absent": 0}
@@ -684,7 +684,7 @@ STATES: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
     "order": ({"o": OrderedDict(b=1, a=_ones(1))}, {"o": OrderedDict(a=_ones(1) * 0)}),
     "integer keys": ({"x": {1: 2, 3: {4: _ones(1)}}}, {"x": {1: 0}}),
 }
-"""A state that is saved, and that of the target."""
+"""A saved state, and the state of the target."""
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -740,7 +740,7 @@ def test_plain_containers_get_what_they_lack(disk: Place) -> None:
     state: dict[str, Any] = {"record": mine, "weights": part, "app": {"n": 0}}
     report = zarrckpt.load(state, disk.url)
     assert state["record"] is mine and mine["h"][0] is first and _is_equal(record, mine)
-    # A dict of tensors alone, as a module's state is one, asks for those that it names.
+    # A dict of only tensors, like a module's state, loads the entries that it names.
     assert [*part] == ["a.weight"] and "weights.b.weight" in report.unexpected
     mine["l"], mine["h"] = [{"a": 0}, {"a": 0}, {}], [torch.zeros(1)] * 4
     with pytest.raises(zarrckpt.KeyMismatchError, match=r"'record\.h\.3' is not in the checkpoint") as caught:
@@ -754,7 +754,7 @@ def test_plain_containers_get_what_they_lack(disk: Place) -> None:
 
 
 def _grow(url: str) -> None:
-    """Each rank's Stateful has a layer of its own; a fresh one has nothing else."""
+    """Save and load a Stateful with a layer that differs on each rank. A new one has nothing else."""
     rank = dist.get_rank()
     saved = {"counts": {"a": 1}, f"layer{rank}": _ones(2) * rank, "mean": _ones(2)}
     zarrckpt.save({"stage": Kept(saved)}, url)
@@ -772,7 +772,7 @@ def test_stages_in_statefuls_get_no_other_stages(disk: Place) -> None:
 
 
 def _wrapped(source: torch.Tensor) -> DTensor:
-    """A DTensor whose local part is a list of shards, as torchrec has them: rows 2r and 2r + 1 of rank r."""
+    """Return a DTensor whose local part is a list of shards, as in torchrec: rows 2r and 2r + 1 of rank r."""
     rank = dist.get_rank()
     rows = [source[n : n + 1].clone() for n in (2 * rank, 2 * rank + 1)]
     local = LocalShardsWrapper(rows, [(2 * rank, 0), (2 * rank + 1, 0)])
@@ -797,7 +797,7 @@ def test_local_shards_of_one_dtensor(tmp_path: Path) -> None:
     run_ranks(_save_and_load_wrapped, str(tmp_path / "one"))
 
 
-# -- ranks that see different saves
+# -- ranks that open different saves
 
 
 class _LateReader(zarrckpt.ZarrStorageReader):

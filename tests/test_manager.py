@@ -1,4 +1,4 @@
-"""``CheckpointManager``: which checkpoints are kept, which one is found, whose they are, and what saves refuse."""
+"""``CheckpointManager``: the checkpoints that it keeps and finds, the run that owns them, and saves that it refuses."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ from zarrckpt.testing import FAIL, FAIL_AFTER, STOP, Call, Fault, FaultyStore, S
 
 
 def saved(run: Path, *steps: int, **arguments: Any) -> None:
-    """A job that restores, saves some steps, and ends."""
+    """Run a job that restores, saves some steps, and ends."""
     with manager(run, **arguments) as job:
         job.restore(state(0))
         for step in steps:
             job.save(step, state(step))
 
 
-# -- which are kept
+# -- kept checkpoints
 
 
 Known = dict[int, float | None]
-"""The metric of each checkpoint as a number; None for none."""
+"""The metric of each checkpoint as a number, None without one."""
 
 
 def survivors(there: Known, rules: dict[str, Any], pinned: set[int]) -> set[int]:
-    """Which checkpoints are left, told without the package."""
+    """Return the checkpoints that must be kept, computed without the package."""
     kept = {step for step in there if sum(other > step for other in there) < rules["newest"]} | (pinned & {*there})
     kept |= {step for step in there if rules["every_steps"] and step % rules["every_steps"] == 0}
     for step, value in there.items():
@@ -79,7 +79,7 @@ def survivors(there: Known, rules: dict[str, Any], pinned: set[int]) -> set[int]
 
 
 def drawn_metric(chance: random.Random) -> tuple[dict[str, Any], float | None]:
-    """Metrics as a user may give them, and the number that "loss" is."""
+    """Return metrics as a user may give them, and the number of "loss"."""
     number = chance.choice([0, 1, 2, 0.5, -1.5, 2.0, 1e300, -0.0, math.inf, -math.inf])
     forms: list[Callable[[Any], Any]] = [
         lambda value: value,
@@ -181,7 +181,7 @@ def test_without_rules_all_are_kept_but_what_never_committed(tmp_path: Path) -> 
 
 
 def test_without_rules_leftovers_of_earlier_jobs_are_deleted(tmp_path: Path) -> None:
-    """Those of a save that was killed and of a deletion that was broken off; root documents are not read for that."""
+    """Leftovers of a killed save and of an interrupted deletion. No root document is read for that."""
     run, aside = tmp_path / "run", tmp_path / "aside"
     saved(run, 10, 20)
     with watched(run) as watch, manager(run) as job:
@@ -201,7 +201,7 @@ def test_without_rules_leftovers_of_earlier_jobs_are_deleted(tmp_path: Path) -> 
     assert folders(run) == {name(step) for step in (5, 20, 40, 50)} and sound(run) == [5, 20, 40, 50]
 
 
-# -- which one is found
+# -- the checkpoint that is found
 
 
 def test_nothing_is_there(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_names_without_padding(tmp_path: Path) -> None:
         with pytest.raises(zarrckpt.CheckpointExistsError):
             job.save(100, state(100))
         job.save(101, state(101))
-    # They are of no run, so they stay.
+    # They belong to no run, so they stay.
     assert folders(tmp_path) == {"step-9", "step-10", "step-100", name(101)}
 
 
@@ -304,7 +304,7 @@ def test_a_run_begins_anew_only_if_none_was_committed(damage: Callable[[Path], N
         job.restore(state(0))
     assert all(name(step) in str(raised.value) for step in (10, 20, 30))
     assert zarrckpt.latest(tmp_path) is None
-    # Who saves all the same loses nothing.
+    # A job that saves all the same loses nothing.
     with manager(tmp_path, keep=Keep()) as job:
         job.save(40, state(40))
     assert files <= {*tmp_path.rglob("*")} and sound_but(tmp_path, 10, 20, 30) == [40]
@@ -333,7 +333,7 @@ def test_a_step_without_its_root_is_saved_anew(damage: Callable[[Path], None], t
 
 @pytest.mark.filterwarnings("ignore:.* is passed over:UserWarning")
 def test_a_save_that_was_killed_right_before_its_commit(tmp_path: Path) -> None:
-    """Of the first save no sound one is left either, and the run begins; later jobs never delete what it has left."""
+    """Without a sound checkpoint, the run begins. Later jobs never delete what the killed saves left."""
     for step in (10, 20):
         with watched(tmp_path) as watch, manager(tmp_path, keep=Keep()) as job:
             watch.rule = lambda call: STOP if call.verb == "create" and call.key.endswith("0/zarr.json") else None
@@ -409,7 +409,7 @@ def test_a_sound_one_is_never_deleted_for_a_damaged_one(damage: Callable[[Path],
 
 
 def sound_but(run: Path, *broken: int) -> list[int]:
-    """As :func:`sound`, with some left aside."""
+    """Return the result of :func:`sound` without some steps."""
     for step in broken:
         (run / name(step)).rename(run.parent / f"aside-{step}-{run.name}")
     found = sound(run)
@@ -534,7 +534,7 @@ def test_back_in_time(tmp_path: Path) -> None:
     with watched(tmp_path) as watch, manager(tmp_path, keep=Keep(newest=2)) as job:
         watch.rule = note
         assert restored(job, step=20, rewind=True) == 20
-        # The last one first: whenever that stops, the newest is one that was.
+        # The last one first: at every moment, the newest checkpoint is an existing step.
         assert gone == [name(40), name(30)]
         assert job.steps() == [10, 20]
         job.save(21, state(21))
@@ -543,7 +543,7 @@ def test_back_in_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_back_in_time_while_training(background: bool, tmp_path: Path) -> None:
-    """The same manager goes back while it deletes; the steps after that are saved anew."""
+    """The same manager goes back while it deletes. The steps after that are saved again."""
     with watched(tmp_path) as watch, manager(tmp_path, keep=Keep(newest=2), background=background) as job:
 
         def wait(call: Call) -> None:
@@ -593,7 +593,7 @@ def test_back_in_time_removes_all_or_nothing(pinned: bool, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("of_the_run", [True, False])
 def test_back_in_time_while_another_process_saves(of_the_run: bool, tmp_path: Path) -> None:
-    """A save of the run fails, even if the step is saved anew meanwhile; that of anybody else is not touched."""
+    """A save of the run fails, even if the step is saved again meanwhile. A save of another program is not touched."""
     saved(tmp_path, 10)
     with watched(tmp_path) as watch, manager(tmp_path) as old, manager(tmp_path) as new:
         old.restore(state(0))
@@ -619,7 +619,7 @@ def test_back_in_time_while_another_process_saves(of_the_run: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("rewind", [True, False])
 def test_a_commit_after_the_run_was_taken_is_no_success(rewind: bool, tmp_path: Path) -> None:
-    """The other job has seen an unfinished save: it goes back, or deletes the leftovers."""
+    """The other job has found an unfinished save. It goes back, or deletes the leftovers."""
     saved(tmp_path, 10, 20)
     with watched(tmp_path) as watch, manager(tmp_path) as old:
         old.restore(state(0))
@@ -637,7 +637,7 @@ def test_a_commit_after_the_run_was_taken_is_no_success(rewind: bool, tmp_path: 
     assert zarrckpt.latest(tmp_path) == str(tmp_path / name(50))
 
 
-# -- how many requests
+# -- number of requests
 
 
 def _requests(stub: S3Stub, action: Callable[[], Any]) -> list[str]:
@@ -690,7 +690,7 @@ def test_ten_thousand_old_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_run_on_s3(moto_bucket: S3Place) -> None:
-    """Of a real server: kept, found, forked, and gone back in."""
+    """On a real server: keep, find, fork, and go back."""
     options = {"storage_options": moto_bucket.storage_options}
     run, fork = moto_bucket.url("run"), moto_bucket.url("fork")
     with manager(run, keep=Keep(newest=1, best=1, metric="loss"), background=True, save_every=1, **options) as job:
@@ -714,7 +714,7 @@ def test_a_run_on_s3(moto_bucket: S3Place) -> None:
     }
 
 
-# -- whose they are
+# -- owners of the run
 
 
 def test_the_job_that_was_thought_dead_saves_no_more(tmp_path: Path) -> None:
@@ -754,7 +754,7 @@ def test_a_run_that_is_taken_before_the_commit(background: bool, tmp_path: Path)
 
 
 def test_a_run_that_is_taken_before_a_deletion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Between two deletions, and after one more commit, whose own deletions are then nobody's any more."""
+    """Between two deletions, and after one more commit. Then the old job no longer deletes."""
     saved(tmp_path, 10)
     committed = threading.Event()
     with watched(tmp_path) as watch, manager(tmp_path, keep=Keep()) as old, manager(tmp_path) as new:
@@ -781,7 +781,7 @@ def test_a_run_that_is_taken_before_a_deletion(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_two_jobs_that_begin_at_once(tmp_path: Path) -> None:
-    """Both read the document of before: the one that puts last goes on, and knows it."""
+    """Both read the same document: the job that puts last continues and detects the other."""
     saved(tmp_path, 10)
     with watched(tmp_path) as watch, manager(tmp_path) as one, manager(tmp_path) as other:
 
@@ -877,7 +877,7 @@ def test_a_damaged_document_of_a_run(tmp_path: Path) -> None:
 
 
 def is_pinned(url: Path) -> bool:
-    """Whether a checkpoint is pinned: found by removing a copy of it."""
+    """Whether a checkpoint is pinned. Checked by removing a copy of it."""
     copy = url.parent.parent / "copy"
     shutil.copytree(url, copy)
     try:
@@ -897,7 +897,7 @@ def test_a_fork_holds_what_it_began_from_until_it_has_its_own(tmp_path: Path) ->
         assert job.step(105, state(105)) is None
         job.step(110, state(110))
     assert not is_pinned(source) and run_id(fork / name(110)) != run_id(source)
-    # From now on the fork is what it goes on from, and nothing is pinned.
+    # From now on the fork continues from its own checkpoint, and nothing is pinned.
     with manager(fork, init_from=source) as job:
         assert restored(job) == 110 and not is_pinned(source)
     assert sound(tmp_path / "run") == [100]
@@ -915,7 +915,7 @@ def test_weights_only(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_fork_whose_first_job_dies(tmp_path: Path) -> None:
-    """The next job releases the source that it is given; the one after that has nothing to warn of."""
+    """The next job releases the source that it is given. The job after that has nothing to warn about."""
     saved(tmp_path / "run", 100)
     source, fork = tmp_path / "run" / name(100), tmp_path / "fork"
     with manager(fork, init_from=source) as dead:
@@ -1005,7 +1005,7 @@ def test_a_source_that_cannot_be_pinned(tmp_path: Path) -> None:
 
 
 def test_a_run_that_may_only_be_read_is_restored(tmp_path: Path) -> None:
-    """Only a save fails; another job that goes on with the run is not stopped."""
+    """Only a save fails. Another job that continues the run is not stopped."""
     saved(tmp_path / "run", 90, 100)
     folder = zarr.storage.LocalStore(tmp_path / "run", read_only=True)
     said = r"load\(state, zarrckpt\.latest\('.*run'\)"
@@ -1026,7 +1026,7 @@ def test_a_run_that_may_only_be_read_is_restored(tmp_path: Path) -> None:
 
 
 class Untouchable:
-    """A tensor of one element on a device that nobody may wait for."""
+    """A tensor of one element on a device that must not be waited for."""
 
     dtype = torch.float32
     size = 1
@@ -1211,7 +1211,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_failed_save_in_the_background_is_raised_where_the_next_one_is_due(tmp_path: Path) -> None:
+def test_a_failed_background_save_is_raised_when_the_next_one_is_due(tmp_path: Path) -> None:
     with watched(tmp_path) as watch, manager(tmp_path, save_every=10, background=True, keep=Keep()) as job:
 
         def fail(call: Call) -> Fault | None:
@@ -1230,7 +1230,7 @@ def test_a_failed_save_in_the_background_is_raised_where_the_next_one_is_due(tmp
         assert job.step(25, state(25)) is None
         job.step(30, state(30))
         assert job.wait() is not None and job.wait() is None
-    # What the failed one has left is gone, too.
+    # The leftovers of the failed save are deleted, too.
     assert folders(tmp_path) == {name(30)}
     with watched(tmp_path) as watch:
         job = manager(tmp_path, background=True)
@@ -1245,7 +1245,7 @@ def test_a_failed_save_in_the_background_is_raised_where_the_next_one_is_due(tmp
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The others are deleted all the same, and it is once the store allows that."""
+    """The others are deleted all the same. The failing one is deleted once the store allows it."""
     caplog.set_level(logging.WARNING)
     with watched(tmp_path) as watch, manager(tmp_path, keep=Keep()) as job:
         for refused, first, left in (({1, 3}, 1, {1, 3, 6}), ({*range(20)}, 7, {1, 3, *range(6, 12)})):
@@ -1276,7 +1276,7 @@ RULES: dict[str, Any] = {"newest": 2, "best": 0, "metric": "loss", "mode": "min"
 
 @pytest.mark.parametrize(("before", "pins", "best"), [(0, 0, 0), (0, 4, 2), (9, 0, 0)])
 def test_at_most_two_checkpoints_are_superfluous(before: int, pins: int, best: int, tmp_path: Path) -> None:
-    """Of a store on which a deletion takes longer than a save; more that were there before become fewer."""
+    """A deletion takes longer than a save here. Checkpoints from earlier jobs become fewer."""
     rules = {**RULES, "best": best}
     there: Known = dict.fromkeys(range(before))
     saved(tmp_path, *there)
@@ -1288,13 +1288,13 @@ def test_at_most_two_checkpoints_are_superfluous(before: int, pins: int, best: i
             if step < pins:
                 job.pin(step)
             superfluous = len(folders(tmp_path)) - len(survivors(there, rules, {*range(pins)}))
-            # Those of before are found out after the first commit, and are fewer from then on.
+            # Earlier checkpoints are detected after the first commit, and become fewer from then on.
             assert superfluous <= (before + 3 if before and step < before + 19 else 2), step
     assert folders(tmp_path) == {name(step) for step in survivors(there, rules, {*range(pins)})}
 
 
 def test_a_save_before_preemption_waits_for_no_deletion(tmp_path: Path) -> None:
-    """Nor does the one that waits when the signal comes."""
+    """Neither does the save that already waits when the signal arrives."""
     go_on = threading.Event()
     with watched(tmp_path) as watch, manager(tmp_path, keep=Keep(), background=True, signals=("SIGUSR1",)) as job:
 
@@ -1338,7 +1338,7 @@ def test_a_server_that_refuses_deletions(status: int, s3_stub: S3Stub, caplog: p
 
 @pytest.mark.parametrize("keep", [None, Keep(newest=2), Keep(newest=1)])
 def test_a_commit_whose_answer_is_lost(keep: Keep | None, tmp_path: Path) -> None:
-    """The save has failed, as far as anybody knows; its checkpoint is there, and counts."""
+    """The save raised an error, but its checkpoint exists, and counts."""
     with watched(tmp_path) as watch, manager(tmp_path, keep=keep) as job:
         job.save(1, state(1))
         lost: list[Call] = []

@@ -1,4 +1,4 @@
-"""A job that dies, or a store that fails, at every single operation of a run: the next job resumes at the newest."""
+"""A job dies, or a store fails, at every single operation of a run: the next job resumes at the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEEP = Keep(newest=2, best=1, metric="loss")
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the steps 5 (the best), 10, 20, and what is left of a save of step 30."""
+    """Return a run with the steps 5 (the best), 10, 20, and the leftovers of a save of step 30."""
     run = tmp_path_factory.mktemp("before") / "run"
     with watched(run) as watch, manager(run, keep=KEEP) as job:
         for step, loss in ((5, 0.1), (10, 3.0), (20, 2.0)):
@@ -38,14 +38,14 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _cycle(job: zarrckpt.CheckpointManager, committed: list[int]) -> None:
-    """What a job does: it resumes, and saves 40, which makes 10 superfluous, and what is left of 30."""
+    """Run a job: it resumes and saves 40. So 10 and the leftovers of 30 are deleted."""
     assert restored(job) == 20
     job.save(40, state(40), {"loss": 1.0})
     committed.append(40)
 
 
 def _after(run: Path, watch: Watched, job: zarrckpt.CheckpointManager) -> None:
-    """Some more saves, of which one may be what goes wrong, and nothing is left of that.
+    """Save some more steps, of which one may fail, and check that no leftovers of it stay.
 
     Except for a save that was killed right before its commit: it may be a checkpoint whose root was lost.
     """
@@ -71,7 +71,7 @@ def _dies(run: Path, watch: Watched) -> None:
     with suppress(zarrckpt.CheckpointError):
         job.close()
     watch.begin_anew()
-    # What is there is told by the checkpoints themselves.
+    # The checkpoints themselves show which steps exist.
     newest = max(sound(run))
     assert newest in (20, 40) and newest >= committed[-1]
     with manager(run, keep=KEEP) as following:
@@ -139,7 +139,7 @@ done = time.monotonic()
 
 
 def test_close_is_never_called(tmp_path: Path) -> None:
-    """The save in the background is finished; what was to be deleted goes later."""
+    """The save in the background is finished. Expired checkpoints are deleted later."""
     run = tmp_path / "run"
     for last in (5, 10):
         ended = subprocess.run([sys.executable, "-c", _PROGRAM, str(run)], capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""``CheckpointManager`` and ``latest`` on several ranks: one looks, all get the same, or the same error."""
+"""``CheckpointManager`` and ``latest`` on several ranks: one reads the folder, all get the same result or error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from zarrckpt.testing import FAIL
 
 
 def _state(number: int) -> dict[str, Any]:
-    """A tensor cut along its rows over all ranks, one that each has, a data loader's position of each, and a value."""
+    """Return a tensor cut by rows over all ranks, a replicated one, a data loader's position of each
+    rank, and a value.
+    """
     mesh, rank = mesh_of(list(range(dist.get_world_size()))), dist.get_rank()
     return {
         "model": {"w": sharded(full((13, 3), number), mesh), "norm": torch.full((5,), float(number))},
@@ -30,7 +32,7 @@ def _state(number: int) -> dict[str, Any]:
 
 
 def _resumed(job: zarrckpt.CheckpointManager, wrote: int, **arguments: Any) -> int | None:
-    """Restore, and check each bit that this rank holds, of a checkpoint that so many ranks have written."""
+    """Restore a checkpoint that ``wrote`` ranks have written, and check each bit that this rank holds."""
     target = _state(0)
     target["loader"] = PerRank({"position": -1}, new_ranks="wrap")
     step = job.restore(target, **arguments)
@@ -47,7 +49,7 @@ def _train(run: str, before: int | None, wrote: int, *steps: int) -> list[int | 
         found = [_resumed(job, wrote)]
         assert found == [before]
         for step in steps:
-            # A tensor, and another number on each rank: the coordinator's counts.
+            # A tensor whose number differs on each rank: the coordinator's is saved.
             future = job.step(step, _state(step), {"loss": torch.tensor(1.0 * step * (1 + 9 * dist.get_rank()))})
             assert (future is not None) == (step % 10 == 0)
     return found
@@ -80,7 +82,7 @@ def test_damaged_ones_are_passed_over_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(_train, str(run), 20, 2, 30, world_size=2)
     shutil.copytree(run / name(30), run / name(40))
     damage_root(run / name(40))
-    # The part of one rank only.
+    # Damage the part of one rank only.
     for chunk in (run / name(30)).rglob("w/c.1*"):
         chunk.write_bytes(chunk.read_bytes()[:-3])
     (first, second) = run_ranks(_fall_back, str(run), world_size=2)
@@ -111,7 +113,7 @@ def test_errors_of_the_coordinator_are_raised_on_all_ranks(tmp_path: Path) -> No
 
 
 def _fail_once(run: str) -> list[str]:
-    """A save in the background fails on one rank."""
+    """Let a save in the background fail on one rank."""
     told = []
     with watched(run) as watch, manager(run, background=True, save_every=10) as job:
         if dist.get_rank() == 1:

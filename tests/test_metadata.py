@@ -1,4 +1,4 @@
-"""``metadata``: what a user keeps with a checkpoint comes back, is shown, and goes with copies."""
+"""``metadata``: a user's values are restored, shown, and copied with the checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METADATA: dict[str, Any] = {
 
 
 def same(one: Any, other: Any) -> bool:
-    return repr(one) == repr(other)  # 1, 1.0 and True differ, a NaN is itself, and so is the order
+    return repr(one) == repr(other)  # 1, 1.0 and True differ, a NaN equals itself, and the order counts
 
 
 @pytest.mark.parametrize("how", ["save", "async_save", "dcp"])
@@ -49,7 +49,7 @@ def test_it_comes_back(how: str, tmp_path: Path) -> None:
 
 
 def test_metrics_are_numbers(tmp_path: Path) -> None:
-    """Whatever a loss is in: torch, numpy, a tuple, another mapping."""
+    """A loss can be of torch, numpy, or in a tuple or another mapping."""
     metadata = OrderedDict(
         loss=torch.tensor(1.5, requires_grad=True), bf=torch.tensor([2.0]).bfloat16(), n=np.int64(3), f=np.float32(0.5)
     )

@@ -1,4 +1,4 @@
-"""Names: what escape makes must survive every store, and differ for different keys."""
+"""Names: the results of escape must survive every store, and differ for different keys."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_escaped_names_hold_nothing_refused(name: str) -> None:
 @given(ANY_TEXT)
 @settings(deadline=None)
 def test_urls_take_escaped_names_for_names(name: str) -> None:
-    """Decoded any number of times, they stay the same, and they have no part that is not of the path."""
+    """They stay the same if decoded any number of times, and all of them belongs to the path."""
     escaped = escape(name)
     assert "%" not in escaped
     assert unquote_plus(escaped) == escaped == unquote_plus(quote(escaped))
@@ -116,9 +116,9 @@ def test_shortened_names() -> None:
     shortened = escape(LONG + "weight")
     assert len(shortened) == 255 and re.fullmatch(r"encoder\.layers\.0\..*==[0-9a-f]{32}", shortened)
     assert escape(LONG + "weight") != escape(LONG + "bias")
-    # A key that spells a shortened name never lands on it.
+    # A key that equals a shortened name does not collide with it.
     assert escape(shortened) != shortened
-    # Neither half a character nor half a code stands before the mark.
+    # Neither half a character nor half a code precedes the mark.
     for filler in range(210, 225):
         for tail in ("/" * 60, "é" * 60, "😀" * 60):
             head = escape("x" * filler + tail).rpartition("==")[0]
@@ -216,7 +216,7 @@ def test_folders_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_obstore(kind: str, tmp_path: Path) -> None:
     store = obstore.store.LocalStore(tmp_path) if kind == "local" else obstore.store.MemoryStore()
-    leaves = [name for name in ESCAPED if len(name.encode()) < 250]  # room for an unfinished upload's suffix
+    leaves = [name for name in ESCAPED if len(name.encode()) < 250]  # leaves bytes for an unfinished upload's suffix
     keys = [f"model/{name}/{leaf}" for name in ESCAPED for leaf in ("zarr.json", "c.0")]
     keys += [f"flat/{name}" for name in leaves]
     for key in keys:

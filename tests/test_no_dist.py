@@ -1,4 +1,4 @@
-"""``no_dist=True``: a save or load is a matter of one process, whatever process group there is."""
+"""``no_dist=True``: a save or load by one process, independent of any process group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zarrckpt._save import agree
 
 
 def _traces() -> dict[str, Any]:
-    """What a collective, a group or a mesh would leave behind on this rank."""
+    """Return the traces that a collective, a group or a mesh would leave on this rank."""
     world = dist.distributed_c10d._world
     store = dist.distributed_c10d._get_default_store()
     return {
@@ -57,7 +57,7 @@ def _state(model: nn.Module, optim: torch.optim.Optimizer, number: float) -> dic
 
 
 def _one_rank_alone(folder: str, who: int) -> None:
-    """All verbs on one rank; the other one is in the next collective of the training program meanwhile."""
+    """Call all functions on one rank, while the other one is in the next collective of the training program."""
     model, optim = _trained(0)
     fresh, fresh_optim = _trained(1)
     with torch.no_grad():
@@ -118,13 +118,13 @@ def test_one_rank_alone_waits_for_nobody(who: int, tmp_path: Path) -> None:
 
 
 def _each_rank_its_own(folder: str) -> None:
-    """Between collective saves, which keep a plan and a mesh: these are used again afterwards."""
+    """Save separately between collective saves, which keep a plan and a mesh. These are used again afterwards."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (3,))
     shared = {"w": distribute_tensor(torch.arange(7.0), mesh, [Shard(0)], src_data_rank=None)}
     zarrckpt.save(shared, f"{folder}/shared-1")
     before, kept = idle_meshes(), agree._kept_plans[0, 1, 2]
     assert [*before] == [((0, 1, 2), "foreground")]
-    # The same names and forms as in the group's plan, and other numbers on each rank, which nobody compares.
+    # The same names and forms as in the group's plan, but other numbers on each rank, which are not compared.
     own = {"w": torch.arange(7.0) + 100 * rank, "step": rank}
     for number in range(2):
         zarrckpt.async_save(own, f"{folder}/{number}/own-{rank}", no_dist=True).result(timeout=60)
@@ -183,7 +183,7 @@ def test_what_other_ranks_hold_a_part_of_is_refused_by_name(tmp_path: Path) -> N
 
 
 def _load_own_part(url: str) -> None:
-    """A sharded model and its optimizer, on one rank alone: no step of torch's state dicts may be a collective."""
+    """Load a sharded model and its optimizer on one rank alone. No step of torch's state dicts may be a collective."""
     run = make_run("fsdp2")
     run.train(1)
     zarrckpt.save(run.state, url)

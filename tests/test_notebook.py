@@ -1,4 +1,4 @@
-"""The notebook runs, and the outputs that it is committed with are those of one run of it."""
+"""The notebook runs, and its committed outputs come from one run of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_cell_runs() -> None:
 
 
 def test_the_outputs_are_of_one_run_and_small() -> None:
-    """Who reads it on a page sees its plots; nothing in them tells of the machine that it ran on."""
+    """Pages show its plots. The outputs reveal nothing about the machine on which it ran."""
     cells = code_cells(NOTEBOOK)
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
     outputs = [output for cell in cells for output in cell["outputs"]]

@@ -1,4 +1,4 @@
-"""Statistics and differences of tensors of every dtype, beside decimal arithmetic of 60 digits."""
+"""Statistics and differences of tensors of every dtype, compared with decimal arithmetic of 60 digits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sixty_digits() -> Any:
 
 
 def changed(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Every third element of another tensor, the rest of the first."""
+    """Return every third element of another tensor, and the rest of the first."""
     mask = torch.arange(tensor.numel()).reshape(tensor.shape) % 3 == 1
     raw = [part.contiguous().view(torch.uint8).reshape(*tensor.shape, -1) for part in (tensor, other)]
     return torch.where(mask[..., None], raw[1], raw[0]).reshape(-1).view(tensor.dtype).reshape(tensor.shape)
@@ -42,7 +42,7 @@ def pairs_of(name: str) -> dict[str, Pair]:
         return {"bits": (bits, changed(bits, ~bits)), "constant": (torch.ones(7, dtype=dtype),) * 2}
     if DTYPES[name].kind in ("int", "uint"):
         info = torch.iinfo(dtype)
-        # 9,000 elements are more than one block; beyond 2 ** 53, neighbours are one number in float64.
+        # 9,000 elements are more than one block. Beyond 2 ** 53, neighbours are one number in float64.
         near = np.random.default_rng(1).integers(info.max - 50, info.max, (2, 90, 100), bits.numpy().dtype)
         one, other = map(torch.from_numpy, near)
         ends = [info.min, info.max, 0, 1, info.max]
@@ -60,7 +60,7 @@ def pairs_of(name: str) -> dict[str, Pair]:
 
 
 def wide_pairs(name: str) -> dict[str, Pair]:
-    """Values whose squares, and differences, are beyond the range of float64."""
+    """Return values whose squares and differences exceed the range of float64."""
     dtype = getattr(torch, name)
     line = torch.randn(3000, dtype=dtype)
     top = torch.full((4,), 1.7e308, dtype=dtype)
@@ -75,7 +75,7 @@ def wide_pairs(name: str) -> dict[str, Pair]:
 
 
 def parts_of(tensor: torch.Tensor) -> list[tuple[Any, Any]]:
-    """Real and imaginary parts of the elements: floats or integers."""
+    """Return real and imaginary parts of the elements: floats or integers."""
     if tensor.is_complex():
         return [(z.real, z.imag) for z in tensor.to(torch.complex128).reshape(-1).tolist()]
     values = tensor.to(torch.float64) if tensor.is_floating_point() else tensor

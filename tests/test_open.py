@@ -1,4 +1,4 @@
-"""``zarrckpt.open``: a mapping that is lazy, checks what it reads, and needs no torch."""
+"""``zarrckpt.open``: a mapping that is lazy, checks the bytes that it reads, and needs no torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def url(tmp_path: Path, state: dict[str, Any]) -> str:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Iterator[str]:
-    """Two arrays: one of a chunk with subchunks, one of two plain chunks."""
+    """Yield the path of two arrays: one of a chunk with subchunks, one of two plain chunks."""
     path = str(tmp_path / "large")
     zarrckpt.save(
         {"w": torch.randn(4100, 1200), "v": torch.randn(8, 4)}, path, options=zarrckpt.SaveOptions(durable=False)
@@ -67,7 +67,7 @@ def large(tmp_path: Path) -> Iterator[str]:
 
 
 class CountingStore(WrapperStore[Any]):
-    """Notes every request: (key, bytes received)."""
+    """Records every request: (key, bytes received)."""
 
     def __init__(self, store: Any) -> None:
         super().__init__(store)
@@ -174,7 +174,7 @@ def test_it_goes_to_other_processes(tmp_path: Path) -> None:
     process.join()
     assert copy.deepcopy(checkpoint)["step"] == 3
     zarrckpt.save({"model": {"weight": weight + 1}}, tmp_path / "one", overwrite=True)
-    # A copy is the same checkpoint, not whatever is at the url now.
+    # A copy is the same checkpoint, not the one at the url now.
     with pytest.raises(zarrckpt.CheckpointReplacedError):
         pickle.loads(pickle.dumps(checkpoint))["model.weight"][:]
 
@@ -194,7 +194,7 @@ def test_pickled_values_load_only_on_request(tmp_path: Path) -> None:
     assert zarrckpt.open(tmp_path / "ck", allow_pickle=True)["where"] == Path("a/b")
 
 
-# -- what is not a checkpoint
+# -- urls without a checkpoint
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_another_program_s_group_and_array(tmp_path: Path) -> None:
 
 
 def edit_root(url: str, change: Any, *, seal: bool = True) -> None:
-    """Change the root's attribute; with ``seal`` as a writer would, with the right checksum."""
+    """Change the root's attribute. With ``seal``, update the checksum as a writer would."""
     document = json.loads(Path(url, "zarr.json").read_bytes())
     change(document["attributes"]["zarrckpt"])
     own = document["attributes"]["zarrckpt"]
@@ -331,14 +331,14 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 def test_every_flipped_byte_of_the_root_is_found(url: str) -> None:
-    """Each byte in turn; most of them would read as another name, number or value."""
+    """Each byte in turn. Most changes would read as another name, number or value."""
     file = Path(url, "zarr.json")
     whole = file.read_bytes()
     for position in range(0, len(whole), 7):
         file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(CheckpointError):
             zarrckpt.open(url)
-    # A value, where nothing but the checksum can tell.
+    # A value, whose change only the checksum can show.
     file.write_bytes(whole.replace(b'"value":7', b'"value":6'))
     with pytest.raises(CorruptCheckpointError, match="checksum"):
         zarrckpt.open(url)
@@ -401,7 +401,7 @@ def test_node_documents_are_not_needed(url: str, state: dict[str, Any]) -> None:
 
 
 def test_swapped_chunks_are_found(url: str, state: dict[str, Any]) -> None:
-    """Both have valid checksums of their own."""
+    """Each of the two has a valid checksum."""
     one, other = Path(url, "model/w.x/c.0.0"), Path(url, "model/w.x/c.1.0")
     first, second = one.read_bytes(), other.read_bytes()
     one.write_bytes(second)
@@ -418,7 +418,7 @@ def test_damage_in_a_chunk_with_subchunks(large: str, place: str, part: Any) -> 
     flip(file, {"subchunk": 5, "index": -30, "index checksum": -1}[place])
     with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
         zarrckpt.open(large)["w"][part]
-    # Our own reader computes the places, so the index does not matter to it.
+    # zarrckpt's reader computes the byte offsets, so it does not need the index.
     target = {"w": torch.zeros(4100, 1200)}
     if place == "subchunk":
         with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
@@ -428,7 +428,7 @@ def test_damage_in_a_chunk_with_subchunks(large: str, place: str, part: Any) -> 
 
 
 def test_a_part_without_the_damage_reads(large: str) -> None:
-    """Only what is read is checked."""
+    """Only the bytes that are read are checked."""
     whole = zarrckpt.open(large)["w"][...]
     flip(Path(large, "w/c.0.0"), 5)
     assert np.array_equal(zarrckpt.open(large)["w"][600:], whole[600:])
@@ -450,7 +450,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(url: str, state: dict[st
 
 
 def test_damage_in_a_store_in_memory(state: dict[str, Any]) -> None:
-    """Whose own calls wait on the loop that the check is called from."""
+    """The store's own calls wait on the event loop from which the check is called."""
     store = MemoryStore()
     zarrckpt.save(state, zarr.storage.StorePath(store, "one"))
     opened = zarrckpt.open(zarr.storage.StorePath(store, "one"))

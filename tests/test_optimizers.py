@@ -1,4 +1,4 @@
-"""An optimizer's state comes back under every wrapper, or the load says what did not: bit for bit, losses included."""
+"""An optimizer's state is restored under every wrapper, bit for bit, with equal losses. Or the load names the rest."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Hidden(nn.Module):
 
 
 class Forwarding(Hidden):
-    """Has the attributes of the module that it hides, too."""
+    """Also has the attributes of the module that it hides."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -123,7 +123,7 @@ def make(wrapper: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> list[float]:
-    """The loss of each step. The batch depends on the step's number only."""
+    """Return the loss of each step. The batch depends on the step's number only."""
     losses = []
     for step in steps:
         torch.manual_seed(step)
@@ -143,7 +143,7 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> list[
 
 
 def moments(optim: torch.optim.Optimizer) -> list[Any]:
-    """The state of each parameter and the options of each group, in the optimizer's own order, as plain values."""
+    """Return the state of each parameter and the options of each group, in the optimizer's order, as plain values."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -173,7 +173,7 @@ def _wrappers_into_each_other(folder: str, pairs: list[tuple[str, str]]) -> None
 
 
 def test_a_training_goes_on_under_another_wrapper(tmp_path: Path) -> None:
-    # Each into the next two, each from plain and into plain: a name that differs anywhere shows.
+    # Each into the next two, each from plain and into plain. So a name that differs anywhere is found.
     kinds = [*WRAPPERS]
     pairs = [(kind, kinds[(i + k) % len(kinds)]) for i, kind in enumerate(kinds) for k in (1, 2)]
     pairs += [("plain", kind) for kind in kinds] + [(kind, "plain") for kind in kinds]
@@ -310,7 +310,7 @@ def _other_forms(folder: str) -> None:
 
 
 def _zero_and_files(folder: str, expected: list[float]) -> None:
-    """On another number of ranks than it was saved with; and from an imported file of torch.save."""
+    """Load on another number of ranks than saved, and from an imported file of torch.save."""
     for kind, name in (("plain", "zero"), ("plain", "file"), ("fsdp2", "file"), ("zero", "file"), ("fsdp1", "file")):
         model, optim = _zero(1) if kind == "zero" else make(kind, 1)
         state = {"model": model, "optim": optim}
@@ -341,7 +341,7 @@ ALONE = ("plain", "hidden", "forwarding", "checkpointed")  # wrappers that need 
 
 @st.composite
 def trainings(draw: st.DrawFn) -> dict[str, Any]:
-    """How a model is trained, frozen in part, saved, and loaded into another or into itself."""
+    """Return a training: how a model is trained, partly frozen, saved, and loaded into another model or itself."""
     some = st.sets(st.integers(0, 5))
     return {
         "wrappers": draw(st.tuples(st.sampled_from(ALONE), st.sampled_from(ALONE))),
@@ -424,7 +424,7 @@ def test_any_training_goes_on(tmp_path_factory: pytest.TempPathFactory, drawn: d
 
 
 class Fused(nn.Module):
-    """Saves one parameter as three entries, and takes them back."""
+    """Saves one parameter as three entries, and joins them on load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +443,7 @@ class Fused(nn.Module):
 
 
 class Renamed(nn.Module):
-    """Has another name in its state dict, which ``_fqn_modifiers`` tells torch's own functions."""
+    """Has another name in its state dict. ``_fqn_modifiers`` gives it to torch's own functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,7 +486,7 @@ def test_parameters_that_have_other_names_in_the_state_dict(kind: type[nn.Module
 
 
 def test_a_part_of_a_model_may_be_named_module(tmp_path: Path) -> None:
-    """Only what DistributedDataParallel calls so is left out of names."""
+    """Only the "module" of DistributedDataParallel is left out of names."""
     model = nn.ModuleDict({"module": nn.Linear(2, 2)})
     zarrckpt.save({"model": model}, tmp_path / "one")
     assert {*zarrckpt.open(tmp_path / "one")} == {"model.module.weight", "model.module.bias"}
@@ -547,7 +547,7 @@ def test_an_optimizer_that_leaves_out_what_it_is_given_is_an_error(tmp_path: Pat
 
 
 class Custom(torch.optim.Optimizer):
-    """Has state of every form, in names and types of its own, and does more in a step than torch's optimizers do."""
+    """Has state of every form, in special names and types, and does more in a step than torch's optimizers do."""
 
     def __init__(self, parameters: Any, alpha: float = 0.1) -> None:
         super().__init__(parameters, {"alpha": alpha})
@@ -609,7 +609,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_neither_a_save_nor_a_load_makes_a_step(tmp_path: Path) -> None:
-    """Of a fresh optimizer: it might do anything, to parameters, random numbers, averages beside it."""
+    """A step of a fresh optimizer might change parameters, random numbers, or averages beside it."""
     run_ranks(_no_step_is_made, str(tmp_path), world_size=2)
 
 
@@ -624,7 +624,7 @@ def test_a_part_of_a_parameter_s_state_needs_the_rest(tmp_path: Path) -> None:
 
 
 def test_state_that_was_flattened_before_it_was_saved(tmp_path: Path) -> None:
-    """As torch's ``flatten_optimizer_state_dict`` does, and torchtitan with it: one key holds all of a name."""
+    """torch's ``flatten_optimizer_state_dict`` and torchtitan do so: one key holds all state of a name."""
     model, optim = make("plain", 0)
     train(model, optim, range(2))
     names = [name for name, _ in model.named_parameters()]
@@ -680,11 +680,15 @@ STAGES: list[list[tuple[tuple[str, ...], dict[str, Any]]]] = [
     [((), {"lr": 0.1}), (("b.weight",), {"lr": 0.2, "weight_decay": 0.5}), ((), {"lr": 0.3})],
     [(("d.bias",), {"lr": 0.3}), (("c.weight", "d.weight"), {"lr": 0.4, "nesterov": True}), (("c.bias",), {"lr": 0.1})],
 ]
-"""Three stages of a pipeline: groups with other parameters and options, in another order, of other numbers, empty."""
+"""Three stages of a pipeline. Their groups have other parameters and options, another order and number,
+or are empty.
+"""
 
 
 def _stage(groups: list[tuple[tuple[str, ...], dict[str, Any]]], seed: int) -> dict[str, Any]:
-    """A model of a stage's parameters, and an optimizer with its groups; options are zero for another seed than 0."""
+    """Return a model of a stage's parameters, and an optimizer with its groups. Options are zero unless
+    the seed is 0.
+    """
     torch.manual_seed(seed)
     names = sorted(name for members, _ in groups for name in members)
     model = nn.ModuleDict({name.split(".")[0]: nn.Module() for name in names})
@@ -711,7 +715,7 @@ def _options_by_name(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _pipeline(folder: str) -> dict[str, dict[str, Any]]:
-    """Save stages in every way; load them into stages and into groups of another order. Return the options saved."""
+    """Save stages in every way. Load them into stages and into groups of another order. Return the saved options."""
     rank = dist.get_rank()
     state = _stage(STAGES[rank], 0)
     with warnings.catch_warnings(), zarrckpt.CheckpointManager(f"{folder}/run") as manager:
@@ -766,7 +770,7 @@ def test_stages_that_no_load_could_tell_apart_are_refused(tmp_path: Path, kind: 
 
 
 def _experts(folder: str, sharded: bool) -> None:
-    """The expert of rank 1 gets no token."""
+    """Save experts of which that of rank 1 gets no token, and load them."""
     rank = dist.get_rank()
     weight = torch.ones(4, 2)
     if sharded:
@@ -849,7 +853,7 @@ def test_numbers_of_a_file_fit_only_the_same_parameters(tmp_path: Path) -> None:
 
 
 def test_options_that_change_what_state_there_is_come_from_the_checkpoint(tmp_path: Path) -> None:
-    """A fresh optimizer gets the state that the checkpoint has, whatever its own options would have made."""
+    """A fresh optimizer gets the checkpoint's state, even if its own options would have made other state."""
     for name, saved, fresh in (
         ("on", {"amsgrad": True}, {"amsgrad": False}),
         ("off", {"amsgrad": False}, {"amsgrad": True}),

@@ -1,6 +1,6 @@
-"""Who writes what and who fetches what, in integers only: merged grids, owners, bundles, shared reads.
+"""Owners, merged grids, bundles and shared reads, in integers only.
 
-What the package computes from boxes is compared with arrays in which every element is painted.
+The results that the package computes from boxes are compared with arrays in which every element is painted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ALWAYS = 1 << 62
 
 
 def cut(shape: Ints, parts: Sequence[int]) -> list[Box]:
-    """What ``torch.chunk`` makes of each dimension: steps of ceil(n / parts), perhaps fewer of them."""
+    """Return the boxes of ``torch.chunk`` in each dimension: steps of ceil(n / parts), so perhaps fewer boxes."""
     spans = [
         [(begin, min(step, n - begin)) for begin in range(0, n, step)]
         for n, step in ((n, -(-n // w) or 1) for n, w in zip(shape, parts, strict=True))
@@ -63,7 +63,7 @@ def cut(shape: Ints, parts: Sequence[int]) -> list[Box]:
 
 @st.composite
 def anyhow(draw: st.DrawFn, box: Box, depth: int = 4) -> list[Box]:
-    """A box cut in two at any place, and its parts again."""
+    """Return a box cut in two at any index, and its parts cut again."""
     dims = [dim for dim, n in enumerate(box.shape) if n > 1]
     if not depth or not dims or not draw(st.integers(0, 4)):
         return [box]
@@ -85,7 +85,7 @@ def shapes(longest: int, dims: int = 3, least: int = 0) -> st.SearchStrategy[Int
 
 @st.composite
 def tiled(draw: st.DrawFn, longest: int, dims: int = 3) -> tuple[Ints, list[Box]]:
-    """A shape, and boxes that tile it: cut evenly, or anyhow."""
+    """Return a shape, and boxes that tile it, cut evenly or at any index."""
     shape = draw(shapes(longest, dims))
     if draw(st.booleans()):
         boxes = cut(shape, [draw(st.integers(1, 5)) for _ in shape])
@@ -123,20 +123,20 @@ def test_pieces_are_whole_chunks_or_merged_within_the_bounds(
         return
     limit = min(fill, largest)
     nbytes = math.prod(grid.chunk_shape) * itemsize
-    # What is cut oddly, or small: and then no object for each.
+    # Uneven or small boxes do not become one object each.
     assert grid.num_chunks == 1 or nbytes * 4 >= limit or grid == unmerged
     assert nbytes <= max(limit, itemsize) or grid == unmerged
 
 
 def test_a_merged_chunk_spans_so_many_pieces_at_most() -> None:
-    """Each piece is a connection to its holder."""
+    """Each piece needs a connection to its holder."""
     boxes = [Box((row,), (1,)) for row in range(4 * MOST_PIECES)]
     grid = choose_grid((len(boxes),), boxes, 4, min_piece_bytes=ALWAYS)
     assert grid.chunk_shape == (MOST_PIECES,)
 
 
 def test_a_large_chunk_is_divided_along_its_first_dimension() -> None:
-    """Its parts are then runs of its elements, and a row is in one of them."""
+    """Its parts are then contiguous runs of its elements, and each row lies in one part."""
     assert choose_grid((100, 100), [], 1, max_chunk_bytes=1000).chunk_shape == (10, 100)
 
 
@@ -163,7 +163,7 @@ def test_merged_chunks_are_padded_little_and_have_subchunks(
 
 
 def amplification(grid: Grid, itemsize: int, boxes: Sequence[Box]) -> tuple[float, float]:
-    """Bytes of the subchunks that a box touches, over the bytes of the box: the greatest, and that of all together."""
+    """Return the bytes of touched subchunks over the bytes of the box: the maximum, and that of all boxes."""
     touched = [sum(len(list(_touched(grid, chunk, box))) for chunk in grid.chunks_of(box)) for box in boxes]
     cell = math.prod(grid.subchunk_shape or grid.chunk_shape) * itemsize
     ratios = [count * cell / (box.size * itemsize) for count, box in zip(touched, boxes, strict=True)]
@@ -171,7 +171,7 @@ def amplification(grid: Grid, itemsize: int, boxes: Sequence[Box]) -> tuple[floa
 
 
 def _touched(grid: Grid, chunk: Ints, box: Box) -> Iterator[int]:
-    """The numbers of a chunk's subchunks that share elements with a box: counted with the last dimension fastest."""
+    """Yield the numbers of a chunk's subchunks that share elements with a box. The last dimension counts fastest."""
     sub = grid.subchunk_shape or grid.chunk_shape
     counts = [c // s for c, s in zip(grid.chunk_shape, sub, strict=True)]
     for number, cell in enumerate(itertools.product(*map(range, counts))):
@@ -190,7 +190,7 @@ def test_who_held_a_piece_reads_little_more_than_it_again(rows: int, parts: tupl
     assert grid.num_chunks <= max(len(boxes), math.prod(shape) * 4 / FILL_BYTES) and len(boxes) >= ranks - 1
     assert math.prod(grid.chunk_shape) * 4 <= MAX_CHUNK_BYTES
     greatest, mean = amplification(grid, 4, boxes)
-    # Of rows by as many columns as its own.
+    # The bytes of a piece's rows, at most as wide as its own columns.
     piece = boxes[0].shape[0] * shape[1] * 4 * min(1, boxes[0].shape[1] / grid.chunk_shape[1])
     assert mean <= max(1.02, 2 * MIB / piece) * max(1, grid.chunk_shape[1] / boxes[0].shape[1])
     assert greatest <= 2 * max(1.03, 2 * MIB / piece) * max(1, grid.chunk_shape[1] / boxes[0].shape[1])
@@ -198,7 +198,7 @@ def test_who_held_a_piece_reads_little_more_than_it_again(rows: int, parts: tupl
 
 @pytest.mark.parametrize("rows", [64, 100, 96, 128, 300])
 def test_subchunks_of_merged_chunks_begin_where_pieces_do(rows: int) -> None:
-    """Where a piece has the bytes of a subchunk: then who held it reads just that again."""
+    """If a piece has the bytes of a subchunk, its holder reads only that subchunk again."""
     shape = (64 * rows, 4096)
     boxes = cut(shape, (64, 1))
     grid = choose_grid(shape, boxes, 4, min_piece_bytes=ALWAYS)
@@ -217,7 +217,7 @@ def test_subchunks_of_merged_chunks_begin_where_pieces_do(rows: int) -> None:
 )
 def test_prime_extents_are_padded_a_little_for_subchunks(shape: Ints, parts: Ints) -> None:
     boxes = cut(shape, parts)
-    if len(boxes) == 1:  # cut at odd places
+    if len(boxes) == 1:  # cut at uneven indices
         cuts = [0, 500, 1001, 1500, 2003, 2500, 3001, 3500, shape[0]]
         boxes = [Box((a, 0), (b - a, shape[1])) for a, b in itertools.pairwise(cuts)]
     grid = choose_grid(shape, boxes, 4, min_piece_bytes=ALWAYS)
@@ -246,7 +246,7 @@ def test_overlapping_finds_a_pair_if_there_is_one(dims: int, data: st.DataObject
 
 
 def pieces_of(grid: Grid, boxes: Sequence[Box]) -> dict[Ints, list[tuple[int, Box]]]:
-    """For each chunk its pieces: the number of a box, and what it has of the chunk."""
+    """Return the pieces of each chunk: the number of a box, and its part of the chunk."""
     found: dict[Ints, list[tuple[int, Box]]] = {}
     pieces = ChunkPieces(grid, boxes)
     places = list(itertools.product(*map(range, grid.counts)))
@@ -258,15 +258,15 @@ def pieces_of(grid: Grid, boxes: Sequence[Box]) -> dict[Ints, list[tuple[int, Bo
 
 
 def dealt_by_us(spreads: Sequence[Spread], world_size: int) -> Dealt:
-    """What the package plans."""
-    # Tensors that are held alike share what is known of them.
+    """Return the owners that the package chooses."""
+    # Tensors with the same holders share one ``Holders``.
     holders = {tuple(s.held): Holders(s.held) for s in spreads}
     columns = [_owners.Spread(s.name, s.grid, s.itemsize, holders[tuple(s.held)], s.whole) for s in spreads]
     return _owners.deal(columns, world_size)
 
 
 def deal(spreads: Sequence[Spread], world_size: int, bundle_bytes: int = BUNDLE_BYTES) -> list[Owned]:
-    """What the package plans, as objects."""
+    """Return the owners that the package chooses, as objects."""
     with patch.object(_owners, "BUNDLE_BYTES", bundle_bytes):
         dealt = dealt_by_us(spreads, world_size)
         return [chunk for number, spread in enumerate(spreads) for chunk in _owned(dealt, number, spread)]
@@ -306,7 +306,7 @@ def test_pieces_tile_every_chunk(case: tuple[Ints, list[Box]], itemsize: int, fi
 
 @st.composite
 def scattered(draw: st.DrawFn, name: str, itemsize: int, world_size: int) -> Spread:
-    """A tensor of small pieces on some ranks, which are merged: nobody holds all of it."""
+    """Return a tensor of small pieces on some ranks that are merged, so no rank holds all of it."""
     shape = (draw(st.integers(3, 40)), 2)
     boxes = cut(shape, (draw(st.integers(3, 6)), 1))
     ranks = draw(st.permutations(range(world_size)))
@@ -316,7 +316,7 @@ def scattered(draw: st.DrawFn, name: str, itemsize: int, world_size: int) -> Spr
 
 @st.composite
 def spread_out(draw: st.DrawFn) -> tuple[list[Spread], int]:
-    """Some tensors, each box on some of the ranks; some of them on every rank, to be written by one."""
+    """Return some tensors, each box on some of the ranks. One rank writes those that lie on every rank."""
     world_size = draw(st.integers(1, 6))
     some = st.sets(st.integers(0, world_size - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
     spreads = []
@@ -351,7 +351,7 @@ def check_owned(chunk: Owned) -> None:
 
 
 def one_and_a_fifth(name: str) -> Spread:
-    """A chunk of which rank 0 holds all, and rank 1 a fifth."""
+    """Return a chunk of which rank 0 holds all, and rank 1 a fifth."""
     held = [BoxOnRanks(Box((0,), (8,)), (0,)), BoxOnRanks(Box((8,), (2,)), (0, 1))]
     return Spread(name, Grid((10,), (10,)), 1, held)
 
@@ -379,7 +379,7 @@ def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int
         Spread(str(number), Grid((n,), (min(n, chunk),)), 4, [BoxOnRanks(Box((0,), (n,)), everyone)])
         for number, (n, chunk) in enumerate(tensors)
     ]
-    # And what only one rank has.
+    # Add tensors that only one rank holds.
     alone = data.draw(st.lists(st.integers(0, 2000), min_size=world, max_size=world))
     spreads += [
         Spread(f"own{r}", Grid((n,), (max(n, 1),)), 4, [BoxOnRanks(Box((0,), (n,)), (r,))]) for r, n in enumerate(alone)
@@ -390,8 +390,8 @@ def test_what_all_ranks_hold_is_dealt_evenly(world: int, tensors: list[tuple[int
         loads[chunk.owner] += chunk.nbytes
     total, fixed = sum(loads.values()), 4 * max(alone)
     shared = [chunk.nbytes for chunk in owned if not chunk.spread.name.startswith("own")]
-    # The largest first, each to who has least: never more than the mean and one more chunk. Little ones are added to
-    # what is not a 16th above the mean.
+    # The largest chunk comes first, each to the rank with the fewest bytes. So no rank exceeds the mean by more than
+    # one chunk. Small chunks are added to ranks that are less than 1/16 above the mean.
     assert max(loads.values()) <= max(
         fixed, total / world + max(shared, default=0), total / world * (1 + 1 / 16 + 1 / 64)
     )
@@ -413,7 +413,7 @@ def test_the_largest_are_dealt_first() -> None:
 def test_columns_hold_what_one_chunk_after_the_other_gives(
     case: tuple[list[Spread], int], bundle_bytes: int, layers: int
 ) -> None:
-    """Owners, sources and bundles are those of the rule as ``plan_oracle`` has it, for many layers alike, too."""
+    """Owners, sources and bundles equal those of ``plan_oracle``, also for many equal layers."""
     spreads, world_size = case
     spreads = [dataclasses.replace(s, name=f"{s.name}.{layer}") for layer in range(layers) for s in spreads]
     expected = plan_oracle.deal(spreads, world_size, bundle_bytes)
@@ -438,7 +438,7 @@ def test_chunks_whose_pieces_move_are_bundled_in_order(case: tuple[list[Spread],
         if chunk.moved:
             bundles[chunk.bundle].append(chunk.nbytes)
     assert [*bundles] == sorted(bundles)
-    # Without its last chunk, none is full.
+    # Without its last chunk, no bundle is full.
     assert all(sum(sizes[:-1]) < bundle_bytes for sizes in bundles.values())
 
 
@@ -467,7 +467,7 @@ def test_no_rank_is_above_the_limit_but_for_a_single_transfer(
     for number, need in zip(numbers, needs, strict=True):
         for rank, nbytes in need.items():
             in_round[rank, number].append(nbytes)
-            # Each rank's own transfers are in order, so that neither side waits for a round that the other is past.
+            # Each rank's transfers are in order, so that neither side waits for a round that the other has finished.
             assert number >= last[rank]
             last[rank] = number
     assert all(sum(sizes) <= limit or len(sizes) == 1 for sizes in in_round.values())
@@ -481,7 +481,7 @@ def test_no_rank_is_above_the_limit_but_for_a_single_transfer(
 
 @st.composite
 def targets(draw: st.DrawFn) -> tuple[dict[str, ArrayNode], list[list[tuple[str, Box]]]]:
-    """Stored arrays, with subchunks and without, and the boxes of them that each rank is to fill."""
+    """Return stored arrays, with and without subchunks, and the boxes of them that each rank must fill."""
     nodes: dict[str, ArrayNode] = {}
     for number in range(draw(st.integers(1, 3))):
         shape = draw(shapes(12))
@@ -505,7 +505,7 @@ Place = tuple[str, Ints, int]
 
 
 def needed(nodes: dict[str, ArrayNode], own: list[tuple[str, Box]]) -> set[Place]:
-    """The stored subchunks that hold any element of some boxes."""
+    """Return the stored subchunks that hold any element of some boxes."""
     return {
         (fqn, chunk, place)
         for fqn, box in own
@@ -524,14 +524,14 @@ def run_bytes(nodes: dict[str, ArrayNode], run: SubchunkRun) -> int:
 
 
 def held_in(nodes: dict[str, ArrayNode], step: ShareRound) -> int:
-    """The bytes of a rank in a round: what it fetches, and all messages."""
+    """Return a rank's bytes in a round: those that it fetches, and all messages."""
     messages = [*step.sends, *step.receives]
     handed = (handed_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for m in messages for run, box in m.parts)
     return sum(run_bytes(nodes, run) for run in step.reads) + sum(handed)
 
 
 def check_both_sides(shares: list[Shares]) -> None:
-    """What one rank sends another in a round is what that one expects from it, in the same order."""
+    """Check that in each round the messages that one rank sends another are those that this one expects, in order."""
     for number in {number for own in shares for number in own}:
         for sender, receiver in itertools.permutations(range(len(shares)), 2):
             sends, receives = shares[sender].get(number), shares[receiver].get(number)
@@ -540,7 +540,7 @@ def check_both_sides(shares: list[Shares]) -> None:
 
 
 def all_shares(nodes: dict[str, ArrayNode], targets: list[list[tuple[str, Box]]], limit: int) -> list[Shares]:
-    """What each of the ranks with these targets does."""
+    """Return the shares of the ranks with these targets."""
     ranks = range(len(targets))
     return [*plan_shares(ranks, nodes, wanted_boxes(targets), len(ranks), limit).values()]
 
@@ -574,7 +574,7 @@ def test_what_several_ranks_need_is_fetched_by_one_of_them_and_handed_on(
             one = len(step.reads) == 1 and {run for m in step.receives for run, _ in m.parts} <= {*step.reads}
             alone = one or (not step.reads and len({run for m in step.receives for run, _ in m.parts}) == 1)
             assert held_in(nodes, step) <= limit or alone
-        # Each box of this rank has what it needs of each subchunk that another rank has fetched, once.
+        # Each box of this rank receives each needed subchunk that another rank has fetched, once.
         expected = {
             (place, box)
             for fqn, box in {*wanted[rank]}
@@ -589,7 +589,7 @@ def test_what_several_ranks_need_is_fetched_by_one_of_them_and_handed_on(
 
 @pytest.mark.parametrize("world", [4, 64])
 def test_replicas_are_fetched_by_all_ranks_alike(world: int) -> None:
-    """Plain weights on every rank: the loads are even, and in each full round every rank has something to fetch."""
+    """Plain weights on every rank: the loads are even, and in each full round every rank fetches something."""
     shape, limit = (4096, 4096), 128 * MIB
     nodes = {f"w{n}": ArrayNode(f"w{n}", Grid(shape, (2048, 4096), (64, 4096)), by_name("float32")) for n in range(16)}
     boxes = [[(fqn, Box((0, 0), shape)) for fqn in nodes] for _ in range(world)]
@@ -600,16 +600,16 @@ def test_replicas_are_fetched_by_all_ranks_alike(world: int) -> None:
     assert sum(loads) == 16 * 64 * (MIB + 4)
     assert max(loads) - min(loads) <= longest
     rounds = max(number for own in shares for number in own) + 1
-    # Each rank takes all that a round holds: what it fetches is there twice, once as what it sends.
+    # Each rank holds all bytes of a round. The bytes that it fetches are there twice, once in its messages.
     every = 16 * 64 * (MIB + 4)
     assert rounds <= (every + every / world) / (limit - 2 * longest) + 1
     assert sum(bool(step.reads) for own in shares for step in own.values()) >= world * (rounds - 1)
-    # What all others need alike is packed once.
+    # A range that all other ranks need is packed once.
     assert all(len(step.sends) <= 1 for own in shares for step in own.values())
 
 
 def test_columns_of_what_is_stored_in_rows_are_handed_on_alone() -> None:
-    """Rows saved, columns loaded: each rank fetches its share, and sends each other rank just its columns."""
+    """Rows saved, columns loaded: each rank fetches its share, and sends each other rank only that rank's columns."""
     shape, world = (4096, 4096), 8
     node = ArrayNode("w", Grid(shape, (512, 4096), (64, 4096)), by_name("float32"))
     boxes = [[("w", Box((0, 512 * rank), (4096, 512)))] for rank in range(world)]

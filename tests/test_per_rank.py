@@ -1,4 +1,4 @@
-"""``zarrckpt.PerRank``: every rank's own state comes back to it, and by a stated rule on other ranks."""
+"""``zarrckpt.PerRank``: every rank gets its own state back. Other ranks get one by a stated rule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zarrckpt import PerRank
 
 
 class Loader:
-    """A data loader's kind of state: a position, and samples read ahead, as many as the rank has gone on."""
+    """A kind of data loader state: a position, and one prefetched sample per step of the rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -51,7 +51,7 @@ class Loader:
 
 @dataclass
 class Trainer:
-    """A Stateful that keeps generators of its own among what it saves."""
+    """A Stateful with generators of each rank in its state."""
 
     rng: torch.Generator
     step: int = 0
@@ -100,7 +100,7 @@ def _draws(state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _found(state: dict[str, Any]) -> dict[str, Any]:
-    """All that a rank has, as values that compare."""
+    """Return all state of a rank as values that compare."""
     loader, part = state["loader"].value, state["deep"]["parts"][0].value
     return {
         "draws": _draws(state),
@@ -111,7 +111,7 @@ def _found(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _save(url: str, group_ranks: list[int] | None = None, later: bool = False) -> dict[str, Any]:
-    """Save what differs on every rank, shapes too; return what a load must bring back."""
+    """Save state that differs on every rank, also in shape. Return the state that a load must restore."""
     group = None if group_ranks is None else dist.new_group(group_ranks)
     state = _state(10)
     torch.rand(_rank() + 1)
@@ -178,7 +178,7 @@ def _load_more_ranks(url: str) -> None:
     fresh = _fresh()
     found, report = _load(url, "keep")
     new = _rank() > 1
-    # What is shared is loaded on every rank.
+    # Shared entries are loaded on every rank.
     assert found["shared"] == ([10.0] * 3, {"n": 10})
     assert (found["draws"], found["loader"], found["part"]) == (fresh["draws"], fresh["loader"], None) or not new
     assert report.missing == () and report.unexpected == ()
@@ -255,7 +255,7 @@ def test_all_ranks_state_can_be_read(tmp_path: Path) -> None:
         assert group[f"loader/{rank}/ahead"][:].tolist() == found["loader"][2]
         assert target["deep"]["parts"][0][str(rank)].tolist() == found["part"]
         assert target["loader"][str(rank)]["position"] == opened[f"loader.{rank}.position"] == found["loader"][1]
-    # What a user wrote by hand under the rank as a key, a PerRank takes, and the other way round.
+    # A PerRank loads entries that a user saved under the ranks as keys, and vice versa.
     zarrckpt.save({"mine": {"0": torch.ones(2), "1": torch.zeros(3)}}, tmp_path / "hand")
     by_hand = {"mine": PerRank()}
     zarrckpt.load(by_hand, tmp_path / "hand")
@@ -263,7 +263,7 @@ def test_all_ranks_state_can_be_read(tmp_path: Path) -> None:
 
 
 def _own_tensors(number: int) -> dict[str, Any]:
-    """Of each rank: of one form on all ranks, on three of four, on none other; under keys that look like others'."""
+    """Return tensors of each rank: of one form on all ranks, on three of four, or on one, under similar keys."""
     rank = _rank()
     return {
         "rng": PerRank(torch.full((5000,), number + rank, dtype=torch.uint8)),
@@ -285,7 +285,7 @@ def _save_own_tensors(url: str, group_ranks: list[int]) -> None:
 
 
 def _load_own_tensors(url: str, share_reads: bool | None = None) -> list[str]:
-    """The names of what this rank has not got back."""
+    """Return the names of the entries that this rank did not get back."""
     target, expected = _own_tensors(50), _values(_own_tensors(10))
     tensors = [target["rng"].value, target["deep"].value["ranks"]]
     zarrckpt.load(target, url, strict=False, options=zarrckpt.LoadOptions(share_reads=share_reads))
@@ -322,7 +322,7 @@ def test_tensors_of_one_form_are_one_array(members: list[int], tmp_path: Path) -
     zarrckpt.load(target, url)
     assert target["deep"]["ranks"]["ranks"].tolist() == [10 + rank for rank in members]
     assert target["deep"][str(members[-1])]["epoch"] == members[-1]
-    # A copy of it is the same for who loads it.
+    # Loads of a copy give the same.
     opened.copy_to(tmp_path / "copy", chunks={"rng.ranks": (1, -1)})
     assert zarrckpt.open(tmp_path / "copy").ranks("rng.ranks") == tuple(members)
     wrong = run_ranks(_load_own_tensors, str(tmp_path / "copy"))
@@ -376,7 +376,7 @@ def test_what_was_not_saved_per_rank(tmp_path: Path) -> None:
 
 
 def _local_models(url: str) -> None:
-    """Every rank trains a model of its own, of its own size."""
+    """Train a separate model on every rank, each of a different size."""
     rank = _rank()
 
     def made(seed: int) -> dict[str, Any]:
@@ -459,7 +459,7 @@ def test_copies_are_like_those_of_other_containers() -> None:
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
-    """Ranks' tensors are stacked under ``rng.ranks``; nobody else's entry of that name is lost."""
+    """Ranks' tensors are stacked under ``rng.ranks``. No other entry of that name is lost."""
     own = PerRank(torch.ones(4))
     states: list[dict[str, Any]] = [
         {"rng": own, "rng.ranks": torch.arange(3.0)},

@@ -1,4 +1,4 @@
-"""Pins: a checkpoint that somebody needs is neither removed nor replaced, whoever comes first."""
+"""Pins: a checkpoint in use is neither removed nor replaced, in any order of the calls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_pinned_checkpoint_stays(tmp_path: Path) -> None:
         with pytest.raises(zarrckpt.CheckpointPinnedError, match=f"evaluation of run 7.*{one}"):
             refused()
         assert zarrckpt.open(tmp_path / "a")["step"] == 7 and zarrckpt.open(tmp_path / "a").verify()
-    # Nothing is in the way of what does no harm, and clean-ups leave the pins.
+    # Harmless actions succeed, and clean-ups leave the pins.
     zarrckpt.recover(tmp_path / "a", stopped=True)
     assert {key: data for key, data in objects(tmp_path / "a").items() if not key.startswith(PINS)} == before
     zarrckpt.unpin(tmp_path / "a", one)
@@ -92,7 +92,7 @@ def test_a_damaged_pin_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_removal_that_was_broken_off_before_it_saw_the_pin(tmp_path: Path) -> None:
-    """``recover`` does not finish it, and gives it up where nobody else is at work."""
+    """``recover`` does not finish it, and cancels it if no other process is at work."""
 
     def crash(call: Call) -> Fault | None:
         return STOP if call.verb == "get" and call.key.startswith(PINS) else None
@@ -109,11 +109,11 @@ def test_a_removal_that_was_broken_off_before_it_saw_the_pin(tmp_path: Path) -> 
     assert zarrckpt.open(tmp_path / "a").verify()
     with pytest.raises(Stopped):
         zarrckpt.remove(FaultyStore(tmp_path / "a", crash))
-    with pytest.raises(zarrckpt.CheckpointRemovedError):  # what is on its way out is not pinned
+    with pytest.raises(zarrckpt.CheckpointRemovedError):  # a checkpoint that is being removed cannot be pinned
         zarrckpt.pin(tmp_path / "a")
 
 
-# -- who comes first
+# -- orders of two calls
 
 
 def _pin(store: Store) -> str:
@@ -135,7 +135,7 @@ def _remove(store: Store) -> str:
 
 
 class _Replace(Save):
-    """A save over what is committed."""
+    """A save over the committed checkpoint."""
 
     def __call__(self, store: Store) -> str:
         try:
@@ -154,7 +154,7 @@ def _recover(store: Store) -> str:
 
 
 def of_no_interest(op: Op) -> bool:
-    """Whether nothing that an operation reads is changed by the others before the root is gone."""
+    """Whether the other agents change nothing that an operation reads before the root is gone."""
     return op.verb in ("get", "list", "list_dir") and not (
         op.key in (ROOT, RECORD, "@zarrckpt") or PINS in f"{op.key}/"
     )
@@ -165,12 +165,12 @@ OTHERS: dict[str, tuple[list[Any], int | None]] = {
     "an overwrite": ([_Replace], None),
     "a removal that another process goes on with": ([_remove, _recover], 2),
 }
-"""Who is at work beside a pin, and with how many interruptions of one by another one at most."""
+"""The agents beside a pin, and the maximum number of their interruptions."""
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_of_two_one_sees_the_other(name: str) -> None:
-    """A pin and others, in every order of their requests: a checkpoint that is pinned is there."""
+    """A pin and others, in every order of their requests: a pinned checkpoint exists."""
     judge = Judge()
     with one_thread():
         base = committed_first()
@@ -182,7 +182,7 @@ def test_of_two_one_sees_the_other(name: str) -> None:
         def at_end(content: Content, ends: list[str]) -> None:
             pinned = any(key.startswith(PINS) and key.count("/") == 3 for key in content)
             assert pinned == ends[0].startswith("pinned")
-            if pinned:  # then it is still what was pinned
+            if pinned:  # then it is still the pinned one
                 assert "zarr.json" in content
                 assert zarrckpt.open(Shelf(content).store)["step"] == int(ends[0][-1])
 

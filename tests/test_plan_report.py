@@ -1,4 +1,4 @@
-"""``plan_report`` says what a save then does: compared with the objects, the requests and the messages of one."""
+"""``plan_report`` predicts a save: it is compared with the objects, the requests and the messages of one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "plan_sizes.py"
 
 
 def plain() -> dict[str, Any]:
-    """Tensors of all kinds at several depths, and values that need no object of their own."""
+    """Return tensors of all kinds at several depths, and values that need no separate object."""
     return {
         "model": {"w": full((70, 33), 1), "deep": {"er": {"b": full((5,), 2)}}, "e": torch.zeros(0, 3)},
         "scalar": torch.tensor(7),
@@ -68,7 +68,7 @@ def _no_requests(*args: Any) -> Any:
 def planned(
     state: Mapping[str, Any], ranks_per_host: int | None = None, process_group: Any = None, **sizes: Any
 ) -> PlanReport:
-    """A report; it fails where that opens a store, or a piece moves."""
+    """Return a report. Fail if that opens a store or moves a piece."""
     with patch.object(StoreSpec, "open", _no_requests), patch.object(Rounds, "pieces", _no_requests):
         return zarrckpt.plan_report(
             state, process_group=process_group, options=SaveOptions(**sizes), ranks_per_host=ranks_per_host
@@ -76,7 +76,7 @@ def planned(
 
 
 def files(url: str) -> tuple[int, int]:
-    """How many files are chunks of tensors below a committed checkpoint, and how many there are beside them."""
+    """Return the numbers of files below a committed checkpoint: chunks of tensors, and others."""
     chunks = {
         f"{node.path}/{path.name}"
         for node in Catalog(StoreSpec(url)).root.tensors.values()
@@ -86,7 +86,7 @@ def files(url: str) -> tuple[int, int]:
 
 
 def check_ranks(url: str, report: PlanReport, saved: SaveReport) -> None:
-    """Who wrote what, by the table of writers: the elements as reported, and with padding and checksums as saved."""
+    """Check the bytes per rank with the table of writers: elements as reported, stored bytes as saved."""
     catalog = Catalog(StoreSpec(url))
     writers = catalog.writers()
     elements, stored = Counter[int](), Counter[int]()
@@ -195,7 +195,7 @@ def test_balance_is_the_largest_part_over_the_mean() -> None:
 
 
 def _fsdp(number: float) -> dict[str, Any]:
-    """Pieces of 1.5 MiB, and smaller ones; what is replicated; one that cuts at odd places."""
+    """Return pieces of 1.5 MiB, smaller ones, replicas, and a tensor that is cut unevenly."""
     line = DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False, _rank=dist.get_rank())
     square = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False, _rank=dist.get_rank())
     norm, w = full((64,), number), full((10, 4), number + 1)
@@ -213,7 +213,7 @@ STATES: dict[str, Callable[[float], dict[str, Any]]] = {"fsdp": _fsdp, "uneven":
 
 
 class _Traffic:
-    """What this rank says to others in a save."""
+    """The messages of this rank to others in a save."""
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -237,7 +237,7 @@ Said = tuple[int, Counter[int], set[int]]
 
 
 def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanReport, SaveReport, Said]:
-    """The report, the save's, and this rank's rounds, bytes sent by rank, and connections."""
+    """Return the report, the save's report, and this rank's rounds, bytes sent by rank, and connections."""
     state, traffic = STATES[name](1), _Traffic()
     with patch.object(owners, "BUNDLE_BYTES", 512):
         report = planned(state, ranks_per_host=3, **sizes)
@@ -296,9 +296,9 @@ def test_merging_trades_objects_for_bytes_between_ranks() -> None:
     assert 0 == never.moved_bytes < default.moved_bytes < always.moved_bytes
     assert 0 == never.merged < default.merged < always.merged
     assert never.nbytes == default.nbytes == always.nbytes and never.put_cost() > always.put_cost()
-    # Three tensors of four small pieces and one of two are a chunk each; the large one and the replicas stay.
+    # Three tensors of four small pieces and one of two are a chunk each. The large one and the replicas stay.
     assert default.merged == 4 and default.objects == never.objects - 3 * 3 - 1
-    # The owner of a chunk has one of the largest pieces itself.
+    # The owner of a chunk holds one of the largest pieces.
     assert default.moved_bytes == (9 + 24 + 768) * 8 * 8 + 5 * 4 * 8
 
 
@@ -315,7 +315,7 @@ def test_a_process_group_of_some_ranks() -> None:
     assert reports[0].ranks == 3 and sorted(reports[0].rank_bytes) == [56, 64, 72]
 
 
-# -- what cannot be saved cannot be planned
+# -- errors of plans
 
 
 def test_errors_are_those_of_a_save(tmp_path: Path) -> None:

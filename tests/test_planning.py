@@ -1,4 +1,4 @@
-"""Plans at scale: what ranks are told fits together and does not grow with other ranks; repeated saves plan once."""
+"""Plans at scale: the ranks' parts fit together and do not grow with other ranks. Repeated saves plan once."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ SMALL = {"small": (512, 3, 128, 1024)}
 
 
 def _planned(layout: str, ranks: int, least: int | None = None) -> SavePlan:
-    """The plan of a small model's save, as each rank computes it."""
+    """Return the plan of a small model's save, as each rank computes it."""
     with patch.dict(plan_scale.MODELS, SMALL):
         told = plan_scale.Case("small", layout, ranks).told()
     return plan_save(gather_state(told), PlanOptions(sizes=Sizes(min_piece=least)))
 
 
-# -- what ranks do
+# -- work of each rank
 
 
 @pytest.mark.parametrize("compared", [True, False])
 def test_replicas_that_are_not_compared_are_one_ranks(compared: bool) -> None:
-    """They may differ, and a mixture of them is what no rank had."""
+    """They may differ, and no rank had a mixture of them."""
     entry = DescribedEntry(StatePath(("w",), (DICT,)), "tensor", (1000,), "torch.float32")
     told = AllDescriptions([Description((entry,), compared=compared)], np.zeros(4, np.int64), range(4))
     plan = plan_save(gather_state(told), PlanOptions(sizes=Sizes(max_chunk=400)))
@@ -118,7 +118,7 @@ def test_what_ranks_do_fits_together(layout: str, ranks: int, least: int | None)
     grids = {name: node.grid for name, node in plan.layout.tensors.items()}
     sizes = {name: math.prod(grid.shape) * 4 for name, grid in grids.items()}
     moved = 4 * sum(box.size for boxes in sent.values() for _, box in boxes)
-    # Where no divisor of a piece's rows fits subchunks, a few of them move to the owner of the next chunk.
+    # If no divisor of a piece's rows fits subchunks, a few of the rows move to the owner of the next chunk.
     assert moved == plan.dealt.moved_bytes() and (least is None or moved < 0.005 * sum(sizes.values()))
     assert set(written.values()) == {1}
     assert Counter(fqn for fqn, _ in written) == {fqn: grid.num_chunks for fqn, grid in grids.items()}
@@ -127,7 +127,7 @@ def test_what_ranks_do_fits_together(layout: str, ranks: int, least: int | None)
 
 
 def test_every_process_computes_the_same(tmp_path: Path) -> None:
-    """Nothing comes from the order of a set, or of a hash."""
+    """No result depends on the order of a set, or on a hash."""
     program = (
         "from benchmarks.plan_scale import *; case = Case('8B', 'hsdp-tp', 64); "
         "plan = plan_save(gather_state(case.told()), PlanOptions()); "
@@ -159,7 +159,7 @@ def test_what_is_sent_and_documents_grow_with_tensors_only() -> None:
         sizes.append((len(told.descriptions[0].packed), len(document)))
         assert len(told.descriptions) == 1
     few, many = sizes
-    # The shapes of chunks are other numbers, and no more of them. A mesh names its ranks.
+    # The shapes of chunks are other numbers, but not more numbers. A mesh names its ranks.
     assert few[1] * 0.95 < many[1] < few[1] * 1.05 and many[0] < few[0] + 4 * 1024
 
 
@@ -181,7 +181,7 @@ def test_our_load_planner_with_another_reader(tmp_path: Path) -> None:
 
 @contextmanager
 def _planning() -> Iterator[list[int]]:
-    """Counts how often this process plans a save."""
+    """Count how often this process plans a save."""
     calls: list[int] = []
     real = agree.plan_save
 
@@ -194,7 +194,7 @@ def _planning() -> Iterator[list[int]]:
 
 
 class _Saves:
-    """Saves one state after the other, on each rank; checks what is stored, and how often each rank plans."""
+    """Saves one state after the other on each rank. Checks the stored state, and how often each rank plans."""
 
     def __init__(self, folder: str, group: dist.ProcessGroup | None = None) -> None:
         self.folder, self.group, self.count = folder, group, 0
@@ -231,7 +231,7 @@ class _AsyncSaves(_Saves):
 
 
 def _state(number: float) -> dict[str, Any]:
-    """Pieces that fit a grid, pieces that do not, replicas, a value. As on every rank of four."""
+    """Return pieces that fit a grid, pieces that do not, replicas, and a value, as on every rank of four."""
     mesh, square = mesh_of([0, 1, 2, 3]), mesh_of([[0, 1], [2, 3]])
     state: dict[str, Any] = {"w": sharded(full((12, 3), number), mesh), "odd": fsdp_tp(full((10, 2), number), square)}
     return state | {"b": full((5,), number), "number": number, "step": number, "text": f"turn {number}"}
@@ -248,7 +248,7 @@ def _same_again(folder: str) -> None:
     background(_state(6), 0)
     saves(_state(7), 0)
     background(_state(8), 0)
-    # What steers a plan.
+    # Options that change the plan.
     saves(_state(9), 1, options=zarrckpt.SaveOptions(max_chunk_bytes=40))
     saves(_state(10), 0, options=zarrckpt.SaveOptions(max_chunk_bytes=40))
     saves(_state(11), 1)
@@ -262,7 +262,7 @@ def test_saves_of_the_same_state_plan_once(tmp_path: Path) -> None:
 def _changes(folder: str) -> None:
     rank, saves = dist.get_rank(), _Saves(folder)
     saves(_state(0), 1)
-    # One rank has something more, and then has not.
+    # One rank has one more tensor, and later has not.
     only = {"only": torch.ones(3)} if rank == 2 else {}
     saves(_state(1) | only, 1)
     assert zarrckpt.open(f"{folder}/2")["only"][...].tolist() == [1, 1, 1]
@@ -277,14 +277,14 @@ def _changes(folder: str) -> None:
     bad = {"bad": torch.ones(2).to_sparse()} if rank == 3 else {}
     saves.fails(zarrckpt.UnsupportedValueError, _state(7) | bad, 0, "bad")
     saves(_state(8), 0)
-    # Ranks hold different values, which changes who writes what.
+    # Ranks hold different values, which changes the owners.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         zarrckpt.save(_state(9) | {"step": rank, "b": full((5,), rank)}, f"{folder}/differs")
     assert any("'b' (ranks 0, 1, 2, 3)" in str(one.message) for one in caught) == (rank == 0)
     dist.barrier()
     assert zarrckpt.open(f"{folder}/differs")["b"][...].tolist() == full((5,), 0).tolist()
-    # The plan of before is still known.
+    # The previous plan is still kept.
     saves(_state(10), 0)
 
 
@@ -295,7 +295,7 @@ def test_any_change_on_any_rank_is_planned_anew(tmp_path: Path) -> None:
 def _forgotten(folder: str) -> None:
     saves, rank = _Saves(folder), dist.get_rank()
     saves(_state(0), 1)
-    # As when another process takes the coordinator's place, or some ranks'.
+    # As if another process replaced the coordinator, or some ranks.
     if rank == 0:
         agree._kept_plans.clear()
     saves(_state(1), 1)
@@ -315,11 +315,11 @@ def _forgotten(folder: str) -> None:
 
 def test_plans_that_a_rank_does_not_know(tmp_path: Path) -> None:
     run_ranks(_forgotten, str(tmp_path))
-    run_ranks(_same_again, str(tmp_path / "other"))  # in the same processes: a group of their own
+    run_ranks(_same_again, str(tmp_path / "other"))  # in the same processes, with another group
 
 
 def _random_states(seed: int, world: int) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """States by rank, one after the other: most are as before, in some a rank or all of them have something else."""
+    """Yield states by rank. Most equal the state before. In some, one rank or all have another shape."""
     chance = random.Random(seed)
     shapes = [{"own": 2, "more": 0} for _ in range(world)]
     for turn in range(14):

@@ -1,4 +1,4 @@
-"""Saves before pre-emption: signals, notices, and what the ranks agree on."""
+"""Saves before pre-emption: signals, notices, and the ranks' agreement on a step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def managed(run: Any, **arguments: Any) -> Iterator[zarrckpt.CheckpointManager]:
 
 
 def until(done: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Wait for something that another thread or process does."""
+    """Wait for a condition that another thread or process causes."""
     end = time.monotonic() + seconds
     while not done() and time.monotonic() < end:
         time.sleep(0.01)
@@ -49,7 +49,7 @@ def until(done: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def trained(manager: zarrckpt.CheckpointManager, state: dict[str, Any], first: int = 1, pause: float = 0.005) -> int:
-    """Train until pre-emption; return the step."""
+    """Train until pre-emption. Return the step."""
     for step in range(first, first + 10_000):
         time.sleep(pause)
         state["step"] = step
@@ -62,7 +62,7 @@ def trained(manager: zarrckpt.CheckpointManager, state: dict[str, Any], first: i
 # -- under torchrun
 
 
-def test_signals_at_random_moments_stop_all_ranks_at_one_step_that_is_resumed(tmp_path: Path) -> None:
+def test_random_signals_stop_all_ranks_at_one_step_that_is_resumed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.signal_campaign", "--signals=8", "--episodes=4", "--seed=7"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -131,7 +131,7 @@ def test_a_wakeup_descriptor_of_before_gets_its_signals(tmp_path: Path) -> None:
 
 
 def forked_child() -> int:
-    """Fork a child that sleeps; return its process id."""
+    """Fork a child that sleeps. Return its process id."""
     child = os.fork()
     if child == 0:
         time.sleep(60)
@@ -253,7 +253,7 @@ def test_a_signal_while_it_closes_does_not_end_the_last_save(tmp_path: Path, cap
         threading.Timer(0.6, released.set).start()
         manager.close()
     assert future.done() and manager.steps() == [1]
-    # It came after the last step: no further one is saved, and that is said.
+    # It came after the last step: no further one is saved, and that is logged.
     assert manager.preempted
     assert "step 1" in caplog.records[-1].getMessage() and caplog.records[-1].levelno == logging.WARNING
 
@@ -387,7 +387,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
         assert process.stdout.readline() == "training\n"
         process.terminate()
         time.sleep(0.05)
-        process.terminate()  # one that a scheduler sends beside torchrun's is no second one
+        process.terminate()  # a signal that a scheduler sends beside torchrun's is not a second request
         assert process.stdout.readline() == "saving\n"
         time.sleep(1.3)
         assert process.poll() is None
@@ -426,7 +426,7 @@ def test_a_signal_is_seen_while_the_main_thread_is_in_c(tmp_path: Path) -> None:
 
 
 def slowly(state: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The state with an entry that takes a while to be saved, in the background too."""
+    """Return the state with an entry that takes a while to be saved, also in the background."""
 
     class Slow:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -488,7 +488,7 @@ def test_a_save_that_failed_before_does_not_keep_from_saving_now(
 
 
 def _told(run: str, who: int, kind: str) -> Any:
-    """Ranks that synchronise now and then; one is told by a signal or a notice."""
+    """Run ranks that synchronise from time to time. One gets a signal or a notice."""
     rank = dist.get_rank()
     begun = threading.Event()
     notice = (lambda: begun.is_set()) if kind == "notice" and rank == who else None
@@ -523,7 +523,7 @@ def _lost(run: str) -> Any:
         dist.barrier()
         manager.step(step, {"step": step})
     if rank == 2:
-        # It comes to no further step.
+        # It reaches no further step.
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(1.0)
         os._exit(1)
@@ -535,7 +535,7 @@ def _lost(run: str) -> Any:
     return None
 
 
-def test_a_rank_that_is_lost_before_the_step_that_was_agreed_on_ends_the_others_soon(tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_before_the_agreed_step_ends_the_others_soon(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         run_ranks(_lost, str(tmp_path), world_size=3)
     failures = caught.value.failures  # type: ignore[attr-defined]
@@ -543,7 +543,7 @@ def test_a_rank_that_is_lost_before_the_step_that_was_agreed_on_ends_the_others_
 
 
 def _left(run: str) -> Any:
-    """One rank has closed its manager when another is told."""
+    """Let one rank close its manager before another gets the signal."""
     rank = dist.get_rank()
     manager = zarrckpt.CheckpointManager(run, signals=("SIGUSR1",), grace=5.0, options=FAST)
     for step in range(1, 5):

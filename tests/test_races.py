@@ -1,4 +1,4 @@
-"""Two processes save to one path at the same moment: exactly one commits, and what it commits is its own, whole."""
+"""Two processes save to one path at the same moment: exactly one commits, and its checkpoint is its own, whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import zarrckpt
 from benchmarks.s3_server import Served, served
 
 Outcome = tuple[str, int]
-"""The id of the save, "" where it lost, and the value that it saved."""
+"""The id of the save, "" if it lost, and the value that it saved."""
 
 
 def _meet(folder: str, name: str) -> None:
@@ -35,7 +35,7 @@ def _meet(folder: str, name: str) -> None:
 
 
 def _race(folder: str, number: int, place: Place, both_begin: bool) -> Outcome:
-    """One of two saves; with ``both_begin``, none goes on writing before the other has begun, too."""
+    """Run one of two saves. With ``both_begin``, neither writes chunks before both have begun."""
     value = 10 + 2 * (number % 50) + int(os.environ["RANK"])
     waited = not both_begin
     _meet(folder, f"{number}-start")
@@ -76,7 +76,7 @@ def _check(folder: Path, places: list[Place], both_begin: bool) -> None:
         assert zarrckpt.open(**place.options).save_id == save_id
         zarrckpt.recover(**place.options, stopped=True)
         assert place.keys() == needed(place) and held(place) == value
-    # Otherwise one of them was never in time, and nothing was tried.
+    # Otherwise one of them was never in time, and nothing was tested.
     assert min(wins) > 0
 
 
@@ -112,7 +112,7 @@ def test_races_on_s3(way: str, s3_server: Served, tmp_path: Path) -> None:
 
 
 def _save_and_count(place: Place, value: int, overwrite: bool = False) -> int:
-    """Save; returns how often the guard was called best effort."""
+    """Save. Return the number of "best effort" warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         zarrckpt.save(state(value), **place.options, overwrite=overwrite, options=SAVING)
@@ -131,7 +131,7 @@ def test_a_server_that_ignores_conditions_is_said_to_once(sloppy_bucket: S3Place
 @pytest.mark.filterwarnings("ignore:.*conditional puts:UserWarning")
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_there_it_is_check_then_put(overwrite: bool, sloppy_bucket: S3Place) -> None:
-    """Another save that committed before ours puts its root is seen, and stays."""
+    """Another save that committed before this one puts its root is found, and stays."""
     place = Place(sloppy_bucket.url("one"), storage_options=sloppy_bucket.storage_options)
     if overwrite:
         place.save(1)

@@ -1,4 +1,4 @@
-"""Parts of objects read from S3: whole, short, cut, late, or with another answer than was asked for."""
+"""Parts of objects read from S3: whole, short, cut, late, or with another answer than requested."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def test_a_server_that_hangs_falls_silent_or_trickles(stub: str, request: pytest
     server: S3Stub = request.getfixturevalue(stub)
     own = {**ONCE, "allow_invalid_certificates": True}
     store = store_of(server.bucket(), timeout=0.5, **own)
-    # What is slow is waited for...
+    # A slow answer is waited for...
     server.faults.pause_bodies = 0.1
     assert part(store)
     server.faults.pause_bodies = 0
-    # ...and what never comes is not.
+    # ...but an answer that never comes is not.
     for fault, seconds in (("stall_seconds", LONG), ("pause_bodies", LONG), ("trickle", 0.1)):
         setattr(server.faults, fault, seconds)
         with gives_up_soon():

@@ -1,4 +1,4 @@
-"""``Checkpoint.read(out=...)``: memory of the caller's is filled in place, whatever its strides."""
+"""``Checkpoint.read(out=...)`` fills the caller's memory in place, with any strides."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_nothing_of_the_size_of_the_data_is_allocated(tmp_path: Path, moto_bucke
     for place in places:
         zarrckpt.save(state, **place, options=SaveOptions(compression="zstd" if "zstd" in str(place["url"]) else None))
         ckpt = zarrckpt.open(**place)
-        ckpt.read(out={"v": np.zeros(1 << 22, "f4")})  # what is imported and connected meanwhile
+        ckpt.read(out={"v": np.zeros(1 << 22, "f4")})  # makes the imports and connections
         out = {"w": np.ones((4096, 2048), "f4"), "v": np.ones(1 << 22, "f4")}
         peak = peak_of(partial(ckpt.read, out=out, max_inflight_bytes=8 << 20))
         assert peak < 20 << 20, place

@@ -1,7 +1,7 @@
-"""Reading without torch: kept checkpoints, by our reader and by others, whole and damaged, with any zarr-python.
+"""Reading without torch: stored checkpoints, by zarrckpt and other readers, whole and damaged, with any zarr-python.
 
-``make test-readers`` runs this in an environment without torch. What is in the checkpoints is known from
-``independent_reader``, which knows the format page alone; ``test_golden.py`` compares that with what was saved.
+``make test-readers`` runs this in an environment without torch. The expected contents come from ``independent_reader``,
+which follows only the format page. ``test_golden.py`` compares them with the saved state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ every_golden = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture(params=PIPELINES)
 def pipeline(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each of zarr-python's own ways to read chunks, as the configured one."""
+    """Configure each of zarr-python's own ways to read chunks."""
     with zarr.config.set({"codec_pipeline.path": f"zarr.core.codec_pipeline.{request.param}"}):
         yield request.param
 
@@ -70,7 +70,7 @@ def found(array: Any) -> tuple[str, list[int], bytes]:
 
 
 def ask(question: Any) -> Any:
-    """The answer to one call of a store."""
+    """Return the answer to one call of a store."""
 
     async def answer() -> Any:
         return [item async for item in question] if hasattr(question, "__aiter__") else await question
@@ -78,7 +78,7 @@ def ask(question: Any) -> Any:
     return asyncio.run(answer())
 
 
-# --- what is there -------------------------------------------------------------------------------------
+# --- whole checkpoints -----------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Object at @zarrckpt is not recognized:zarr.errors.ZarrUserWarning")
@@ -93,7 +93,7 @@ def test_every_reader_reads_every_bit(name: str, tmp_path: Path, pipeline: str) 
         assert found(arrays[fqn]) == expected, fqn
         for lazy in (ckpt[fqn], group[path], zarr.open_array(ckpt[fqn].store, path=path)):
             assert isinstance(lazy, zarr.Array)
-            # Portable ones are the integers that hold them.
+            # Portable arrays are the integers that hold the bits.
             assert found(lazy[...])[1:] == expected[1:], fqn
             last = np.s_[tuple(slice(size // 2, size) for size in lazy.shape)]
             assert found(lazy[last])[2] == found(np.asarray(arrays[fqn])[last])[2], fqn
@@ -123,7 +123,7 @@ def test_zipped_checkpoints_open(name: str, tmp_path: Path, pipeline: str) -> No
 
 
 def test_another_save_s_documents_are_not_read(tmp_path: Path) -> None:
-    """zarr-python and xarray ask the store for documents, which are another save's after an overwrite."""
+    """zarr-python and xarray ask the store for documents. After an overwrite these are another save's."""
     folder = unpacked("chunks", tmp_path)
     ckpt = opened(folder)
     store, expected = ckpt["w"].store, ckpt["w"][...]
@@ -141,10 +141,10 @@ def test_another_save_s_documents_are_not_read(tmp_path: Path) -> None:
             read()
 
 
-# --- what is not what was saved ------------------------------------------------------------------------
+# --- changed checkpoints ---------------------------------------------------------------------------------
 
 SUBCHUNKS = 2
-"""In the one chunk of the array ``w`` of three of the checkpoints."""
+"""Number of subchunks in the one chunk of the array ``w`` of three of the checkpoints."""
 
 
 CODECS: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
@@ -155,7 +155,7 @@ CODECS: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
 
 
 def _of_another_save(data: bytes, name: str) -> bytes:
-    """The chunk with one more in each number, its index and all its checksums in order."""
+    """Return the chunk with one added to each number, and with a valid index and checksums."""
     decode, encode = CODECS[name]
     body, places = b"", b""
     for start, size in np.frombuffer(data[-4 - 16 * SUBCHUNKS : -4], "<u8").reshape(SUBCHUNKS, 2).tolist():
@@ -189,7 +189,7 @@ def test_every_read_of_a_damaged_chunk_raises(damage: str, name: str, tmp_path: 
     damaged = DAMAGE[damage](file.read_bytes(), name)
     file.unlink() if damaged is None else file.write_bytes(damaged)
     if damage == "another save's":
-        # To those who have no table of checksums it is a chunk like any other.
+        # Readers without the table of checksums read it like any other chunk.
         assert (zarr.open_group(folder, mode="r")["w"][:, :64] == saved[:, :64] + 1).all()
     for part in PARTS:
         for read in (lambda part=part: array[part], lambda part=part: tree["w"][part].values):
@@ -212,7 +212,7 @@ def test_every_damaged_object_is_named(name: str, tmp_path: Path) -> None:
 
 
 def _forged(folder: Path) -> None:
-    """What does not decompress, in the first subchunk of ``w``; all checksums are its own."""
+    """Make the first subchunk of ``w`` impossible to decompress, with valid checksums."""
     file, root = folder / "w" / "c.0.0", folder / "zarr.json"
     document = json.loads(root.read_bytes())
     own = document["attributes"]["zarrckpt"]
@@ -239,7 +239,7 @@ def test_what_does_not_decompress_is_an_error(tmp_path: Path, pipeline: str) -> 
     with pytest.raises(CorruptCheckpointError, match="decompress"):
         ckpt.read(["w"])
     for part in (np.s_[...], np.s_[:4, :4]):
-        with pytest.raises(RuntimeError):  # numcodecs' own: zarr-python decompresses
+        with pytest.raises(RuntimeError):  # raised by numcodecs: zarr-python decompresses
             ckpt["w"][part]
 
 
@@ -262,7 +262,7 @@ def test_damage_in_an_object_store(s3_stub: S3Stub, tmp_path: Path, pipeline: st
                 array[part]
 
 
-# --- every way to ask the store ------------------------------------------------------------------------
+# --- every call of a zarr store --------------------------------------------------------------------------
 
 Question = Callable[[Any, str, Any], Any]
 CONTENT: dict[str, Question] = {
@@ -273,13 +273,13 @@ CONTENT: dict[str, Question] = {
     "_get_bytes": lambda store, key, part: store._get_bytes(key, prototype=PROTOTYPE, byte_range=part),
     "_get_json": lambda store, key, part: store._get_json(key, prototype=PROTOTYPE, byte_range=part),
 }
-"""What answers with stored bytes, by name in zarr-python."""
+"""Calls that return stored bytes, by name in zarr-python."""
 
 SYNCHRONOUS = {"get_sync", "get_ranges_sync", "_supports_sync_io"}
-"""As those, outside of zarr's event loop: not for this store."""
+"""The same calls outside of zarr's event loop. This store does not have them."""
 
 OVER_OTHERS = {"_get_bytes_sync", "_get_json_sync"}
-"""Wait for one of ``CONTENT``."""
+"""Calls that wait for one of ``CONTENT``."""
 
 FACTS = {"exists", "getsize", "getsize_prefix", "list", "list_prefix", "list_dir", "is_empty"}
 WRITING = {
@@ -294,7 +294,7 @@ REST = {
 
 
 def test_all_that_a_zarr_store_can_be_asked_is_known() -> None:
-    """A newer zarr-python may have another way to read, which has to be checked like the rest, and listed above."""
+    """A newer zarr-python may have another way to read. It must be checked like the rest, and listed above."""
     protocols = [kind for name, kind in vars(zarr_abc).items() if name.startswith("Supports")]
     asked = {
         name
@@ -334,7 +334,7 @@ def test_every_way_to_ask_is_checked(way: str, tmp_path: Path) -> None:
 
 
 def _bytes(answer: Any) -> list[bytes]:
-    """The stored bytes in what a store answers, in whatever they are wrapped."""
+    """Return the stored bytes in an answer of a store, in any wrapping."""
     if isinstance(answer, bytes):
         return [answer]
     if hasattr(answer, "to_bytes") and not isinstance(answer, int):
@@ -367,7 +367,7 @@ def test_nobody_gets_past_it(tmp_path: Path) -> None:
 
 
 class Refusing(MemoryStore):
-    """Raises, with a secret, for whatever it is asked once ``refuses``."""
+    """Raises an error with a secret on every call, once ``refuses`` is set."""
 
     refuses = False
 
@@ -399,7 +399,7 @@ def test_what_a_store_raises_is_an_error_of_ours(tmp_path: Path, monkeypatch: py
             question()
 
 
-# --- what the documentation says of others ------------------------------------------------------------
+# --- claims of the documentation about other readers -----------------------------------------------------
 
 
 def test_zarr_alone_can_be_told_to_raise_for_an_absent_chunk(tmp_path: Path, pipeline: str) -> None:
@@ -417,7 +417,7 @@ def test_zarr_alone_can_be_told_to_raise_for_an_absent_chunk(tmp_path: Path, pip
                     read()
 
 
-# --- what is made of checkpoints ----------------------------------------------------------------------
+# --- copies of checkpoints -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", [{}, {"compression": "zstd"}, {"dtype": "float64"}])

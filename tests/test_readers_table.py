@@ -1,6 +1,6 @@
-"""What each other library makes of each kind of array: measured here, and compared with ``docs/reference/readers.md``.
+"""Results of each other library for each kind of array, measured and compared with ``docs/reference/readers.md``.
 
-Each library reads in a process of its own (``plain_readers.probe``); the bits are compared with what was saved.
+Each library reads in a separate process (``plain_readers.probe``). The bits are compared with the saved ones.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PART = [[3, 7], [100, 200]]
 
 @dataclass(frozen=True)
 class Case:
-    """A part of an array of a checkpoint, and what was saved there."""
+    """A part of an array of a checkpoint, and the saved numbers."""
 
     url: str
     path: str
@@ -62,7 +62,7 @@ class Case:
 
 
 class Rows:
-    """Rows of the table: label -> cases, made with the checkpoints that they are of."""
+    """Rows of the table: label -> cases. Also saves the checkpoints of the cases."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -145,7 +145,7 @@ def _damaged(rows: Rows) -> None:
 
 
 def cell(cases: Sequence[Case], answers: Iterator[tuple[str, Any]]) -> str:
-    """What a reader made of the cases of one row: the next of its answers."""
+    """Return the cell for the cases of one row, from a reader's next answers."""
     return "; ".join(sorted({_word(case, *next(answers)) for case in cases}))
 
 
@@ -169,14 +169,14 @@ def on_the_page(name: str) -> str:
     return match[1]
 
 
-# Two processes: in the first, nothing of this package is imported; zarrs, which stays switched on, comes last.
+# Two processes. The first imports nothing of this package. zarrs comes last, because it stays switched on.
 PROCESSES = (("xarray", "datatree", "dask", "zarr"), ("tensorstore", "zarrckpt", "zarrs"))
 Asked = dict[str, list[dict[str, Any]]]
 Answers = dict[str, list[tuple[str, Any]]]
 
 
 def probed(folder: Path, asked: Asked, environment: dict[str, str]) -> Answers:
-    """What each reader answers to its cases."""
+    """Return each reader's answers to its cases."""
 
     def probe(readers: Sequence[str]) -> Answers:
         (folder / readers[0]).mkdir()
@@ -215,7 +215,7 @@ S3_WAYS = {"url": "an `s3://` url (s3fs)", "obstore": "an obstore store", "drive
 
 
 def make_s3_cases(place: S3Place) -> list[Case]:
-    """Whole arrays and a part of one, below the group of an overwrite, in a folder with a space."""
+    """Return whole arrays and a part of one, below the group of an overwrite, in a folder with a space."""
     url, options = place.url("runs/step 7"), place.storage_options
     zarrckpt.save({"old": torch.zeros(4)}, url, storage_options=options)
     state = {"w": torch.randn(3, 5), "half": random_tensor("bfloat16", (5,)), "large": torch.randn(SUBCHUNKS)}
@@ -227,7 +227,7 @@ def make_s3_cases(place: S3Place) -> list[Case]:
 
 
 def _ways(reader: str) -> list[str]:
-    """How a reader gets at S3; ours has obstore in it."""
+    """Return the ways in which a reader reaches S3. zarrckpt's own reader includes obstore."""
     return {"tensorstore": ["driver"], "zarrckpt": ["driver"]}.get(reader, ["url", "obstore"])
 
 

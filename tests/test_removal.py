@@ -1,4 +1,4 @@
-"""Removing a checkpoint: recorded first, finished by whoever comes next; what readers and saves see meanwhile."""
+"""Removing a checkpoint: recorded first, and finished by any later call. Readers and saves in the meantime."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATE = {"w": torch.arange(4000.0), "blob": b"x" * 10, "step": 7}
 
 
 def crash_after(verb: str, key: str, url: Path) -> None:
-    """A removal that ends after it has done something to a key."""
+    """Run a removal that ends after one operation on a key."""
     done = []
 
     def rule(call: Call) -> Fault | None:
@@ -64,7 +64,7 @@ def test_a_folder_stays_that_is_a_link_or_holds_something(tmp_path: Path) -> Non
 @pytest.mark.parametrize("folder", ["", "w", "@zarrckpt/inner"])
 @pytest.mark.parametrize("backend", ["local", "fsspec"])
 def test_files_that_nfs_keeps_and_empty_folders_are_nothing(backend: str, folder: str, tmp_path: Path) -> None:
-    """An NFS client gives a file that is removed while somebody has it open another name, until it is closed."""
+    """If a removed file is open, an NFS client renames it until it is closed."""
     run = tmp_path / "run"
     url, options = run / "step-1", {"storage_options": {"backend": "fsspec"} if backend == "fsspec" else None}
     place = str(url) if backend == "local" else f"file://{url}"
@@ -139,7 +139,7 @@ def test_a_root_that_is_lost_is_damage_and_no_removal(tmp_path: Path) -> None:
     assert {damage.key for damage in ckpt.verify().damages} == {"zarr.json", "w/c.0"}
 
 
-# -- a removal that was broken off
+# -- an interrupted removal
 
 
 @pytest.mark.parametrize("finish", [zarrckpt.recover, zarrckpt.remove])
@@ -180,7 +180,7 @@ def test_a_root_that_cannot_be_deleted_leaves_the_checkpoint(tmp_path: Path) -> 
     zarrckpt.save(STATE, tmp_path / "a")
     with pytest.raises(zarrckpt.StorageError):
         zarrckpt.remove(FaultyStore(tmp_path / "a", rule))
-    # Nothing takes it for one that is to go.
+    # No call treats it as a checkpoint to be removed.
     assert zarrckpt.recover(tmp_path / "a").objects == 0
     zarrckpt.save(STATE, tmp_path / "a", overwrite=True)
     assert zarrckpt.open(tmp_path / "a").verify()
@@ -198,18 +198,18 @@ def test_a_root_whose_deletion_got_no_answer_can_be_finished(tmp_path: Path) -> 
 
 
 def test_a_store_that_takes_deletions_only(tmp_path: Path) -> None:
-    """A server whose quota is used up: a removal is what helps."""
+    """A server whose quota is used up: a removal frees space."""
     zarrckpt.save(STATE, tmp_path / "a")
     fails = FaultyStore(tmp_path / "a", lambda call: FAIL if call.verb in ("put", "create", "replace") else None)
     assert zarrckpt.remove(fails) > 5
     assert not (tmp_path / "a").exists()
 
 
-# -- beside others
+# -- at the same time as others
 
 
 def test_a_removal_that_another_one_has_ended_deletes_nothing_more(tmp_path: Path) -> None:
-    """``recover`` goes on with a removal that runs, and waits; that one ends, and the next save begins and commits."""
+    """``recover`` continues a running removal, and waits. The removal ends, and the next save begins and commits."""
     number = 0
     while True:
         url, asked = tmp_path / str(number), 0
@@ -233,7 +233,7 @@ def test_a_removal_that_another_one_has_ended_deletes_nothing_more(tmp_path: Pat
 
 
 def test_a_save_that_began_before_a_removal_and_goes_on_after_it(tmp_path: Path) -> None:
-    """That is against the rules, and yet no later save meets its objects."""
+    """That is against the rules. Still, no later save finds its objects."""
     removed: list[int] = []
 
     def rule(call: Call) -> None:
@@ -248,7 +248,7 @@ def test_a_save_that_began_before_a_removal_and_goes_on_after_it(tmp_path: Path)
 
     with pytest.raises(Stopped):
         zarrckpt.save({**STATE, "w": torch.zeros(4000)}, FaultyStore(tmp_path / "a", crash), overwrite=True)
-    # Only its claim is gone, and what the crashed save wrote lies elsewhere.
+    # Only its claim is gone, and the crashed save wrote elsewhere.
     found = zarrckpt.open(tmp_path / "a")
     assert found["w"][-1] == 3999 and {damage.key for damage in found.verify().damages} == {"@zarrckpt/zarr.json"}
     zarrckpt.save(STATE, tmp_path / "a", overwrite=True)
@@ -281,7 +281,7 @@ def test_a_marker_that_comes_after_a_removal_names_nothing_of_a_later_save(tmp_p
 @pytest.mark.parametrize("over", [False, True])
 @pytest.mark.parametrize("at", range(8))
 def test_recover_leaves_what_was_committed_or_begun_meanwhile(over: bool, at: int, tmp_path: Path) -> None:
-    """While it looks, one save commits, the next one begins, and goes on when ``recover`` has ended."""
+    """While it reads, one save commits. The next one begins, and continues when ``recover`` has ended."""
     url, asked = tmp_path / "a", 0
     if over:
         zarrckpt.save({**STATE, "step": 0}, url)
@@ -341,7 +341,7 @@ def _read(store: Store) -> str:
 
 
 def _can_be_finished(content: Content) -> None:
-    """A save is refused or begins on nothing; one more removal, or ``recover``, leaves nothing."""
+    """Check that a save is refused or begins on nothing, and that one more removal, or ``recover``, leaves nothing."""
     recorded = RECORD in content
     for finish in (zarrckpt.remove, zarrckpt.recover) if recorded else (zarrckpt.remove,):
         shelf = Shelf(content)
@@ -358,12 +358,12 @@ def _can_be_finished(content: Content) -> None:
     "codes", [(_remove, _remove_too), (_remove, _recover), (_remove, _read), (_remove, _read, _read)]
 )
 def test_removals_and_readers_in_every_interleaving(codes: tuple[Callable[[Store], str], ...]) -> None:
-    """Any of them may stop at any time: what is stored then can be finished."""
+    """Any of them may stop at any time: the stored objects can then be removed."""
     judge = Judge()
     with one_thread():
         base = committed_first()
         agents = [Agent(code) for code in codes]
-        # Of removals, which take some forty requests each, those with at most two interruptions.
+        # Removals take some forty requests each, so only those with at most two interruptions.
         bound = None if _read in codes else 2
         exploration = Exploration(agents, base, Faults(), nothing_quiet, bound)
 

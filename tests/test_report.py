@@ -1,4 +1,4 @@
-"""The page of a checkpoint: the data in it beside numpy, hostile names, and that it needs nothing else."""
+"""The page of a checkpoint: its data compared with numpy, hostile names, and that it needs nothing else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STATS = ("count", "nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
 
 
 class Page(HTMLParser):
-    """A page as a browser's parser sees it: every element, and what stands in scripts and styles."""
+    """A page as a browser's parser sees it: every element, and the text in scripts and styles."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Page(HTMLParser):
         self._open = ""
 
     def look(self, name: str, side: int = 0) -> dict[str, Any]:
-        """What the page has of a tensor's numbers."""
+        """Return the page's statistics of a tensor."""
         found: dict[str, Any] = self.tensors[name]["sides"][side]["look"]
         return {**found, **dict(zip(STATS, found["stats"], strict=True))}
 
@@ -72,7 +72,7 @@ def decoded(chunk_runs: list[list[int]]) -> list[int]:
 
 
 def counted(values: np.ndarray[Any, Any], histogram: list[Any]) -> list[int]:
-    """numpy's counts for the bins of a histogram on the page."""
+    """Return numpy's counts for the bins of a histogram on the page."""
     exponent, first, counts = histogram[:3]
     scaled = np.floor(np.ldexp(values.reshape(-1).astype("f8"), -exponent)) - first
     return [int((scaled == i).sum()) for i in range(len(counts))]
@@ -172,7 +172,7 @@ def test_numbers_are_those_of_numpy(tmp_path: Path) -> None:
 
 
 def test_large_integers_are_whole_on_a_page(tmp_path: Path) -> None:
-    """JavaScript's numbers hold 53 bits: longer integers are texts."""
+    """JavaScript's numbers hold 53 bits, so longer integers are texts."""
     ids = 2**62 + torch.arange(500) // 499 * 3
     page = page_of(
         {"ids": ids, "max": torch.full((3,), 2**63 - 1), "times": 1_700_000_000_000 + torch.arange(500)}, tmp_path
@@ -272,7 +272,7 @@ def test_two_checkpoints_are_compared(tmp_path: Path) -> None:
             expected["cosine"] = None
         assert page.tensors[name]["difference"] == expected
     assert page.tensors["w"]["difference"]["new_nan"] == 1
-    # A name of a tensor here and a value there is one entry that changed, on the page as in diff.
+    # A tensor in one and a value in the other under one name is one changed entry, on the page as in diff.
     assert {*diff.changed} == {"cut", "lr", "tensor", "value"} and not {"tensor", "value"} & {*diff.only_here}
     assert all(page.tensors[name]["value"] and page.entries[name]["changed"] for name in ("tensor", "value"))
     assert page.entries["tensor"]["sides"][0]["tensor"] == "float32 (2,)"
@@ -281,7 +281,7 @@ def test_two_checkpoints_are_compared(tmp_path: Path) -> None:
     assert [page.tensors[name]["sides"][1] is None for name in ("gone", "w")] == [True, False]
     assert page.tensors["new"]["sides"][0] is None and "difference" not in page.tensors["cut"]
     assert page.look("cut", 1)["count"] == 4 and page.look("new", 1)["inf"] == 1
-    # Its chunks are others than those by which it was read.
+    # Its chunks differ from those by which it was read.
     assert page.look("w", 1)["first_broken"] == [299, 7] and "broken" not in page.look("w", 1)
     assert page.entries["lr"]["changed"] and [side["text"] for side in page.entries["lr"]["sides"]] == ["0.1", "0.2"]
 
@@ -299,7 +299,7 @@ def test_a_copy_of_another_dtype_is_compared(tmp_path: Path) -> None:
         found = page.tensors["w"]["difference"]
         assert found["beyond_rounding"] == 0 < found["unequal"] and 1e-3 < found["max_rel"] < 2**-8
         assert found["dtypes"] == [one.summary("w")[1], other.summary("w")[1]]
-        # Both were read by the chunks of the wider one: only there are chunks with NaN known.
+        # Both were read by the chunks of the wider one. Only for those are chunks with NaN known.
         assert ["broken" in page.look("w", side) for side in (number, 1 - number)] == [True, False]
         assert "difference" not in page.tensors["n"] and seen[-1][0] == seen[-1][1]
     a.report(tmp_path / "layout.html", b, values=False)
@@ -315,7 +315,7 @@ def test_the_relative_change_is_that_of_norms(tmp_path: Path) -> None:
     assert found["zero"].rel_norm == np.inf and np.isnan(found["nan"].rel_norm)
 
 
-# -- what the page is not to do
+# -- what the page must not do
 
 EVIL = [
     "</script><img src=x onerror=alert(1)>",
@@ -415,7 +415,7 @@ def test_damage_ends_it_and_leaves_the_old_page(tmp_path: Path) -> None:
 def test_a_page_of_many_tensors_stays_small(tmp_path: Path) -> None:
     state = {f"layers.{i}.weight": torch.randn(40, 25) for i in range(300)}
     page = page_of(state, tmp_path)
-    assert len(page.data["sides"][0]["layouts"]) == 1  # what is alike is said once
+    assert len(page.data["sides"][0]["layouts"]) == 1  # equal layouts are stored once
     assert len(page.texts["script#data"]) < 300 * 900
 
 

@@ -1,4 +1,4 @@
-"""Rounds between real processes: what they agree on, and what each of them learns when one fails, goes or is silent."""
+"""Rounds between real processes: their results, and the error of each rank when one fails, dies or is silent."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from zarrckpt._ranks.errors import PeerLost, StoppedByOthers
 from zarrckpt._ranks.group import Ranks
 from zarrckpt._ranks.rounds import Rounds, joined
 
-c10d: Any = dist  # whose stubs lack the stores
+c10d: Any = dist  # its stubs lack the stores
 
 SOON = 5.0
-"""Within this, all know of a rank that failed or was killed."""
+"""Seconds within which all ranks notice that one failed or was killed."""
 
 
 def apart(function: Callable[..., Any], *args: Any, world_size: int = 4, tcp: bool = False) -> dict[int, Any]:
-    """Call ``function(*args)`` in processes of their own, which may be killed or stopped: what the others return.
+    """Call ``function(*args)`` in separate processes, which may be killed or stopped. Return the results of the others.
 
-    Those that end by themselves must do so with exit code 0.
+    Processes that end without a signal must end with exit code 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         init = f"tcp://127.0.0.1:{free_port()}" if tcp else f"file://{folder}/store"
@@ -128,7 +128,7 @@ def error_of(work: Callable[[], Any], kind: type[BaseException] = CheckpointErro
 
 
 def said(works: Callable[[], Any]) -> tuple[str, float]:
-    """The error of a call, and how long it took."""
+    """Return the error of a call, and the seconds that it took."""
     began = time.monotonic()
     return error_of(works), time.monotonic() - began
 
@@ -155,7 +155,7 @@ def kept() -> list[Any]:
     return [place.mesh for place in mesh._places.values() if place.mesh is not None]
 
 
-# What rounds agree on.
+# Results of rounds.
 
 
 def _agrees() -> list[Any]:
@@ -215,7 +215,7 @@ def test_a_sub_group_is_apart_and_errors_name_global_ranks() -> None:
 
 
 class OddError(StorageError):
-    """A subclass that other ranks do not know."""
+    """A subclass that other ranks cannot import."""
 
 
 def _own_error(failing: dict[int, Exception]) -> Any:
@@ -233,7 +233,7 @@ def _own_error(failing: dict[int, Exception]) -> Any:
         return type(err).__name__, str(err), err.__notes__, at_own, len(kept()) == 1 and works()
 
 
-def test_an_error_of_ours_is_raised_on_every_rank_and_the_connections_serve_the_next_call() -> None:
+def test_an_error_of_ours_is_raised_on_all_ranks_and_keeps_connections() -> None:
     answers = run_ranks(_own_error, {1: StorageError("no space"), 3: KeyMismatchError("b\nc")})
     text = ("StorageError", "no space", ["(failed on rank 1, 3)"])
     assert [answer[:3] for answer in answers] == [text] * 4
@@ -349,7 +349,7 @@ def _left(leaver: int, long: bool) -> Any:
         if me() == leaver:
             mesh.forget_all()
         time.sleep(0 if me() == leaver else 0.3 * (me() % 2))
-        # Some have begun their work on connections that somebody has left.
+        # Some ranks have begun their work on connections that another rank has left.
 
         def mine() -> int:
             time.sleep(0.5 if long and me() == 1 else 0)
@@ -364,7 +364,7 @@ def test_all_join_again_where_one_has_left_the_connections_that_are_kept() -> No
         assert run_ranks(_left, leaver, leaver == 5, world_size=6) == [True] * 6
 
 
-# Ranks that do not come, or come to something else.
+# Ranks that are absent, or make another call.
 
 
 def _absent(before: bool) -> Any:
@@ -431,11 +431,11 @@ def test_a_token_of_a_rank_that_is_gone_does_no_harm() -> None:
     assert run_ranks(_stale_token) == [True] * 4
 
 
-# What a process that takes a rank's place may send.
+# Data that a process in a rank's place may send.
 
 
 class Bomb:
-    """Makes a folder where it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -583,7 +583,7 @@ def _interrupted(victim: int, joining_too: bool) -> Any:
         assert works()
 
     def rounds_of_all() -> None:
-        # What a test run in the background has inherited ignores it.
+        # A test run in the background inherits that this signal is ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if me() == victim:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -762,7 +762,7 @@ def test_a_rank_killed_amid_pieces_is_named() -> None:
         assert "the connection to rank 3 was lost" in text and took < SOON, answers
 
 
-# What is around them.
+# The environment of the rounds.
 
 SCRIPT = """
 import sys, threading, time
@@ -801,7 +801,7 @@ def test_the_address_is_the_one_towards_the_store() -> None:
     assert links.local_address(c10d.HashStore()) is None
 
 
-def test_a_host_name_that_stands_for_loopback_does_not_make_others_connect_to_it(
+def test_a_host_name_for_loopback_does_not_make_others_connect_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(links, "_source_towards", lambda host, port: "127.0.1.1" if host == "here" else "10.1.2.3")

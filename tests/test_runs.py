@@ -1,4 +1,4 @@
-"""Folders of checkpoints, and checkpoints inside checkpoints: what is refused, what it says, what lists them."""
+"""Folders of checkpoints, and checkpoints inside checkpoints: refused calls, their messages, and listings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*words: Any) -> Result:
 
 @pytest.fixture(params=["local", "memory", "s3", "fsspec"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Place]:
-    """Places by their paths below one folder."""
+    """Return a function that makes places from paths below one folder."""
     if request.param == "local":
         return lambda path: Place(str(tmp_path / path))
     if request.param == "memory":
@@ -58,7 +58,7 @@ def test_a_save_inside_a_checkpoint_is_refused_before_anything_is_put(place: Cal
     with pytest.raises(zarrckpt.ForeignObjectsError, match="lies inside"):
         zarrckpt.open(**outer.options).copy_to(**place("run/out/copy").options)
     assert outer.keys() == before
-    # Beside it, and what is done to it, is as ever.
+    # Calls beside it, and calls on it, work as usual.
     zarrckpt.save(STATE, **place("run/other").options)
     zarrckpt.save(STATE, **outer.options, overwrite=True)
     assert zarrckpt.remove(**outer.options) > 0
@@ -79,7 +79,7 @@ def test_a_path_inside_a_checkpoint_names_that_and_the_part(place: Callable[[str
 
 
 def test_a_save_by_mistake_in_the_folder_of_a_run(place: Callable[[str], Place]) -> None:
-    """It does not commit: the run goes on, and becomes a plain folder again."""
+    """It does not commit: the run continues, and becomes a plain folder again."""
     folder, steps = place("run"), [place(f"run/step-{number}") for number in (1, 2)]
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
         zarrckpt.save(STATE, folder.faulty(at(9, STOP)))
@@ -107,7 +107,7 @@ def test_a_save_below_a_name_that_an_unfinished_one_writes(tmp_path: Path) -> No
 
 
 def test_a_clean_up_spares_a_checkpoint_below_a_name_of_its_own(tmp_path: Path) -> None:
-    """Both saves began at the same moment; a group's document has the name of the other one's root."""
+    """Both saves began at the same moment. A group's document has the name of the other one's root."""
     outer, inner = tmp_path / "run", tmp_path / "run" / "model"
 
     def rule(call: Call) -> Fault | None:
@@ -143,7 +143,7 @@ def test_at_the_top_of_a_store(moto_bucket: S3Place) -> None:
 
 
 def test_a_checkpoint_with_another_one_inside_says_what_to_do(tmp_path: Path) -> None:
-    """As they came to be before that was refused, or by moving folders."""
+    """Moved folders, or saves before that was refused, create such checkpoints."""
     outer, inner = tmp_path / "out", tmp_path / "out" / "best"
     zarrckpt.save(STATE, outer)
     zarrckpt.save({"step": 8}, tmp_path / "elsewhere")
@@ -220,7 +220,7 @@ def test_ls_lists_the_checkpoints_of_a_folder(tmp_path: Path) -> None:
     assert [item["url"] for item in listed] == [str(tmp_path / f"step-{step}") for step in (9, 10, 11, 12)]
     assert listed[0]["created"] == zarrckpt.open(tmp_path / "step-9").created and listed[1]["nbytes"] == 24
     assert [item["state"] for item in listed] == ["committed", "committed", "unfinished", "damaged"]
-    # That of a checkpoint stays what it is, and a pattern has nothing to say about a folder.
+    # The output for a checkpoint is unchanged, and a pattern cannot match in a folder.
     assert run("ls", tmp_path / "step-9").stdout.startswith("model.w\t")
     assert run("ls", tmp_path, "model.*").exit_code == 3
 
@@ -250,7 +250,7 @@ def test_ls_lists_the_runs_of_a_folder(tmp_path: Path) -> None:
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
-    """Let nobody look into some folders, root neither."""
+    """Make some folders unreadable, also for root."""
 
     def refusing(call: Any) -> Any:
         def refuse(path: Any, *rest: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``zarrckpt.save`` and ``load`` with real processes: what is trained, saved and resumed, on any mesh."""
+"""``zarrckpt.save`` and ``load`` with real processes: trainings are saved and resumed on any mesh."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ import zarrckpt
 
 
 def _whole(run: Run) -> dict[str, Any]:
-    """Everything that must come back, gathered without this package."""
+    """Return all state that must be restored, gathered without this package."""
     return snapshot(
         {
             "model": get_model_state_dict(run.model),
@@ -68,7 +68,7 @@ def _resume(kind: str, url: str) -> tuple[dict[str, Any], list[float], zarrckpt.
 
 
 def _resume_trained(kind: str, url: str) -> tuple[dict[str, Any], list[float], zarrckpt.LoadReport]:
-    """Into a run that has trained elsewhere, its gradients still there."""
+    """Load into a run that has trained before and keeps its gradients."""
     run = make_run(kind, seed=6)
     run.train(1)
     gradients = [p.grad for p in run.model.parameters()]
@@ -147,7 +147,7 @@ def _source(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _layouts() -> dict[str, DTensor]:
-    """Every shape in every layout, by name; on as many meshes as the world allows."""
+    """Return every shape in every layout, by name, on all meshes that the world allows."""
     world = dist.get_world_size()
     line = init_device_mesh("cpu", (world,))
     layouts: list[tuple[str, DeviceMesh, list[Placement]]] = [(name, line, places) for name, places in ONE.items()]
@@ -174,7 +174,7 @@ def _save_layouts(url: str) -> list[str]:
 
 
 def _load_layouts(url: str, saved: list[str]) -> int:
-    """Load every saved tensor into every layout that its shape has here, in place; count the pairs."""
+    """Load every saved tensor into every layout that its shape has here, in place. Return the number of pairs."""
     layouts: dict[tuple[int, ...], list[DTensor]] = {}
     for name, tensor in _layouts().items():
         layouts.setdefault(_shape(name), []).append(tensor)
@@ -218,7 +218,7 @@ def test_each_rank_writes_its_own_chunks(tmp_path: Path) -> None:
     report = run_ranks(_save_rows_unmerged, str(tmp_path / "one"))[0]
     assert zarrckpt.open(tmp_path / "one").writers("w").tolist() == [[0], [1], [2], [3]]
     assert zarrckpt.open(tmp_path / "one")["w"].chunks == (3, 3)
-    # Three rows of three float32 and a checksum; the last chunk is stored padded.
+    # Three rows of three float32 and a checksum. The last chunk is stored padded.
     assert report.rank_bytes == (40, 40, 40, 40) and report.nbytes == 160 and report.objects == 4
 
 
@@ -231,7 +231,7 @@ def test_small_pieces_are_merged_into_one_chunk(tmp_path: Path) -> None:
 
 
 def _save_strided(rows: int, url: str) -> None:
-    """One weight under FSDP2 over TP, both cutting its rows."""
+    """Save one weight under FSDP2 over TP, both cutting its rows."""
     source = _source((rows, 3))
     model = nn.Sequential(nn.Linear(3, rows, bias=False))
     with torch.no_grad():
@@ -246,7 +246,7 @@ def _save_strided(rows: int, url: str) -> None:
     target = torch.zeros_like(source)
     zarrckpt.load({"model": {"0.weight": target}}, url)
     assert torch.equal(target, source)
-    # Into uneven shards everything loads.
+    # A whole tensor loads into uneven shards.
     whole = f"{url}-whole"
     zarrckpt.save({"model": {"0.weight": source}}, whole)
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_fsdp2_over_tp_on_one_dimension_is_saved_right(tmp_path: Path) -> None:
 
 
 def _save_interleaved(url: str, rows: int) -> None:
-    """Strides that really interleave: a rank holds several boxes."""
+    """Save with strides that really interleave: a rank holds several boxes."""
     mesh = init_device_mesh("cpu", (4,))
     placement = _StridedShard(0, split_factor=2)
     local = placement._split_tensor(_source((rows, 3)), 4, with_padding=False)[0][dist.get_rank()]
@@ -290,7 +290,7 @@ def test_interleaved_shards_are_several_boxes(rows: int, tmp_path: Path) -> None
 
 
 def _save_drifted(url: str) -> list[str]:
-    """What is not the same on all ranks, beside what is."""
+    """Save entries that differ between ranks, beside equal ones."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (4,))
     drifted = torch.zeros(200_000)
@@ -312,7 +312,7 @@ def _save_drifted(url: str) -> list[str]:
     return [str(warning.message) for warning in caught if "differ between ranks" in str(warning.message)]
 
 
-def test_what_ranks_do_not_agree_on_is_named_and_saved_as_the_lowest_has_it(tmp_path: Path) -> None:
+def test_entries_that_do_not_agree_are_named_and_saved_from_the_lowest(tmp_path: Path) -> None:
     url = str(tmp_path / "one")
     messages = run_ranks(_save_drifted, url)
     assert [len(found) for found in messages] == [1, 0, 0, 0]
@@ -324,7 +324,7 @@ def test_what_ranks_do_not_agree_on_is_named_and_saved_as_the_lowest_has_it(tmp_
 
 
 def _save_on_two_meshes(url: str) -> None:
-    """Experts: the same name on disjoint meshes stands for different tensors."""
+    """Save experts: one name on disjoint meshes means different tensors."""
     rank = dist.get_rank()
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
     local = torch.full((2, 3), float(rank // 2))
@@ -336,7 +336,7 @@ def _save_on_two_meshes(url: str) -> None:
 
 
 def _save_two_forms(url: str) -> None:
-    """Shards of two dtypes; and a tensor on some ranks that is a value on the others."""
+    """Save shards of two dtypes, and a tensor on some ranks that is a value on the others."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,))
     local = torch.ones(1, 3, dtype=torch.int32 if rank == 2 else torch.float32)
     for state in (
@@ -382,7 +382,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Any bits at all: nan payloads, infinities, negative zeros."""
+    """Return random bits, so also nan payloads, infinities, negative zeros."""
     if dtype == torch.bool:
         return torch.rand(shape) < 0.5
     return torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
@@ -518,7 +518,7 @@ def test_sharded_tensors(tmp_path: Path) -> None:
 
 
 class Counter:
-    """A Stateful object of our own."""
+    """A Stateful object that is not a module."""
 
     def __init__(self, count: int = 0, fail: bool = False) -> None:
         self.count = count
@@ -783,7 +783,7 @@ def test_parts_of_an_optimizer(tmp_path: Path) -> None:
     assert {name[:8] for name in differ} == {"state.1.", "param_gr"} and fresh.param_groups[0]["lr"] == 5.0
 
 
-# -- what is asked for, and what is there
+# -- keys that are requested, and keys that exist
 
 
 def _flat_state(factor: int) -> dict[str, Any]:
@@ -926,7 +926,7 @@ def test_dtypes_are_converted_only_on_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saved", [torch.int64, torch.bool, torch.bfloat16, torch.float64, torch.complex128])
 def test_casts_of_pieces_that_do_not_lie_like_the_chunks(saved: torch.dtype, tmp_path: Path) -> None:
-    """Every piece is converted by itself: parts of subchunks, whatever their size and alignment."""
+    """Every piece is converted separately: parts of subchunks, of any size and alignment."""
     whole = torch.arange(3 * 5 * 7).reshape(3, 5, 7).to(saved)
     parts = {"w": whole, "scalar": whole[1, 2, 3].clone(), "empty": whole[:0]}
     zarrckpt.save(parts, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=40 * whole.element_size()))
@@ -966,7 +966,7 @@ def test_converting_needs_no_second_copy_of_the_state(tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-c", _CAST, str(tmp_path / "one")], capture_output=True, text=True, timeout=120, check=True
     )
-    assert int(found.stdout) < 64 << 20  # the state is 128 MiB as it was saved
+    assert int(found.stdout) < 64 << 20  # the saved state is 128 MiB
 
 
 def test_a_failure_of_the_store_keeps_the_client_s_error_as_its_cause(tmp_path: Path) -> None:
@@ -986,7 +986,7 @@ def test_containers_of_objects_stay_the_user_s_own(tmp_path: Path) -> None:
 
 
 def test_the_marker_is_on_disk_before_the_first_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut must not keep chunks and lose the list that tells whose they are."""
+    """A power cut must not keep chunks and lose the list of the save that wrote them."""
     events: list[str] = []
     sync, rename = os.fsync, os.replace
 
@@ -1063,7 +1063,7 @@ def test_a_stateful_object_may_leave_entries_unused(tmp_path: Path) -> None:
     assert counter.count == 3 and report.unexpected == () and "counter.more" in report.loaded
 
 
-# -- process groups, and none
+# -- with and without process groups
 
 
 def _in_a_group_of_three(url: str) -> tuple[zarrckpt.SaveReport, zarrckpt.LoadReport] | None:

@@ -1,4 +1,4 @@
-"""Which boxes a rank holds: against nested cutting in every order, and against torch's own strided placement."""
+"""The boxes that a rank holds, compared with nested cutting in every order, and with torch's strided placement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ints = tuple[int, ...]
 
 
 def _chunk(n: range, parts: int, mine: int) -> range:
-    """One of torch.chunk's pieces of a range."""
+    """Return one of torch.chunk's pieces of a range."""
     step = -(-len(n) // parts) or 1
     return n[mine * step : (mine + 1) * step]
 
@@ -31,9 +31,9 @@ def _indices(held: list[LocalBox], dim: int = 0) -> list[int]:
     data=st.data(),
 )
 def test_cuts_in_the_true_order(n: int, mesh: Ints, data: st.DataObject) -> None:
-    """FSDP2 over TP and its like: a dimension is cut by several mesh dimensions, in any order."""
+    """As in FSDP2 over TP, several mesh dimensions cut a dimension, in any order."""
     order = data.draw(st.permutations(range(len(mesh))))
-    # A placement's split factor says which later mesh dimensions cut before it.
+    # A placement's split factor shows which later mesh dimensions cut before it.
     cuts = [
         Cut(0, math.prod(mesh[k] for k in range(m + 1, len(mesh)) if order.index(k) < order.index(m)))
         for m in range(len(mesh))
@@ -79,7 +79,7 @@ def test_several_dimensions_and_replicas() -> None:
     data=st.data(),
 )
 def test_what_all_places_of_a_mesh_hold(shape: Ints, mesh: Ints, data: st.DataObject) -> None:
-    """The same as what each of them is asked for alone."""
+    """The result equals that of each coordinate alone."""
     cut = st.builds(Cut, st.integers(0, len(shape) - 1), st.integers(1, 4)) if shape else st.none()
     cuts = tuple(data.draw(st.none() | cut) for _ in mesh)
     expected = [

@@ -1,6 +1,6 @@
-"""What several ranks need is fetched once and handed on (``share_reads``): on four gloo processes.
+"""With ``share_reads``, four gloo ranks fetch each range once and send it to the other ranks that need it.
 
-What a rank holds after a load is compared, bit for bit, with what it would hold of the full tensors, cut here.
+After a load, each rank's tensors are compared bit for bit with parts that these tests cut from the full tensors.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ pytestmark = [
 ]
 
 QUICK = 20.0
-"""Seconds on a busy machine; what has no end of its own takes the process group's minute, or half an hour."""
+"""Seconds on a busy machine. Without a bound, a wait ends with the process group's minute, or after half an hour."""
 
 
-# -- states: full tensors, and how four ranks hold them
+# -- states: full tensors, and their parts on four ranks
 
 
 def wholes(number: float) -> dict[str, torch.Tensor]:
-    """The full tensors: one of several subchunks when its pieces are merged, and small ones."""
+    """Return the full tensors: small ones, and one with several subchunks when its pieces are merged."""
     return {
         "w": full((384, 1024), number),
         "v": full((33, 50), number + 1),
@@ -70,7 +70,7 @@ KINDS = ("ddp", "hsdp", "tp", "fsdp", "grid", "odd")
 
 
 def state(kind: str, number: float) -> dict[str, Any]:
-    """The tensors as the ranks hold them under one kind of parallelism. No collective."""
+    """Return the tensors as a rank holds them under one kind of parallelism. Not collective."""
     whole = wholes(number)
     if kind == "ddp":
         return dict(whole)
@@ -84,7 +84,7 @@ def state(kind: str, number: float) -> dict[str, Any]:
         "grid": (_mesh([[0, 1], [2, 3]]), [Shard(1), Shard(0)]),
     }
     mesh, placements = kinds[kind]
-    # Of tensor parallelism the norms are replicated.
+    # Tensor parallelism replicates the norms.
     return {name: placed(tensor, mesh, _that_fit(tensor, placements)) for name, tensor in whole.items()}
 
 
@@ -97,7 +97,7 @@ def _that_fit(whole: torch.Tensor, placements: list[Placement]) -> list[Placemen
 
 
 def placed(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
-    """A DTensor whose local part is cut here, mesh dimension by mesh dimension."""
+    """Return a DTensor whose local part is cut here, mesh dimension by mesh dimension."""
     local, at = whole, mesh.get_coordinate()
     assert at is not None
     for dim, placement in enumerate(placements):
@@ -110,13 +110,13 @@ def placed(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -
 
 
 def wrong(kind: str, number: float, loaded: Mapping[str, Any]) -> list[str]:
-    """The names of what this rank holds otherwise than it should."""
+    """Return the names of the tensors whose part on this rank is wrong."""
     expected, held = held_of(state(kind, number)), held_of(loaded)
     return sorted(expected.keys() ^ held.keys()) + [name for name in expected if expected[name] != held.get(name)]
 
 
 def stored_bytes(url: str, **options: Any) -> int:
-    """What it takes to fetch every subchunk of every tensor once."""
+    """Return the bytes that fetch every subchunk of every tensor once."""
     nodes = Catalog(StoreSpec(url, **options)).root.tensors.values()
     return sum(node.grid.num_subchunks * max_stored_subchunk_bytes(node) for node in nodes)
 
@@ -128,7 +128,7 @@ def _save(url: str, kind: str, number: float, options: zarrckpt.SaveOptions | No
 def _load(
     url: str, kind: str, number: float, share: bool | None, max_inflight_bytes: int = 1 << 29, **arguments: Any
 ) -> int:
-    """Load into a state of other values; return what this rank fetched."""
+    """Load into a state of other values. Return the bytes that this rank fetched."""
     target = state(kind, -7)
     options = zarrckpt.LoadOptions(share_reads=share, max_inflight_bytes=max_inflight_bytes)
     report = zarrckpt.load(target, url, options=options, **arguments)
@@ -141,12 +141,12 @@ def _load(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint goes, and what the processes must know to get there."""
+    """The url of a checkpoint, and the environment that processes need to reach it."""
 
     url: str
     env: Mapping[str, str]
     shares: bool
-    """Whether reads are shared there unless the caller says otherwise."""
+    """Whether loads from it share reads by default."""
 
 
 @pytest.fixture(params=["disk", "moto"])
@@ -180,11 +180,11 @@ def test_every_kind_is_loaded_right_and_replicas_are_fetched_once(
         assert together(kind, None) == together(kind, place.shares), kind
         assert together(kind, False) >= once, kind
     assert together("ddp", False) == 4 * once
-    # The pieces of each half lie in subchunks of their own, so that only its replica needs them too.
+    # The pieces of each half lie in separate subchunks, so only the replica of a rank needs the same ones.
     assert together("hsdp", False) >= 2 * once
     # Neighbours need the same subchunks, replicas or not.
     assert together("odd", False) > once
-    # Who reads columns by itself reads whole rows.
+    # A rank that reads its columns without sharing fetches whole rows.
     assert together("tp", False) > 3 * once
 
 
@@ -204,7 +204,7 @@ def test_bytes_fetched_do_not_depend_on_the_number_of_replicas(tmp_path: Path) -
 
 
 def ranges_of_chunks(stub: S3Stub) -> dict[str, list[tuple[int, int]]]:
-    """What was asked for of each chunk of a tensor: half-open ranges, sorted."""
+    """Return the byte ranges that were requested of each chunk of a tensor: half-open, sorted."""
     found: dict[str, list[tuple[int, int]]] = {}
     for request in stub.requests:
         key = unquote(request.target.partition("?")[0])
@@ -239,7 +239,7 @@ def test_a_server_is_asked_for_each_byte_once(s3_stub: S3Stub, monkeypatch: pyte
 
 
 def _of_subsets(url: str) -> int:
-    """Tensors for every set of two ranks or more, so that what one fetches goes to others in many combinations."""
+    """Load tensors for every set of two or more ranks, so that fetched pieces go to many combinations of ranks."""
     sets = ["".join(map(str, ranks)) for n in (2, 3, 4) for ranks in itertools.combinations(range(4), n)]
     whole = {f"for{ranks}.{n}": full((40 + n,), 10 * n + int(ranks)) for ranks in sets for n in range(4)}
     zarrckpt.save(whole, url)
@@ -256,7 +256,7 @@ def test_tensors_for_every_set_of_ranks(tmp_path: Path) -> None:
 
 
 class _Flights:
-    """What one rank has on its way to and from others, from the post to the end of the wait."""
+    """The bytes that one rank sends and receives, from the post of a message to the end of its wait."""
 
     def __init__(self) -> None:
         self.nbytes = self.peak = self.posts = self.rounds = 0
@@ -264,11 +264,11 @@ class _Flights:
 
     def posted(self, way: str, data: Any) -> None:
         self.posts += 1
-        self.rounds += not self.nbytes  # nothing of the one before is on its way any more
+        self.rounds += not self.nbytes  # all bytes of the round before have arrived
         copies = self._sent.get(id(data), 0) if way == "send" else 0
         if way == "send":
             self._sent[id(data)] = copies + 1
-        self.nbytes += 0 if copies else len(data)  # one memory, however many receive it
+        self.nbytes += 0 if copies else len(data)  # one buffer for all receivers
         self.peak = max(self.peak, self.nbytes)
 
     def ended(self, way: str, data: Any) -> None:
@@ -279,7 +279,7 @@ class _Flights:
 
 @contextmanager
 def flights_recorded() -> Iterator[_Flights]:
-    """What this rank hands on and is handed."""
+    """Record the bytes that this rank sends to and receives from other ranks."""
     flights, post = _Flights(), Pieces._posted
 
     class Waited(Handle):
@@ -321,12 +321,12 @@ def _other_targets(url: str) -> None:
     assert target["w"] is turned and not turned.is_contiguous()
     assert all(torch.equal(target[name], whole[name]) for name in whole)
     assert backing[1::2].eq(-5).all()
-    # Targets of another type, another one on each rank.
+    # Targets of another dtype, a different one on each rank.
     dtype = (torch.float32, torch.bfloat16, torch.float64, torch.float32)[dist.get_rank()]
     cast = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in whole.items()}
     zarrckpt.load(cast, url, options=zarrckpt.LoadOptions(share_reads=True), allow_cast=True)
     assert all(torch.equal(cast[name], whole[name].to(dtype)) for name in whole)
-    # DCP's own planner; and only the coordinator's choice counts.
+    # DCP's own planner. Only the coordinator's choice counts.
     target = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
     reader = ZarrStorageReader(url, options=zarrckpt.LoadOptions(share_reads=dist.get_rank() == 0))
     dcp.load(target, storage_reader=reader, planner=DefaultLoadPlanner())
@@ -420,7 +420,7 @@ def test_nothing_is_handed_on_where_reads_are_not_shared(tmp_path: Path) -> None
 
 
 class Changing(DefaultLoadPlanner):
-    """On rank 1, a plan other than the one that the coordinator has made its part for."""
+    """On rank 1, a plan other than the one for which the coordinator planned the reads."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -459,7 +459,7 @@ def test_a_planner_that_changes_its_plan_reads_for_itself(how: str, tmp_path: Pa
 
 
 def _fragile(number: float) -> dict[str, Any]:
-    """Tensors whose chunks all ranks need, two, one, and all but for parts of their own."""
+    """Return tensors whose chunks all ranks need, two ranks, one rank, and all ranks except for private parts."""
     square, line = _mesh([[0, 1], [2, 3]]), _mesh([0, 1, 2, 3])
     return {
         "all": full((8, 6), number),
@@ -477,11 +477,11 @@ DAMAGED = {
     "own/c.2.0": {2},
     "odd/c.0.0": {0, 1, 2, 3},
 }
-"""Which ranks need each of these chunks."""
+"""The ranks that need each of these chunks."""
 
 
 def _failures(load: Callable[[], object]) -> dict[int, type]:
-    """The ranks that failed, and with what."""
+    """Return the ranks that failed, and the types of their errors."""
     try:
         load()
     except CheckpointException as err:
@@ -522,7 +522,7 @@ def _loads_with_damage(url: str, how: str) -> None:
         if dist.get_rank() == 0:
             path.write_bytes(whole)
         dist.barrier()
-        # A load after a failed one is right again.
+        # A load after a failed one succeeds.
         dcp.load(target, storage_reader=ZarrStorageReader(url, options=zarrckpt.LoadOptions(share_reads=True)))
         assert _is_filled(target, 1)
 
@@ -552,11 +552,11 @@ def test_damage_is_named_on_every_rank(tmp_path: Path) -> None:
 
 
 class Unwell(Exception):
-    """What fails in these tests."""
+    """The error of a failing rank in these tests."""
 
 
 class UnwellPlanner(ZarrLoadPlanner):
-    """On one rank, one tensor cannot be resolved."""
+    """On one rank, it fails to resolve one tensor."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -588,7 +588,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 @contextmanager
 def failing(where: str, rank: int, error: Exception, after: int) -> Iterator[None]:
-    """On one rank, a function fails after so many calls."""
+    """Make a function fail on one rank after a number of calls."""
     place, name = PLACES[where]
     function = getattr(place, name)
     left = [after]
@@ -604,7 +604,7 @@ def failing(where: str, rank: int, error: Exception, after: int) -> Iterator[Non
 
 
 def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
-    """Returns the seconds that the load took."""
+    """Return the seconds that the load took."""
     _save(url, "ddp", 1, zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     target = state("ddp", -1)
     # About 16 rounds.
@@ -623,7 +623,7 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
     began = time.monotonic()
 
     def load() -> None:
-        # Before its part is called, a rank cannot tell the others that it does not take it.
+        # Before a rank's ``read_data`` is called, it cannot send the others that it will not take part.
         with patch.object(links, "CONNECT_TIMEOUT", timedelta(seconds=0.5 if how == "read_data" else 60)):
             dcp.load(target, storage_reader=reader, planner=planner)
 
@@ -636,7 +636,7 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
     assert failed == ({} if how == "lost" else {rank: Unwell})
     if rank != dist.get_rank() or how == "lost":
         assert not wrong("ddp", 1, target)
-    # The next load, on connections of its own.
+    # The next load, on new connections.
     _load(url, "ddp", 1, True)
     return seconds
 
@@ -645,15 +645,13 @@ def _with_a_failing_rank(url: str, how: str, rank: int) -> float:
     ("how", "rank"),
     [("resolve", 2), ("read_data", 1), ("read_data", 0), ("piece", 3), ("fetch", 1), ("check", 0), ("lost", 2)],
 )
-def test_who_fails_in_dcp_is_named_alone_and_the_others_read_for_themselves(
-    how: str, rank: int, tmp_path: Path
-) -> None:
-    """Before it reads, between two rounds, while it fetches or copies; or where it only loses its peers ("lost")."""
+def test_only_the_rank_that_fails_in_dcp_is_named_and_the_others_read(how: str, rank: int, tmp_path: Path) -> None:
+    """It fails before it reads, between two rounds, or while it fetches or copies. Or it loses its peers ("lost")."""
     assert max(run_ranks(_with_a_failing_rank, str(tmp_path / "run"), how, rank)) < QUICK
 
 
 class UnwellObject:
-    """On one rank, it does not say what it is, or does not take what was loaded."""
+    """On one rank, its ``state_dict`` or its ``load_state_dict`` raises."""
 
     def __init__(self, fails_in: str) -> None:
         self._fails_in = fails_in
@@ -669,7 +667,7 @@ class UnwellObject:
 
 
 def _own_load_with_a_failing_rank(url: str, how: str, rank: int) -> float:
-    """The same in this package's own load. Returns the seconds that it took."""
+    """Do the same with this package's own load. Return the seconds that it took."""
     whole = {**wholes(1), "object": {"n": torch.ones(3)}}
     zarrckpt.save(whole, url, options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     unwell = UnwellObject(how if dist.get_rank() == rank else "")
@@ -682,7 +680,7 @@ def _own_load_with_a_failing_rank(url: str, how: str, rank: int) -> float:
     seconds = time.monotonic() - began
     assert f"(failed ranks: {rank})" in str(caught.value)
     assert isinstance(caught.value.__cause__, Unwell) == (dist.get_rank() == rank)
-    # Where pieces may be on their way still, the connections are left, by all.
+    # If pieces may still be under way, all ranks close the connections.
     handed = how in PLACES or how == "load_state_dict"
     assert idle_meshes() == ({} if handed else before)
     dist.barrier()
@@ -699,7 +697,7 @@ def test_who_fails_is_named_on_every_rank(how: str, rank: int, tmp_path: Path) -
 
 
 def _waits_while_another_fails(url: str, share_reads: bool) -> float:
-    """One rank fails at once, where the others would take a minute to read."""
+    """Let one rank fail at once, while the others would read for a minute."""
     _save(url, "ddp", 1, zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     owner, step = (fill, "fetch") if share_reads else (StoredArray, "chunk_jobs")
     target, real = state("ddp", -1), getattr(owner, step)
@@ -727,7 +725,7 @@ def test_the_others_do_not_read_on_in_vain(share_reads: bool, tmp_path: Path) ->
 def _killed_between_rounds(url: str, notes: str, how: str) -> None:
     _save(url, "ddp", 1, zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     target = state("ddp", -1)
-    # In DCP's, who waits for one that waits for the dead one hears nothing before the group's own timeout.
+    # In DCP, a rank that waits for a peer of the dead rank gets no error before the group's own timeout.
     group = dist.new_group(timeout=timedelta(seconds=3))
     post = Pieces._posted
     calls = []
@@ -768,7 +766,7 @@ def test_the_death_of_a_rank_ends_the_others_quickly(how: str, tmp_path: Path) -
     assert told.keys() == {0, 1, 3}
     for seconds, right, kind, text in told.values():
         assert seconds < QUICK
-        if how == "dcp":  # it has read all by itself before it was to meet the others again
+        if how == "dcp":  # it read without the others, and fails when it would meet them again
             assert right and kind != "NoneType", (kind, text)
         else:
             assert kind == "CheckpointError" and "rank 2 was lost" in text, (kind, text)

@@ -1,4 +1,4 @@
-"""Nothing heavy is imported before it is used: which modules are there after each step, in a process of its own."""
+"""Nothing heavy is imported before it is used: the modules that are loaded after each step, in a separate process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import zarrckpt
 ALL = {"torch", "zarr", "numpy", "obstore", "fsspec", "s3fs", "ml_dtypes", "google_crc32c", "asyncio", "xarray"}
 CLIENTS = {"zarr", "obstore", "fsspec", "s3fs", "ml_dtypes", "google_crc32c", "xarray"}
 SLOW_TORCH = {"torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy"}
-"""What takes a second to import, and plain tensors do not need."""
+"""Modules that take a second to import, and that plain tensors do not need."""
 
 OPEN = "ckpt = zarrckpt.open(url); assert list(ckpt) == ['model.w', 'step', 'blob']"
 

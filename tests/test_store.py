@@ -54,12 +54,12 @@ BACKENDS = [
     pytest.param("s3fs-ceph", marks=pytest.mark.ceph),
 ]
 
-# Stores without conditions of their own say so, once.
+# Stores without conditional puts warn once.
 BEST_EFFORT = {"zarr-wrapped", "fsspec-folder"}
 
 
 def make_spec(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> StoreSpec:
-    """A recipe for an empty place in the given kind of store, with a path that needs care."""
+    """Return a recipe for an empty place in the given kind of store, with a path that needs escapes."""
     path = f"run ü%20#/{uuid.uuid4().hex}"
     if backend == "local":
         return StoreSpec(tmp_path / path)
@@ -105,7 +105,7 @@ def store(spec: StoreSpec) -> Store:
 
 @pytest.fixture(autouse=True)
 def _best_effort_warnings(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where the guard is best effort the warning is expected; anywhere else it fails the test."""
+    """Ignore the warning for stores without conditional puts. For all others it fails the test."""
     import warnings
 
     with warnings.catch_warnings():
@@ -116,7 +116,7 @@ def _best_effort_warnings(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def race(count: int, work: Callable[[int], None]) -> list[BaseException | None]:
-    """Run ``work(0..count-1)`` in threads that start together; returns what each one raised."""
+    """Run ``work(0..count-1)`` in threads that start together. Return what each one raised."""
     barrier = threading.Barrier(count)
 
     def run(number: int) -> BaseException | None:
@@ -132,7 +132,7 @@ def race(count: int, work: Callable[[int], None]) -> list[BaseException | None]:
 
 
 class TestStore:
-    """What ``Store`` promises, whatever holds the bytes."""
+    """Promises of ``Store``, for every kind of store."""
 
     def test_gets_back_what_was_put_under_any_key(self, store: Store) -> None:
         for number, key in enumerate(KEYS):
@@ -288,7 +288,7 @@ class TestStore:
 
 
 class TestConditions:
-    """Create-only and compare-and-swap: what a commit rests on."""
+    """Create-only and compare-and-swap, on which a commit depends."""
 
     def test_creates_once(self, store: Store) -> None:
         store.create("zarr.json", b"mine")
@@ -396,7 +396,7 @@ def uuid_of(number: int) -> bytes:
 
 
 class TestForOthers:
-    """What the rest of the package and other libraries build on."""
+    """Features that the rest of the package and other libraries use."""
 
     def test_serves_zarr_read_only(self, store: Store) -> None:
         memory: dict[str, Any] = {}

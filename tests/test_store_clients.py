@@ -1,4 +1,4 @@
-"""Clients of a bucket that stores share, one after the other, and when they must not."""
+"""Clients of a bucket: stores share them, one after the other, except if they must not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zarrckpt._store import Store, open_store
 
 
 def signer(stub: S3Stub) -> str:
-    """Whose key has signed the last request."""
+    """Return the key that signed the last request."""
     return stub.requests[-1].headers["authorization"].partition("Credential=")[2].partition("/")[0]
 
 
@@ -29,7 +29,7 @@ def test_the_next_store_of_a_bucket_uses_the_connections_of_the_last_one(s3_stub
         store = at(place, f"run/step-{number}")
         store.put("k", [b"x"])
         assert store.get("k") == b"x"
-    # Another one where the last answer's has not been given back yet.
+    # Another connection if the one of the last answer is still in use.
     assert s3_stub.connections <= 3
     assert sorted(s3_stub.objects) == [f"{place.bucket}/run/step-{number}/k" for number in range(9)]
 
@@ -94,7 +94,7 @@ def test_a_provider_is_asked_by_every_store(s3_stub: S3Stub) -> None:
 
     def provider() -> dict[str, Any]:
         asked.append(1)
-        # As those do that are no longer valid one day, and do not know when.
+        # Like keys that expire at an unknown time.
         return {"access_key_id": f"key-{len(asked)}", "secret_access_key": "s", "token": None, "expires_at": None}
 
     options = {"endpoint_url": s3_stub.endpoint}

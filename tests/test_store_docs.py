@@ -1,4 +1,4 @@
-"""Every option in the pages of stores is one that opens."""
+"""Every option in the pages of stores opens a store."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PAGES = [Path(__file__).parent.parent / "docs" / folder / "stores.md" for folder
 
 
 class _Named(ast.NodeTransformer):
-    """A function of the page becomes its name."""
+    """Replaces a function of the page by its name."""
 
     def visit_Name(self, node: ast.Name) -> ast.Constant:
         return ast.Constant(node.id)
 
 
 def calls() -> list[tuple[str, dict[str, Any]]]:
-    """(url, storage_options) of every call on the pages."""
+    """Return (url, storage_options) of every call on the pages."""
     found = []
     text = "".join(page.read_text() for page in PAGES)
     for block in re.findall(r"```python no-run\n(.*?)```", text, re.DOTALL):
@@ -53,7 +53,7 @@ def test_the_pages_have_examples() -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The files that the page names -> what stands for them here."""
+    """The files that the page names -> files that replace them here."""
     folder = tmp_path_factory.mktemp("files")
     certificate, private = make_certificate()
     (folder / "ca.pem").write_text(certificate)
@@ -85,13 +85,13 @@ def test_every_example_opens(
         text = text.replace(name, instead)
     options = ast.literal_eval(text)
     if "credential_provider" in options:
-        options["credential_provider"] = dict  # any callable: it is asked when the first request is made
+        options["credential_provider"] = dict  # any callable: it is called for the first request
     assert open_store(url, storage_options=options).url == url
 
 
 @pytest.fixture
 def enforcing(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Place]:
-    """A server of this process, which enforces IAM policies once ``INITIAL_NO_AUTH_ACTION_COUNT`` is 0."""
+    """A server in this process, which enforces IAM policies once ``INITIAL_NO_AUTH_ACTION_COUNT`` is 0."""
     monkeypatch.setattr(moto.settings, "INITIAL_NO_AUTH_ACTION_COUNT", float("inf"))
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
@@ -104,7 +104,7 @@ def enforcing(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Place]:
 
 
 def test_the_policy_of_the_page_is_enough(enforcing: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each statement is needed for what the page says, and nothing else is; each put has a checksum for Object Lock."""
+    """Each statement is needed for the page's purpose, and no other is. Each put has a checksum for Object Lock."""
     (block,) = re.findall(r"```json\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
     policy = json.loads(block)
     iam = boto3.client(

@@ -1,7 +1,7 @@
-"""Stores that fail for good, or now and then: a save or load survives, or every rank gets one clear error, soon.
+"""Stores that fail permanently or sometimes: a save or load succeeds, or every rank soon gets one clear error.
 
-Nothing is committed by a save that failed, the next one works, and no error, log or stored object quotes a secret. The
-stores' own tests have the faults of single operations; here are those of whole saves and loads, on several ranks.
+A failed save commits nothing, and the next one works. No error, log or stored object quotes a secret. The stores' own
+tests have the faults of single operations. These are the faults of whole saves and loads on several ranks.
 """
 
 from __future__ import annotations
@@ -49,30 +49,32 @@ pytestmark = [
 ]
 
 SECONDS = 20.0
-"""What a save or load may take to fail. Most take less than one; the process group waits for a minute."""
+"""Maximum seconds of a failing save or load. Most take less than one. The process group waits for a minute."""
 
 SECRETS = {"key": "AKIASTOREFAULTS00001", "secret": "wJalrXUtnFEMI/K7MDENG+bPxRfi", "token": "FwoGZXIvYXdzEBYaDHqa0AP"}
 PAUSES = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=50), "base": 2}
 
 
 def options_of(endpoint: str, **more: Any) -> dict[str, Any]:
-    """Options for a server that may be asked three times."""
+    """Return options for a server to which a request is sent at most three times."""
     retries = {"max_retries": 2, "retry_timeout": 10, "backoff": PAUSES}
     return {**SECRETS, "endpoint_url": endpoint, "region": "us-east-1", "retry_config": retries, **more}
 
 
 def state_of(number: float) -> dict[str, Any]:
-    """Pieces that move between two ranks, one tensor of both, values. No collective."""
+    """Return pieces that move between two ranks, one tensor of both, and values. Not collective."""
     line = mesh_of([0, 1])
     small = {f"{place}": sharded(full((9, 4), number + place / 10), line) for place in range(4)}
     return {"small": small, "plain": full((5, 2), number), "value": [number, None], "blob": str(number).encode()}
 
 
-# -- what an error, a log and a report may show
+# -- allowed contents of errors, logs and reports
 
 
 def everything_in(error: BaseException) -> str:
-    """All that a log of the error can show: its traceback, and every exception that hangs on it, on other ranks too."""
+    """Return all texts that a log of the error can show: its traceback, and every linked exception, also of other
+    ranks.
+    """
     texts = []
     seen: list[BaseException] = []
     todo: list[BaseException | None] = [error]
@@ -89,7 +91,7 @@ def everything_in(error: BaseException) -> str:
 
 
 class _Heard(logging.Handler):
-    """Every log record of this process, at any level, but for what AWS's client says of its traffic when debugged."""
+    """Keeps every log record of this process at any level, except those of AWS's client at DEBUG."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -126,10 +128,10 @@ def secrets_in(text: str) -> list[str]:
 
 @dataclass
 class Failure:
-    """What a call came to on one rank."""
+    """The outcome of a call on one rank."""
 
     kind: str = ""
-    """The error's class; "" where none was raised."""
+    """The error's class, "" if none was raised."""
     is_ours: bool = False
     text: str = ""
     seconds: float = 0.0
@@ -138,7 +140,7 @@ class Failure:
 
 
 def failure_of(call: Callable[[], Any]) -> Failure:
-    """Call, and note what is raised."""
+    """Call, and return the outcome."""
     found, said = Failure(), list[str]()
     began = time.monotonic()
     try:
@@ -160,14 +162,14 @@ class Told:
     save: Failure | None = None
     load: Failure | None = None
     opened: bool = False
-    """Whether something was committed by the save that failed."""
+    """Whether the failed save committed a checkpoint."""
     wrong: list[str] = field(default_factory=list)
-    """What the next save and load, without a fault, got wrong."""
+    """Wrong entries of the next save and load, without a fault."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A store that fails: where, for which ranks, in a save or load or both, and what the error must say."""
+    """A failing store: the ranks on which it fails, in a save, a load or both, and the expected error text."""
 
     name: str
     says: str
@@ -187,7 +189,7 @@ def opens(url: str, options: Mapping[str, Any]) -> bool:
 
 
 def _case(case: Case, url: str, good: Mapping[str, Any], bad: Mapping[str, Any], broken: Any) -> Told:
-    """Save and load with a fault, which is in the options ``bad`` or in the context ``broken``; then without."""
+    """Save and load with a fault, from the options ``bad`` or the context ``broken``, then without it."""
     told, mine = Told(case.name), dist.get_rank() in case.ranks
     own = bad if mine else good
 
@@ -212,7 +214,9 @@ def _case(case: Case, url: str, good: Mapping[str, Any], bad: Mapping[str, Any],
 
 
 def check(cases: Sequence[Case], answers: Sequence[Sequence[Told]]) -> None:
-    """Every rank got one error, soon, with the right words and no secret; nothing was committed; the next one works."""
+    """Check that every rank soon got one right error without a secret, nothing was committed, and the
+    next save works.
+    """
     for case, row in zip(cases, zip(*answers, strict=True), strict=True):
         for what in ("save", "load"):
             failures = [getattr(told, what) for told in row if what in case.hits]
@@ -231,7 +235,7 @@ def check(cases: Sequence[Case], answers: Sequence[Sequence[Told]]) -> None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """What a server does instead of its work: a status, silence, or an answer that a reset cuts short."""
+    """A server's wrong answer: a status, silence, or an answer that a reset cuts short."""
 
     status: int = 0
     code: str = ""
@@ -240,7 +244,7 @@ class Wrong:
 
 
 class BadServer(S3Stub):
-    """Another endpoint of a server, where some requests go wrong, always. It quotes all secrets in its refusals."""
+    """A second endpoint of a server, on which some requests always fail. Its refusals quote all secrets."""
 
     def __init__(self, good: S3Stub, wrong: Wrong, strikes: Callable[[str, str], bool] = lambda method, path: True):
         super().__init__(objects=good.objects)
@@ -278,7 +282,7 @@ class _BadHandling:
         self._answer(server.wrong.status, body.encode())
 
     def _cut_short(self: Any, work: Callable[[], None]) -> None:
-        """The request is carried out, and two thirds of the answer go out."""
+        """Do the request, and send two thirds of the answer."""
         wire, self.wfile = self.wfile, io.BytesIO()
         super()._serve(work)
         answer, self.wfile = self.wfile.getvalue(), wire
@@ -294,7 +298,7 @@ class _BadHandling:
 
 
 def at_chunks(method: str, path: str) -> bool:
-    """Requests for chunks of tensors and blobs: after a save has begun, or a load has read the root and the table."""
+    """Whether a request is for chunks of tensors and blobs: after a save's begin, or after a load's root and table."""
     return "/c." in path and "%40zarrckpt" not in path and "@zarrckpt" not in path
 
 
@@ -357,7 +361,7 @@ def test_servers_that_fail_for_good(s3_stub: S3Stub) -> None:
 
 
 def _everything_else(endpoint: str, url: str) -> list[str]:
-    """The names of secrets that errors of other calls show, or a repr does."""
+    """Return the names of secrets that errors or reprs of other calls show."""
     options = options_of(endpoint)
     writer = ZarrStorageWriter(url, storage_options=options)
     reader = ZarrStorageReader(url, storage_options=options)
@@ -383,7 +387,7 @@ def test_no_call_shows_a_secret(s3_stub: S3Stub) -> None:
 
 
 def test_readers_without_ranks_are_told(s3_stub: S3Stub) -> None:
-    """A server that fails is no damage: it must not be reported as such."""
+    """A failing server is not damage, and must not be reported as damage."""
     good, url = options_of(s3_stub.endpoint), "s3://bucket/run"
     zarrckpt.save({"w": torch.ones(3, 4)}, url, storage_options=good)
     wrongs = (Wrong(500, "InternalError"), Wrong(403, "ExpiredToken"), Wrong(cuts=True))
@@ -399,11 +403,11 @@ def test_readers_without_ranks_are_told(s3_stub: S3Stub) -> None:
                 assert not failure.shows, (wrong, failure)
 
 
-# -- a server that fails now and then
+# -- a server that fails sometimes
 
 
 def _again_and_again(url: str, options: dict[str, Any], seed: int) -> list[str]:
-    """Save, overwrite and load; return what is not bit for bit what was saved."""
+    """Save, overwrite and load. Return the entries that differ in a bit from the saved ones."""
     wrong = []
     target = uneven_state(-1)
     for number in range(seed, seed + 2):
@@ -434,7 +438,7 @@ def test_four_ranks_survive_throttling_and_resets() -> None:
 
 @contextlib.contextmanager
 def _failing(name: str, number: int, after: int = 0, where: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
-    """``os.<name>`` fails, after some calls, where its arguments say so."""
+    """Make ``os.<name>`` fail after some calls, if ``where`` returns true for its arguments."""
     real, calls = getattr(os, name), itertools.count()
 
     def call(*args: Any, **options: Any) -> Any:
@@ -462,9 +466,9 @@ def _refusing(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _small_files() -> Iterator[None]:
-    """No file may grow beyond 100 bytes: the kernel's own refusal, in the middle of a write."""
+    """Let no file grow beyond 100 bytes. The kernel then refuses in the middle of a write."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # The file stores of earlier process groups write when they are freed, and end the process where they can't.
+    # File stores of earlier process groups write when they are freed. If they cannot, they end the process.
     gc.collect()
     gc.disable()
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -518,7 +522,7 @@ def test_disks_that_fail(tmp_path: Path) -> None:
 
 
 def _as_nobody(folder: str) -> list[Failure]:
-    """Save where only reading is allowed, and load where nothing is, as a user with no rights."""
+    """Save to a read-only folder, and load from a closed one, as a user without rights."""
     zarrckpt.save(state_of(1), f"{folder}/open/warm")
     root = os.geteuid() == 0
     if root:
@@ -535,7 +539,7 @@ def _as_nobody(folder: str) -> list[Failure]:
 
 
 def test_folders_without_permission() -> None:
-    """The kernel's own refusals."""
+    """The kernel itself refuses."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         for name, mode in (("open", 0o777), ("listed", 0o555), ("closed", 0o000)):
@@ -582,7 +586,7 @@ def test_names_that_are_too_long(tmp_path: Path, s3_stub: S3Stub) -> None:
             for failure in run_ranks(_too_long, url, levels, options, world_size=2):
                 assert failure.kind == "StorageError" and says in failure.text, failure
                 assert failure.seconds < SECONDS, failure
-    # The place may be used again, and be removed.
+    # The url can be used again, and be removed.
     zarrckpt.recover(tmp_path / "deep", stopped=True)
     zarrckpt.save(_flat(1), tmp_path / "deep")
     zarrckpt.remove(tmp_path / "deep")
@@ -616,7 +620,7 @@ def test_every_short_read_is_noticed(how: str, tmp_path: Path) -> None:
     zarrckpt.save(_flat(1), url)
 
     def read(store: FaultyStore) -> bool:
-        """Whether what was read is right."""
+        """Whether the read gave the saved state."""
         if how == "load":
             return same(_filled(store), _flat(1))
         checkpoint = zarrckpt.open(store)
@@ -633,7 +637,7 @@ def test_every_short_read_is_noticed(how: str, tmp_path: Path) -> None:
             right = read(store)
         except zarrckpt.CheckpointError:
             right = False
-        # A listing is not shortened; verify reports damage instead of raising.
+        # A listing is not shortened. ``verify`` reports damage instead of raising.
         assert right == (call.verb == "list"), (how, call)
         refused += not right
     assert refused >= 4
@@ -653,7 +657,7 @@ def _short_on_one_rank(url: str) -> tuple[list[Failure], list[str]]:
 
 
 def _chunk_reads(number: int, fault: Fault) -> Rule:
-    """The read of that number, of those of chunks."""
+    """Return a rule that applies a fault to the read of a chunk with this number."""
     counted = itertools.count()
 
     def rule(call: Call) -> Fault | None:
@@ -670,14 +674,14 @@ def test_short_reads_on_one_rank_fail_all(tmp_path: Path) -> None:
 
 
 def _listing(number: int) -> Rule:
-    """The listing of that number lacks its last entry."""
+    """Return a rule by which the listing with this number lacks its last entry."""
     counted = itertools.count()
     return lambda call: LOSE if call.verb == "list" and next(counted) == number else None
 
 
 @dataclass
 class _Stale:
-    """Saves and clean-ups over a store whose listings may be stale; what is committed is known all the time."""
+    """Saves and clean-ups over a store with stale listings. Tracks which checkpoint is committed."""
 
     url: str
     store: FaultyStore
@@ -685,7 +689,7 @@ class _Stale:
     refused: int = 0
 
     def do(self, call: Callable[[], Any], after: float | None) -> None:
-        """After a call that succeeds, ``after`` is committed; otherwise what was."""
+        """Call, and check that ``after`` is committed if the call succeeds, else the previous checkpoint."""
         try:
             call()
             self.holds = after
@@ -707,7 +711,7 @@ def test_stale_listings_never_cost_a_checkpoint(tmp_path: Path) -> None:
             stale.do(lambda: zarrckpt.save(_flat(value), store, overwrite=True), value)  # noqa: B023
         stale.do(lambda: zarrckpt.recover(store), stale.holds)  # noqa: B023
         stale.do(lambda: zarrckpt.open(store).verify(quick=True), stale.holds)  # noqa: B023
-        # Where listings are as they should be again, nothing stands in the way.
+        # With correct listings again, the next save succeeds.
         zarrckpt.save(_flat(9), url, overwrite=True, options=zarrckpt.SaveOptions(durable=False))
         assert same(_filled(url), _flat(9)) and zarrckpt.open(url).verify()
         assert {path.name for path in Path(url).iterdir()} <= {"@zarrckpt", "zarr.json", zarrckpt.open(url).tree}

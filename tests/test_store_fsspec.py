@@ -1,4 +1,4 @@
-"""Filesystems of fsspec with the habits of sftp, SMB and HDFS: not for two threads at once, no rename over a file."""
+"""Filesystems of fsspec with the limits of sftp, SMB and HDFS: one thread at a time, no rename over a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zarrckpt._store import Store, open_store
 
 
 class StiffFileSystem(LocalFileSystem):  # type: ignore[misc]
-    """Local files behind a connection that serves one thread at a time, and renames over nothing."""
+    """Local files behind a connection that serves one thread at a time and does not rename over a file."""
 
     protocol = "stiff"
     local_file = False
@@ -47,7 +47,7 @@ class StiffFileSystem(LocalFileSystem):  # type: ignore[misc]
 
     def mv(self, path1: str, path2: str, **options: Any) -> None:
         if self.exists(path2):
-            # As SMB's client: no FileExistsError, but its number.
+            # Like SMB's client: no FileExistsError, but its number.
             raise Refused(errno.EEXIST, "the destination exists")
         self.rename(path1, path2)
 
@@ -75,7 +75,7 @@ class HdfsFileSystem(StiffFileSystem):
 
 
 class WebHdfsFileSystem(HdfsFileSystem):
-    """The same that does not even tell what it has not done."""
+    """The same without an error if it did not rename."""
 
     protocol = ("stiff-webhdfs", "webhdfs")
 
@@ -146,7 +146,7 @@ def test_a_write_that_fails_leaves_nothing(store: Store, tmp_path: Path, monkeyp
 def test_an_overwrite_that_fails_keeps_the_old_object(
     store: Store, tmp_path: Path, fault: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first, second or third rename fails: alone, after its work, by Ctrl-C, or with all that come after it."""
+    """The first, second or third rename fails: alone, after its work, by Ctrl-C, or with all later ones."""
     rename, calls = StiffFileSystem.rename, [0]
 
     def faulty(self: Any, path1: str, path2: str) -> None:
@@ -168,7 +168,7 @@ def test_an_overwrite_that_fails_keeps_the_old_object(
     files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     if store.list_dir()[0]:
         assert store.get("k") in (b"old", b"new")
-    else:  # the last rename that would do is not to be had: the error tells where the old object is
+    else:  # no later rename worked, so nothing could be undone: the error names the path of the old object
         assert fault == "is the last" and [data for path, data in files.items() if path in said] == [b"old"]
 
 

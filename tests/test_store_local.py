@@ -1,4 +1,4 @@
-"""The local store: atomic, durable, race-free, and clear about what the filesystem refuses."""
+"""The local store: atomic, durable, race-free, and with clear errors if the filesystem refuses."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_link_whose_answer_was_lost_is_a_success(
     monkeypatch.setattr(os, "link", lossy)
     store.create("k", b"mine")
     assert store.get("k") == b"mine"
-    # Even where the content could not tell.
+    # Even if the content is the same.
     assert _local_commit.create_file(str(tmp_path / "root/other"), b"")
 
 
@@ -340,7 +340,7 @@ def test_what_another_store_has_written_is_synced_too(tmp_path: Path, synced: li
     assert synced[0] == str(tmp_path / "k")
 
 
-# -- what the filesystem refuses
+# -- refusals of the filesystem
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""S3 by obstore and by s3fs: options, credentials, faults of servers, and errors that carry no secret."""
+"""S3 by obstore and by s3fs: options, credentials, faults of servers, and errors without secrets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("how", ["ignores", "refuses"])
 class TestSloppyServer:
-    """A server that ignores the condition of a put, or refuses all that have one: best effort, said once."""
+    """A server that ignores the condition of a put, or refuses all puts with one: best effort, with one warning."""
 
     @pytest.fixture
     def store(self, how: str, backend: str, s3_stub: S3Stub, sloppy_bucket: S3Place) -> Store:
@@ -248,7 +248,7 @@ def test_gcs_generations_are_the_versions(s3_stub: S3Stub) -> None:
 
 
 def everything_in(error: BaseException) -> str:
-    """All that a log of the error can show: its traceback, and every exception that hangs on it."""
+    """Return all texts that a log of the error can show: its traceback, and every linked exception."""
     texts = traceback.format_exception(error)
     seen: list[BaseException] = []
     todo: list[BaseException | None] = [error]
@@ -364,13 +364,13 @@ WRONG_ADDRESSES = {
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """A port that accepts connections and never answers."""
+    """Yield a port that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
         yield server.getsockname()[1]
 
 
 def test_a_connection_that_is_closed_before_it_is_used_is_no_answer(s3_stub: S3Stub) -> None:
-    # One in many, where the server closes it in the very moment: as obstore writes it then.
+    # A rare case: the server closes the connection at that very moment. This is obstore's error then.
     closed = client_errors.GenericError('hyper::Error(Canceled, "connection was not ready")')
     store = stub_store(s3_stub)
     with patch.object(obstore, "get", side_effect=closed) as get:
@@ -388,7 +388,7 @@ def test_each_wrong_address_has_a_sentence_of_its_own(
         case "refused":
             endpoint = f"http://127.0.0.1:{free_port()}"
         case "unknown":
-            # No name is so long: it is refused without asking a name server, which may be slow.
+            # A name of this length cannot exist. It is refused without a request to a name server, which may be slow.
             endpoint = f"http://{'x' * 64}.invalid"
         case "TLS to plain HTTP":
             endpoint = request.getfixturevalue("s3_stub").endpoint.replace("http:", "https:")
@@ -437,7 +437,7 @@ def test_a_value_that_is_none_of_an_option_is_named(options: dict[str, Any]) -> 
         zarrckpt.open("s3://b/x", storage_options={"key": "x", "secret": "x", **options})
 
 
-def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_not(s3_stub: S3Stub) -> None:
+def test_only_a_server_that_never_answered_is_given_up_soon(s3_stub: S3Stub) -> None:
     store, faults = stub_store(s3_stub), s3_stub.faults
     for call in (lambda: store.get("k"), store.list_dir):
         faults.resets, s3_stub.connections = 1000, 0
@@ -449,7 +449,7 @@ def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_not(s
     for call in (lambda: store.get("k"), store.list_dir):
         faults.resets = 3
         call()
-    # A retry_config of the caller's own holds from the first request on.
+    # The caller's retry_config holds from the first request on.
     pauses = {"init_backoff": datetime.timedelta(milliseconds=1), "max_backoff": datetime.timedelta(milliseconds=9)}
     with S3Stub(Faults(resets=12)) as fresh:
         stub_store(fresh, retry_config={"max_retries": 20, "backoff": {**pauses, "base": 2}}).put("k", [b"x"])
@@ -466,7 +466,7 @@ def test_a_server_that_is_busy_at_first_is_waited_for(s3_stub: S3Stub) -> None:
 
 
 def put_headers(stub: S3Stub, **options: Any) -> dict[str, str]:
-    """The headers with which an object arrives under these options."""
+    """Return the headers with which an object arrives under these options."""
     store = stub_store(stub, **options)
     store.put("k", [b"x"])
     assert store.get("k") == b"x"
@@ -588,7 +588,7 @@ def test_a_profile_without_boto3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delitem(sys.modules, "obstore.auth.boto3", raising=False)
     with pytest.raises(StorageError, match="pip install boto3"):
         open_store("s3://bucket", storage_options={"profile": "p"})
-    # The machine's role is left, which obstore asks for itself.
+    # Only the machine's role is left, which obstore requests itself.
     open_store("s3://bucket")
     (tmp_path / "credentials").touch()
     for name, value in (("AWS_PROFILE", "p"), ("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))):
@@ -695,7 +695,7 @@ def test_payloads_are_hashed_for_the_signature_as_the_options_say(
 def test_payloads_are_hashed_by_default_where_others_may_listen(
     endpoint: str, payload: str, s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A proxy, so that any address will do.
+    # With a proxy, any address will do.
     sent = put_headers(s3_stub, endpoint_url=endpoint, proxy_url=s3_stub.endpoint)
     assert re.fullmatch(payload, sent["x-amz-content-sha256"])
 
@@ -799,7 +799,7 @@ def test_options_reach_s3fs_as_they_are(moto_bucket: S3Place) -> None:
 
 
 def test_an_s3fs_that_splits_no_reads(moto_bucket: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 2026.3 it cannot be told not to."""
+    """Before 2026.3, s3fs has no option for that."""
     read = s3fs.S3FileSystem._cat_file
 
     async def cat_file(self: Any, path: str, version_id: Any = None, start: Any = None, end: Any = None) -> Any:
@@ -823,6 +823,6 @@ def test_large_objects_go_up_in_parts(s3_stub: S3Stub, monkeypatch: pytest.Monke
     s3_stub.requests.clear()
     store.put("big", [data] * 13)
     parts = [int(r.headers["content-length"]) for r in s3_stub.requests if "partNumber" in r.target]
-    # Of one size but for the last, as Cloudflare R2 asks for.
+    # All but the last have one size, as Cloudflare R2 requires.
     assert sorted(parts) == [3 * 2**20, 5 * 2**20, 5 * 2**20]
     assert store.get("big") == data * 13

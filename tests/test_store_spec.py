@@ -1,4 +1,4 @@
-"""The recipe of a store: picklable without secrets, opened once per process, clear in forked children."""
+"""The recipe of a store: picklable without secrets, opened once per process, new clients in forked children."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ PLACES: list[tuple[str, dict[str, Any]]] = [
 
 
 def filled(item: Any, name: str, secret: str) -> Any:
-    """A place with a name and a secret in it."""
+    """Return the place with a name and a secret in it."""
     if isinstance(item, dict):
         return {filled(key, name, secret): filled(value, name, secret) for key, value in item.items()}
     if isinstance(item, list):
@@ -297,7 +297,7 @@ def test_other_objects_are_refused(tmp_path: Path) -> None:
 
 
 def a_place(kind: str, folder: Path) -> Callable[[bool], Any]:
-    """Ready stores of one place, by whether they are read-only."""
+    """Return a function that makes ready stores of one place, read-only or not."""
     if kind == "local":
         return lambda read_only: zarr.storage.LocalStore(folder, read_only=read_only)
     if kind == "obstore":
@@ -340,7 +340,7 @@ def test_a_read_only_store_is_read_and_never_changed(kind: str, tmp_path: Path) 
 
 
 def in_forked_child(work: Callable[[], None]) -> str:
-    """Run ``work`` in a child made by fork; returns what it raised, "" for nothing. Bounded in time."""
+    """Run ``work`` in a child made by fork. Return what it raised, "" for nothing. Bounded in time."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

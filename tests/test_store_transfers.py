@@ -1,4 +1,4 @@
-"""Transfers to an S3 server that is a process of its own: how many at once, over which connections, despite faults."""
+"""Transfers to an S3 server in a separate process: numbers of requests and connections, and faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects that go up in parts need not be large."""
+    """Make objects of 2 MiB large enough to be uploaded in parts."""
     from zarrckpt._store import _obstore
 
     monkeypatch.setattr(_obstore, "SPLIT", 2 << 20)
@@ -38,13 +38,13 @@ def store_of(server: Served, concurrency: int | None = None, **options: Any) -> 
 
 
 def at_once(store: Store, work: Callable[[int], object], count: int) -> None:
-    """As a save or load does: as many threads as the store wants."""
+    """Run as many threads as the store allows, as a save or load does."""
     with ThreadPoolExecutor(store.max_concurrency) as pool:
         list(pool.map(work, range(count)))
 
 
 def a_state(seed: int) -> dict[str, Any]:
-    """Small tensors, tensors of several subchunks, and one that goes up in parts."""
+    """Return small tensors, tensors of several subchunks, and one that is uploaded in parts."""
     generator = torch.Generator().manual_seed(seed)
     small = {f"small.{i}": torch.randn(64, 64, generator=generator) for i in range(80)}
     large = {f"large.{i}": torch.randn(512, 1500, generator=generator) for i in range(3)}
@@ -68,7 +68,7 @@ def test_saves_and_loads_survive_a_server_that_throttles_and_resets() -> None:
 
 
 class Transfers:
-    """Counts puts and reads under way. (A server hears of an end a little late.)"""
+    """Counts puts and reads under way. (A server notices an end a little late.)"""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.most = 0

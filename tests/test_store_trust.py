@@ -1,4 +1,4 @@
-"""Servers that redirect, announce, list or complain without bounds: no secret leaves, memory and time stay bounded."""
+"""Servers that redirect, announce, list or complain without bounds: no secret leaks, memory and time stay bounded."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_bodies_longer_than_expected_are_refused(fault: str, s3_stub: S3Stub) ->
         s3_stub.faults.announced = 2**40
     else:
         s3_stub.faults.endless = True
-        # The server's word for the length of a range counts for nothing: it is known.
+        # The server's announced length of a range is not used: the length is known.
         reads += [lambda: store.read("k", 0, 100), lambda: store.read("k", 0, 2**20)]
     for read in reads:
         with pytest.raises((CorruptCheckpointError, StorageError), match="announces"):

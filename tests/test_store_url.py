@@ -157,7 +157,7 @@ STATE = {"w": torch.ones(2)}
 
 
 def run_command(*words: Any) -> None:
-    """Run the command line. Raises StorageError for one that it prints."""
+    """Run the command line. Raise StorageError if the command prints one."""
     found = CliRunner().invoke(main, [*map(str, words)], catch_exceptions=False)
     if found.exit_code:
         raise StorageError(found.stderr) if "StorageError" in found.stderr else AssertionError(found.output)
@@ -167,7 +167,7 @@ def load_dcp(**place: Any) -> None:
     dcp.load({"w": torch.zeros(2)}, no_dist=True, **place)
 
 
-# Entry points with a place of any kind: what they do with the places of a checkpoint "run/one", and of a new one.
+# Entry points that accept any kind of url. They use a checkpoint "run/one", and a new url.
 ANYWHERE: dict[str, Callable[[Any], Any]] = {
     "save": lambda at: zarrckpt.save(STATE, at("run/new")),
     "async_save": lambda at: zarrckpt.async_save(STATE, at("run/new")).result(),
@@ -197,7 +197,7 @@ ANYWHERE: dict[str, Callable[[Any], Any]] = {
     "cp": lambda at: run_command("cp", at("run/one"), at("run/new")),
     "import to, command": lambda at: run_command("import", "~/x.pt", at("run/new")),
 }
-# Entry points with a place on a local disk.
+# Entry points that accept only local paths.
 LOCAL: dict[str, Callable[[Any], Any]] = {
     "to_safetensors": lambda at: zarrckpt.open("~/run/one").to_safetensors(at("run/new")),
     "to_safetensors, file": lambda at: zarrckpt.open("~/run/one").to_safetensors(at("run/new.safetensors")),
@@ -220,7 +220,7 @@ CHANGE_NOTHING += ("ls", "tree", "info", "stats", "verify", "doctor", "cat", "di
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with two checkpoints and a file of torch.save; the working folder is an empty one beside it."""
+    """A home with two checkpoints and a file of torch.save. The working folder is an empty one beside it."""
     for name in ("home", "work"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -234,7 +234,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("entry", [*ANYWHERE, *LOCAL])
 def test_every_entry_point_understands_the_same_places(entry: str, home: Path) -> None:
-    """A path with "~", a file url, and either as a Path, are the file; a url is a url, also as a Path."""
+    """A path with "~", a file url, and either as a Path, mean the file. A url is a url, also as a Path."""
     use, before = (ANYWHERE | LOCAL)[entry], sorted(home.rglob("*"))
     forms: list[Callable[[str], Any]] = [
         lambda name: f"~/{name}",
@@ -270,7 +270,7 @@ RESOLVED += ["memory://a::file://{}", "Reference://{}", "reference:/{}", "aliase
 
 @pytest.mark.parametrize("form", RESOLVED)
 def test_a_url_that_is_opened_through_others_is_refused(form: str, tmp_path: Path) -> None:
-    """Templates in what a reference filesystem reads can run code."""
+    """Templates in the file of a reference filesystem can run code."""
     fsspec.register_implementation("aliased", "fsspec.implementations.reference.ReferenceFileSystem", clobber=True)
     evil, ran = tmp_path / "evil.json", tmp_path / "ran"
     code = f"{{{{ cycler.__init__.__globals__.os.system('touch {ran}') }}}}"

@@ -1,4 +1,4 @@
-"""Targets that share memory, and targets whose memory is not their own: each is filled right or refused by name."""
+"""Targets that share memory, and targets without plain memory: each is filled right or refused by name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LOADS: list[Load] = [_load, _dcp_load, _dcp_load_planned]
 
 
 def _refusal(load: Load, state: dict[str, Any], url: str) -> str:
-    """The text of the error with which a load refuses its targets."""
+    """Return the text of the error with which a load refuses its targets."""
     with pytest.raises((zarrckpt.KeyMismatchError, CheckpointException)) as caught:
         load(state, url)
     error = caught.value
@@ -147,7 +147,7 @@ def test_interleaved_views_are_filled_in_place(tmp_path: Path) -> None:
     zarrckpt.save(state, url)
     fused, matrix, other = torch.zeros(16, 3, 4, 5), torch.zeros(7, 900), torch.zeros(7, 900)
     targets = {"heads": [*fused.unbind(1)], "columns": [*matrix.T], "even": other[:, ::2], "odd": other[:, 1]}
-    # Too little to compare their contents.
+    # Too little memory to compare their contents.
     zarrckpt.load(targets, url, options=zarrckpt.LoadOptions(max_inflight_bytes=2048))
     assert torch.equal(fused, heads.transpose(0, 1))
     assert torch.equal(matrix, columns)
@@ -260,7 +260,7 @@ def _shared_on_ranks(url: str, placement: Placement) -> None:
 
 
 def _wrapped_on_ranks(url: str) -> None:
-    """Local tensors that wrap others, and results of collectives that nobody has waited for."""
+    """Load into local tensors that wrap others, and into results of collectives that were not waited for."""
     mesh = init_device_mesh("cpu", (2,))
     zarrckpt.save({"w": torch.full((4, 2), 9.0)}, f"{url}w")
     for load in LOADS:
@@ -295,11 +295,11 @@ def test_a_staged_copy_keeps_views_apart(tmp_path: Path) -> None:
     assert all(torch.equal(torch.as_tensor(saved[key][...]), value) for key, value in state.items())
 
 
-# -- targets whose memory is not their own
+# -- targets without plain memory
 
 
 class _Codes(torch.Tensor):
-    """Whole numbers with a scale; what it does not implement falls back to a temporary tensor of its values."""
+    """Whole numbers with a scale. Operations without an implementation use a temporary tensor of its values."""
 
     codes: torch.Tensor
 
@@ -432,7 +432,7 @@ def test_weights_that_are_cast_to_float8_are_plain(tmp_path: Path) -> None:
 
 
 class _Guarded(torch.Tensor):
-    """A subclass in plain memory, whose views are made with a method of its own."""
+    """A subclass in plain memory whose views are made with its own method."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Values: type and value come back exactly, and hostile bytes neither run nor crash anything."""
+"""Values: type and value are restored exactly, and hostile bytes neither run nor crash anything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from zarrckpt._format.values import Blob, decode_blob, encode_blob, find_tensors
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in type and value, all the way down: 1 is not True, -0.0 not 0.0, and a nan is itself."""
+    """Whether type and value are equal at all levels: 1 is not True, -0.0 not 0.0, and a nan equals itself."""
     if type(one) is not type(other):
         return False
     if isinstance(one, float):
@@ -72,7 +72,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def through_text(document: object) -> object:
-    """A JSON form as another program would see it: strict JSON, ASCII or UTF-8."""
+    """Return a JSON form as another program reads it: strict JSON, ASCII or UTF-8."""
     text = json.dumps(document, allow_nan=False, ensure_ascii=False)
     return json.loads(text.encode(), parse_constant=pytest.fail)
 
@@ -83,7 +83,7 @@ def through_blob(value: object, encoding: str | None = None, *, allow_pickle: bo
     assert type(blob.payload) is bytes
     payload = bytearray(blob.payload)
     restored = decode_blob("some_key", blob.encoding, blob.kind, payload, allow_pickle=allow_pickle)
-    payload[:] = bytes(len(payload))  # nothing of what was restored may live in these bytes
+    payload[:] = bytes(len(payload))  # no restored value may refer to these bytes
     return restored
 
 
@@ -272,14 +272,14 @@ MALFORMED = [
     *('{"$dict": [[[], 1]]}', '{"$dict": [[1, 1], [true, 2]]}', '{"$ordereddict": [["a", 1], ["a", 2]]}'),
     *('{"$set": [[]]}', '{"$set": [1, 1]}', '{"$frozenset": [1, 1.0]}', '{"$set": 1}'),
     *("9007199254740992", "-9007199254740992", "1e999", "-1e999"),
-    # What has another form.
+    # Values that have another, canonical form.
     *('{"$int": "0x1"}', '{"$int": "0x1fffffffffffff"}', '{"$int": "0x020000000000000"}', '{"$str": "61"}'),
     *('{"$float": "0x7ff8000000000000"}', '{"$dict": [["a", 1]]}', '{"$dict": []}', '{"$set": [2, 1]}'),
 ]
 
 
 def tree(text: bytes, items: bytes = b"") -> bytes:
-    """The bytes of a tree with this JSON, and what is behind it."""
+    """Return the bytes of a tree with this JSON and these items."""
     return len(text).to_bytes(8, "little") + text + items
 
 
@@ -351,7 +351,7 @@ def test_hostile_json_values(document: Any) -> None:
         value = decode_json(document)
     except CheckpointError:
         return
-    # Whatever was taken is a value that has a form of its own.
+    # Every accepted document is the form of a value.
     assert same(decode_json(encode_json(value)), value)
 
 
@@ -383,7 +383,7 @@ def test_payloads_do_not_follow_the_value() -> None:
         if isinstance(value, io.BytesIO):
             value.write(b"xxxxxxxx")
         elif isinstance(value, bytearray):
-            value.extend(b"x")  # would raise, were it still exported
+            value.extend(b"x")  # would raise if it were still exported
             value[0] = 0
         else:
             value[0] = 0
@@ -521,7 +521,7 @@ def test_rng_states_need_no_pickle() -> None:
 
 
 def test_tree_bytes_are_what_the_page_says() -> None:
-    """A reader written from the description alone."""
+    """Decode with a reader written from the description alone."""
     value = {"step": 3, "buffer": io.BytesIO(b"abc"), "items": (np.arange(4, dtype=np.int16), [b"xy", b""])}
     blob = encode_blob("k", value)
     assert (blob.encoding, blob.kind) == ("tree", None)
@@ -605,7 +605,7 @@ def test_damaged_npy(payload: bytes) -> None:
 
 
 def test_types_without_a_size() -> None:
-    """Of them numpy makes types of one byte, with whatever is in memory."""
+    """numpy makes types of one byte of them, with arbitrary memory."""
     for descr in ("'|S0'", "'<U0'", "('<i4', (3,))"):
         for shape in ("(2,)", "()", f"({10**12},)"):
             with pytest.raises(CorruptCheckpointError, match="some_key"):
@@ -618,7 +618,7 @@ def test_types_without_a_size() -> None:
 
 
 def test_items_are_decoded_once() -> None:
-    """A blob that names one item a thousand times asks for no memory."""
+    """A blob that names one item a thousand times allocates no memory."""
     item = encode_blob("k", np.zeros(1 << 20, np.uint8)).payload
     text = json.dumps([at(0, len(item), "npy", "ndarray")] * 1000).encode()
     tracemalloc.start()
@@ -719,7 +719,7 @@ def test_older_forms_of_torch_files_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_sparse_tensors_must_fit_their_shape() -> None:
-    """torch reads and writes out of bounds where an index is outside, and checks none of them by itself."""
+    """torch reads and writes out of bounds if an index is outside, and does not check indices."""
     for layout, options in (
         (torch.sparse_coo_tensor, (torch.tensor([[100]]), torch.ones(1))),
         (torch.sparse_csr_tensor, (torch.tensor([0, 1, 1, 1]), torch.tensor([100]), torch.ones(1))),
@@ -799,7 +799,7 @@ def test_find_tensors() -> None:
     found = find_tensors([one, {"a": (two, {3: Config(weight=one)})}, {torch.Size([1])}, np.ones(9)])
     assert [id(tensor) for tensor in found] == [id(one), id(two), id(one)]
     assert find_tensors([1, "a", None, np.ones(3), b"x"]) == []
-    assert find_tensors((one, lambda: None)) == [one]  # can't be pickled, seen before that
+    assert find_tensors((one, lambda: None)) == [one]  # can't be pickled, but was found before
     assert find_tensors(one) == [one]
     module = torch.nn.Linear(2, 2)
     assert {id(tensor) for tensor in find_tensors(module)} == {id(module.weight), id(module.bias)}
@@ -937,7 +937,7 @@ def test_no_encoding_runs_code(tmp_path: pathlib.Path) -> None:
                     decode_blob("k", encoding, kind, payload)
     with pytest.raises(UnsafeValueError, match="Path"):
         decode_blob("k", "torch", None, bombs["saved"])
-    for name in ("saved", "legacy", "npy", "structured", "in a tree"):  # nor where pickles are allowed
+    for name in ("saved", "legacy", "npy", "structured", "in a tree"):  # nor with pickles allowed
         for encoding in ("npy", "tree", "torch"):
             with pytest.raises(CheckpointError):
                 decode_blob("k", encoding, "ndarray", bombs[name], allow_pickle=True)

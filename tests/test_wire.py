@@ -1,4 +1,4 @@
-"""Bytes of messages between ranks: they come back as they were, and other bytes are errors, and never code."""
+"""Bytes of messages between ranks: they decode to the same values. Other bytes are errors, and never run code."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def test_altered_messages_are_errors_or_messages(data: st.DataObject) -> None:
 
 
 def _refused(data: bytes) -> None:
-    """Only CheckpointError is raised, if any."""
+    """Check that only CheckpointError is raised, if any."""
     for decode in (wire.decode, decode_message, Description.unpacked):
         with contextlib.suppress(CheckpointError):
             decode(data)
 
 
 def tree(text: str, raw: bytes = b"") -> bytes:
-    """A message with this JSON."""
+    """Return a message with this JSON."""
     return struct.pack("<I", len(text.encode())) + text.encode() + raw
 
 
@@ -180,7 +180,7 @@ def test_objects_of_other_classes_are_not_sent() -> None:
 
 
 class Bomb:
-    """Leaves a mark where it is unpickled."""
+    """Fails the test when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return pytest.fail, ("code ran",)

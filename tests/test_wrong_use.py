@@ -56,7 +56,7 @@ CALLS: dict[str, Callable[..., object]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_options_of_another_kind_are_refused(call: str, tmp_path: Path) -> None:
-    """A dict, or those of the other direction; before anything is written or looked for."""
+    """A dict, or the options of the other direction, before anything is read or written."""
     kind = call.partition(" ")[0]
     other = zarrckpt.LoadOptions() if kind == "SaveOptions" else zarrckpt.SaveOptions()
     for wrong in ({"timeout": 60}, other):

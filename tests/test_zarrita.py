@@ -57,7 +57,7 @@ def over_http(stub: S3Stub, case: Case) -> str:
 
 
 def answers_by_row(asked: dict[str, list[tuple[str, Case]]]) -> dict[str, str]:
-    """Return the table's cell for each row of (place, case); one Node process reads them all."""
+    """Return the table's cell for each row of (place, case). One Node process reads them all."""
     places = [item for row in asked.values() for item in row]
     parts = [{"place": place, "path": case.path} | ({"box": case.box} if case.box else {}) for place, case in places]
     answers = map(_as_probed, json.loads(run_node(str(FOLDER / "read.mjs"), text=json.dumps(parts))))

@@ -37,7 +37,7 @@ class Dice:
 
 @dataclass
 class Record:
-    """The state of the training itself: tensors, and a ``BytesIO`` with bytes of torch's own."""
+    """The state of the training itself: tensors, and a ``BytesIO`` with bytes that torch saved."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -70,21 +70,21 @@ class Training:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """The state as ``zarrckpt.save`` takes it."""
+        """Return the state for ``zarrckpt.save``."""
         return {"model": self.model, "optim": self.optim, "dice": self.dice, "record": self.record}
 
     @property
     def dicts(self) -> dict[str, Any]:
-        """The state as ``dcp.save`` takes it."""
+        """Return the state for ``dcp.save``."""
         model, optim = get_state_dict(self.model, self.optim)
         return {**self.objects, "model": model, "optim": optim}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Take the model's and the optimizer's state from what was loaded into ``dicts``."""
+        """Set the model's and the optimizer's state that was loaded into ``dicts``."""
         set_state_dict(self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
     def train(self, steps: int = 1) -> list[float]:
-        """Go some steps; all losses so far. Batch and dropout depend on the number of the step only."""
+        """Train some steps. Return all losses so far. Batch and dropout depend on the number of the step only."""
         for _ in range(steps):
             torch.manual_seed(self.record.step)
             tokens = torch.randint(0, 10, (12,))
@@ -97,7 +97,7 @@ class Training:
         return [*self.record.losses]
 
     def snapshot(self) -> dict[str, Any]:
-        """All of the state as full arrays and plain values. Collective."""
+        """Return all of the state as full arrays and plain values. Collective."""
         state = self.dicts
         return models.snapshot(
             {
@@ -109,7 +109,7 @@ class Training:
 
 
 def make(kind: str, *, seed: int = 0, lr: float = 1e-2, backend: Callable[..., Any] | None = None) -> Training:
-    """A training that has made no step yet; with a ``backend``, of a compiled model."""
+    """Return a training that has made no step yet. With a ``backend``, its model is compiled."""
     torch.manual_seed(seed)
     net = models.Net().double()
     del net.unused  # a fresh optimizer would have state for it, which the checkpoint lacks
@@ -138,7 +138,7 @@ def _parallel(kind: str, net: nn.Module) -> nn.Module:
 
 
 class Compiler:
-    """A backend of ``torch.compile`` that runs graphs as they are, and counts them."""
+    """A backend of ``torch.compile`` that runs graphs unchanged, and counts them."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -150,7 +150,7 @@ class Compiler:
 
 @contextmanager
 def compiler() -> Iterator[Compiler]:
-    """A fresh compiler; code that earlier ones made is not used again, nor will this one's be."""
+    """Yield a fresh compiler. Compiled code is not shared with earlier or later ones."""
     torch._dynamo.reset()
     try:
         yield Compiler()

@@ -1,7 +1,8 @@
-"""States whose pieces fit no regular grid, or are too small for objects of their own, so that ranks exchange them.
+"""States whose pieces fit no regular grid, or are too small for separate objects, so that ranks exchange them.
 
-What a rank holds is not asked of this package: dimensions are cut as ``torch.chunk`` does, mesh dimension by mesh
-dimension, in the order in which FSDP2 over TP cuts. Values depend on a number, so that those of another save show.
+The expected parts of each rank do not come from this package. Dimensions are cut as ``torch.chunk`` does, mesh
+dimension by mesh dimension, in the order in which FSDP2 over TP cuts. Values depend on a number, so that values of
+another save are recognized.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Shape = tuple[int, ...]
 
 
 def mesh_of(ranks: Any) -> DeviceMesh:
-    """A mesh of these ranks (nested for more dimensions), without process groups. No collective."""
+    """Return a mesh of these ranks (nested for more dimensions), without process groups. Not collective."""
     return DeviceMesh("cpu", ranks, _init_backend=False, _rank=dist.get_rank())
 
 
 def full(shape: Shape, number: float = 0) -> torch.Tensor:
-    """A whole tensor: no two elements alike, and none as in that of another number."""
+    """Return a whole tensor. No two elements are equal, and none equals one of another number."""
     return torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape) + 1000 * number
 
 
@@ -40,13 +41,13 @@ def _part(whole: torch.Tensor, dim: int, parts: int, mine: int) -> torch.Tensor:
 
 
 def distributed(local: torch.Tensor, shape: Shape, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor from its local part. No collective."""
+    """Return a DTensor from its local part. Not collective."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def sharded(whole: torch.Tensor, mesh: DeviceMesh, dim: int = 0) -> DTensor:
-    """A DTensor cut along one dimension over a mesh of one dimension. No collective."""
+    """Return a DTensor cut along one dimension over a mesh of one dimension. Not collective."""
     place = mesh.get_coordinate()
     assert place is not None
     local = _part(whole, dim, mesh.size(), place[0]).clone(memory_format=torch.contiguous_format)
@@ -54,7 +55,7 @@ def sharded(whole: torch.Tensor, mesh: DeviceMesh, dim: int = 0) -> DTensor:
 
 
 def fsdp_tp(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """As FSDP2 over TP holds a parameter that both cut along dimension 0: TP cuts first. ``mesh`` is dp x tp."""
+    """Return a parameter as FSDP2 over TP holds it if both cut dimension 0: TP cuts first. ``mesh`` is dp x tp."""
     place = mesh.get_coordinate()
     assert place is not None
     local = _part(_part(whole, 0, mesh.size(1), place[1]), 0, mesh.size(0), place[0]).clone()
@@ -62,7 +63,7 @@ def fsdp_tp(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def sharded_tensor(whole: torch.Tensor, rows: Sequence[int]) -> ShardedTensor:
-    """A ShardedTensor with so many rows a rank; ranks with 0 rows are missing from its spec. Collective."""
+    """Return a ShardedTensor with these numbers of rows per rank. Its spec lacks ranks with 0 rows. Collective."""
     rank = dist.get_rank()
     begin = sum(rows[:rank])
     offsets = [begin, *[0] * (whole.dim() - 1)]
@@ -72,7 +73,7 @@ def sharded_tensor(whole: torch.Tensor, rows: Sequence[int]) -> ShardedTensor:
 
 
 def uneven_wholes(number: float, rows: int = 13) -> dict[str, torch.Tensor]:
-    """The tensors of :func:`uneven_state`, whole."""
+    """Return the tensors of :func:`uneven_state`, whole."""
     shapes: dict[str, Shape] = {
         "merged.a": (rows, 3),
         "merged.b": (8,),
@@ -89,7 +90,7 @@ def uneven_wholes(number: float, rows: int = 13) -> dict[str, torch.Tensor]:
 
 
 def uneven_state(number: float, rows: int = 13) -> dict[str, Any]:
-    """Small pieces, uneven FSDP2 over TP, a ShardedTensor, replicas and values, on four ranks. Collective."""
+    """Return small pieces, uneven FSDP2 over TP, a ShardedTensor, replicas and values, on four ranks. Collective."""
     line, square = mesh_of([0, 1, 2, 3]), mesh_of([[0, 1], [2, 3]])
     whole = uneven_wholes(number, rows)
     return {
@@ -103,12 +104,12 @@ def uneven_state(number: float, rows: int = 13) -> dict[str, Any]:
 
 
 def uneven_values(number: float) -> dict[str, Any]:
-    """The values of :func:`uneven_state`: one becomes JSON, one a blob."""
+    """Return the values of :func:`uneven_state`: one becomes JSON, one a blob."""
     return {"value": [1, 2, number, None], "blob": str(number).encode()}
 
 
 def differing(url: str, number: float, rows: int = 13) -> list[str]:
-    """The entries of a checkpoint that are not those of ``uneven_state(number)``."""
+    """Return the entries of a checkpoint that differ from ``uneven_state(number)``."""
     checkpoint = zarrckpt.open(url)
     wholes, values = uneven_wholes(number, rows), uneven_values(number)
     wrong = [name for name in wholes.keys() & checkpoint if not same_bits(checkpoint[name][...], wholes[name])]
@@ -135,7 +136,7 @@ def _held(state: Mapping[str, Any], prefix: str = "") -> dict[str, list[torch.Te
 
 
 def held_of(state: Mapping[str, Any]) -> dict[str, bytes]:
-    """This rank's own memory of every tensor."""
+    """Return this rank's own memory of every tensor."""
     return {name: b"".join(part.numpy().tobytes() for part in parts) for name, parts in _held(state).items()}
 
 
