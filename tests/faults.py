@@ -449,7 +449,7 @@ FORMAT = [
     ),
     Fault(
         "_format/chunk_layout.py",
-        "compressed data are not asked how long they are",
+        "the size in compressed data is not checked",
         "if not self.holds(number, part) or not stored_size_is_right(self._node, part):",
         "if not self.holds(number, part):",
         ("test_compression.py -k hostile_bytes",),

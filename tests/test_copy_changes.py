@@ -128,7 +128,7 @@ CAST_TO = [name for name, dtype in DTYPES.items() if dtype.kind == "float" and n
 
 
 def _hard_to_cast() -> dict[str, torch.Tensor]:
-    """Every float16 and bfloat16; wide numbers between two narrow neighbours, next to there, and of any magnitude."""
+    """Return every float16 and bfloat16, and wide numbers: near midpoints of narrow ones, and of any magnitude."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     found = {"float16": bits.view(torch.float16), "bfloat16": bits.view(torch.bfloat16)}
     narrow = [found["float16"][::7], found["bfloat16"][::7]]
