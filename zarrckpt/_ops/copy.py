@@ -24,7 +24,7 @@ from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, parent_groups
 from zarrckpt._format.sealed import now
 from zarrckpt._jobs import BytesBudget, Progress, Tally, check_limits, run_jobs
 from zarrckpt._ops.copy_plan import Changes, changed
-from zarrckpt._ops.rechunk import EncodedChunk, encode_chunk, writers_of
+from zarrckpt._ops.rechunk import EncodedChunk, rewrite_chunk, writers_of
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import CopyReport
 from zarrckpt._store import Buffer, Store
@@ -157,7 +157,7 @@ class _Copy:
     def _chunk(self, node: ArrayNode, chunk: Ints) -> None:
         key = join(self._root.tree, node.chunk_key(chunk))
         remade = self._remade.get(node.path)
-        nbytes = self._copy_chunk(node, chunk, key) if remade is None else self._encode_chunk(remade, chunk, key)
+        nbytes = self._copy_chunk(node, chunk, key) if remade is None else self._rewrite_chunk(remade, chunk, key)
         with self._lock:
             self._keys.append(key)
             self._nbytes += nbytes
@@ -178,9 +178,9 @@ class _Copy:
             self._target.put(key, [data])
         return size
 
-    def _encode_chunk(self, remade: _Remade, chunk: Ints, key: str) -> int:
+    def _rewrite_chunk(self, remade: _Remade, chunk: Ints, key: str) -> int:
         """Read a chunk's box, encode it and put it. Returns the size of its object in bytes."""
-        found = encode_chunk(self._source, remade.old, remade.node, chunk, self._target, key, self._memory)
+        found = rewrite_chunk(self._source, remade.old, remade.node, chunk, self._target, key, self._memory)
         with self._lock:
             remade.add(remade.node.grid.chunk_number(chunk), found)
         return found.nbytes

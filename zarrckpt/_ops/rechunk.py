@@ -33,7 +33,7 @@ class EncodedChunk:
     overflowed: int = 0
 
 
-def encode_chunk(
+def rewrite_chunk(
     source: Catalog, old: ArrayNode, new: ArrayNode, chunk: Ints, target: Store, key: str, memory: BytesBudget
 ) -> EncodedChunk:
     """Read the box of one chunk of a copy from the source, encode it and put it.
