@@ -208,7 +208,7 @@ def remove(
     Returns the number of objects that were deleted. First the removal is recorded, so that another :func:`remove` or
     :func:`recover` can finish it after a crash. Then the root document is deleted. From then on the checkpoint cannot
     be opened, and reads of an open one raise CheckpointRemovedError. Only keys that documents of saves list are
-    deleted. Of local files, the url's folder is deleted too, if it is empty then and neither a link nor a mount.
+    deleted. On a local disk, the url's folder is deleted too, if it is empty then and neither a link nor a mount.
 
     No save to the url may be running or beginning, because it would commit objects that were deleted. A save that
     begins after the removal is recorded is refused. The arguments are those of :func:`open`.

@@ -71,7 +71,7 @@ class Catalog:
         return self._read_tables()[0][node.path]
 
     def sizes(self, node: ArrayNode) -> RawArray | None:
-        """Return a compressed array's stored sizes (uint32, in the order of the checksums), or None for other arrays."""
+        """Return a compressed array's stored sizes (uint32, ordered as the checksums), or None for other arrays."""
         return self._read_tables()[1].get(node.path)
 
     def chunk_table(self, node: ArrayNode, chunk: Ints) -> ChunkTable:
