@@ -104,13 +104,13 @@ def test_ls_of_a_run_says_why_each_checkpoint_is_kept(tmp_path: Path) -> None:
         ("step-00000002", "2", "1", "best"),
         ("step-00000003", "3", "5", "every 3, pinned"),
         ("step-00000004", "4", "4", "newest"),
-        ("step-x-4", "4", "4", "no name of a step"),
+        ("step-x-4", "4", "4", "not named by step"),
         ("step-00000005", "5", "3", "newest"),
         ("step-00000007", "", "", ""),
         ("step-9", "7", "", "not of this run"),
     ]
     found = as_json("ls", folder)
-    assert [place.get("kept") for place in found][1:4] == [["every 3", "pinned"], ["newest"], ["no name of a step"]]
+    assert [place.get("kept") for place in found][1:4] == [["every 3", "pinned"], ["newest"], ["not named by step"]]
     runs = {place["name"]: place.get("run") for place in found}
     assert runs["step-9"] is runs["step-00000007"] is None and runs["step-x-4"] == runs["step-00000002"]
     assert found[0]["metadata"] == {"step": 2, "val_loss": 1.0, "lr": 2}
@@ -497,8 +497,8 @@ def test_doctor_says_what_to_run_and_recover_runs_it(saved: Path) -> None:
     found = run("doctor", saved)
     assert found.exit_code == 1 and "could still commit" in found.stdout and "--stopped" in found.stdout
     assert "kept" in run("recover", saved).stdout
-    assert "of 1 save removed" in run("recover", saved, "--stopped").stdout
-    assert run("recover", saved).stdout == "nothing to remove\n"
+    assert "of 1 save deleted" in run("recover", saved, "--stopped").stdout
+    assert run("recover", saved).stdout == "nothing to delete\n"
     assert run("doctor", saved).exit_code == 0
     assert run("verify", saved).exit_code == 0
 

@@ -94,11 +94,11 @@ def test_a_histogram_of_parts_is_that_of_the_whole(parts: list[list[float]], mos
     found: Histogram | None = None
     for part in parts:
         values = np.array(part)
-        one = Histogram.of(values, values.min().item(), values.max().item(), most=most)
+        one = Histogram.of(values, values.min().item(), values.max().item(), max_bins=most)
         found = one if found is None else found.plus(one, most)
     assert found is not None
     values = np.array([x for part in parts for x in part])
-    whole = Histogram.of(values, values.min().item(), values.max().item(), most=most)
+    whole = Histogram.of(values, values.min().item(), values.max().item(), max_bins=most)
     assert (found.exponent, found.first, found.counts.tolist()) == (whole.exponent, whole.first, whole.counts.tolist())
     assert counted(values, [found.exponent, found.first, found.counts]) == found.counts.tolist()
     assert len(found.counts) <= most and found.counts[0] and found.counts[-1]

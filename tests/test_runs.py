@@ -400,4 +400,4 @@ def test_recover_goes_on_where_one_of_them_is_damaged(tmp_path: Path) -> None:
     assert report.objects > 0 and len(report.removed) == 1
     found = run("recover", tmp_path)
     assert found.exit_code == 3 and found.stderr.startswith("step-1: ")
-    assert found.stdout == "step-2: nothing to remove\n"
+    assert found.stdout == "step-2: nothing to delete\n"

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from zarrckpt._convert.export_paths import MAX_EXPORT_BYTES, stripped
+from zarrckpt._convert.export_paths import MAX_EXPORT_BYTES, strip_prefix
 from zarrckpt._errors import CheckpointError, KeyMismatchError, warn
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.matching import hint, select
@@ -478,7 +478,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def _stripped(self, prefix: str) -> dict[str, StatePath]:
         """Return the state paths of the entries without a prefix."""
-        return stripped({fqn: self._catalog.root.state_path(fqn) for fqn in self}, prefix)
+        return strip_prefix({fqn: self._catalog.root.state_path(fqn) for fqn in self}, prefix)
 
     def stats(self, *patterns: str, progress: Progress | None = None) -> dict[str, TensorStats]:
         """Return min, max, mean, std, norm, and counts of zeros, NaN and inf of each tensor that matches the patterns.

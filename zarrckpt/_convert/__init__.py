@@ -1,1 +1,1 @@
-"""Other libraries' files from checkpoints, and checkpoints from such files."""
+"""Convert checkpoints to files of other libraries, and such files to checkpoints."""

@@ -1,4 +1,4 @@
-"""The names of entries in an export: their own, or without a prefix that some of them have. No torch."""
+"""Choose the names of entries in an export: unchanged, or without a prefix. No torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format.state_path import DICT, LIST, StatePath
 
 MAX_EXPORT_BYTES = 128 << 20
-"""Memory for what is on its way, unless the caller says otherwise."""
+"""Default bound of the memory for an export's data in flight."""
 
 
-def stripped(paths: Mapping[str, StatePath], prefix: str) -> dict[str, StatePath]:
-    """Where entries go, by fqn: their paths without a beginning that some of them have.
+def strip_prefix(paths: Mapping[str, StatePath], prefix: str) -> dict[str, StatePath]:
+    """Return fqn -> path in the export. Paths that begin with the prefix lose it, and the others are unchanged.
 
-    Raises UnsupportedValueError where two entries would have one name, or one would be below another.
+    Raises UnsupportedValueError if two entries would have one name, or one entry would be below another.
     """
     found = {fqn: _without(path, prefix) for fqn, path in paths.items()}
     above = {tuple(map(str, path[:depth])) for path in found.values() for depth in range(1, len(path))}
@@ -22,9 +22,9 @@ def stripped(paths: Mapping[str, StatePath], prefix: str) -> dict[str, StatePath
     for fqn, path in found.items():
         other = taken.setdefault(path.fqn, fqn)
         if other != fqn or tuple(map(str, path)) in above:
-            clash = f"{other!r} has, too" if other != fqn else "others are below"
+            clash = f"and so has {other!r}" if other != fqn else "and others are below it"
             raise UnsupportedValueError(
-                f"without {prefix!r} {fqn!r} has the name {path.fqn!r}, which {clash}: export a part of them"
+                f"without {prefix!r} the entry {fqn!r} has the name {path.fqn!r}, {clash}: export a part of the entries"
             )
     return found
 
@@ -36,7 +36,7 @@ def _without(path: StatePath, prefix: str) -> StatePath:
     for depth, part in enumerate(map(str, path)):
         if left == 0:
             return _path_below(path, path.keys[depth:], depth)
-        if left <= len(part):  # it ends within a key that has dots
+        if left <= len(part):  # the prefix ends within a key that has dots
             return _path_below(path, (part[left:], *path.keys[depth + 1 :]), depth)
         left -= len(part) + 1
     raise AssertionError(path)
@@ -44,5 +44,5 @@ def _without(path: StatePath, prefix: str) -> StatePath:
 
 def _path_below(path: StatePath, keys: Sequence[object], depth: int) -> StatePath:
     containers = path.containers[depth:]
-    # What is outermost is a dict.
+    # The outermost container is always a dict.
     return StatePath(keys, (DICT if containers[0] == LIST else containers[0], *containers[1:]))

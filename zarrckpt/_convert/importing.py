@@ -1,4 +1,4 @@
-"""Other libraries' files as checkpoints. Files are mapped into memory, so what is saved is read as it is written."""
+"""Import files of other libraries as checkpoints. Files are mapped into memory and read while they are saved."""
 
 from __future__ import annotations
 
@@ -52,28 +52,28 @@ def import_checkpoint(
     options: SaveOptions | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Save what another library's files hold as a checkpoint. Runs in this process alone.
+    """Save the contents of another library's files as a checkpoint. Runs in this process only.
 
-    Files are mapped into memory, and what is saved is read as it is written: what the process allocates does not grow
-    with the model. The system takes the pages of such files back when memory is short.
+    Files are mapped into memory and read while they are saved. So the memory that the process allocates does not grow
+    with the model. If memory is short, the system frees the pages of mapped files.
 
     Args:
-        source: a ``.safetensors`` file; a folder of them, with or without Hugging Face's index; a folder of
-            ``torch.distributed.checkpoint``; or a file of ``torch.save``.
-        url: where the checkpoint goes.
-        prefix: a key below which everything is put (``"model"``).
-        keys: only these, patterns as in :meth:`Checkpoint.select`.
-        allow_pickle: values, and DCP's metadata, that hold other classes than torch's and Python's own run their code.
+        source: a ``.safetensors`` file, a folder of them (with or without Hugging Face's index), a folder of
+            ``torch.distributed.checkpoint``, or a file of ``torch.save``.
+        url: the url of the new checkpoint.
+        prefix: a key below which all entries are saved (``"model"``).
+        keys: patterns of the entries to import, as in :meth:`Checkpoint.select` (default: all).
+        allow_pickle: run the code of values and of DCP metadata with classes that neither torch nor Python defines.
         progress: called as ``progress(bytes_done, bytes_total)``.
 
-    The other arguments are those of :func:`save`; what it says of ranks does not apply.
+    The other arguments are those of :func:`save`.
 
     Tensors that share memory in a file of ``torch.save`` (tied weights) are saved under each of their names.
 
-    Raises CheckpointNotFoundError; StorageError for a url as source and for a file that cannot be read;
-    CorruptCheckpointError for a file that is not what it should be or could not be saved (a tensor larger than its
-    file, compressed members), and for a folder without one of its files; UnsafeValueError; UnsupportedLayoutError where
-    the pieces of a tensor leave gaps or overlap; and what :func:`save` raises.
+    Raises CheckpointNotFoundError, UnsafeValueError and the errors of :func:`save`. StorageError for a url as source,
+    and for a file that cannot be read. CorruptCheckpointError for a damaged file, for one that cannot be mapped (a
+    tensor larger than its file, compressed members), and for a folder without one of its files. UnsupportedLayoutError
+    if the pieces of a tensor leave gaps or overlap.
     """
     path = Path(local_path(source))
     try:
@@ -86,7 +86,7 @@ def import_checkpoint(
     named = {fqn: _path_with(above, paths[fqn]) for fqn in wanted}
     flat = {named[fqn].fqn: entries[fqn] for fqn in wanted}
     if len(flat) < len(wanted):
-        raise CorruptCheckpointError(f"{path} has two entries of one name")
+        raise CorruptCheckpointError(f"{path} has two entries with one name")
     request = SaveRequest.from_arguments(
         url,
         options,
@@ -104,12 +104,12 @@ def _path_with(above: Sequence[str], path: StatePath) -> StatePath:
 
 
 _Source = tuple[Mapping[str, StatePath], Callable[[str], Any]]
-"""Where each entry is to be, by flat name; and what gives an entry."""
+"""The path of each entry by fqn, and a function that returns an entry."""
 
 
 def _source(path: Path, allow_pickle: bool) -> _Source:
     if path.is_dir() and (path / _DCP_METADATA).is_file():
-        from zarrckpt._dcp.folder import DcpFolder  # it knows DCP's classes, which are slow to import
+        from zarrckpt._dcp.folder import DcpFolder  # here, because it imports DCP, which is slow
 
         folder = DcpFolder(path, allow_pickle=allow_pickle)
         return folder.paths, folder.leaf
@@ -132,15 +132,18 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
         raise ModuleNotFoundError("reading safetensors files needs safetensors: pip install safetensors") from err
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except OSError:
         raise
-    except Exception as err:  # a parser on any input
-        raise CorruptCheckpointError(f"{path} is no whole safetensors file: {err}") from err
+    except Exception as err:  # the parser can raise anything for damaged input
+        raise CorruptCheckpointError(f"{path} is not a complete safetensors file: {err}") from err
 
 
 def _merged_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a folder. Raises CorruptCheckpointError if its indexes or numbered names miss one."""
+    """Return all tensors of a folder. Raises CorruptCheckpointError if a file or a tensor is missing.
+
+    The indexes list the files and tensors. Files with numbered names must be complete.
+    """
     present = {path.name for path in folder.iterdir() if path.is_file()}
     files = {name for name in present if name.endswith(SAFETENSORS_SUFFIX)}
     _refuse_gaps(folder, files)
@@ -148,11 +151,11 @@ def _merged_tensors(folder: Path) -> dict[str, torch.Tensor]:
     for name in sorted(path.name for path in folder.glob("*.index*.json")):
         for key, file in _read_index(folder, name, present).items():
             if wanted.setdefault(key, file) != file:
-                raise CorruptCheckpointError(f"{folder / name} and another index there have a tensor {key!r}")
+                raise CorruptCheckpointError(f"{folder / name} and another index in the folder list a tensor {key!r}")
     names = sorted({*wanted.values()} if wanted else files)
     if not names:
         raise CheckpointNotFoundError(
-            f"{folder} has neither safetensors files nor DCP's {_DCP_METADATA}{_instead(folder)}"
+            f"{folder} has neither safetensors files nor DCP's {_DCP_METADATA}{_hint_for(folder)}"
         )
     found: dict[str, torch.Tensor] = {}
     for name in names:
@@ -163,84 +166,86 @@ def _merged_tensors(folder: Path) -> dict[str, torch.Tensor]:
                 found[key] = tensor
     missing = sorted({*wanted} - {*found})
     if missing:
-        raise CorruptCheckpointError(f"the index in {folder} names {missing[:3]}, which its files lack")
+        raise CorruptCheckpointError(f"the index in {folder} lists tensors that no file has: {missing[:3]}")
     return found
 
 
 def _read_index(folder: Path, name: str, present: set[str]) -> dict[str, str]:
-    """Return tensor -> file of one of Hugging Face's indexes; nothing for an index of files of other formats."""
+    """Return tensor -> file from a Hugging Face index. The result is empty for an index of files in other formats."""
     path = folder / name
     if name not in present:
-        raise CorruptCheckpointError(f"{path} is no regular file, expected an index of safetensors files")
+        raise CorruptCheckpointError(f"{path} is not a regular file, expected an index of safetensors files")
     try:
         document = loads(read_regular(str(path)))
     except CorruptCheckpointError as err:
-        raise CorruptCheckpointError(f"{path} is no index of safetensors files: {err}") from err
+        raise CorruptCheckpointError(f"{path} is not an index of safetensors files: {err}") from err
     found = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
-        raise CorruptCheckpointError(f"{path} is no index: found no weight_map of names to names of files")
+        raise CorruptCheckpointError(f"{path} is not an index: expected a weight_map of tensor names to file names")
     if found and not any(file.endswith(SAFETENSORS_SUFFIX) for file in found.values()):
         return {}
     absent = sorted({*found.values()} - present)
     if absent:
-        raise CorruptCheckpointError(f"{path} names {absent[0]!r}, which is no file of {folder}")
+        raise CorruptCheckpointError(f"{path} lists {absent[0]!r}, which is not a file in {folder}")
     return found
 
 
 def _refuse_gaps(folder: Path, files: set[str]) -> None:
-    """Raise CorruptCheckpointError if one of several numbered files is missing, or files are of several models."""
+    """Raise CorruptCheckpointError if a numbered file is missing, or an adapter is mixed with other tensors."""
     numbers: dict[tuple[str, ...], set[int]] = {}
     for name in files:
         if part := _NUMBERED.fullmatch(name):
             numbers.setdefault((part[1], part[3], part[4]), set()).add(int(part[2]))
     for (before, total, after), found in numbers.items():
-        first = min(found)  # some count from 0
+        first = min(found)  # some libraries count from 0
         if first > 1 or sum(number < first + int(total) for number in found) < int(total):
             raise CorruptCheckpointError(
-                f"{folder} has {len(found)} of {int(total)} files {before}-*-of-{total}{after}: copy the others, too"
+                f"{folder} has {len(found)} of {int(total)} files {before}-*-of-{total}{after}: copy the others too"
             )
     adapters = {name for name in files if name.startswith("adapter_model")}
     if adapters and adapters != files:
         raise CorruptCheckpointError(
-            f"{folder} holds an adapter, {min(adapters)}, beside other tensors, {min(files - adapters)}: import the "
-            "files one by one"
+            f"{folder} has an adapter, {min(adapters)}, and other tensors, {min(files - adapters)}: import the files "
+            "one by one"
         )
 
 
-def _instead(folder: Path) -> str:
-    """What a folder seems to hold."""
+def _hint_for(folder: Path) -> str:
+    """Return the end of an error about a folder of an unknown kind: a guess about its contents, or ""."""
     names = {path.name for path in folder.iterdir()}
     if any(name.endswith(".distcp") for name in names):
-        return ", which its files of torch.distributed.checkpoint (DCP) need: was that save finished?"
-    return ": this is a checkpoint; zarrckpt cp copies it" if NODE in names else ""
+        return ", which its files of torch.distributed.checkpoint (DCP) need: was the save finished?"
+    return ": this is a checkpoint, copy it with zarrckpt cp" if NODE in names else ""
 
 
 _DCP_METADATA = ".metadata"
-"""The file that makes a folder one of DCP's."""
+"""The file that every DCP folder has."""
 
 _NUMBERED = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})(\D.*)")
-"""Names of the files of a model that is stored in several."""
+"""Names of the files of a model that is stored in several files."""
 
 _PICKLE = b"\x80"
-"""How files of ``torch.save`` before PyTorch 1.6 begin, which cannot be mapped; later ones are archives."""
+"""The first byte of files of ``torch.save`` before PyTorch 1.6, which cannot be mapped. Later files are archives."""
 
 
 def _torch_file(path: Path, allow_pickle: bool) -> dict[Any, Any]:
     with open(open_regular(str(path)), "rb") as file:
         head = file.read(len(ARCHIVE))
     if head != ARCHIVE and not head.startswith(_PICKLE):
-        raise CorruptCheckpointError(f"{path} is neither a file of torch.save nor named as one of safetensors")
+        raise CorruptCheckpointError(f"{path} is not a file of torch.save, and has no name of a safetensors file")
     try:
         found = load_torch(str(path), mmap=head == ARCHIVE, weights_only=not allow_pickle)
         refuse_expanded(found, path.stat().st_size)
     except pickle.UnpicklingError as err:
         raise UnsafeValueError(
-            f"{path} holds more than tensors and plain values: allow_pickle=True runs its code, if you trust it"
+            f"{path} has more than tensors and plain values. If you trust it, allow_pickle=True runs its code"
         ) from err
     except (ImportError, AttributeError) as err:
-        raise CheckpointError(f"{path} needs a class that does not exist in this program: {err}") from err
-    except Exception as err:  # a parser on any input
-        raise CorruptCheckpointError(f"{path} is no whole file of torch.save: {type(err).__name__}: {err}") from err
+        raise CheckpointError(f"{path} needs a class that cannot be imported: {err}") from err
+    except Exception as err:  # the parser can raise anything for damaged input
+        raise CorruptCheckpointError(
+            f"{path} is not a complete file of torch.save: {type(err).__name__}: {err}"
+        ) from err
     if not isinstance(found, Mapping):
-        raise UnsupportedValueError(f"{path} holds a {type(found).__name__}, expected a dict")
+        raise UnsupportedValueError(f"{path} has a {type(found).__name__}, expected a dict")
     return dict(found)

@@ -1,4 +1,4 @@
-"""Entries of an open checkpoint as new torch tensors and values, nested as they were saved."""
+"""Load entries of an open checkpoint as new torch tensors and values, nested as they were saved."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ def load_nested(
     max_inflight_bytes: int,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """Read entries, fqn -> where they go, see :meth:`Checkpoint.load`. Tensors arrive in CPU memory first."""
-    root, device = catalog.root, torch.device(device)  # a device that is none fails before anything is read
+    """Read entries into a nested state, see :meth:`Checkpoint.load`. ``paths`` is fqn -> path in the state.
+
+    Tensors are read into CPU memory first, then moved to the device.
+    """
+    root, device = catalog.root, torch.device(device)  # a wrong name of a device fails before anything is read
     values = {fqn: catalog.read_object(fqn, allow_pickle=allow_pickle) for fqn in paths if fqn in root.objects}
     arrays = read_arrays(catalog, [fqn for fqn in paths if fqn in root.tensors], max_inflight_bytes, progress)
     for fqn in list(arrays):
-        # One after the other: what is on the device already is needed no more here.
+        # One after the other, so that the CPU memory of each tensor is freed once it is on the device.
         array = arrays.pop(fqn)
         raw = torch.from_numpy(array.reshape(-1).view(np.uint8))
         values[fqn] = raw.view(torch_dtype(root.tensors[fqn])).reshape(array.shape).to(device)

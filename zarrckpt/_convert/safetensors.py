@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint as safetensors files, in bounded memory. No torch.
+"""Write tensors of a checkpoint as safetensors files, in bounded memory. No torch.
 
-The format: https://github.com/huggingface/safetensors#format. Eight bytes with the length of a JSON header, the header,
-the tensors' bytes one after the other. Several files get an index as Hugging Face has it.
+The format: https://github.com/huggingface/safetensors#format. A file has eight bytes with the length of a JSON header,
+the header, then the bytes of each tensor. If there are several files, they get an index in Hugging Face's format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAFETENSORS_SUFFIX = ".safetensors"
 _MODEL_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _ALIGNED = 8
 _METADATA = "__metadata__"
-"""What the header has beside tensors."""
+"""The only key of the header that is not a tensor's name."""
 _NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -65,17 +65,16 @@ def export_safetensors(
     max_inflight_bytes: int,
     progress: Progress | None,
 ) -> ExportReport:
-    """Write tensors, fqn -> name in the files, see ``Checkpoint.to_safetensors``."""
+    """Write tensors, see ``Checkpoint.to_safetensors``. ``names`` is fqn -> name in the files."""
     tensors = {fqn: _Tensor(catalog.root.tensors[fqn], casts.dtypes.get(fqn)) for fqn in names}
     for fqn, tensor in tensors.items():
         if tensor.dtype.name not in _NAMES:
             raise UnsupportedValueError(
-                f"{fqn!r} is {tensor.dtype.name}, which safetensors has no name for: export a part without it"
+                f"{fqn!r} has dtype {tensor.dtype.name}, which safetensors does not support: export a part without it"
             )
         if names[fqn] == _METADATA:
             raise UnsupportedValueError(
-                f"{fqn!r} would be {_METADATA!r} there, which no tensor can be called in safetensors: export a part "
-                "without it"
+                f"{fqn!r} would have the name {_METADATA!r}, which safetensors reserves: export a part without it"
             )
     folder, files = _files(tensors, target, max_file_bytes)
     written = [*files, *([INDEX] if len(files) > 1 else [])]
@@ -91,14 +90,14 @@ def export_safetensors(
             wanted = {fqn: tensors[fqn] for fqn in fqns}
             overflowed += _write(catalog, os.path.join(part, name), names, wanted, max_inflight_bytes, tally)
         if len(files) > 1:
-            where = {names[fqn]: name for name, fqns in files.items() for fqn in fqns}
-            document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            weight_map = {names[fqn]: name for name, fqns in files.items() for fqn in fqns}
+            document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             Path(part, INDEX).write_text(json.dumps(document, indent=2))
     return ExportReport(folder, tuple(written), len(names), 0, total, dict(overflowed), casts.uncast)
 
 
 class _Tensor:
-    """A tensor in a file: its shape, and its dtype there."""
+    """A tensor in a file, with its shape and its dtype there."""
 
     def __init__(self, node: ArrayNode, dtype: DType | None) -> None:
         self.shape = node.grid.shape
@@ -108,21 +107,21 @@ class _Tensor:
 
 
 def _files(tensors: Mapping[str, _Tensor], target: str, limit: int) -> tuple[str, dict[str, list[str]]]:
-    """The folder, and the names of the tensors in each of its files."""
+    """Return the folder, and the names of the tensors in each of its files."""
     if target.endswith(SAFETENSORS_SUFFIX):
         folder, name = os.path.split(target)
         return folder, {name: list(tensors)}
-    dealt = list(batches(tensors, lambda fqn: tensors[fqn].nbytes, limit))
-    if len(dealt) == 1:
-        return target, {f"model{SAFETENSORS_SUFFIX}": dealt[0]}
-    width = max(5, len(str(len(dealt))))
+    parts = list(batches(tensors, lambda fqn: tensors[fqn].nbytes, limit))
+    if len(parts) == 1:
+        return target, {f"model{SAFETENSORS_SUFFIX}": parts[0]}
+    width = max(5, len(str(len(parts))))
     return target, {
-        f"model-{i + 1:0{width}}-of-{len(dealt):0{width}}{SAFETENSORS_SUFFIX}": part for i, part in enumerate(dealt)
+        f"model-{i + 1:0{width}}-of-{len(parts):0{width}}{SAFETENSORS_SUFFIX}": part for i, part in enumerate(parts)
     }
 
 
 def is_model_file(name: str) -> bool:
-    """Return whether a name is that of a model's weights, or of their index, in a folder of Hugging Face."""
+    """Whether a file in a Hugging Face folder has weights of the model, or their index, by its name."""
     return name == INDEX or _MODEL_FILE.fullmatch(name) is not None
 
 
@@ -134,8 +133,8 @@ def _write(
     max_inflight_bytes: int,
     tally: Tally,
 ) -> Counter[str]:
-    """Write one file; return how many values of each tensor a cast lost."""
-    # Widest elements first: then each begins at a multiple of its size.
+    """Write one file. Returns the number of values of each tensor that a cast lost."""
+    # Widest elements first, so that each tensor begins at a multiple of its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     overflowed: Counter[str] = Counter()
     with open(path, "xb") as file:

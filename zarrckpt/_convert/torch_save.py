@@ -1,4 +1,4 @@
-"""Entries of a checkpoint as a file of ``torch.save``, which takes all of them in memory."""
+"""Write entries of a checkpoint as a file of ``torch.save``. All entries are in memory at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def export_torch_save(
     max_inflight_bytes: int,
     progress: Progress | None,
 ) -> ExportReport:
-    """Write entries, fqn -> where they go, see ``Checkpoint.to_torch_save``."""
+    """Write entries, see ``Checkpoint.to_torch_save``. ``paths`` is fqn -> path in the file's state."""
     if not overwrite:
         refuse_existing([target])
     nodes = [catalog.root.tensors[fqn] for fqn in paths if fqn in catalog.root.tensors]
@@ -42,7 +42,7 @@ def export_torch_save(
         )
         try:
             torch.save(state, file)
-        except RuntimeError as err:  # torch raises it if a disk is full
+        except RuntimeError as err:  # torch raises this if a disk is full
             raise StorageError(f"writing {target} failed: {err}") from err
     total = sum(node.nbytes for node in nodes)
     return ExportReport(folder, (name,), len(nodes), len(paths) - len(nodes), total)

@@ -1,1 +1,1 @@
-"""A checkpoint for people: sizes, numbers, differences, a page. No torch."""
+"""Show a checkpoint to people: its sizes, statistics, differences, and an HTML page. No torch."""

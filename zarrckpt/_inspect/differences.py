@@ -1,4 +1,4 @@
-"""Differences between the tensors of two checkpoints, chunk by chunk in bounded memory. No torch."""
+"""Compare the tensors of two checkpoints, chunk by chunk in bounded memory. No torch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from zarrckpt._jobs import Progress
 from zarrckpt._read.catalog import Catalog
 
 Comparison = tuple[NumberArray, NumberArray, tuple[Exact, Exact, Exact, Exact]]
-"""Absolute and relative differences of elements; sums of the products, of both squares and of squared differences."""
+"""Absolute and relative differences of elements, and sums: of products, of both squares and of squared differences."""
 
 
 @dataclass(frozen=True)
 class Measures:
-    """How far numbers of two checkpoints A and B are apart; NaN if there is no answer.
+    """The distance between numbers of two checkpoints A and B. A measure is NaN if it is not defined.
 
-    ``unequal`` elements have other bits; if the dtypes differ, they are other numbers (NaN equals NaN, 0.0 is not
-    -0.0). ``not_finite`` of them are NaN or infinite in A or B. ``new_nan`` counts the elements that are NaN in B
-    alone, ``gone_nan`` those in A alone, ``common_nan`` those in both.
+    ``unequal`` counts the elements with different bits. If the dtypes differ, it counts different numbers, and NaN
+    equals NaN, but 0.0 differs from -0.0. ``not_finite`` counts the unequal elements that are NaN or infinite in A or
+    B. ``new_nan`` counts the elements that are NaN only in B, ``gone_nan`` only in A, ``common_nan`` in both.
 
-    ``max_abs`` and ``max_rel`` are the greatest difference, and the greatest difference over the greater of the two
-    absolute values, of elements that are finite in both; ``max_abs`` of integers and bool is an exact integer.
+    ``max_abs`` is the largest difference of elements that are finite in both, an exact integer for integers and bool.
+    ``max_rel`` is the largest ratio of the difference to the larger of the two absolute values.
 
-    ``cosine`` is that of the angle between both as vectors; ``rel_norm`` is the norm of their difference over the norm
-    of A, infinite if A is zero. Both are NaN if any element became or ceased to be NaN or infinite.
+    ``cosine`` is the cosine of the angle between A and B as vectors. ``rel_norm`` is the norm of their difference over
+    the norm of A, infinite if A is zero. Both are NaN if any element became or ceased to be NaN or infinite.
     """
 
     count: int
@@ -50,14 +50,14 @@ class Measures:
 
 @dataclass(frozen=True)
 class TensorDifference(Measures):
-    """How one tensor differs between two checkpoints, see :class:`Measures`.
+    """The difference of one tensor between two checkpoints, see :class:`Measures`.
 
-    ``max_abs_at`` is the position of the element with the greatest difference, the first one in C order; None if
+    ``max_abs_at`` is the position of the element with the largest difference, the first one in C order. It is None if
     ``max_abs`` is not above 0.
 
-    ``dtypes`` are those of both tensors. If they differ, ``beyond_rounding`` of the unequal elements are not explained
-    by a cast: neither value is the other one rounded to nearest even, or one is finite and the other is not. In tensors
-    of one dtype, these are all unequal elements.
+    ``dtypes`` are the dtypes of both tensors. ``beyond_rounding`` counts the unequal elements that a cast does not
+    explain: neither value is the other rounded to nearest even, or only one of them is finite. If the dtypes are equal,
+    it counts all unequal elements.
     """
 
     max_abs_at: Ints | None
@@ -72,7 +72,7 @@ class TensorDifference(Measures):
 
 @dataclass(frozen=True)
 class GroupDifference(Measures):
-    """How the ``tensors`` of a group differ, as if they were one vector; ``changed`` of them are not equal."""
+    """The difference of a group of ``tensors`` tensors as one vector. ``changed`` of them are not equal."""
 
     tensors: int
     changed: int
@@ -80,15 +80,16 @@ class GroupDifference(Measures):
 
 @dataclass(frozen=True)
 class Difference:
-    """How a checkpoint differs from another one, see ``Checkpoint.diff``. True if it does not."""
+    """The difference between two checkpoints, see ``Checkpoint.diff``. True if they are equal."""
 
     only_here: tuple[str, ...]
     only_there: tuple[str, ...]
     changed: dict[str, tuple[str, str]]
-    """Values that differ, tensors whose numbers cannot be compared, and names of a tensor here and a value there or the
-    reverse, as texts: here and there. Of a long value, the texts show the first element that differs, and its path."""
+    """Name -> (text here, text there). Values that differ, tensors whose numbers cannot be compared, and names that are
+    a tensor on one side and a value on the other. For a long value, the texts show the first element that differs, and
+    its path."""
     tensors: dict[str, TensorDifference]
-    """The tensors that both have with one shape, and with one dtype or two of a floating kind."""
+    """The tensors that both checkpoints have with one shape, and with one dtype or two dtypes of a floating kind."""
     groups: dict[str, GroupDifference] = field(default_factory=dict)
     """Totals of :attr:`tensors` by the first part of their names."""
 
@@ -99,7 +100,7 @@ class Difference:
 
 @dataclass
 class Sums:
-    """What a part of two tensors adds to their difference. Sums are exact, so parts may be joined in any order."""
+    """The difference of a part of two tensors. Sums are exact, so parts can be joined in any order."""
 
     count: int = 0
     unequal: int = 0
@@ -109,7 +110,7 @@ class Sums:
     common_nan: int = 0
     beyond_rounding: int = 0
     broken: int = 0
-    """Elements whose difference is no finite number, but for those that are NaN in both."""
+    """Number of elements whose difference is not finite, without those that are NaN in both."""
     max_abs: float = math.nan
     max_rel: float = math.nan
     max_abs_at: Ints | None = None
@@ -119,7 +120,7 @@ class Sums:
     apart: Exact = 0
 
     def add(self, one: NumberArray, other: NumberArray, begin: int, box: Box) -> None:
-        """Compare elements of a box; ``begin`` is the first one's number in the box, in C order."""
+        """Compare elements of a box. ``begin`` is the number of the first element in the box, in C order."""
         for a, b in blocks(one, other):
             self._add_block(a, b, begin, box)
             begin += len(a)
@@ -129,24 +130,24 @@ class Sums:
         unequal, beyond_rounding = _unequal(one, other)
         self.unequal += int(np.count_nonzero(unequal))
         self.beyond_rounding += int(np.count_nonzero(beyond_rounding))
-        places = None
+        indices = None
         if one.dtype.kind in "biu":
             apart, rel, sums = _compare_integers(as_reals(one), as_reals(other))
         else:
             a, b = _vector(one), _vector(other)
-            if (places := self._finite_places(a, b, unequal)) is not None:
-                a, b = a[places], b[places]
+            if (indices := self._finite_indices(a, b, unequal)) is not None:
+                a, b = a[indices], b[indices]
             if not len(a):
                 return
             apart, rel, sums = _compare_floats(a, b, _is_wide(one.dtype) or _is_wide(other.dtype))
         first = int(apart.argmax())
         greatest, position = apart[first].item(), None
         if greatest > 0 and not self.max_abs >= greatest:
-            position = position_in(box, begin + (first if places is None else int(places[first])))
+            position = position_in(box, begin + (first if indices is None else int(indices[first])))
         self._take(greatest, position, float(rel.max()), sums)
 
-    def _finite_places(self, a: NumberArray, b: NumberArray, unequal: NumberArray) -> NumberArray | None:
-        """Count NaN, and return the indices of the elements that are finite in both; None if all are."""
+    def _finite_indices(self, a: NumberArray, b: NumberArray, unequal: NumberArray) -> NumberArray | None:
+        """Count NaN, and return the indices of the elements that are finite in both, or None if all are."""
         both = np.isfinite(a) & np.isfinite(b)
         if both.all():
             return None
@@ -214,7 +215,7 @@ class Sums:
 
 
 def tensor_sums(one: Catalog, other: Catalog, fqns: Iterable[str], progress: Progress | None = None) -> dict[str, Sums]:
-    """Compare tensors that :func:`comparable` takes, whatever their chunks; memory is bounded."""
+    """Compare tensors for which :func:`comparable` is true, in bounded memory. Their chunks may differ."""
 
     def look(fqn: str, box: Box) -> Sums:
         sums = Sums()
@@ -244,20 +245,20 @@ def group_differences(sums: Mapping[str, Sums], found: Mapping[str, TensorDiffer
 def tensor_differences(
     one: Catalog, other: Catalog, fqns: Iterable[str], progress: Progress | None = None
 ) -> tuple[dict[str, TensorDifference], dict[str, GroupDifference]]:
-    """Compare tensors that :func:`comparable` takes; return the difference of each, and the totals of groups."""
+    """Compare tensors for which :func:`comparable` is true. Returns the differences, and the totals of groups."""
     sums = tensor_sums(one, other, fqns, progress)
     found = {fqn: part.difference(dtypes_of(one, other, fqn)) for fqn, part in sums.items()}
     return found, group_differences(sums, found)
 
 
 def comparable(one: ArrayNode, other: ArrayNode) -> bool:
-    """Whether two tensors have one shape, and numbers that can be compared: one dtype, or two of a floating kind."""
+    """Whether two tensors have one shape and comparable numbers: one dtype, or two dtypes of a floating kind."""
     a, b = one.dtype, other.dtype
     return one.grid.shape == other.grid.shape and (a == b or (a.kind == b.kind and a.kind in ("float", "complex")))
 
 
 def wider(one: Catalog, other: Catalog, fqn: str) -> ArrayNode:
-    """Of two tensors the one whose elements take more memory; the first, where they take as much."""
+    """Return the tensor with the larger elements, or the first one if they are equally large."""
     nodes = one.root.tensors[fqn], other.root.tensors[fqn]
     return max(nodes, key=lambda node: node.dtype.itemsize)
 
@@ -267,7 +268,7 @@ def dtypes_of(one: Catalog, other: Catalog, fqn: str) -> tuple[str, str]:
 
 
 def _compare_integers(a: NumberArray, b: NumberArray) -> Comparison:
-    """Compare int64 or uint64 values exactly; a difference may need all 64 bits."""
+    """Compare int64 or uint64 values exactly. A difference can need all 64 bits."""
     apart = (np.maximum(a, b) - np.minimum(a, b)).view(np.uint64)
     size = np.maximum(np.abs(doubles(a)), np.abs(doubles(b)))
     ones = dot_integers(a, a)
@@ -278,7 +279,7 @@ def _compare_integers(a: NumberArray, b: NumberArray) -> Comparison:
 
 
 def _compare_floats(a: NumberArray, b: NumberArray, wide: bool) -> Comparison:
-    """Compare finite float64 or complex128 values. Unless ``wide``, their squares are in the range of float64."""
+    """Compare finite float64 or complex128 values. Without ``wide``, their squares must be in the range of float64."""
     apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
     rel = _ratio(apart, size)
     short, exponent = apart, 0
@@ -298,12 +299,12 @@ def _compare_floats(a: NumberArray, b: NumberArray, wide: bool) -> Comparison:
 
 
 def _ratio(part: NumberArray, whole: NumberArray) -> NumberArray:
-    found: NumberArray = part / (whole + (whole == 0))  # if the whole is zero, so is the part
+    found: NumberArray = part / (whole + (whole == 0))  # if the whole is zero, the part is zero too
     return found
 
 
 def _unequal(one: NumberArray, other: NumberArray) -> tuple[NumberArray, NumberArray]:
-    """Which elements differ, and which of those by more than the rounding of a cast."""
+    """Return two masks: the elements that differ, and those that differ by more than the rounding of a cast."""
     differ: NumberArray
     apart: NumberArray
     if one.dtype == other.dtype:
@@ -319,26 +320,29 @@ def _unequal(one: NumberArray, other: NumberArray) -> tuple[NumberArray, NumberA
 
 
 def _any_column(found: NumberArray) -> NumberArray:
-    """Whether any of the columns is true, of which there are one or two."""
+    """Return a mask of the rows in which any column is true. There are one or two columns."""
     either: NumberArray = found[:, 0] if found.shape[1] == 1 else found[:, 0] | found[:, 1]
     return either
 
 
 def _floats_in_rows(values: NumberArray) -> NumberArray:
-    """Floating numbers one in a row; of complex ones both parts in a row."""
+    """Return floating numbers as rows of one number, or complex numbers as rows of two."""
     dtype = values.real.dtype
     return values.view(dtype).reshape(len(values), -1)
 
 
 def _differ(one: NumberArray, other: NumberArray) -> NumberArray:
-    """Where numbers of one dtype are not the same, NaN apart."""
+    """Return a mask of the numbers that differ, both of one dtype. NaN equals NaN."""
     words = np.dtype(f"u{one.dtype.itemsize}")
     differ: NumberArray = (one.view(words) != other.view(words)) & ~(np.isnan(one) & np.isnan(other))
     return differ
 
 
 def _is_cast(values: NumberArray, found: NumberArray) -> NumberArray:
-    """Where ``found`` is what a cast makes of ``values``: directly or, as some libraries do, by way of float32."""
+    """Return a mask of the elements for which ``found`` is the cast of ``values``.
+
+    float64 may be cast directly, or through float32 as some libraries do.
+    """
     same = ~_differ(values.astype(found.dtype), found)
     if values.dtype == np.float64:
         same |= ~_differ(values.astype(np.float32).astype(found.dtype), found)
@@ -351,5 +355,5 @@ def _is_wide(dtype: np.dtype[Any]) -> bool:
 
 
 def _vector(values: NumberArray) -> NumberArray:
-    """Numbers as doubles; complex ones as complex ones of doubles."""
+    """Return numbers as float64, or complex numbers as complex128."""
     return values.astype(np.complex128) if values.dtype.kind == "c" else doubles(values)

@@ -16,7 +16,7 @@ NumberArray = np.ndarray[Any, np.dtype[Any]]
 Exact = int | Fraction
 
 _LIMB = 16
-"""Bits of a limb. In a block of at most 2^20 elements, sums of products of two limbs are exact in float64."""
+"""Number of bits of a limb. In a block of at most 2^20 elements, sums of products of two limbs are exact in float64."""
 
 _SAFE_EXPONENT = 400
 """Up to this binary exponent, squares of values, and of others 2^-60 times as large, are in the range of float64."""
@@ -42,18 +42,18 @@ def sum_floats(values: NumberArray, low: float, high: float) -> tuple[Fraction, 
     """Return the sum and the sum of squares of finite float64 values from ``low`` to ``high``."""
     scaled, exponent = scale(values, max(-low, high))
     mean = float(scaled.mean())
-    apart = scaled - mean
-    # The mean is rounded: the sum of the distances corrects it.
-    rest, count, center = Fraction(float(apart.sum())), len(values), Fraction(mean)
+    distances = scaled - mean
+    # The mean is rounded, and the sum of the distances corrects it.
+    rest, count, center = Fraction(float(distances.sum())), len(values), Fraction(mean)
     total = count * center + rest
-    squares = Fraction(float(apart @ apart)) + center * (total + rest)
+    squares = Fraction(float(distances @ distances)) + center * (total + rest)
     return _shifted(total, exponent), _shifted(squares, 2 * exponent)
 
 
 def sum_integers(values: NumberArray) -> tuple[int, int]:
     """Return the sum and the sum of squares of int64 or uint64 values."""
     limbs = _limbs(values)
-    total = sum(int(row.sum()) << _LIMB * place for place, row in enumerate(limbs))
+    total = sum(int(row.sum()) << _LIMB * index for index, row in enumerate(limbs))
     return total, _dot_limbs(limbs, limbs)
 
 
@@ -63,11 +63,11 @@ def dot_integers(one: NumberArray, other: NumberArray) -> int:
 
 
 def _limbs(values: NumberArray) -> NumberArray:
-    """Cut integers into rows of 16 bits, as float64; the last row has the sign."""
+    """Cut integers into rows of 16 bits, as float64. The last row has the sign."""
     bits = max(abs(int(values.min())), abs(int(values.max()))).bit_length()
     rows = np.empty((bits // _LIMB + 1, len(values)))
-    for place in range(len(rows) - 1):
-        rows[place] = (values >> _LIMB * place) & 0xFFFF
+    for index in range(len(rows) - 1):
+        rows[index] = (values >> _LIMB * index) & 0xFFFF
     rows[-1] = values >> _LIMB * (len(rows) - 1)
     return rows
 
@@ -82,7 +82,7 @@ def _shifted(value: Fraction, exponent: int) -> Fraction:
 
 
 def root(square: Exact) -> float:
-    """Return the square root of a number of any size; inf if it is beyond float64, 0.0 for what is not positive."""
+    """Return the square root of a number of any size: inf if it exceeds float64, 0.0 if the number is not positive."""
     if square <= 0:
         return 0.0
     number = Fraction(square)

@@ -1,4 +1,4 @@
-"""A checkpoint as notebooks show it: HTML that follows the notebook's theme. No torch."""
+"""Show a checkpoint in notebooks as HTML that follows the notebook's theme. No torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Row = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Group:
-    """Some entries, and as many of them as rows as are shown: notebooks save what they show."""
+    """The entries of a group, and rows for the first of them. Not for all, because notebooks save their outputs."""
 
     SHOWN: ClassVar[int] = 200
+    """Maximum number of rows."""
 
     name: str
     entries: int
@@ -26,7 +27,7 @@ class Group:
     rows: Sequence[Row]
 
 
-# Colours are made of the notebook's own, so light and dark themes both do.
+# Colours are mixed from the notebook's own, so that they fit light and dark themes.
 _STYLE = """
 .zarrckpt-repr {
   --line: color-mix(in srgb, currentColor 18%, transparent); --bar: color-mix(in srgb, #3b82f6 60%, transparent);
@@ -51,12 +52,12 @@ _STYLE = """
 
 
 def as_html(found: CheckpointInfo, groups: Sequence[Group]) -> str:
-    """What a checkpoint is, and the entries of each group as a table behind a click.
+    """Return HTML with the facts of a checkpoint, and a collapsed table of the entries of each group.
 
-    Every text is escaped; nothing is loaded, and no script runs.
+    Every text is escaped. The HTML loads no files and runs no script.
     """
-    most = max((group.nbytes for group in groups), default=0)
-    parts = "".join(_group(group, most) for group in groups)
+    largest = max((group.nbytes for group in groups), default=0)
+    parts = "".join(_group(group, largest) for group in groups)
     return f'<style>{_STYLE}</style><div class="zarrckpt-repr">{_head(found)}{parts}</div>'
 
 
@@ -78,8 +79,8 @@ def _stored_size(found: CheckpointInfo) -> str:
     return f", stored in {size_text(found.nbytes_stored)} ({html.escape(', '.join(found.compression))})"
 
 
-def _group(group: Group, most: int) -> str:
-    width = round(100 * group.nbytes / most) if most else 0
+def _group(group: Group, largest: int) -> str:
+    width = round(100 * group.nbytes / largest) if largest else 0
     size = f'<span class="size">{size_text(group.nbytes)}</span><span class="bar"><i style="width:{width}%"></i></span>'
     entries = f'<span class="faint">{count_text(group.entries, "entry", "entries")}</span>'
     rows = "".join(map(_row, group.rows))

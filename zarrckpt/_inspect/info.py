@@ -1,4 +1,4 @@
-"""What a checkpoint is, in numbers: from the root document alone. No torch."""
+"""Compute the facts and sizes of a checkpoint from its root document. No torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zarrckpt._format.root import BlobEntry, Root
 from zarrckpt._format.sealed import FORMAT
 
 STEPS = ("step", "global_step", "iteration")
-"""What a training loop calls how far it has come."""
+"""Names under which training loops store their step."""
 
 _OTHER_SUFFIXES = (".accelerate.step", ".accelerate.iteration")
-"""Accelerate's own counts, of micro-batches and of saves: at any depth, no steps of the training."""
+"""Ends of the names of Accelerate's counts of micro-batches and of saves, which are not steps of the training."""
 
 _LARGEST = 10
 
@@ -31,10 +31,10 @@ class DTypeInfo:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """The numbers of ``Checkpoint.info``.
+    """The facts and sizes of a checkpoint, see ``Checkpoint.info``.
 
     ``nbytes``, ``nbytes_stored``, ``chunks``, ``subchunks`` and ``groups`` count tensors and blobs (values that are
-    kept as bytes); the other numbers count tensors alone. ``nbytes`` and ``groups`` are bytes of elements, without
+    kept as bytes). The other numbers count only tensors. ``nbytes`` and ``groups`` are bytes of elements, without
     padding, checksums and compression.
     """
 
@@ -46,12 +46,12 @@ class CheckpointInfo:
     software: Mapping[str, str]
     world_size: int
     replaced: tuple[str, ...]
-    """The saves that this one, and those before it, replaced; newest first."""
+    """The ids of all earlier saves at this url that were replaced, newest first."""
     step: int | None
-    """That of the metadata, else the value of an entry of that name, at any depth, where there is one: called step,
-    global_step or iteration."""
+    """The value of ``step``, ``global_step`` or ``iteration`` in the metadata, otherwise of an entry with such a name
+    at the smallest depth. None if there is none."""
     metadata: Mapping[str, object]
-    """What the user keeps with the checkpoint. ``Checkpoint.metadata`` also has what the package adds."""
+    """The user's metadata. ``Checkpoint.metadata`` also has the names that the package adds."""
     tensors: int
     values: int
     blobs: int
@@ -63,20 +63,20 @@ class CheckpointInfo:
     """The names of the codecs that compress some of the tensors."""
     dtypes: Mapping[str, DTypeInfo] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by the first part of the names."""
+    """The number of bytes by the first part of the names."""
     largest: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
     """(name, shape, dtype, bytes) of the ten largest tensors."""
     blob_nbytes: int = 0
     """Bytes of the blobs among ``nbytes``."""
     nbytes_stored: int | None = None
-    """Bytes of the chunks in the store, with padding, checksums and compression; None where the table that
-    says how long compressed chunks are cannot be read."""
+    """The number of bytes of the stored chunks, with padding, checksums and compression. None if the table of sizes of
+    compressed chunks cannot be read."""
     run: str = ""
-    """The id of the run that it belongs to, as :class:`~zarrckpt.CheckpointManager` saved it; "" for none."""
+    """The id of its run if a :class:`~zarrckpt.CheckpointManager` saved it, otherwise ""."""
 
 
 def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | None = None) -> CheckpointInfo:
-    """Numbers of some entries of a checkpoint, and who saved it."""
+    """Return the facts and sizes of some entries of a checkpoint."""
     entries = {fqn: root.entries[fqn] for fqn in names}
     tensors = {fqn: entry for fqn, entry in entries.items() if isinstance(entry, ArrayNode)}
     blobs = [entry for entry in entries.values() if isinstance(entry, BlobEntry)]
@@ -127,8 +127,8 @@ def _dtypes(arrays: list[ArrayNode]) -> dict[str, DTypeInfo]:
     found: dict[str, list[int]] = {}
     for node in arrays:
         numbers = found.setdefault(node.dtype.name, [0, 0, 0])
-        for place, more in enumerate((1, math.prod(node.grid.shape), node.nbytes)):
-            numbers[place] += more
+        for index, more in enumerate((1, math.prod(node.grid.shape), node.nbytes)):
+            numbers[index] += more
     return {name: DTypeInfo(*numbers) for name, numbers in sorted(found.items(), key=lambda item: -item[1][2])}
 
 

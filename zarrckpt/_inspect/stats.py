@@ -1,4 +1,4 @@
-"""Statistics of the numbers in tensors, chunk by chunk in bounded memory. No torch."""
+"""Compute statistics of tensors, chunk by chunk in bounded memory. No torch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from zarrckpt._read.catalog import Catalog
 P = TypeVar("P")
 
 _BLOCK = 1 << 13
-"""Elements per block: as float64 they stay in the processor's cache, and BLAS starts no threads beside ours."""
+"""Elements per block. As float64 they fit into the CPU cache, and BLAS starts no threads for this size."""
 _CHUNKS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """The numbers of one tensor; of complex ones, of their absolute values. NaN if there are none.
+    """The statistics of one tensor. For complex numbers, those of their absolute values.
 
     ``min``, ``max``, ``mean``, ``std`` (of the population) and ``norm`` (the root of the sum of squares) are those of
-    the finite elements. ``min`` and ``max`` of integers and bool are exact integers. Absolute values of finite complex
-    numbers beyond the range of float64 count as its greatest number.
+    the finite elements, and NaN if there are none. ``min`` and ``max`` of integers and bool are exact integers. An
+    absolute value beyond the range of float64 counts as the largest float64 if the complex number is finite.
     """
 
     count: int = 0
@@ -46,7 +46,7 @@ class TensorStats:
 
 @dataclass
 class Moments:
-    """Counts and moments of a part of a tensor. Sums are exact, so parts may be added in any order."""
+    """Counts and moments of a part of a tensor. Sums are exact, so parts can be added in any order."""
 
     count: int = 0
     nan: int = 0
@@ -60,7 +60,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: NumberArray) -> Moments:
-        """Return those of values as :func:`as_reals` gives them."""
+        """Return the moments of values, which are as :func:`as_reals` returns them."""
         found = cls()
         for (block,) in blocks(values):
             found.add(cls._of_block(block))
@@ -68,14 +68,14 @@ class Moments:
 
     @classmethod
     def _of_block(cls, values: NumberArray) -> Moments:
-        finite, nan, whole = values, 0, values.dtype.kind != "f"
-        if not whole and np.count_nonzero(is_finite := np.isfinite(values)) < len(values):
+        finite, nan, integers = values, 0, values.dtype.kind != "f"
+        if not integers and np.count_nonzero(is_finite := np.isfinite(values)) < len(values):
             finite, nan = values[is_finite], int(np.count_nonzero(np.isnan(values)))
         zeros = len(values) - int(np.count_nonzero(values))
         found = cls(len(values), nan, len(values) - nan - len(finite), zeros, len(finite))
         if len(finite):
             found.low, found.high = finite.min().item(), finite.max().item()
-            sums = sum_integers(finite) if whole else sum_floats(finite, found.low, found.high)
+            sums = sum_integers(finite) if integers else sum_floats(finite, found.low, found.high)
             found.total, found.squares = sums
         return found
 
@@ -91,12 +91,12 @@ class Moments:
 
     @property
     def mean(self) -> Fraction:
-        """The mean of the finite elements, of which there is one at least."""
+        """The mean of the finite elements. There must be at least one."""
         return Fraction(self.total) / self.finite
 
     @property
     def std(self) -> float:
-        """Their standard deviation. Sums of a constant are rounded: its deviation is known without them."""
+        """The standard deviation of the finite elements. 0.0 for a constant, whose sums are rounded."""
         return 0.0 if self.low == self.high else root(Fraction(self.squares) / self.finite - self.mean**2)
 
     def stats(self) -> TensorStats:
@@ -108,7 +108,7 @@ class Moments:
 
 
 def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | None = None) -> dict[str, TensorStats]:
-    """Look at every number of some tensors, in bounded memory. Errors as in ``Checkpoint.read``."""
+    """Compute the statistics of tensors. Reads all chunks, in bounded memory. Errors as in ``Checkpoint.read``."""
 
     def look(fqn: str, box: Box) -> Moments:
         moments = Moments()
@@ -125,16 +125,17 @@ def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | Non
 def by_chunks(
     catalog: Catalog, nodes: Mapping[str, ArrayNode], look: Callable[[str, Box], P], progress: Progress | None
 ) -> list[tuple[str, P]]:
-    """What ``look`` makes of the box of every chunk of some nodes: as many at a time as fit in memory.
+    """Call ``look`` for the box of every chunk of the nodes, in parallel, and return its results.
 
-    There is room for two tensors of the nodes' dtypes.
+    At most 8 calls run at a time, and fewer if the memory bound is reached. Each call may take memory for its box in
+    two tensors of the node's dtype.
     """
     memory = BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)
     tally = Tally(sum(node.nbytes for node in nodes.values()), progress)
 
     def job(fqn: str, box: Box) -> tuple[str, P]:
         nbytes = box.size * nodes[fqn].dtype.itemsize
-        # Sums of doubles can be beyond doubles: then they are inf, or NaN, and no warning says more.
+        # Results beyond the range of float64 are inf or NaN, and numpy's warning would add no information.
         with memory.hold(2 * nbytes), np.errstate(over="ignore", invalid="ignore"):
             found = look(fqn, box)
         tally.add(nbytes)
@@ -161,7 +162,7 @@ def blocks(*arrays: NumberArray, size: int = _BLOCK) -> Iterator[tuple[NumberArr
 
 
 def as_reals(values: NumberArray) -> NumberArray:
-    """Return floats as float64, integers and bool as int64 or uint64, and of complex numbers the absolute values."""
+    """Return floats as float64, integers and bool as int64 or uint64, and complex numbers as absolute values."""
     kind = values.dtype.kind
     if kind in "biu":
         return values.astype(np.uint64 if kind == "u" else np.int64)
@@ -181,5 +182,5 @@ def doubles(values: NumberArray) -> NumberArray:
 
 
 def position_in(box: Box, number: int) -> Ints:
-    """Return the position in the tensor of a box's element with a number in C order."""
+    """Return the position in the tensor of a box's element, from its number in the box in C order."""
     return tuple(o + i for o, i in zip(box.offset, unravel(number, box.shape), strict=True))

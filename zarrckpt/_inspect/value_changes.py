@@ -1,4 +1,4 @@
-"""The first place at which two Python values differ, as texts for people."""
+"""Find the first difference between two Python values, and describe it in texts for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from zarrckpt._reports import value_text
 
 MAX_SHOWN = 80
-"""Characters of a value in a list of entries."""
+"""Maximum number of characters of a value in a list of entries."""
 
 _NOT_THERE = object()
 
@@ -19,7 +19,7 @@ def shorten(text: str) -> str:
 
 
 def describe_change(one: Any, other: Any) -> tuple[str, str]:
-    """Return two values as texts; of long ones the path inside, and the first elements that differ."""
+    """Return two values as texts. For long values, the path of the first difference and the elements there."""
     texts = _python_text(one), _python_text(other)
     if max(map(len, texts)) <= MAX_SHOWN and texts[0] != texts[1]:
         return f"value {texts[0]}", f"value {texts[1]}"
@@ -29,17 +29,17 @@ def describe_change(one: Any, other: Any) -> tuple[str, str]:
 
 
 def comparison_key(value: Any) -> object:
-    """Return what equal values have alike: Python's text, which tells 1 from True and NaN equals NaN."""
+    """Return a comparison key: Python's text, in which 1 and True differ, and NaN equals NaN."""
     try:
         return repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts to text
         if isinstance(value, Mapping):
             return [(repr(key), comparison_key(item)) for key, item in value.items()]
         return [*map(comparison_key, value)] if isinstance(value, list | tuple) else hex(value)
 
 
 def _python_text(value: Any) -> str:
-    """Return a value as Python writes it; an integer of too many digits in hexadecimal."""
+    """Return a value as Python's text, or an integer with too many digits in hexadecimal."""
     try:
         return repr(value)
     except ValueError:
@@ -47,7 +47,10 @@ def _python_text(value: Any) -> str:
 
 
 def _first_difference(one: Any, other: Any) -> tuple[str, Any, Any]:
-    """Return the path inside two values that differ, in Python's syntax, and what is there; _NOT_THERE for nothing."""
+    """Return the path of the first difference inside two values, and the elements there.
+
+    The path is in Python's syntax. An element that one value lacks is _NOT_THERE.
+    """
     if type(one) is not type(other):
         return "", one, other
     if isinstance(one, Mapping):
@@ -88,6 +91,6 @@ def _differing_texts(one: Any, other: Any) -> tuple[str, str]:
 
 
 def _common_length(one: str | bytes, other: str | bytes) -> int:
-    """Return how many characters both have in common from the beginning."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

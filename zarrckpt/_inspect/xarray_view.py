@@ -1,4 +1,4 @@
-"""The arrays of an open checkpoint, or of a part of one, as a lazy ``xarray.DataTree``. No torch."""
+"""Open the arrays of a checkpoint, or of a part of one, as a lazy ``xarray.DataTree``. No torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zarrckpt._inspect.info import info_of
 
 
 def open_tree(url: str, root: Root, zarr_store: Any, names: Iterable[str], group: str) -> Any:
-    """See :meth:`Checkpoint.to_xarray`. Nothing is read; the consolidated metadata is in the root."""
+    """Open a DataTree, see :meth:`Checkpoint.to_xarray`. No request: the consolidated metadata is in the root."""
     import xarray
 
     names = list(names)
     path = _group_path(url, root, names, group)
     inside = f"{path}/" if path else ""
-    wanted = {node.path.removeprefix(inside) for node in root.arrays(names) if node.path.startswith(inside)}
-    place = join(root.tree, path) or None
-    tree: Any = xarray.open_datatree(zarr_store, engine="zarr", group=place, zarr_format=3)
+    selected = {node.path.removeprefix(inside) for node in root.arrays(names) if node.path.startswith(inside)}
+    group_path = join(root.tree, path) or None
+    tree: Any = xarray.open_datatree(zarr_store, engine="zarr", group=group_path, zarr_format=3)
     if len(names) < len(root.entries):
-        tree = _only(tree, wanted)
-    # Instead of the root's own attributes, the whole table of entries, which would be shown with the tree.
+        tree = _select_variables(tree, selected)
+    # These replace the root's own attributes, the table of all entries, which xarray would show with the tree.
     found = info_of(url, root, names)
     attributes = {"url": url, "save_id": found.save_id, "created": found.created, "step": found.step}
     tree.attrs = {name: value for name, value in attributes.items() if value is not None}
@@ -31,7 +31,7 @@ def open_tree(url: str, root: Root, zarr_store: Any, names: Iterable[str], group
 
 
 def _group_path(url: str, root: Root, names: list[str], group: str) -> str:
-    """The node path of a group, by its flat name. Raises KeyMismatchError where no array is below it."""
+    """Return the node path of a group from its name. Raises KeyMismatchError if no array is below it."""
     if not group:
         return ""
     for fqn in names:
@@ -41,11 +41,11 @@ def _group_path(url: str, root: Root, names: list[str], group: str) -> str:
                 if ".".join(map(str, keys[:depth])) == group:
                     return "/".join(root.node_path(fqn).split("/")[:depth])
     groups = list(dict.fromkeys(fqn.partition(".")[0] for fqn in names if "." in fqn))
-    raise KeyMismatchError(f"no group {group!r} with arrays below it in {url}; at the top it has {groups[:10]}")
+    raise KeyMismatchError(f"{url} has no group {group!r} with arrays below it. Its top groups are {groups[:10]}")
 
 
-def _only(tree: Any, paths: set[str]) -> Any:
-    """The variables with some paths, and the groups that hold them."""
+def _select_variables(tree: Any, paths: set[str]) -> Any:
+    """Return a tree of the variables with these paths, and of their groups."""
     import xarray
 
     kept = {}

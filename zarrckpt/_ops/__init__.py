@@ -1,1 +1,1 @@
-"""What is done to a checkpoint as a whole: verify, recover, remove, copy. No torch."""
+"""Operations on whole checkpoints: verify, recover, remove, copy. No torch."""

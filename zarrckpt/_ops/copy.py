@@ -1,6 +1,6 @@
-"""A checkpoint, or a part of it, copied elsewhere: checked on the way, committed as a save is. No torch.
+"""Copy a checkpoint, or a part of it, to another url. All data is checked, and committed as by a save. No torch.
 
-Chunks of arrays that do not change are copied as they are stored; those of the others are made anew (``_ops.rechunk``).
+Chunks of unchanged arrays are copied as they are stored. Chunks of changed arrays are encoded again (``_ops.rechunk``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, parent_groups
 from zarrckpt._format.sealed import now
 from zarrckpt._jobs import BytesBudget, Progress, Tally, check_limits, run_jobs
 from zarrckpt._ops.copy_plan import Changes, changed
-from zarrckpt._ops.rechunk import MadeChunk, make_chunk, writers_of
+from zarrckpt._ops.rechunk import EncodedChunk, rewrite_chunk, writers_of
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import CopyReport
 from zarrckpt._store import Buffer, Store
@@ -61,7 +61,7 @@ def copy_checkpoint(
 
 
 def part_of(root: Root, names: Sequence[str]) -> Root:
-    """The root of some entries: with the containers that still hold any."""
+    """Return a root with some of the entries, and with the containers above them."""
     entries = {fqn: root.entries[fqn] for fqn in names}
     keys = {fqn: root.keys[fqn] for fqn in entries if fqn in root.keys}
     stacks = {fqn: root.stacks[fqn] for fqn in entries if fqn in root.stacks}
@@ -72,7 +72,7 @@ def part_of(root: Root, names: Sequence[str]) -> Root:
 
 
 class _Remade:
-    """What is known of an array whose chunks are made anew: its parts of the tables, filled chunk by chunk."""
+    """An array whose chunks are encoded again, with its parts of the tables, which are filled chunk by chunk."""
 
     def __init__(self, old: ArrayNode, node: ArrayNode) -> None:
         self.old = old
@@ -81,15 +81,16 @@ class _Remade:
         self.sizes = None if node.compression is None else np.zeros_like(self.checksums)
         self.overflowed = 0
 
-    def add(self, number: int, made: MadeChunk) -> None:
-        self.checksums[number] = made.checksums
+    def add(self, number: int, chunk: EncodedChunk) -> None:
+        """Add a stored chunk with a number in C order."""
+        self.checksums[number] = chunk.checksums
         if self.sizes is not None:
-            self.sizes[number] = made.sizes
-        self.overflowed += made.overflowed
+            self.sizes[number] = chunk.sizes
+        self.overflowed += chunk.overflowed
 
 
 class _Copy:
-    """One copy under way: chunks and documents, then the tables."""
+    """A running copy. It puts chunks and documents, then the tables."""
 
     def __init__(
         self, source: Catalog, root: Root, target: Store, max_inflight_bytes: int, progress: Progress | None
@@ -103,7 +104,7 @@ class _Copy:
         self._keys: list[str] = []
         self._nbytes = 0
         old = {node.path: node for node in source.root.arrays()}
-        # A portable array has the same bytes under another type's name.
+        # Arrays that differ only in ``portable`` have the same bytes and another type's name in the document.
         self._remade = {
             node.path: _Remade(old[node.path], node)
             for node in root.arrays()
@@ -120,7 +121,7 @@ class _Copy:
         self._target.sync(self._keys)
 
     def finish(self) -> Root:
-        """Put the tables; the root that is to be committed."""
+        """Put the tables and return the root to commit."""
         tables, puts = protocol.tables_of(self._root.save_id, self._numbers())
         run_jobs(
             (partial(self._target.put, key, buffers) for key, buffers in puts.items()), self._target.max_concurrency
@@ -129,7 +130,7 @@ class _Copy:
         return dataclasses.replace(self._root, created=now(), checksums=tables[CHECKSUMS], sizes=tables.get(SIZES))
 
     def report(self, began: float, uncast: tuple[str, ...]) -> CopyReport:
-        """What was done."""
+        """Return the report of the copy."""
         names = {node.path: fqn for fqn, node in self._root.tensors.items()}
         lost = {names[path]: remade.overflowed for path, remade in self._remade.items() if remade.overflowed}
         objects = sum(node.grid.num_chunks for node in self._root.arrays())
@@ -137,7 +138,7 @@ class _Copy:
         return CopyReport(self._target.url, self._root.save_id, done, objects, (done,), seconds, lost, uncast)
 
     def _expected(self, node: ArrayNode, chunk: Ints) -> int:
-        """What a chunk counts for in the progress: its object's bytes, or where these are not known, its elements'."""
+        """Return a chunk's bytes for the progress: its object's size, or the size of its elements if it is encoded."""
         if node.path in self._remade:
             return node.grid.chunk_box(chunk).size * node.dtype.itemsize
         return self._source.chunk_table(node, chunk).object_size
@@ -156,14 +157,14 @@ class _Copy:
     def _chunk(self, node: ArrayNode, chunk: Ints) -> None:
         key = join(self._root.tree, node.chunk_key(chunk))
         remade = self._remade.get(node.path)
-        nbytes = self._copied(node, chunk, key) if remade is None else self._made(remade, chunk, key)
+        nbytes = self._copy_chunk(node, chunk, key) if remade is None else self._rewrite_chunk(remade, chunk, key)
         with self._lock:
             self._keys.append(key)
             self._nbytes += nbytes
         self._tally.add(self._expected(node, chunk))
 
-    def _copied(self, node: ArrayNode, chunk: Ints, key: str) -> int:
-        """Read a chunk, compare it with the table, put it; its bytes."""
+    def _copy_chunk(self, node: ArrayNode, chunk: Ints, key: str) -> int:
+        """Read a chunk, check it against the table and put it. Returns its size in bytes."""
         table = self._source.chunk_table(node, chunk)
         size = table.object_size
         with self._memory.hold(size):
@@ -171,21 +172,21 @@ class _Copy:
             data = self._source.store.read(stored, 0, size)
             if not table.check(0, np.frombuffer(data, np.uint8)):
                 raise CorruptCheckpointError(
-                    f"chunk {stored!r} of array {node.path!r} in {self._source.store.url} is not what was saved; the "
-                    "copy was not committed"
+                    f"chunk {stored!r} of array {node.path!r} in {self._source.store.url} is damaged: its checksum "
+                    "differs. The copy was not committed"
                 )
             self._target.put(key, [data])
         return size
 
-    def _made(self, remade: _Remade, chunk: Ints, key: str) -> int:
-        """Make a chunk and put it, as :meth:`_copied`."""
-        made = make_chunk(self._source, remade.old, remade.node, chunk, self._target, key, self._memory)
+    def _rewrite_chunk(self, remade: _Remade, chunk: Ints, key: str) -> int:
+        """Read a chunk's box, encode it and put it. Returns the size of its object in bytes."""
+        found = rewrite_chunk(self._source, remade.old, remade.node, chunk, self._target, key, self._memory)
         with self._lock:
-            remade.add(remade.node.grid.chunk_number(chunk), made)
-        return made.nbytes
+            remade.add(remade.node.grid.chunk_number(chunk), found)
+        return found.nbytes
 
     def _numbers(self) -> dict[str, RawArray]:
-        """The tables' elements: the source's own for arrays that stay as they are."""
+        """Return the elements of each table. Unchanged arrays have the source's elements."""
         parts: dict[str, list[RawArray]] = {CHECKSUMS: [], WRITERS: []}
         writers = self._source.writers()
         for node in self._root.arrays():

@@ -1,4 +1,4 @@
-"""What a copy is to be: the arrays of its tensors. No I/O."""
+"""Plan the arrays of a copy's tensors. No I/O."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from zarrckpt._plan.chunking import choose_grid, subchunk_shape
 from zarrckpt._read.casts import Casts, DTypeOption, first_patterns, plan_casts
 
 KEEP = "keep"
-"""The ``compression`` of a copy that leaves it as it is."""
+"""The value of ``compression`` that keeps the compression of the source."""
 
 ChunksOption = Sequence[int] | Mapping[str, Sequence[int]] | None
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What the tensors of a copy have other than those of its source, by name; the rest stays as it is."""
+    """The changes from the tensors of the source to those of a copy. Chunks and casts are by fqn."""
 
     chunks: Mapping[str, Ints] = field(default_factory=dict)
     casts: Casts = field(default_factory=Casts)
     max_chunk_bytes: int | None = None
     compress: bool = False
     compression: Compression | None = None
-    """Of all tensors, where ``compress``."""
+    """The compression of all tensors if ``compress``."""
     portable: bool = False
-    """Whether types that few readers know become unsigned integers of their size."""
+    """Whether types that few readers support become unsigned integers of the same size."""
 
     def node(self, fqn: str, old: ArrayNode) -> ArrayNode:
-        """A tensor's array in the copy."""
+        """Return a tensor's array in the copy."""
         dtype = self.casts.dtypes.get(fqn, old.dtype)
         grid = self._grid(fqn, old.grid, dtype.itemsize)
         compression = self.compression if self.compress else old.compression
@@ -65,18 +65,18 @@ def parse_changes(
     compression: CompressionOption,
     portable_dtypes: bool,
 ) -> Changes:
-    """Parse the options of ``Checkpoint.copy_to`` for some entries. ``where`` names them in errors.
+    """Parse the options of ``Checkpoint.copy_to`` for some entries. ``where`` describes them in errors.
 
-    Raises TypeError and ValueError for options that make no sense, KeyMismatchError for a pattern that means no tensor.
+    Raises TypeError and ValueError for wrong options, KeyMismatchError for a pattern that matches no tensor.
     """
-    wanted = list(names)
-    tensors = {fqn: root.tensors[fqn] for fqn in wanted if fqn in root.tensors}
+    entries = list(names)
+    tensors = {fqn: root.tensors[fqn] for fqn in entries if fqn in root.tensors}
     if max_chunk_bytes is not None:
         check_limits(max_chunk_bytes=max_chunk_bytes)
     compress = compression != KEEP
     return Changes(
         _parse_chunks(tensors, where, chunks),
-        plan_casts(root, wanted, where, dtype),
+        plan_casts(root, entries, where, dtype),
         max_chunk_bytes,
         compress,
         parse_option(compression) if compress else None,
@@ -92,26 +92,29 @@ def _parse_chunks(tensors: Mapping[str, ArrayNode], where: str, option: ChunksOp
         found = {fqn: shapes[pattern] for fqn, pattern in first_patterns(tensors, where, shapes).items()}
         odd = [fqn for fqn, shape in found.items() if len(shape) != len(tensors[fqn].grid.shape)]
         if odd:
-            raise ValueError(f"chunks {found[odd[0]]} for {odd[0]!r}, which has the shape {tensors[odd[0]].grid.shape}")
+            raise ValueError(
+                f"chunks for {odd[0]!r} must have the dimensions of its shape {tensors[odd[0]].grid.shape}, got "
+                f"{found[odd[0]]}"
+            )
         return found
     shape = parse_shape(option)
     found = {fqn: shape for fqn, node in tensors.items() if len(node.grid.shape) == len(shape)}
     if not found:
-        raise ValueError(f"chunks {shape}: no tensor that is copied has {len(shape)} dimensions")
+        raise ValueError(f"chunks {shape} fit no tensor: none of the copied tensors has {len(shape)} dimensions")
     return found
 
 
 def parse_shape(option: Sequence[int]) -> Ints:
-    """A chunk shape as a caller gives it: extents from 1 on, -1 for the whole dimension."""
+    """Check a chunk shape of a caller: extents of at least 1, or -1 for the whole dimension."""
     if not isinstance(option, Sequence) or isinstance(option, str) or not all(type(n) is int for n in option):
         raise TypeError(f"chunks must be a shape such as (1024, -1), or a mapping pattern -> shape, got {option!r}")
     if not all(n == -1 or n >= 1 for n in option):
-        raise ValueError(f"chunks must be extents from 1 on, or -1 for a whole dimension, got {tuple(option)}")
+        raise ValueError(f"chunks must be at least 1, or -1 for a whole dimension, got {tuple(option)}")
     return tuple(option)
 
 
 def changed(root: Root, changes: Changes) -> Root:
-    """The root of a copy, as far as it is known: with the arrays that it will have."""
+    """Return the root of the source with the arrays of the copy."""
     entries: dict[str, ArrayNode | ValueEntry | BlobEntry] = dict(root.entries)
     entries |= {fqn: changes.node(fqn, node) for fqn, node in root.tensors.items()}
     return dataclasses.replace(root, entries=entries)

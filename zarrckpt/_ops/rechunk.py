@@ -1,4 +1,4 @@
-"""Chunks of a copy that are not those of its source: their box is read, cast if need be, encoded and put. No torch."""
+"""Write chunks of a copy that differ from the source: read the box, cast it if need be, encode and put it. No torch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zarrckpt._read.chunks import READ_BYTES, unpacking_bytes
 from zarrckpt._store import Store
 
 _READS_AT_ONCE = 8
-"""Of one chunk, from a distant store: few large chunks fit into the memory bound."""
+"""Number of parallel reads for one chunk if the store is not local, because few large chunks fit into memory."""
 
 
 @dataclass(frozen=True)
-class MadeChunk:
-    """A chunk that is stored: what the tables say of it, its object's size, and how many values a cast lost."""
+class EncodedChunk:
+    """A stored chunk: its parts of the tables, its object's size, and the number of values that a cast lost."""
 
     checksums: Sequence[int]
     sizes: Sequence[int]
@@ -33,12 +33,13 @@ class MadeChunk:
     overflowed: int = 0
 
 
-def make_chunk(
+def rewrite_chunk(
     source: Catalog, old: ArrayNode, new: ArrayNode, chunk: Ints, target: Store, key: str, memory: BytesBudget
-) -> MadeChunk:
-    """Make one chunk of a copy's array from its source's, and put it. Memory: the chunk, its encoding, and reads.
+) -> EncodedChunk:
+    """Read the box of one chunk of a copy from the source, encode it and put it.
 
-    Raises CorruptCheckpointError naming the array and the object where the source is not what was saved.
+    Takes memory for the chunk, its encoding and the reads. Raises CorruptCheckpointError with the array and the
+    object's key if the source is damaged.
     """
     box = new.grid.chunk_box(chunk)
     at_once = 1 if source.store.is_local else _READS_AT_ONCE
@@ -48,11 +49,11 @@ def make_chunk(
         cells = taken.view(raw_dtype(new.dtype.itemsize)).reshape(box.shape)
         overflowed = _fill_chunk(source, old, new, box, cells, BytesBudget(reading), at_once)
         encoder = put_chunk(target, lambda: key, new, ArrayElements(cells), BytesBudget(encoding))
-    return MadeChunk(encoder.checksums, encoder.sizes, encoder.nbytes, overflowed)
+    return EncodedChunk(encoder.checksums, encoder.sizes, encoder.nbytes, overflowed)
 
 
 def _reading_bytes(store: Store, node: ArrayNode) -> int:
-    """The memory of one read at most: neighbouring subchunks, of local files one."""
+    """Return the maximum memory of one read: neighbouring subchunks, or one subchunk of a local file."""
     one = max_stored_subchunk_bytes(node)
     if store.is_local and node.compression is None:
         return one
@@ -62,7 +63,7 @@ def _reading_bytes(store: Store, node: ArrayNode) -> int:
 def _fill_chunk(
     source: Catalog, old: ArrayNode, new: ArrayNode, box: Box, cells: RawArray, memory: BytesBudget, at_once: int
 ) -> int:
-    """Fill memory with a box of the source's array; the number of values that a cast lost."""
+    """Fill memory with a box of the source's array. Returns the number of values that a cast lost."""
     target = cells if old.dtype == new.dtype else CastTarget(old.dtype, new.dtype, cells)
     jobs = [*source.stored(old).box_jobs(box, target, memory)]
     run_jobs(jobs, min(at_once, len(jobs)))
@@ -70,9 +71,10 @@ def _fill_chunk(
 
 
 def writers_of(old: ArrayNode, new: ArrayNode, writers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Who wrote the chunks of a copy's array: of each, the rank that wrote most of its elements in the source.
+    """Return the writer of each chunk of a copy: the rank that wrote most of its elements in the source.
 
-    ``writers`` has the shape of the source's chunk grid, the result that of the copy's. Of equal parts the lowest rank.
+    ``writers`` has the shape of the source's chunk grid, the result has the shape of the copy's. If ranks wrote equally
+    many elements, the result is the lowest rank.
     """
     if old.grid.chunk_shape == new.grid.chunk_shape:
         return writers

@@ -1,4 +1,4 @@
-"""``recover`` and ``remove``: delete what saves left behind, and nothing else. No torch."""
+"""Recover, examine and remove a checkpoint: delete the objects that its saves wrote, and no others. No torch."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import count_text, time_text
 from zarrckpt._store import Store, StoreSpec, Url
 
-_PLACES_AT_ONCE = 4
-"""So many checkpoints of a folder are recovered side by side; each makes many requests at a time."""
+_FOLDERS_AT_ONCE = 4
+"""Maximum number of folders that are recovered in parallel. Each recovery makes parallel requests itself."""
 
 
 @dataclass(frozen=True)
 class RecoverReport:
-    """What :func:`recover` did at a url."""
+    """The result of :func:`recover` at a url."""
 
     url: str
     objects: int
-    """How many objects were deleted."""
+    """The number of objects that were deleted."""
     removed: tuple[str, ...]
     """The ids of the saves whose objects were deleted."""
     kept: tuple[str, ...]
-    """The ids of saves that may still be running, see there."""
+    """The ids of saves that may still be running, whose objects were kept."""
     checkpoints: tuple[RecoverReport, ...] = ()
-    """Of a folder of checkpoints: a report of each, in order of names; the numbers above are their sums."""
+    """A report of each checkpoint, by name, if the url is a folder of checkpoints. The numbers above are their sums."""
     error: str = ""
-    """Of one in a folder: why nothing was done there."""
+    """The reason why a checkpoint in a folder was not recovered."""
 
 
 def recover(
@@ -46,28 +46,28 @@ def recover(
     stopped: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> RecoverReport:
-    """Delete what saves that never committed, or were replaced, left at a url. What is committed stays.
+    """Delete the objects of saves that never committed or were replaced. The committed checkpoint stays.
 
-    One exception: a removal that was begun and has not ended is finished, and the checkpoint goes. Where it is pinned,
-    CheckpointPinnedError is raised; with ``stopped``, the removal is given up instead.
+    One exception: if a removal was interrupted, it is finished, and the checkpoint is deleted. If the checkpoint is
+    pinned, this raises CheckpointPinnedError, or cancels the removal if ``stopped``.
 
-    The next save to the url does the same by itself; call this where there will be none. Only keys that a save's own
-    marker names are deleted. A save that could still commit is left alone: one that was begun when nothing, or the
-    checkpoint that is there now, was committed, and that has not failed by its own record. Nobody can tell such a save
-    from a dead one, except who knows that none is running. The claim stays, so that nothing a dead rank still writes
-    can meet a later save's objects.
+    The next save to the url does the same, so call this only if there will be no next save. Only keys that a save's own
+    marker lists are deleted. A save that could still commit is kept: it has no record of a failure, and the
+    checkpoint at the url has not changed since it began. Storage does not show whether such a save is still running.
+    The claim stays, so a dead rank that still writes cannot write to keys of a later save.
 
     Args:
-        url: of a checkpoint, or of a folder of checkpoints: then of each right below it.
-        stopped: no save to this url is running, anywhere: also delete what could still commit otherwise, and what a
-            save that was begun by mistake in a folder of checkpoints left, which then is one again. If a save is
-            running all the same, what it commits is damaged.
+        url: the url of a checkpoint, or of a folder of checkpoints. In a folder, each checkpoint directly below it is
+            recovered.
+        stopped: pass True only if no save to this url is running anywhere. Saves that could still commit are deleted
+            too, and the objects of a save that was begun by mistake in a folder of checkpoints. If a save is running
+            nevertheless, the checkpoint that it commits is damaged.
 
-    The other arguments are those of :func:`open`. Costs a listing for each name below the url that a marker has.
+    The other arguments are those of :func:`open`. Costs one listing for each name below the url that a marker lists.
 
-    Raises ForeignObjectsError where the url holds objects that no save of this package wrote; nothing is deleted then.
-    CorruptCheckpointError where the root document is damaged. In a folder of checkpoints the others are gone on with,
-    also if a folder cannot be read.
+    Raises ForeignObjectsError, before anything is deleted, if the url has objects that no save of this package wrote.
+    Raises CorruptCheckpointError if the root document is damaged. In a folder of checkpoints, an error at one of them
+    is in its report, and the others are recovered.
     """
     spec = StoreSpec(url, storage_options)
     store = spec.open()
@@ -75,9 +75,9 @@ def recover(
     begun = [] if listed.has_save else protocol.find_begun(store, listed.folders)
     if all(below.unreadable for below in begun):
         if listed.is_run and not listed.has_save and not begun:
-            return RecoverReport(spec.url, 0, (), ())  # a run that has saved nothing yet
-        return _recovered(spec, stopped)
-    reports = run_jobs((partial(_recovered_below, spec, below, stopped) for below in begun), _PLACES_AT_ONCE)
+            return RecoverReport(spec.url, 0, (), ())  # a run without checkpoints
+        return _recover_store(spec, stopped)
+    reports = run_jobs((partial(_recovered_below, spec, below, stopped) for below in begun), _FOLDERS_AT_ONCE)
     return RecoverReport(
         spec.url,
         sum(report.objects for report in reports),
@@ -88,57 +88,57 @@ def recover(
 
 
 def _recovered_below(spec: StoreSpec, below: Below, stopped: bool) -> RecoverReport:
-    """Recover a folder right below a url; errors are in the report."""
-    place = spec.child(below.name)
+    """Recover a folder directly below a url. Errors are in the report."""
+    child = spec.child(below.name)
     try:
         if below.damage is not None:
             raise below.damage
-        return _recovered(place, stopped)
+        return _recover_store(child, stopped)
     except CheckpointError as err:
-        return RecoverReport(place.url, 0, (), (), error=str(err))
+        return RecoverReport(child.url, 0, (), (), error=str(err))
 
 
-def _recovered(spec: StoreSpec, stopped: bool) -> RecoverReport:
-    place = spec.open()
-    found = protocol.leftovers(place, folder=stopped)
-    if found.removal and stopped and found.root_bytes is not None and protocol.pins(place):
-        # It was broken off before it could see the pin, and nothing has been deleted.
-        place.delete([REMOVAL_KEY])
-        found = protocol.leftovers(place, folder=True)
+def _recover_store(spec: StoreSpec, stopped: bool) -> RecoverReport:
+    store = spec.open()
+    found = protocol.leftovers(store, folder=stopped)
+    if found.removal and stopped and found.root_bytes is not None and protocol.pins(store):
+        # The removal was interrupted before it could see the pin, and has deleted nothing.
+        store.delete([REMOVAL_KEY])
+        found = protocol.leftovers(store, folder=True)
     if found.removal:
         removed = tuple(marker.save_id for marker in found.markers)
-        return RecoverReport(place.url, remove_found(place, found), removed, ())
+        return RecoverReport(store.url, remove_found(store, found), removed, ())
     dead = [marker for marker in found.others if stopped or not found.may_commit(marker)]
     kept = [marker.save_id for marker in found.others if marker not in dead]
-    # An attempt that began beside a removal may name what another one has begun to write since.
+    # Keys that a kept attempt lists are spared: one that began during a removal may share keys with a dead attempt.
     spared = [marker for marker in found.markers if marker not in dead]
-    # A save begun by mistake in a folder of checkpoints must not stay in the way of what is done with them.
-    folder = stopped and found.root_bytes is None and protocol.holds_checkpoints(place)
+    # Without its claim, a folder of checkpoints in which a save was begun by mistake works as a folder again.
+    folder = stopped and found.root_bytes is None and protocol.holds_checkpoints(store)
     finished = [marker.save_id for marker in dead] if stopped else []
-    objects = protocol.clean(place, dead, finished=finished, spared=spared)
+    objects = protocol.clean(store, dead, finished=finished, spared=spared)
     if found.root_bytes is None:
-        # Of a checkpoint that was removed while somebody was about to pin it.
-        place.delete(found.pins)
+        # These pins were put while the checkpoint was being removed.
+        store.delete(found.pins)
     if stopped:
-        place.delete([*found.probes, CLAIM_KEY] if folder else found.probes)
-        protocol.sweep(place)
-    return RecoverReport(place.url, objects, tuple(marker.save_id for marker in dead), tuple(kept))
+        store.delete([*found.probes, CLAIM_KEY] if folder else found.probes)
+        protocol.sweep(store)
+    return RecoverReport(store.url, objects, tuple(marker.save_id for marker in dead), tuple(kept))
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What :func:`examine` found at a url, in words."""
+    """The result of :func:`examine` at a url, as texts."""
 
     url: str
     state: str
     findings: tuple[str, ...]
-    """What is not as it should be, or is left over."""
+    """Problems and leftovers."""
     advice: tuple[str, ...]
-    """Commands that help."""
+    """Commands to run."""
     notes: tuple[str, ...] = ()
-    """What is as it should be and yet worth knowing."""
+    """Facts that are no problems, for example pins."""
     empty: bool = False
-    """Whether nothing is there at all."""
+    """Whether the url has no objects of this package."""
 
 
 def examine(
@@ -146,56 +146,56 @@ def examine(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Examination:
-    """Say what is at a url: a checkpoint, unfinished saves, leftovers, damage that a listing shows. Reads no chunk.
+    """Describe a url: its checkpoint, unfinished saves, leftovers, and damage that a listing shows. Reads no chunk.
 
-    The arguments are those of :func:`open`. Raises ForeignObjectsError where the url holds anything else.
+    The arguments are those of :func:`open`. Raises ForeignObjectsError if the url has objects of other programs.
     """
     spec = StoreSpec(url, storage_options)
-    place = spec.open()
-    found = protocol.leftovers(place, damaged=True)
-    pinned = tuple(f"pinned: {one.note!r:.200} (pin {one.pin_id})" for one in protocol.pins(place))
+    store = spec.open()
+    found = protocol.leftovers(store, damaged=True)
+    pinned = tuple(f"pinned: {one.note!r:.200} (pin {one.pin_id})" for one in protocol.pins(store))
     if found.removal:
-        finding = "the removal has not ended: it still runs, or was broken off"
-        state = f"{place.url}: a checkpoint that is being removed"
-        held = " --stopped    (only if it is not running: the checkpoint is pinned, and stays)" if pinned else ""
-        return Examination(place.url, state, (finding,), (f"zarrckpt recover {place.url}{held}",), pinned)
+        finding = "the removal has not ended: it is still running, or was interrupted"
+        state = f"{store.url}: a checkpoint that is being removed"
+        flag = " --stopped    (only if it is not running: the checkpoint is pinned, and stays)" if pinned else ""
+        return Examination(store.url, state, (finding,), (f"zarrckpt recover {store.url}{flag}",), pinned)
     findings: list[str] = []
     advice: list[str] = []
     notes: list[str] = []
     if found.root is not None:
         ranks = count_text(found.root.world_size, "rank")
-        state = f"{place.url}: a checkpoint, committed {time_text(found.root.created)} by {ranks}"
+        state = f"{store.url}: a checkpoint, committed {time_text(found.root.created)} by {ranks}"
         report = verify(Catalog(spec, found.root), quick=True, max_inflight_bytes=1 << 28, progress=None)
         if not report:
-            findings.append(f"{count_text(len(report.damages), 'object')} missing, or of another size")
-            advice.append(f"zarrckpt verify {place.url}")
+            findings.append(f"{count_text(len(report.damages), 'object')} missing, or of a different size")
+            advice.append(f"zarrckpt verify {store.url}")
     elif found.root_bytes is not None:
-        # Which save it was of is not known: no save's objects can be told from leftovers.
-        state = f"{place.url}: a damaged checkpoint"
-        findings.append("the root document is not what was saved: restore zarr.json from a copy, or save again")
-        return Examination(place.url, state, tuple(findings), (f"zarrckpt rm {place.url}",), pinned)
+        # Without the id of the committed save, its objects cannot be distinguished from leftovers.
+        state = f"{store.url}: a damaged checkpoint"
+        findings.append("the root document is damaged: restore zarr.json from a copy, or save again")
+        return Examination(store.url, state, tuple(findings), (f"zarrckpt rm {store.url}",), pinned)
     else:
-        state = f"{place.url}: " + ("no checkpoint; a save was begun" if found.begun else "nothing is there")
+        state = f"{store.url}: " + ("no checkpoint, but a save was begun" if found.begun else "no objects")
     dead = [marker for marker in found.others if not found.may_commit(marker)]
     others = [marker for marker in found.markers if marker not in dead]
-    left = {marker.save_id: protocol.count_stored(place, marker, others) for marker in dead}
+    left = {marker.save_id: protocol.count_stored(store, marker, others) for marker in dead}
     for marker in found.others:
         what = f"save {marker.save_id}, begun {time_text(marker.started)}"
-        ended = "failed" if marker.failed else "can commit no more, or was replaced"
+        ended = "failed" if marker.failed else "cannot commit any more, or was replaced"
         if marker.save_id not in left:
-            findings.append(f"{what}, could still commit, if it runs")
+            findings.append(f"{what}, could still commit if it is running")
         elif left[marker.save_id]:
-            findings.append(f"{what}, {ended}; {count_text(left[marker.save_id], 'object')} of it left")
+            findings.append(f"{what}, {ended}: {count_text(left[marker.save_id], 'object')} left")
         else:
-            notes.append(f"{what}, {ended}; only its marker is left: ranks that were cut off may still write")
+            notes.append(f"{what}, {ended}: only its marker is left, because ranks that lost contact may still write")
     if found.probes:
-        findings.append(f"{count_text(len(found.probes), 'object')} left of a try of the store's conditional puts")
+        findings.append(f"{count_text(len(found.probes), 'object')} left of a test of the store's conditional puts")
     if any(left.values()):
-        advice.append(f"zarrckpt recover {place.url}")
+        advice.append(f"zarrckpt recover {store.url}")
     if len(dead) < len(found.others) or notes or found.probes:
-        advice.append(f"zarrckpt recover {place.url} --stopped    (only if no save to it is running)")
+        advice.append(f"zarrckpt recover {store.url} --stopped    (only if no save to it is running)")
     empty = found.root is None and not found.begun
-    return Examination(place.url, state, tuple(findings), tuple(advice), (*notes, *pinned), empty)
+    return Examination(store.url, state, tuple(findings), tuple(advice), (*notes, *pinned), empty)
 
 
 def remove(
@@ -203,61 +203,62 @@ def remove(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> int:
-    """Delete the checkpoint at a url, damaged or whole, with all that saves left there; return the number of objects.
+    """Delete the checkpoint at a url, even if it is damaged, with the objects of all its saves.
 
-    First that is recorded, so that whoever comes after a crash can finish it: another :func:`remove`, or
-    :func:`recover`. Then the root document goes: from then on nothing opens there, and who has the checkpoint open gets
-    CheckpointRemovedError. Only keys that documents of saves name are deleted; of local files the url's own folder,
-    too, where it is empty then, no link and no mount. No save to the url may be running or beginning: it would commit
-    what was deleted. One that begins when the removal is recorded is refused. The arguments are those of :func:`open`.
+    Returns the number of objects that were deleted. First the removal is recorded, so that another :func:`remove` or
+    :func:`recover` can finish it after a crash. Then the root document is deleted. From then on the checkpoint cannot
+    be opened, and reads of an open one raise CheckpointRemovedError. Only keys that documents of saves list are
+    deleted. On a local disk, the url's folder is deleted too, if it is empty then and neither a link nor a mount.
 
-    Raises CheckpointNotFoundError where no save ever began, ForeignObjectsError where the url holds anything else,
-    CheckpointPinnedError where the checkpoint is pinned, StorageError where the root document cannot be deleted:
-    nothing is deleted then.
+    No save to the url may be running or beginning, because it would commit objects that were deleted. A save that
+    begins after the removal is recorded is refused. The arguments are those of :func:`open`.
+
+    Raises CheckpointNotFoundError if no save ever began, ForeignObjectsError if the url has objects of other programs,
+    CheckpointPinnedError if the checkpoint is pinned, StorageError if the root document cannot be deleted. Then nothing
+    was deleted.
     """
-    place = StoreSpec(url, storage_options).open()
-    found = protocol.leftovers(place, damaged=True)
+    store = StoreSpec(url, storage_options).open()
+    found = protocol.leftovers(store, damaged=True)
     if not found.begun:
-        raise CheckpointNotFoundError(f"there is no checkpoint at {place.url}, and no save was begun; check the path")
-    return remove_found(place, found)
+        raise CheckpointNotFoundError(f"there is no checkpoint at {store.url}, and no save was begun: check the path")
+    return remove_found(store, found)
 
 
-def remove_found(place: Store, found: Leftovers) -> int:
-    """Delete all that saves left at a url, or go on with that. Returns the number of objects.
+def remove_found(store: Store, found: Leftovers) -> int:
+    """Begin or continue the removal of all objects of saves at a url. Returns the number of deleted objects.
 
-    Of several processes that do so, the one that put its record last goes on. Each of the others stops when it sees
-    that: all is deleted then, or going to be, and a save may have begun.
+    If several processes remove, the one that put its record last continues. The others stop when they see its record.
     """
     own = removal_bytes("" if found.root is None else found.root.save_id, protocol.new_id())
     objects = 0
     with suppress(protocol.RemovalEndedError):
-        record, first = protocol.record_removal(place, own, begun=found.removal)
+        record, first = protocol.record_removal(store, own, begun=found.removal)
         try:
-            # Again: what is found now is what the record is of, and no save begins after it.
-            found = protocol.leftovers(place, damaged=True)
-            protocol.delete_root(place, found.root_bytes, record)
+            # Read again, because no save begins after the record, so this result stays true.
+            found = protocol.leftovers(store, damaged=True)
+            protocol.delete_root(store, found.root_bytes, record)
         except CheckpointError:
-            # Of several, an earlier one may have seen no pin, and be about to delete: the record must stay then.
+            # An earlier removal may have seen no pin and be about to delete. Then the record must stay.
             if first:
-                _take_back(place, found, own)
+                _delete_record(store, found, own)
             raise
         objects = len(found.markers) + (found.root_bytes is not None) + found.claimed
         finished = [marker.save_id for marker in found.markers]
-        objects += protocol.clean(place, found.markers, finished=finished, removal=record)
-        pins = protocol.pin_keys(place)
-        protocol.check_removal(place, record)
-        place.delete([*found.probes, *pins, CLAIM_KEY])
-        protocol.sweep(place)
-        protocol.check_removal(place, record)
-        # Last: as long as anything is left, it says so.
-        place.delete([REMOVAL_KEY])
-        place.remove_folder()
+        objects += protocol.clean(store, found.markers, finished=finished, removal=record)
+        pins = protocol.pin_keys(store)
+        protocol.check_removal(store, record)
+        store.delete([*found.probes, *pins, CLAIM_KEY])
+        protocol.sweep(store)
+        protocol.check_removal(store, record)
+        # Last, because the record must exist as long as other objects are left.
+        store.delete([REMOVAL_KEY])
+        store.remove_folder()
     return objects
 
 
-def _take_back(place: Store, found: Leftovers, own: bytes) -> None:
-    """Delete the record of a removal that could not delete anything: the checkpoint is no other than before."""
+def _delete_record(store: Store, found: Leftovers, own: bytes) -> None:
+    """Delete the record of a removal that has deleted nothing, if the checkpoint and the record are unchanged."""
     with suppress(CheckpointError):
-        unchanged = found.root is None or protocol.read_root(place).save_id == found.root.save_id
-        if unchanged and protocol.removal_record(place) == own:
-            place.delete([REMOVAL_KEY])
+        unchanged = found.root is None or protocol.read_root(store).save_id == found.root.save_id
+        if unchanged and protocol.removal_record(store) == own:
+            store.delete([REMOVAL_KEY])

@@ -1,4 +1,4 @@
-"""Check every stored object of a checkpoint: by a listing, or by reading all of it. No torch."""
+"""Check every stored object of a checkpoint, by a listing or by reading all objects. No torch."""
 
 from __future__ import annotations
 
@@ -40,15 +40,18 @@ from zarrckpt._read.catalog import Catalog
 from zarrckpt._read.chunks import runs_of
 
 _UNSTORED = 1 << 16
-"""A document can claim any number of chunks: at most so many are looked for that no table is stored for."""
+"""Maximum number of missing chunks that are checked if the table of checksums is damaged too.
+
+A damaged document can have any number of chunks.
+"""
 
 FaultText = str | None
-"""What is wrong with an object, or None."""
+"""A description of an object's damage, or None."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One object that is not what was saved: its key below the url, the entry that needs it ("" for none), and why."""
+    """A damaged object: its key below the url, the entry that needs it ("" for none), and the reason."""
 
     key: str
     fqn: str
@@ -57,15 +60,15 @@ class Damage:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :meth:`Checkpoint.verify` found. True where nothing is wrong."""
+    """The result of :meth:`Checkpoint.verify`. True if there is no damage."""
 
     url: str
     save_id: str
     quick: bool
     objects: int
-    """How many objects were looked at."""
+    """The number of objects that were checked."""
     nbytes: int
-    """Their bytes: those listed, or with ``quick=False`` those read."""
+    """The size of these objects in the listing, or with ``quick=False`` the number of bytes read."""
     damages: tuple[Damage, ...]
     seconds: float
 
@@ -73,19 +76,19 @@ class VerifyReport:
         return not self.damages
 
     def raise_if_damaged(self) -> None:
-        """Raise CorruptCheckpointError naming the first ten damaged objects, if there are any."""
+        """Raise CorruptCheckpointError with the first ten damaged objects if there are any."""
         if not self.damages:
             return
         shown = "\n".join(f"  {damage.key!r} of {damage.fqn!r}: {damage.reason}" for damage in self.damages[:10])
         more = f"\n  and {len(self.damages) - 10} more" if len(self.damages) > 10 else ""
         raise CorruptCheckpointError(
-            f"{len(self.damages)} of {self.objects} objects in {self.url} are not what was saved:\n{shown}{more}"
+            f"{len(self.damages)} of {self.objects} objects in {self.url} are damaged:\n{shown}{more}"
         )
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """One object: its size, where that is known, and how it is checked by reading it."""
+    """An object to check: its size if known, and the function that reads and checks it."""
 
     key: str
     fqn: str
@@ -106,7 +109,7 @@ def verify(catalog: Catalog, *, quick: bool, max_inflight_bytes: int, progress: 
 
 
 class _Verification:
-    """One verification under way."""
+    """A running verification."""
 
     def __init__(self, catalog: Catalog, max_inflight_bytes: int, progress: Progress | None) -> None:
         self._catalog = catalog
@@ -116,7 +119,7 @@ class _Verification:
         self._lock = threading.Lock()
         self._unreadable: str | None = None
         self._listed: dict[str, int] = {}
-        """Key -> size of every object that is there."""
+        """Key -> size of every stored object."""
         self.damages: list[Damage] = []
         self.objects = self.nbytes = 0
 
@@ -128,7 +131,7 @@ class _Verification:
                 refuse_false_listing(self._store, NODE)
         expected = [*self._documents(), *self._tables()]
         self._ask_sizes(expected)
-        # Their damage is found by their own checks; chunks have to speak for themselves then.
+        # Damaged tables are found by their own checks. Chunks are then checked by the checksums in their objects.
         tables = (quick and self._catalog.root.sizes is None) or self._can_read_tables()
         if self._can_be_as_many(listed):
             chunks = [*self._chunks(tables)]
@@ -148,14 +151,14 @@ class _Verification:
         return self
 
     def _ask_sizes(self, expected: Sequence[_Expected]) -> None:
-        """Ask for the size of each object if the store cannot list them."""
+        """Request the size of each object if the store cannot list them."""
 
-        def ask(key: str) -> None:
+        def request_size(key: str) -> None:
             with suppress(ObjectNotFoundError):
                 self._listed[key] = self._store.size(key)
 
         if not self._store.lists_all:
-            run_jobs((partial(ask, item.key) for item in expected), self._store.max_concurrency)
+            run_jobs((partial(request_size, item.key) for item in expected), self._store.max_concurrency)
 
     def _can_read_tables(self) -> bool:
         try:
@@ -168,7 +171,10 @@ class _Verification:
         return True
 
     def _note_tables(self) -> None:
-        """Name the table that could not be read, where its size is right: it is altered, or says what none says."""
+        """Add a damage for each table that cannot be read, unless one is noted for it.
+
+        If each table alone can be read, the last one, the table of sizes, has impossible values.
+        """
         if self._unreadable is None:
             return
         root, keys = self._catalog.root, {}
@@ -182,14 +188,14 @@ class _Verification:
         self.damages += [Damage(key, "", fault) for key, fault in keys.items() if fault and key not in noted]
 
     def _can_be_as_many(self, listed: dict[str, int]) -> bool:
-        """Whether the chunks that the root claims are worth looking for. If not, the table of checksums is damaged."""
+        """Whether to check the chunks in the root. If not, the table of checksums is damaged, and this is noted."""
         root = self._catalog.root
         length = root.checksums.length
         stored = listed.get(table_node(root.save_id, CHECKSUMS, length).chunk_key((0,)), 0)
         return stored >= 4 * length or length <= len(listed) + _UNSTORED
 
     def _is_there(self, item: _Expected, listed: dict[str, int]) -> bool:
-        """Whether an object is listed with its size. Notes where it is not."""
+        """Whether an object is listed with the expected size. Adds a damage if not."""
         size = listed.get(item.key)
         if size is not None and item.size in (None, size):
             return True
@@ -213,7 +219,7 @@ class _Verification:
         except (CorruptCheckpointError, ForeignObjectsError, UnsupportedFormatError) as err:
             return str(err)
 
-    # -- what a checkpoint consists of
+    # -- the objects of a checkpoint
 
     def _documents(self) -> Iterator[_Expected]:
         root = self._catalog.root
@@ -259,11 +265,11 @@ class _Verification:
             return chunk_object_bytes(node)
         return self._catalog.chunk_table(node, chunk).object_size if tables else None
 
-    # -- how it is checked
+    # -- checks of one object
 
     def _exactly(self, key: str, fqn: str, data: bytes) -> _Expected:
         def check() -> FaultText:
-            return None if self._store.get(key) == data else "its bytes are not what was saved"
+            return None if self._store.get(key) == data else "its bytes differ from the save"
 
         return _Expected(key, fqn, len(data), check)
 
@@ -274,50 +280,50 @@ class _Verification:
 
     def _check_root(self) -> FaultText:
         root = protocol.parse_committed(self._store.get(NODE), self._store.url)
-        return None if root.save_id == self._catalog.root.save_id else "it is of another save"
+        return None if root.save_id == self._catalog.root.save_id else "it belongs to another save"
 
     def _check_claim(self) -> FaultText:
         own = self._catalog.root
         claimed = parse_claim(self._store.get(CLAIM_KEY), "the claim")
-        return "it is of another save" if not own.tree and claimed != own.save_id else None
+        return "it belongs to another save" if not own.tree and claimed != own.save_id else None
 
     def _check_marker(self) -> FaultText:
         own, key = self._catalog.root, marker_key(self._catalog.root.save_id)
         marker = parse_marker(self._store.get(key), "the marker")
         if (marker.save_id, marker.tree) != (own.save_id, own.tree):
-            return "it is of another save"
-        unnamed = {node.path for node in own.arrays()} - {*marker.arrays}
-        return f"it does not name {sorted(unnamed)[:3]}" if unnamed else None
+            return "it belongs to another save"
+        unlisted = {node.path for node in own.arrays()} - {*marker.arrays}
+        return f"it does not list {sorted(unlisted)[:3]}" if unlisted else None
 
     def _check_chunk(self, node: ArrayNode, chunk: Ints) -> FaultText:
-        """Read a chunk in parts of some MiB, subchunks and index."""
+        """Read a chunk's subchunks and index in parts of a few MiB, and check them against the table."""
         key, table = node.under(self._catalog.root.tree).chunk_key(chunk), self._catalog.chunk_table(node, chunk)
         for begin, end in _read_parts(node, table, self._memory):
             with self._memory.hold(end - begin):
                 stored = np.frombuffer(self._store.read(key, begin, end - begin), np.uint8)
                 if not table.check(begin, stored):
-                    return f"bytes {begin}-{end} are not what was saved"
+                    return f"bytes {begin}-{end} differ from the save"
         return None
 
     def _check_alone(self, node: ArrayNode, chunk: Ints) -> FaultText:
-        """Without tables: whether a chunk's parts have the checksums that are stored behind them."""
+        """Check a chunk without tables: the parts must have the checksums that are stored behind them."""
         key = node.under(self._catalog.root.tree).chunk_key(chunk)
-        size, most = self._listed[key], max_chunk_object_bytes(node)
-        if size > most:
-            return f"it has {size} bytes, expected at most {most}"
+        size, largest = self._listed[key], max_chunk_object_bytes(node)
+        if size > largest:
+            return f"it has {size} bytes, expected at most {largest}"
         with self._memory.hold(size):
             stored = np.frombuffer(self._store.read(key, 0, size), np.uint8)
             for begin, nbytes in _stored_spans(node, stored) or [(0, 0)]:
                 part = stored[begin : begin + nbytes]
                 if not CRC_BYTES < nbytes == len(part) or stored_crc(part) is None:
-                    return f"bytes {begin}-{begin + nbytes} do not have the checksum that is stored behind them"
+                    return f"bytes {begin}-{begin + nbytes} do not match the checksum that is stored behind them"
                 if not stored_size_is_right(node, part):
                     return f"bytes {begin}-{begin + nbytes} are not the compressed elements of a subchunk"
         return None
 
 
 def _stored_spans(node: ArrayNode, stored: RawArray) -> list[tuple[int, int]] | None:
-    """Where a chunk's subchunks are, (begin, bytes), by its own index; None where that is altered."""
+    """Return (begin, bytes) of a chunk's subchunks from its index, or None if the index is altered."""
     if node.grid.subchunk_shape is None:
         return [(0, len(stored))]
     index = stored[-index_bytes(node) :]
@@ -328,7 +334,10 @@ def _stored_spans(node: ArrayNode, stored: RawArray) -> list[tuple[int, int]] | 
 
 
 def _read_parts(node: ArrayNode, table: ChunkTable, memory: BytesBudget) -> Iterator[tuple[int, int]]:
-    """The bytes of a chunk's object, from and to, at bounds of subchunks; its index at the end."""
+    """Yield ranges of bytes, as (begin, end), that together are a chunk's object.
+
+    They begin and end at bounds of subchunks. The last one is the index.
+    """
     count = len(table.checksums)
     for numbers in runs_of(node, range(count), memory):
         yield table.begin(numbers.start), table.begin(numbers.stop)

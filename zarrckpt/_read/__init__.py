@@ -1,1 +1,1 @@
-"""A committed checkpoint, read: its root, its chunks, its arrays. No torch."""
+"""Read a committed checkpoint: its root document, its chunks and its arrays. No torch."""

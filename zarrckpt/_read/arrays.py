@@ -1,4 +1,4 @@
-"""Tensors of an open checkpoint in memory: whole ones as numpy arrays, or box by box. No torch."""
+"""Read tensors of an open checkpoint into memory, whole as numpy arrays or box by box. No torch."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def fill_boxes(
     max_inflight_bytes: int,
     progress: Progress | None = None,
 ) -> None:
-    """Fill a target (raw elements, the box's shape) with each box, all their chunks side by side.
+    """Fill a target (raw elements, the box's shape) with each box, and read the chunks of all boxes in parallel.
 
-    One request for the table of checksums, unless that was read before, then those for the chunks.
+    One request for the table of checksums, unless it was read before, then the requests for the chunks.
     """
     memory = BytesBudget(max_inflight_bytes)
     tally = Tally(sum(box.nbytes for box in boxes), progress)
@@ -54,7 +54,7 @@ def fill_boxes(
     jobs = (
         partial(counted, job)
         for (node, box), target in zip(boxes, targets, strict=True)
-        if box.size  # what has no elements needs no table either
+        if box.size  # a box without elements does not need the table either
         for job in catalog.stored(node).box_jobs(box, target, memory)
     )
     with catalog.explaining_damage():
@@ -68,10 +68,10 @@ def read_arrays(
     progress: Progress | None,
     out: Mapping[str, Any] | None = None,
 ) -> dict[str, Array]:
-    """Read tensors: name -> array. ``out`` is memory that is filled, see :meth:`Checkpoint.read`."""
+    """Read tensors and return fqn -> array. ``out`` is memory to fill, see :meth:`Checkpoint.read`."""
     nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
     if out is not None:
-        arrays = _given(nodes, out)
+        arrays = _check_out(nodes, out)
         raw = {fqn: array.view(raw_dtype(nodes[fqn].dtype.itemsize)) for fqn, array in arrays.items()}
     else:
         with catalog.explaining_damage():
@@ -90,15 +90,16 @@ def read_boxes(catalog: Catalog, boxes: Sequence[StoredBox], max_inflight_bytes:
 
 
 def read_in_order(catalog: Catalog, fqns: Iterable[str], max_bytes: int) -> Iterator[tuple[str, RawArray]]:
-    """Yield the names and elements of tensors, one tensor after the other, each in C order: raw, in parts.
+    """Yield parts of tensors as (fqn, raw elements), one tensor after the other, each tensor in C order.
 
-    What is read at once takes about ``max_bytes``: parts of one large tensor, or several small ones, all their chunks
-    side by side. Tensors without elements have no part. Errors as in ``Checkpoint.read``.
+    Parts are read in batches that need about ``max_bytes`` of memory: parts of one large tensor, or several small
+    tensors. The chunks of a batch are read in parallel. Tensors without elements have no part. Errors as in
+    ``Checkpoint.read``.
     """
     nodes = {fqn: catalog.root.tensors[fqn] for fqn in fqns}
     for node in nodes.values():
         catalog.refuse_unbacked_size(node)
-    half = max(1, max_bytes // 2)  # the other half is for what is on its way
+    half = max(1, max_bytes // 2)  # the other half is for the requests under way
     boxes = (
         (fqn, StoredBox(node, box))
         for fqn, node in nodes.items()
@@ -108,12 +109,12 @@ def read_in_order(catalog: Catalog, fqns: Iterable[str], max_bytes: int) -> Iter
         names = [fqn for fqn, _ in batch]
         arrays = read_boxes(catalog, [box for _, box in batch], half)
         while arrays:
-            # Not kept here: what has been written is freed.
+            # Without a reference here, the caller frees each part after use.
             yield names.pop(0), arrays.pop(0)
 
 
 def batches(items: Iterable[T], nbytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
-    """Items in groups, in their order, each of at most so many bytes; a larger item is alone."""
+    """Yield the items in order, in lists of at most ``max_bytes`` each. A larger item has its own list."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -128,7 +129,10 @@ def batches(items: Iterable[T], nbytes_of: Callable[[T], int], max_bytes: int) -
 
 
 def stored_boxes(node: ArrayNode, max_bytes: int) -> Iterator[Box]:
-    """The boxes of a tensor's chunks; of larger ones parts. A tensor without elements is one empty box."""
+    """Yield the boxes of a tensor's chunks, cut into parts of at most ``max_bytes``.
+
+    A tensor without elements yields one empty box.
+    """
     grid = node.grid
     if not grid.num_chunks:
         yield grid.whole
@@ -137,7 +141,7 @@ def stored_boxes(node: ArrayNode, max_bytes: int) -> Iterator[Box]:
 
 
 def _contiguous_boxes(node: ArrayNode, whole: Box, max_bytes: int) -> Iterator[Box]:
-    """Boxes that cover a box of a tensor, each at most ``max_bytes`` and contiguous in it in C order, one by one."""
+    """Yield boxes that together are a box of a tensor, in C order, each contiguous and at most ``max_bytes``."""
     shape, itemsize = whole.shape, node.dtype.itemsize
     if not whole.size:
         return
@@ -156,44 +160,44 @@ def _contiguous_boxes(node: ArrayNode, whole: Box, max_bytes: int) -> Iterator[B
 
 
 def _aligned_rows(node: ArrayNode, axis: int, step: int) -> int:
-    """So many rows or a few less: whole chunks where that is possible, else whole subchunks."""
+    """Return ``step`` rounded down to rows of whole chunks if possible, otherwise to rows of whole subchunks."""
     for shape in (node.grid.chunk_shape, node.grid.subchunk_shape or node.grid.chunk_shape):
         if step >= shape[axis]:
             return step - step % shape[axis]
     return step
 
 
-def _given(nodes: Mapping[str, ArrayNode], out: Mapping[str, Any]) -> dict[str, Array]:
-    """The caller's memory for tensors as arrays. All that does not fit is listed, before any of it is touched."""
+def _check_out(nodes: Mapping[str, ArrayNode], out: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the caller's memory for tensors as arrays. Raises one error for all memory that does not fit."""
     lacking = [fqn for fqn in nodes if fqn not in out]
     if lacking:
-        raise KeyMismatchError(f"out has no memory for {lacking[:5]}: every tensor that is read needs some")
+        raise KeyMismatchError(f"out has no memory for {lacking[:5]}: pass memory for every tensor that is read")
     arrays = {fqn: _memory_of(fqn, out[fqn]) for fqn in nodes}
     odd = [
-        f"  {fqn!r}: memory of shape {array.shape}, {array.dtype}; the tensor has {nodes[fqn].grid.shape}, "
+        f"  {fqn!r}: memory of shape {array.shape}, {array.dtype}, expected {nodes[fqn].grid.shape}, "
         f"{nodes[fqn].dtype.name}"
         for fqn, array in arrays.items()
         if array.shape != nodes[fqn].grid.shape or array.dtype not in _dtypes_of(nodes[fqn])
     ]
     if odd:
-        raise KeyMismatchError("what out holds does not fit, nothing was read:\n" + "\n".join(odd))
+        raise KeyMismatchError("out has memory that does not fit the tensors. Nothing was read:\n" + "\n".join(odd))
     return arrays
 
 
 def _memory_of(fqn: str, given: Any) -> Array:
-    """A view of writable memory."""
+    """Return the caller's memory as an array. Raises TypeError, or ValueError for read-only memory."""
     try:
         array: Array = given if isinstance(given, np.ndarray) else np.asarray(memoryview(given))
     except (TypeError, ValueError) as err:
         raise TypeError(
-            f"out[{fqn!r}] is of type {type(given).__name__}, which has no buffer of numbers ({err}): give a numpy "
-            "array, of a torch CPU tensor its .numpy()"
+            f"out[{fqn!r}] is a {type(given).__name__}, which has no buffer of numbers ({err}): pass a numpy array, or "
+            "the .numpy() of a torch CPU tensor"
         ) from err
     if not array.flags.writeable:
-        raise ValueError(f"out[{fqn!r}] is read-only: give memory that can be filled, for example a copy of it")
+        raise ValueError(f"out[{fqn!r}] is read-only: pass writable memory, for example a copy of it")
     return array
 
 
 def _dtypes_of(node: ArrayNode) -> list[np.dtype[Any]]:
-    """The numpy types that memory for a tensor may have: its own, and where few know that, the unsigned integer's."""
+    """Return the numpy types that memory for a tensor may have: its own type and its portable type."""
     return [node.dtype.numpy, node.dtype.portable.numpy]

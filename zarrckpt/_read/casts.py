@@ -1,4 +1,4 @@
-"""Casts of stored floating tensors: which tensors an option means, and the conversion. No torch."""
+"""Choose the floating tensors that an option casts, and cast their elements. No torch."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from zarrckpt._format.matching import matches, select
 from zarrckpt._format.root import Root
 
 DTypeOption = str | Mapping[str, str] | None
-"""``dtype=``: one for all floating tensors, or pattern -> dtype."""
+"""The option ``dtype=``: one dtype for all floating tensors, or pattern -> dtype."""
 
 SCALES = "float8_e8m0fnu"
-"""Powers of two that scale other tensors: no zero, no sign. Nothing is cast to it or from it."""
+"""A type of powers of two that scale other tensors, without zero and sign. No tensor is cast to it or from it."""
 
 _SATURATING = "float8_e4m3fn"
-"""It has no infinity: torch gives its greatest number for values beyond its range and for infinite ones."""
+"""A type without infinity. As in torch, values beyond its range and infinities become its largest number."""
 
 _GREATEST = np.float32(448)
-"""The greatest number of ``_SATURATING``."""
+"""The largest number of ``_SATURATING``."""
 
 _COUNTERS = ("step", "global_step", "iteration")
 """The last parts of the names of counters. In bfloat16 a counter stops at 256."""
 
 _WEIGHTS = {"weight", "bias"}
-"""Parts of the names of parameters: those of one element are no counters."""
+"""Parts of the names of parameters. A parameter with one element is not a counter."""
 
 
 @dataclass(frozen=True)
 class Casts:
-    """The tensors that are cast, with their new dtypes, and floating ones that were meant and keep their dtype."""
+    """The tensors that are cast, with their new dtypes, and floating tensors that match and keep their dtype."""
 
     dtypes: Mapping[str, DType] = field(default_factory=dict)
     uncast: tuple[str, ...] = ()
@@ -45,15 +45,15 @@ def parse_dtype(name: object) -> DType:
     """Return a dtype that floating tensors can be cast to. Raises ValueError and UnsupportedValueError."""
     dtype = by_torch_name(str(name))
     if dtype.kind != "float" or dtype.name == SCALES:
-        raise ValueError(f"floating tensors are cast to a floating dtype such as 'bfloat16', not to {dtype.name!r}")
+        raise ValueError(f"dtype must be a floating dtype such as 'bfloat16', got {dtype.name!r}")
     return dtype
 
 
 def plan_casts(root: Root, names: Iterable[str], where: str, option: DTypeOption) -> Casts:
-    """Choose the new dtypes of some entries. ``where`` names them in errors.
+    """Choose the new dtypes of some entries. ``where`` describes them in errors.
 
-    Tensors that count or hold one number of a training's state keep their dtype, unless the option has their full
-    name. Raises ValueError for a dtype or a pattern that casts nothing, KeyMismatchError for a pattern without tensors.
+    Counters and single numbers keep their dtype unless the option has their full name. Raises ValueError for a wrong
+    dtype and for a pattern that casts no tensor, KeyMismatchError for a pattern that matches no tensor.
     """
     if option is None:
         return Casts()
@@ -70,7 +70,7 @@ def plan_casts(root: Root, names: Iterable[str], where: str, option: DTypeOption
     for pattern in dtypes:
         if not any(matches(fqn, pattern) for fqn in cast):
             some = [fqn for fqn in floats if matches(fqn, pattern)]
-            found = f"{some[0]!r}, a single number or counter: give its full name to cast it" if some else "none"
+            found = f"{some[0]!r}, a counter or single number: use its full name to cast it" if some else "none"
             raise ValueError(f"dtype for {pattern!r} in {where}: expected floating tensors, found {found}")
     return Casts(
         {fqn: dtypes[cast[fqn]] for fqn in floats if fqn in cast},
@@ -88,7 +88,7 @@ def first_patterns(tensors: Collection[str], where: str, patterns: Iterable[str]
 
 
 def _single_numbers(root: Root, tensors: Iterable[str]) -> set[str]:
-    """Return the tensors that are counters or single numbers: ``step``, 0-d ones, and state of one element."""
+    """Return the tensors that are counters or single numbers: ``step``, 0-d tensors, and state of one element."""
     shapes = {fqn: node.grid.shape[1 if fqn in root.stacks else 0 :] for fqn, node in root.tensors.items()}
     largest: dict[str, int] = {}
     for fqn, shape in shapes.items():
@@ -98,7 +98,7 @@ def _single_numbers(root: Root, tensors: Iterable[str]) -> set[str]:
     for fqn in tensors:
         parent, _, name = fqn.rpartition(".")
         shape = shapes[fqn]
-        # The momentum of a parameter of one element has one element, too; beside larger tensors it is a number.
+        # The momentum of a parameter of one element has one element too. Next to larger tensors it is a single number.
         weight = name in _WEIGHTS or (largest[parent] == 1 and not _WEIGHTS.isdisjoint(parent.split(".")))
         if name in _COUNTERS or not shape or (math.prod(shape) == 1 and not weight):
             found.add(fqn)
@@ -106,7 +106,7 @@ def _single_numbers(root: Root, tensors: Iterable[str]) -> set[str]:
 
 
 class CastTarget:
-    """Takes the elements of a box, and passes them on cast to another floating type."""
+    """A target for the elements of a box, which casts them to another floating type."""
 
     def __init__(self, old: DType, new: DType, out: RawArray) -> None:
         self.dtype = raw_dtype(old.itemsize)
@@ -115,21 +115,21 @@ class CastTarget:
         self._old, self._new, self._out = old, new, out
         self._lock = threading.Lock()
 
-    def __setitem__(self, place: tuple[slice, ...], cells: RawArray) -> None:
-        self._out[place], lost = cast_elements(cells, self._old, self._new)
+    def __setitem__(self, index: tuple[slice, ...], cells: RawArray) -> None:
+        self._out[index], lost = cast_elements(cells, self._old, self._new)
         if lost:
             with self._lock:
                 self.overflowed += lost
 
 
 def cast_elements(cells: RawArray, old: DType, new: DType) -> tuple[RawArray, int]:
-    """Cast raw elements to another floating type by the rule of ``docs/reference/casts.md``, torch 2.13's.
+    """Cast raw elements to another floating type as torch 2.13 does, see ``docs/reference/casts.md``.
 
     Returns them, and the number of finite values beyond the range of the new type.
     """
     values = np.asarray(cells).view(old.numpy)
     with np.errstate(over="ignore", invalid="ignore"):
-        # torch casts float64 to narrower types by way of float32, and so does ml_dtypes. numpy's float16 does not.
+        # torch and ml_dtypes cast float64 to narrower types through float32. numpy does not for float16.
         narrow = values.astype(np.float32) if new.itemsize < 4 else values
         cast = np.asarray(narrow.astype(new.numpy))
     lost = int(np.count_nonzero(np.isfinite(values))) - int(np.count_nonzero(np.isfinite(cast)))

@@ -1,4 +1,4 @@
-"""A committed checkpoint as a reader sees it: the root, the tables, entries by name. No torch."""
+"""Open a committed checkpoint for reading: its root document, its tables and its entries by name. No torch."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ from zarrckpt._read.chunks import LARGE_BYTES, StoredArray
 from zarrckpt._store import Store, StoreSpec
 
 _MANY = 1 << 16
-"""Subchunks of one array: a list of so many is no burden."""
+"""Number of subchunks of one array up to which readers can list them without a check of the table's length."""
 
 _Parts = Mapping[str, RawArray]
-"""Node path -> the array's part of a table."""
+"""The parts of a table by node path."""
 
 
 class Catalog:
-    """One committed checkpoint, opened once: one request for the root, one for the checksums when first needed.
+    """A committed checkpoint. Costs one request for the root, and one for the checksums when they are first needed.
 
-    Where arrays are compressed, the sizes of what is stored come with the checksums, by another request.
+    If an array is compressed, another request reads the stored sizes at the same time as the checksums.
 
-    A pickle holds the root and the recipe for the store; the copy opens the store anew, without asking for the root.
+    A pickle contains the root and the store's specification. The copy opens the store again, and does not read the
+    root.
     """
 
     def __init__(self, spec: StoreSpec, root: Root | None = None) -> None:
@@ -62,28 +63,28 @@ class Catalog:
 
     @property
     def store(self) -> Store:
-        """The checkpoint's store: a forked child opens its own."""
+        """The checkpoint's store. A forked child opens its own."""
         return self._spec.open()
 
     def checksums(self, node: ArrayNode) -> RawArray:
-        """An array's part of the checksum table (uint32, chunks and their subchunks in C order)."""
+        """Return an array's part of the table of checksums (uint32, chunks and their subchunks in C order)."""
         return self._read_tables()[0][node.path]
 
     def sizes(self, node: ArrayNode) -> RawArray | None:
-        """A compressed array's part of the table of stored sizes (uint32, in the order of the checksums), else None."""
+        """Return a compressed array's stored sizes (uint32, ordered as the checksums), or None for other arrays."""
         return self._read_tables()[1].get(node.path)
 
     def chunk_table(self, node: ArrayNode, chunk: Ints) -> ChunkTable:
-        """One chunk's part of the tables."""
+        """Return one chunk's part of the tables."""
         return self.stored(node).table(chunk)
 
     def stored(self, node: ArrayNode) -> StoredArray:
-        """An array as what reads it takes it: with its place and its parts of the tables."""
+        """Return an array with its store, its path there and its parts of the tables."""
         checksums, sizes = self._read_tables()
         return StoredArray(self.store, node.under(self.root.tree), checksums[node.path], sizes.get(node.path))
 
     def _read_tables(self) -> tuple[_Parts, _Parts]:
-        """Each array's part of the checksums, and of the sizes; read once, both at the same time."""
+        """Return each array's part of the checksums and of the sizes. The first call reads both tables in parallel."""
         with self._lock:
             if self._tables is None:
                 arrays, sizes = self.root.arrays(), self.root.sizes
@@ -103,53 +104,53 @@ class Catalog:
         return parts
 
     def _check_sizes(self, node: ArrayNode, sizes: RawArray) -> None:
-        """Refuse sizes that no compressed subchunk has: what they say is allocated."""
-        most = max_stored_subchunk_bytes(node)
-        odd = sizes[(sizes <= CRC_BYTES) | (sizes > most)]
+        """Raise CorruptCheckpointError for impossible sizes, because readers allocate memory of these sizes."""
+        largest = max_stored_subchunk_bytes(node)
+        odd = sizes[(sizes <= CRC_BYTES) | (sizes > largest)]
         if len(odd):
             raise CorruptCheckpointError(
-                f"the {SIZES} table in {self.store.url} says that a subchunk of array {node.path!r} is stored in "
-                f"{odd[0]} bytes, expected {CRC_BYTES + 1} to {most}"
+                f"the {SIZES} table in {self.store.url} has a size of {odd[0]} bytes for a subchunk of array "
+                f"{node.path!r}, expected {CRC_BYTES + 1} to {largest}"
             )
 
     def stored_nbytes(self, node: ArrayNode) -> int:
-        """Bytes of an array's chunks as they are stored. No request, but for the tables where it is compressed."""
+        """Return the stored size of an array's chunks. No request, except for the tables if it is compressed."""
         nbytes = node.grid.num_chunks * chunk_object_bytes(node)
         with self.explaining_damage():
             sizes = self.sizes(node) if node.compression is not None else None
         if sizes is None:
             return nbytes
-        # The index of each chunk, where there is one, stays as long as it is.
+        # The index of a chunk has the same size with and without compression.
         plain = node.grid.num_subchunks * (subchunk_bytes(node) + CRC_BYTES)
         return nbytes - plain + int(sizes.sum(dtype=np.uint64))
 
     def refuse_more_chunks_than_checksums(self, node: ArrayNode) -> None:
-        """Raise CorruptCheckpointError where an array claims more chunks than there are checksums.
+        """Raise CorruptCheckpointError if an array has more chunks than the table has checksums.
 
-        A document can claim anything, and readers make lists of chunks. No request but that for the tables, and that
-        only where there are very many.
+        A damaged document can have any number of chunks, and readers build lists of them. Reads the tables for arrays
+        of more than 65,536 subchunks, and makes no other request.
         """
         if node.grid.num_subchunks > _MANY:
             with self.explaining_damage():
                 self.checksums(node)
 
     def refuse_unbacked_size(self, node: ArrayNode) -> None:
-        """Raise CorruptCheckpointError where an array claims to be much larger than what is stored of it.
+        """Raise CorruptCheckpointError if an array is much larger than its stored chunks.
 
-        Who indexes a zarr.Array allocates all that is asked for before the first chunk is read. One request for what
-        this process could not allocate, to see whether the first chunk is as long as it should be; else none.
+        Indexing a zarr.Array allocates the whole result before the first chunk is read. If this process cannot allocate
+        the array, one request checks whether the first chunk is stored whole. Otherwise no request.
         """
         self.refuse_more_chunks_than_checksums(node)
         if node.nbytes <= LARGE_BYTES:
             return
         try:
-            np.empty(node.nbytes, np.uint8)  # no memory is touched
+            np.empty(node.nbytes, np.uint8)  # reserves addresses and touches no memory
         except (MemoryError, ValueError):
             with self.explaining_damage():
                 self.stored(node).look_for_end()
 
     def writers(self) -> dict[str, RawArray]:
-        """Which rank wrote each chunk: node path -> uint32 array in the shape of the chunk grid. One request."""
+        """Return the rank that wrote each chunk: node path -> uint32 array, shaped as the chunk grid. One request."""
         table = self.read_writers()
         out, first = {}, 0
         for node in self.root.arrays():
@@ -159,16 +160,20 @@ class Catalog:
         return out
 
     def read_writers(self) -> RawArray:
-        """The table of writers, which the root does not bind: it is for people. Raises CorruptCheckpointError."""
+        """Read the table of writers. Raises CorruptCheckpointError.
+
+        The root has no checksum of this table, because it is only shown to people.
+        """
         table = self._read_table(WRITERS, sum(node.grid.num_chunks for node in self.root.arrays()), None)
         if len(table) and table.max() >= self.root.world_size:
             raise CorruptCheckpointError(
-                f"the table of writers in {self.store.url} names rank {table.max()}, but {self.root.world_size} saved"
+                f"the table of writers in {self.store.url} names rank {table.max()}, expected a rank below "
+                f"{self.root.world_size}"
             )
         return table
 
     def read_table(self, name: str, table: Table) -> RawArray:
-        """A table, checked against the root. Raises CorruptCheckpointError."""
+        """Read a table and check it against the root. Raises CorruptCheckpointError."""
         return self._read_table(name, table.length, table.crc32c)
 
     def _read_table(self, name: str, length: int, crc: int | None) -> RawArray:
@@ -183,17 +188,19 @@ class Catalog:
             stored = np.frombuffer(data, np.uint8)
             found = stored_crc(stored) if len(stored) == 4 * length + CRC_BYTES else None
             if found is None or (crc is not None and found != crc):
-                raise CorruptCheckpointError(f"the {name} table {key!r} in {self.store.url} is not what was saved")
+                raise CorruptCheckpointError(
+                    f"the {name} table {key!r} in {self.store.url} is damaged: its size or checksum differs"
+                )
         return stored[:-CRC_BYTES].view("<u4")
 
     def read_object(self, fqn: str, *, allow_pickle: bool = False) -> object:
-        """A non-tensor entry as the Python object that was saved.
+        """Return a non-tensor entry as the Python object that was saved.
 
-        Raises UnsafeValueError for a pickled one unless ``allow_pickle``; KeyMismatchError for an unknown name.
+        Raises UnsafeValueError for a pickled object unless ``allow_pickle``, KeyMismatchError for an unknown name.
         """
         entry = self.root.objects.get(fqn)
         if entry is None:
-            raise KeyMismatchError(f"no value {fqn!r} in {self.store.url}")
+            raise KeyMismatchError(f"there is no value {fqn!r} in {self.store.url}")
         if isinstance(entry, ValueEntry):
             try:
                 return json_values.decode_json(entry.json)
@@ -205,24 +212,29 @@ class Catalog:
 
     @contextmanager
     def explaining_damage(self) -> Iterator[None]:
-        """Tell damage from one that was replaced or removed while it was being read; say where memory is short."""
+        """Add the cause to errors of reading.
+
+        Raises CheckpointReplacedError or CheckpointRemovedError instead of CorruptCheckpointError if the checkpoint was
+        replaced or removed since it was opened. Adds the next step to other CorruptCheckpointErrors. Raises
+        CheckpointError instead of MemoryError.
+        """
         try:
             yield
         except CorruptCheckpointError as err:
             if (gone := self.replaced_or_removed()) is not None:
                 raise gone from err
-            step = f"list all damage: zarrckpt verify {self.store.url}; load an earlier checkpoint"
-            if step not in str(err):  # one such block may be inside another one
-                err.args = (f"{err}; {step}",)
+            step = f"List all damage: zarrckpt verify {self.store.url}. Load an earlier checkpoint"
+            if step not in str(err):  # these blocks can be nested
+                err.args = (f"{err}. {step}",)
             raise
         except MemoryError as err:
             raise CheckpointError(
-                f"what is read of {self.store.url} takes more memory than can be allocated here ({err}); if that is "
-                "not to be expected, the checkpoint is damaged"
+                f"memory for reading {self.store.url} cannot be allocated ({err}). If the size is not plausible, the "
+                "checkpoint is damaged"
             ) from err
 
     def replaced_or_removed(self) -> CheckpointError | None:
-        """The error for one that was replaced or removed since it was opened, else None. One request or two."""
+        """Return the error if the checkpoint was replaced or removed since it was opened. One or two requests."""
         where = f"the checkpoint at {self.store.url} (save {self.root.save_id[:8]})"
         try:
             if protocol.read_root(self.store).save_id != self.root.save_id:
@@ -230,14 +242,14 @@ class Catalog:
         except ObjectNotFoundError:
             with suppress(CheckpointError):
                 if protocol.was_removed(self.store):
-                    return CheckpointRemovedError(f"{where} was removed while it was being read: read another one")
+                    return CheckpointRemovedError(f"{where} was removed while it was being read: load another one")
         except CheckpointError:
-            pass  # what is damaged there is what was opened, as far as anybody knows
+            pass  # the root cannot be read, so there is no sign that it was replaced
         return None
 
 
 def _parts(table: RawArray, nodes: Sequence[ArrayNode]) -> _Parts:
-    """A table with an element for each subchunk, cut into the parts of its arrays."""
+    """Cut a table with an element for each subchunk into the parts of its arrays."""
     parts, first = {}, 0
     for node in nodes:
         parts[node.path] = table[first : first + node.grid.num_subchunks]

@@ -1,4 +1,4 @@
-"""Read boxes of stored arrays: jobs that fetch, check and copy what a box needs of a chunk, within a memory bound."""
+"""Read boxes of stored arrays by jobs that fetch, check and copy the needed subchunks within a memory bound."""
 
 from __future__ import annotations
 
@@ -23,47 +23,43 @@ if TYPE_CHECKING:
     from zarrckpt._store import Reader, Store
 
 Job = Callable[[], tuple[int, int]]
-"""Returns the bytes that it has fetched, and those that it has filled."""
-
+"""Return the number of bytes that were fetched, and of those that were filled."""
 
 LARGE_BYTES = 64 << 20
-"""A whole array of more bytes is not allocated before the store has shown that it holds one like it."""
+"""Memory for a larger array is not allocated before a request has shown that its first chunk is stored whole."""
 
 FILE_BYTES = 32 << 20
-"""Of a chunk in a local file, about so much is one thread's."""
+"""Approximate number of bytes of a local chunk that one thread reads."""
 
 READ_BYTES = 8 << 20
-"""Neighbouring subchunks are fetched together up to this many bytes a request, and twice that where memory allows."""
+"""Maximum size of a request for neighbouring subchunks. It can be up to twice as large if the memory bound allows."""
 _REQUESTS = 32
-"""So many requests are to fit in memory at once, where they are longer."""
+"""Number of requests that must fit into the memory bound if they are larger than READ_BYTES."""
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of a checkpoint: where it is stored, and what the tables say of it."""
+    """An array of a checkpoint, with its store and its parts of the tables."""
 
     store: Store
     node: ArrayNode
-    """Its path begins at the store's url."""
+    """The node, with a path relative to the store's url."""
     checksums: RawArray
-    """Of all its subchunks, chunks and their subchunks in C order."""
+    """The checksums of all subchunks, with chunks and their subchunks in C order."""
     sizes: RawArray | None = None
-    """Their stored sizes, where they are compressed."""
+    """The stored sizes of the subchunks in the same order, if the array is compressed."""
 
     def table(self, chunk: Ints) -> ChunkTable:
-        """What the tables say of one chunk."""
+        """Return one chunk's part of the tables."""
         return ChunkTable.of(self.node, chunk, self.checksums, self.sizes)
 
     def box_jobs(self, box: Box, target: Target, memory: BytesBudget) -> Iterator[Job]:
-        """Jobs that fill a target (raw elements, the box's shape) with a box of the array."""
+        """Yield jobs that fill a target (raw elements, the box's shape) with a box of the array."""
         for chunk in self.node.grid.chunks_of(box):
             yield from self.chunk_jobs(chunk, box, target, memory)
 
     def chunk_jobs(self, chunk: Ints, box: Box, target: Target, memory: BytesBudget) -> list[Job]:
-        """The jobs of :meth:`box_jobs` for one of the box's chunks.
-
-        Nothing is fetched but what shares a subchunk with the box.
-        """
+        """Return the jobs of :meth:`box_jobs` for one chunk. They fetch only subchunks that overlap the box."""
         node, table = self.node, self.table(chunk)
         numbers = subchunks_in(node.grid, chunk, box)
         runs: Sequence[Sequence[int]] = runs_of(node, numbers, memory)
@@ -75,7 +71,7 @@ class StoredArray:
         return [partial(read, ChunkPart(self, chunk, run, table), box, target, memory) for run in runs]
 
     def read(self, box: Box | None = None) -> RawArray:
-        """A box of the array (default: all of it) as raw elements, read in the calling thread."""
+        """Read a box of the array (default: the whole array) in the calling thread. Returns raw elements."""
         target = self.new_memory() if box is None else box_memory(self.node, box)
         whole = self.node.grid.whole if box is None else box
         for job in self.box_jobs(whole, target, BytesBudget(DEFAULT_MAX_INFLIGHT_BYTES)):
@@ -83,10 +79,11 @@ class StoredArray:
         return target
 
     def new_memory(self) -> RawArray:
-        """Memory for the whole array, raw elements.
+        """Allocate memory for the whole array, as raw elements.
 
-        A document can claim any size: before much is allocated, one request looks for the end of the first chunk.
-        Raises CorruptCheckpointError where that is not stored, CheckpointError where there is not so much memory.
+        A damaged document can have any size. So, for an array above LARGE_BYTES, one request first reads the end of
+        the first chunk. Raises CorruptCheckpointError if it is not stored, CheckpointError if the memory does not
+        suffice.
         """
         if self.node.nbytes > LARGE_BYTES:
             self.look_for_end()
@@ -94,19 +91,19 @@ class StoredArray:
             return box_memory(self.node, self.node.grid.whole)
         except (MemoryError, ValueError) as err:
             raise CheckpointError(
-                f"array {self.node.path!r} in {self.store.url} has {self.node.nbytes:,} bytes, more than can be "
-                "allocated here: read it in parts, ckpt[name][begin:end]"
+                f"memory for array {self.node.path!r} in {self.store.url} ({self.node.nbytes:,} bytes) cannot be "
+                "allocated: read it in parts, ckpt[name][begin:end]"
             ) from err
 
     def look_for_end(self) -> None:
-        """One request for the end of the first chunk. Raises CorruptCheckpointError where that is not stored."""
+        """Read the end of the first chunk, with one request. Raises CorruptCheckpointError if it is not stored."""
         first = (0,) * len(self.node.grid.shape)
         with self.missing_is_damage(first):
             self.store.read(self.node.chunk_key(first), self.table(first).object_size - CRC_BYTES, CRC_BYTES)
 
     @contextmanager
     def missing_is_damage(self, chunk: Ints) -> Iterator[None]:
-        """Raise CorruptCheckpointError in place of ObjectNotFoundError."""
+        """Raise CorruptCheckpointError instead of ObjectNotFoundError."""
         try:
             yield
         except ObjectNotFoundError as err:
@@ -118,12 +115,12 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class ChunkPart:
-    """Some subchunks of one chunk, which are read together."""
+    """Subchunks of one chunk that one job reads."""
 
     array: StoredArray
     chunk: Ints
     numbers: Sequence[int]
-    """Ascending; without gaps, where they are read with one request."""
+    """The subchunks' numbers, ascending. Without gaps if they are read with one request."""
     table: ChunkTable
 
     @property
@@ -136,18 +133,21 @@ class ChunkPart:
 
     @property
     def nbytes(self) -> int:
-        """The stored size of neighbours."""
+        """The stored size of all subchunks, which must be neighbours."""
         return self.table.begin(self.numbers[-1] + 1) - self.table.begin(self.numbers[0])
 
     def each(self, stored: RawArray) -> Iterator[tuple[int, RawArray]]:
-        """The number and the stored bytes of each of some neighbours; ``stored`` has those of all."""
+        """Yield the number and the stored bytes of each subchunk. ``stored`` has the bytes of all of them."""
         first = self.table.begin(self.numbers[0])
         for number in self.numbers:
             yield number, stored[self.table.begin(number) - first : self.table.begin(number + 1) - first]
 
 
 def subchunks_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
-    """The numbers of a chunk's subchunks that share elements with a box, which the chunk does; ascending."""
+    """Return the numbers of a chunk's subchunks that overlap a box, ascending.
+
+    Without subchunks the chunk itself has number 0, and must overlap the box.
+    """
     if grid.subchunk_shape is None:
         return [0]
     origin = tuple(c * n for c, n in zip(chunk, grid.chunk_shape, strict=True))
@@ -158,13 +158,13 @@ def subchunks_in(grid: Grid, chunk: Ints, box: Box) -> list[int]:
 
 
 def runs_of(node: ArrayNode, numbers: Sequence[int], memory: BytesBudget) -> list[range]:
-    """Ascending numbers of subchunks in runs of neighbours, each for one request."""
-    most = min(2 * READ_BYTES, max(READ_BYTES, memory.limit // _REQUESTS))
-    return neighbours(numbers, max(1, most // subchunk_bytes(node)))
+    """Return ascending numbers of subchunks as ranges of neighbours, each for one request."""
+    request_bytes = min(2 * READ_BYTES, max(READ_BYTES, memory.limit // _REQUESTS))
+    return neighbours(numbers, max(1, request_bytes // subchunk_bytes(node)))
 
 
 def neighbours(numbers: Sequence[int], longest: int) -> list[range]:
-    """Ascending numbers in runs without gaps, none longer than ``longest``."""
+    """Return ascending numbers as ranges without gaps, each at most ``longest`` long."""
     out: list[range] = []
     for number in numbers:
         if out and out[-1].stop == number and len(out[-1]) < longest:
@@ -175,9 +175,10 @@ def neighbours(numbers: Sequence[int], longest: int) -> list[range]:
 
 
 def read_local(part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
-    """Fill a target from a local file, straight where that may be; return the bytes read and the bytes filled.
+    """Fill a target from a local file. Returns the number of bytes read and of bytes filled.
 
-    Raises CorruptCheckpointError naming the array and the object for an absent, short or altered object.
+    Subchunks are read directly into the target if their bytes are contiguous there. Raises CorruptCheckpointError with
+    the array and the object's key for a missing, short or altered object.
     """
     array, node, size = part.array, part.node, subchunk_bytes(part.node)
     straight = [straight_bytes(node, part.chunk, number, box, target) for number in part.numbers]
@@ -193,9 +194,9 @@ def read_local(part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -
 
 
 def _read_checked(file: Reader, byte_offset: int, data: RawArray) -> int | None:
-    """Fill memory with a subchunk; its checksum, None where that is not the one that is stored behind it.
+    """Fill memory with a subchunk. Returns its checksum, or None if the checksum stored behind it differs.
 
-    Block by block, each while it is in the processor's cache.
+    Reads by blocks that fit into the CPU cache, so that a block's checksum is computed while it is there.
     """
     stored, crc = np.empty(CRC_BYTES, np.uint8), 0
     for begin in range(0, len(data), BLOCK_BYTES):
@@ -207,9 +208,10 @@ def _read_checked(file: Reader, byte_offset: int, data: RawArray) -> int | None:
 
 
 def read_run(part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> tuple[int, int]:
-    """Fetch, check and copy neighbouring subchunks; return the bytes fetched and the bytes filled. One request.
+    """Fetch, check and copy neighbouring subchunks. Returns the number of bytes fetched and of bytes filled.
 
-    Raises CorruptCheckpointError naming the array and the object for an absent, short or altered object.
+    One request. Raises CorruptCheckpointError with the array and the object's key for a missing, short or altered
+    object.
     """
     node, filled = part.node, 0
     with fetched(part, memory) as (stored, scratch):
@@ -224,15 +226,15 @@ def read_run(part: ChunkPart, box: Box, target: Target, memory: BytesBudget) -> 
 
 
 def unpacking_bytes(node: ArrayNode) -> int:
-    """The scratch memory that :func:`unpacked` needs: for a subchunk's elements, where the array is compressed."""
+    """Return the size of scratch memory for :func:`unpacked`: a subchunk's elements, or 0 without compression."""
     return 0 if node.compression is None else subchunk_bytes(node)
 
 
 @contextmanager
 def fetched(part: ChunkPart, memory: BytesBudget) -> Iterator[tuple[RawArray, RawArray]]:
-    """Neighbouring subchunks as they are stored, unchecked, and scratch memory for :func:`unpacked`. One request.
+    """Fetch neighbouring subchunks as they are stored, unchecked. One request.
 
-    Raises CorruptCheckpointError for an absent object.
+    Yields their bytes, and scratch memory for :func:`unpacked`. Raises CorruptCheckpointError for a missing object.
     """
     scratch = unpacking_bytes(part.node)
     if part.array.store.is_local or memory.is_special:
@@ -240,16 +242,16 @@ def fetched(part: ChunkPart, memory: BytesBudget) -> Iterator[tuple[RawArray, Ra
             fetch(part, taken[: part.nbytes])
             yield taken[: part.nbytes], taken[part.nbytes :]
     else:
-        # They come in the client's own memory, and are copied from there. It joins what has come to one buffer at the
-        # end of a request, and holds that twice for a moment: of those under way, a few at a time.
+        # The client allocates the memory of the bytes. At the end of a request it joins them to one buffer and briefly
+        # has them twice. The quarter is for this, because only a few of the requests under way end at one time.
         with memory.take(scratch, part.nbytes + part.nbytes // 4) as taken:
             yield fetch(part), taken
 
 
 def fetch(part: ChunkPart, stored: RawArray | None = None) -> RawArray:
-    """Neighbouring subchunks as they are stored, unchecked; in the memory that is given. One request.
+    """Fetch neighbouring subchunks as they are stored, unchecked, into ``stored`` if it is given. One request.
 
-    Raises CorruptCheckpointError for an absent object.
+    Raises CorruptCheckpointError for a missing object.
     """
     store, begin = part.array.store, part.table.begin(part.numbers[0])
     with part.array.missing_is_damage(part.chunk):
@@ -260,9 +262,10 @@ def fetch(part: ChunkPart, stored: RawArray | None = None) -> RawArray:
 
 
 def unpacked(part: ChunkPart, number: int, stored: RawArray, out: RawArray) -> RawArray:
-    """A stored subchunk, checked: its elements' bytes, in their place or, where they are compressed, in ``out``.
+    """Check a stored subchunk and return the bytes of its elements, decompressed into ``out`` if need be.
 
-    Raises CorruptCheckpointError naming the array and the object where it is not what was saved.
+    Without compression this is a view of ``stored``. Raises CorruptCheckpointError with the array and the object's key
+    if the subchunk differs from the save.
     """
     if not part.table.holds(number, stored):
         raise altered(part, number)
@@ -272,20 +275,20 @@ def unpacked(part: ChunkPart, number: int, stored: RawArray, out: RawArray) -> R
         part.node.compression.decode(stored[:-CRC_BYTES], out)
     except DecodeError as err:
         raise CorruptCheckpointError(
-            f"chunk {part.key!r} of array {part.node.path!r} in {part.array.store.url} is not what was saved: bytes "
-            f"{part.table.begin(number)}-{part.table.begin(number + 1)} do not decompress: {err}"
+            f"chunk {part.key!r} of array {part.node.path!r} in {part.array.store.url} is damaged: bytes "
+            f"{part.table.begin(number)}-{part.table.begin(number + 1)} cannot be decompressed: {err}"
         ) from err
     return out
 
 
 def altered(part: ChunkPart, number: int) -> CorruptCheckpointError:
-    """The error for a subchunk that is not what was saved."""
+    """Return the error for a subchunk that differs from the save."""
     return CorruptCheckpointError(
-        f"chunk {part.key!r} of array {part.node.path!r} in {part.array.store.url} is not what was saved: the checksum "
+        f"chunk {part.key!r} of array {part.node.path!r} in {part.array.store.url} is damaged: the checksum "
         f"of bytes {part.table.begin(number)}-{part.table.begin(number + 1)} differs"
     )
 
 
 def box_memory(node: ArrayNode, box: Box) -> RawArray:
-    """Memory for a box of a stored array, raw elements."""
+    """Allocate memory for a box of a stored array, as raw elements."""
     return np.empty(box.shape, raw_dtype(node.dtype.itemsize))

@@ -1,9 +1,9 @@
-"""bfloat16 and the float8 types for zarr-python, as data types over ml_dtypes.
+"""The types bfloat16 and float8 for zarr-python, as data types over ml_dtypes.
 
-zarr finds this module through two entry points of the installed package, so arrays of these types open in
-a process that never imported zarrckpt. zarr >= 3.4.1 loads those of the group ``zarr.data_type`` when it
-needs a type. Older ones only collect them, so a second entry point, in ``zarr.buffer``, brings this module
-in with the first read of a group, and importing it registers the types.
+zarr finds this module by two entry points of the installed package. So arrays of these types open in a process that
+never imported zarrckpt. zarr >= 3.4.1 loads the entry points of the group ``zarr.data_type`` when it needs a type.
+Older versions only collect them. For these, a second entry point in ``zarr.buffer`` imports this module at the first
+read of a group, and the import registers the types.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class _MlFloat(ZDType[np.dtype[np.generic], np.generic], HasItemSize):
-    """A floating point type of ml_dtypes, found there by its Zarr name.
+    """A floating point type of ml_dtypes, with its Zarr name.
 
-    Zarr format 3 only: format 2 names types as numpy does, and numpy writes these as plain ``V1`` or ``V2``.
+    Only for Zarr format 3. Format 2 uses numpy's names, and numpy writes these types as plain ``V1`` or ``V2``.
     """
 
     @classmethod
@@ -59,13 +59,13 @@ class _MlFloat(ZDType[np.dtype[np.generic], np.generic], HasItemSize):
 
     @classmethod
     def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
-        """Wrap a numpy dtype; ``DataTypeValidationError`` for another one."""
+        """Wrap a numpy dtype. Raises ``DataTypeValidationError`` for a different type."""
         if not cls._check_native_dtype(dtype):
             raise DataTypeValidationError(f"Invalid data type: {dtype}. Expected {cls._zarr_v3_name}.")
         return cls()
 
     def to_native_dtype(self) -> np.dtype[Any]:
-        """The numpy dtype of arrays in memory."""
+        """Return the numpy dtype of arrays in memory."""
         return self._ml_dtype()
 
     @classmethod
@@ -83,9 +83,9 @@ class _MlFloat(ZDType[np.dtype[np.generic], np.generic], HasItemSize):
     @overload
     def to_json(self, zarr_format: Literal[3]) -> str: ...
     def to_json(self, zarr_format: ZarrFormat) -> str:
-        """The type's name. ``ValueError`` for Zarr format 2, which has none."""
+        """Return the type's name. Raises ``ValueError`` for Zarr format 2, which has no name for it."""
         if zarr_format != 3:
-            raise ValueError(f"{self._zarr_v3_name} has no name in Zarr format 2; use zarr_format=3.")
+            raise ValueError(f"{self._zarr_v3_name} has no name in Zarr format 2: use zarr_format=3.")
         return self._zarr_v3_name
 
     def _check_scalar(self, data: object) -> bool:
@@ -96,25 +96,25 @@ class _MlFloat(ZDType[np.dtype[np.generic], np.generic], HasItemSize):
         return True
 
     def cast_scalar(self, data: object) -> np.generic:
-        """Round a number, or a string that spells one, to this type; ``TypeError`` for anything else."""
+        """Round a number, or a string with a number, to this type. Raises ``TypeError`` for anything else."""
         scalar_type = self._ml_dtype().type
         if isinstance(data, scalar_type):
             return cast("np.generic", data)  # not rounded again, so a NaN keeps its bits
         try:
-            # By way of float: a string that is no number makes scalars of ml_dtypes 0.6.0 crash the process.
+            # By float(), because scalars of ml_dtypes 0.6.0 crash the process for a string that is not a number.
             value = float(cast("SupportsFloat", data))
         except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(f"Expected a {self._zarr_v3_name} value, found {data!r}.") from error
         return cast("np.generic", scalar_type(value))
 
     def default_scalar(self) -> np.generic:
-        """Zero; NaN for float8_e8m0fnu, which has no zero."""
+        """Return zero, or NaN for float8_e8m0fnu, which has no zero."""
         return self.cast_scalar(0.0)
 
     def from_json_scalar(self, data: JSON, *, zarr_format: ZarrFormat) -> np.generic:
         """Read a fill value: a number, "NaN", "Infinity", "-Infinity", or the bits as "0x...".
 
-        Raises ``TypeError`` for another kind of value, ``ValueError`` for bits that do not fit the type.
+        Raises ``TypeError`` for any other value, ``ValueError`` for bits that do not fit the type.
         """
         if isinstance(data, str):
             if data.startswith("0x"):
@@ -132,7 +132,7 @@ class _MlFloat(ZDType[np.dtype[np.generic], np.generic], HasItemSize):
         return cast("np.generic", np.frombuffer(raw, self._ml_dtype())[0])
 
     def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> float | str:
-        """Spell a fill value as :meth:`from_json_scalar` reads it; "0x..." for a NaN that is not "NaN"."""
+        """Return a fill value as :meth:`from_json_scalar` reads it: "0x..." for a NaN with unusual bits."""
         scalar = self.cast_scalar(data)
         value = float(scalar)
         if math.isfinite(value):
@@ -145,19 +145,19 @@ class _MlFloat(ZDType[np.dtype[np.generic], np.generic], HasItemSize):
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(_MlFloat, HasEndianness):
-    """bfloat16. Unlike the single bytes, its chunks have a byte order, which the ``bytes`` codec names."""
+    """The type bfloat16. Unlike the types of one byte, it has a byte order, which the ``bytes`` codec names."""
 
     dtype_cls = type(by_name("bfloat16").numpy)
     _zarr_v3_name = "bfloat16"
 
     @classmethod
     def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
-        """Wrap a numpy dtype with its byte order; ``DataTypeValidationError`` for another type."""
+        """Wrap a numpy dtype with its byte order. Raises ``DataTypeValidationError`` for a different type."""
         super().from_native_dtype(dtype)
         return cls(endianness="little" if dtype.isnative == (sys.byteorder == "little") else "big")
 
     def to_native_dtype(self) -> np.dtype[Any]:
-        """The numpy dtype of arrays in memory, in the byte order of this instance."""
+        """Return the numpy dtype of arrays in memory, in the byte order of this instance."""
         dtype = self._ml_dtype()
         return dtype if self.endianness == sys.byteorder else dtype.newbyteorder(self.endianness)
 
@@ -193,15 +193,15 @@ class Float8E8M0FNU(_MlFloat):
 
 
 def _register(cls: type[_MlFloat]) -> type[ZDType[Any, Any]]:
-    """Register the class, unless zarr has one of that name already; return the one it has."""
+    """Register the class unless zarr has a type of this name. Returns the registered type."""
     name = cls._zarr_v3_name
-    # Not ``data_type_registry.get``: in zarr >= 3.4.1 that loads the entry points, which has brought us here.
+    # Not ``data_type_registry.get``: in zarr >= 3.4.1 it loads the entry points, and so imports this module.
     if name not in data_type_registry.contents:
         data_type_registry.register(name, cls)
     return data_type_registry.contents[name]
 
 
-# What the entry points name. zarr >= 3.4.1 registers it without asking, so it is what zarr has already.
+# The objects of the entry points. zarr >= 3.4.1 registers them without a check, so they must be the registered types.
 bfloat16 = _register(BFloat16)
 float8_e4m3fn = _register(Float8E4M3FN)
 float8_e5m2 = _register(Float8E5M2)

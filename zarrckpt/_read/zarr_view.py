@@ -1,4 +1,4 @@
-"""A Zarr store in which an absent chunk is damage, not fill values, and every chunk is checked against the table."""
+"""A Zarr store that checks every chunk against the table of checksums, and raises an error for a missing chunk."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class StrictStore(ReadOnlyStore):
-    """What :func:`zarrckpt.open` gives to zarr-python.
+    """The store through which zarr-python reads a checkpoint that :func:`zarrckpt.open` has opened.
 
-    zarr-python reads an absent chunk as fill values, and cannot tell a chunk from another one in its place. Here
-    both, and any altered or short chunk, raise CorruptCheckpointError that names the object, or CheckpointReplacedError
-    where another save has been committed at the url since. Documents come from the root that was opened.
+    zarr-python reads a missing chunk as fill values, and does not notice if two chunks are exchanged. This store raises
+    CorruptCheckpointError with the object's key for both, and for any altered or short chunk. If another save has been
+    committed at the url since, it raises CheckpointReplacedError. Documents come from the root that was opened.
 
-    Whatever zarr-python reads in a way that is not written here goes through :meth:`get`, as ``zarr.abc.store.Store``
-    has it: nothing is forwarded to the store inside but by the methods below.
+    Only the methods below call the inner store. Every other reading method of ``zarr.abc.store.Store`` calls
+    :meth:`get`.
     """
 
     def __init__(self, store: Store, catalog: Catalog) -> None:
@@ -49,14 +49,14 @@ class StrictStore(ReadOnlyStore):
         return hash((type(self), self._catalog.root.save_id))
 
     def __str__(self) -> str:
-        return self._catalog.store.url  # arrays show it as their place
+        return self._catalog.store.url  # zarr arrays show it as their address
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The store anew, and with it a client of the process that unpickles.
+        # The process that unpickles opens the store again, with its own client.
         return (reopen, (self._catalog,))
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """An object or a part of it. Raises for a chunk that is not what was saved."""
+        """Return an object or a part of it. Raises CorruptCheckpointError for a chunk that differs from the save."""
         document = self._documents.get(key) if key.endswith(NODE) else None
         if document is not None:
             start, stop = _extent(byte_range, len(document))
@@ -69,17 +69,17 @@ class StrictStore(ReadOnlyStore):
         try:
             value = await self._get(key, prototype, byte_range)
         except ObjectNotFoundError:
-            value = None  # zarr's own local store says so where the url's folder is gone
+            value = None  # zarr's local store raises this if the folder of the url is missing
         except Exception:
-            # Some stores raise for a range behind the end of an object: only its size tells.
+            # Some stores raise for a range behind the end of an object. The object's size shows whether it is short.
             if not await self._has_other_size(node, chunk, key):
                 raise
             value = prototype.buffer.from_bytes(b"")
-        # In a thread: it may wait for a request, and zarr's own stores answer on this loop.
+        # In a thread, because it may wait for a request, and zarr's own stores run on this event loop.
         unchecked = await asyncio.to_thread(self._check, node, chunk, byte_range, value)
         if unchecked is None:
             return value
-        # A part of a subchunk has no checksum: all of the subchunk is read instead.
+        # A part of a subchunk has no checksum, so the whole subchunk is read.
         whole, part = unchecked
         value = await self.get(key, prototype, whole)
         return None if value is None else value[part]
@@ -87,7 +87,7 @@ class StrictStore(ReadOnlyStore):
     async def get_ranges(
         self, key: str, byte_ranges: Sequence[ByteRequest | None], **options: Any
     ) -> AsyncIterator[Sequence[tuple[int, Buffer | None]]]:
-        """Several parts of an object, near ones with one request (zarr >= 3.3), each checked as in :meth:`get`."""
+        """Yield parts of an object, each checked as in :meth:`get`. Neighbours share a request (zarr >= 3.3)."""
         try:
             async for answers in super().get_ranges(key, byte_ranges, **options):  # type: ignore[misc,unused-ignore]
                 yield answers
@@ -102,44 +102,44 @@ class StrictStore(ReadOnlyStore):
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
-        """Several parts of objects, each checked as in :meth:`get`."""
+        """Return parts of objects, each checked as in :meth:`get`."""
         return [*await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges))]
 
     async def exists(self, key: str) -> bool:
-        """Whether there is an object."""
-        found: bool = await self._asked(f"looking for {key!r}", self._inner.exists(key))
+        """Whether an object exists."""
+        found: bool = await self._hide_secrets(f"looking for {key!r}", self._inner.exists(key))
         return found
 
     async def getsize(self, key: str) -> int:
-        """An object's size by the store's own cheapest way."""
-        size: int = await self._asked(f"asking for the size of {key!r}", self._inner.getsize(key))
+        """Return an object's size, by the store's cheapest request for it."""
+        size: int = await self._hide_secrets(f"reading the size of {key!r}", self._inner.getsize(key))
         return size
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """The keys that begin with a prefix."""
+        """Yield the keys that begin with a prefix."""
         keys = self._inner.list_prefix(prefix)
-        while (key := await self._asked(f"listing {prefix!r}", anext(keys, None))) is not None:
+        while (key := await self._hide_secrets(f"listing {prefix!r}", anext(keys, None))) is not None:
             yield key
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """The names right below a folder."""
+        """Yield the names directly below a folder."""
         names = self._inner.list_dir(prefix)
-        while (name := await self._asked(f"listing {prefix!r}", anext(names, None))) is not None:
+        while (name := await self._hide_secrets(f"listing {prefix!r}", anext(names, None))) is not None:
             yield name
 
     @cached_property
     def _documents(self) -> dict[str, bytes]:
-        """Key -> document of each node, as the root has them: those that are stored may be another save's by now."""
+        """Key -> document of each node, built from the root. The stored documents may belong to a later save."""
         root = self._catalog.root
         nodes = root.documents()
         return {NODE: root.to_bytes()} | {f"{path}/{NODE}": dumps(document) for path, document in nodes.items()}
 
     async def _get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
-        value: Buffer | None = await self._asked(f"reading {key!r}", self._inner.get(key, prototype, byte_range))
+        value: Buffer | None = await self._hide_secrets(f"reading {key!r}", self._inner.get(key, prototype, byte_range))
         return value
 
-    async def _asked(self, what: str, answer: Awaitable[Any]) -> Any:
-        """An answer of the store. Its own errors become StorageError: they may quote credentials."""
+    async def _hide_secrets(self, what: str, answer: Awaitable[Any]) -> Any:
+        """Await an answer of the store. Raises StorageError for the client's errors, whose texts may have secrets."""
         failure: StorageError
         try:
             return await answer
@@ -149,7 +149,7 @@ class StrictStore(ReadOnlyStore):
             failure = ObjectNotFoundError(str(self._catalog.store.failure(what, error)))
         except Exception as error:
             failure = self._catalog.store.failure(what, error)
-        # Outside of the handler: an exception's context would keep the client's own text.
+        # Outside of the handler, because the exception's context would keep the client's own text.
         raise failure
 
     async def _has_other_size(self, node: ArrayNode, chunk: Ints, key: str) -> bool:
@@ -157,14 +157,15 @@ class StrictStore(ReadOnlyStore):
             table = await asyncio.to_thread(self._catalog.chunk_table, node, chunk)
             return await self.getsize(key) != table.object_size
         except Exception:
-            return False  # the store fails altogether; the first error says why
+            return False  # the store fails in general, and the first error has the reason
 
     def _check(
         self, node: ArrayNode, chunk: Ints, byte_range: ByteRequest | None, value: Buffer | None
     ) -> tuple[RangeByteRequest, slice] | None:
-        """Raise for a part of a chunk that is not what was saved. May wait for a request for the tables.
+        """Raise CorruptCheckpointError for a part of a chunk that differs from the save. May request the tables.
 
-        None: all of it was checked. Otherwise the whole subchunks to read instead, and where the part is in them.
+        Returns None if the whole part was checked. Otherwise returns the range of whole subchunks to read instead, and
+        the position of the part in this range.
         """
         with self._catalog.explaining_damage():
             key = node.under(self._catalog.root.tree).chunk_key(chunk)
@@ -174,11 +175,11 @@ class StrictStore(ReadOnlyStore):
             table = self._catalog.chunk_table(node, chunk)
             start, stop = _extent(byte_range, table.object_size)
             stored = np.asarray(value.as_numpy_array()).view(np.uint8)
-            # An object that is too long makes the other answers longer, too.
+            # Not for the other kinds of ranges: an object that is too long makes their answers longer too.
             if len(stored) > stop - start and isinstance(byte_range, RangeByteRequest | SuffixByteRequest):
                 raise _failures.ranges_ignored(key, self._catalog.store.url, stop - start, len(stored))
             if len(stored) != stop - start or not table.check(start, stored):
-                raise CorruptCheckpointError(f"{where} is not what was saved: its size or a checksum differs")
+                raise CorruptCheckpointError(f"{where} is damaged: its size or a checksum differs")
             begin, end = table.whole(start, stop)
         if (begin, end) == (start, stop):
             return None
@@ -186,22 +187,22 @@ class StrictStore(ReadOnlyStore):
 
 
 def reopen(catalog: Catalog) -> StrictStore:
-    """The Zarr store of a checkpoint."""
+    """Return the Zarr store of a checkpoint."""
     return StrictStore(catalog.store.zarr_store(), catalog)
 
 
 def _chunk(node: ArrayNode, name: str) -> Ints | None:
-    """Which chunk of an array an object with a name below it is; None for no chunk."""
+    """Return the chunk of an array that an object's name below the array denotes, or None if it is not a chunk."""
     letter, *numbers = name.split(".")
     counts = node.grid.counts
     if letter != "c" or len(numbers) != len(counts) or not all(map(str.isdecimal, numbers)):
         return None
     chunk = tuple(map(int, numbers))
-    return chunk if all(place < count for place, count in zip(chunk, counts, strict=True)) else None
+    return chunk if all(index < count for index, count in zip(chunk, counts, strict=True)) else None
 
 
 def _own_error(group: BaseExceptionGroup) -> CheckpointError | None:
-    """The first of this package's errors in a group."""
+    """Return the first error of this package in a group, or None."""
     for error in group.exceptions:
         found = _own_error(error) if isinstance(error, BaseExceptionGroup) else error
         if isinstance(found, CheckpointError):
@@ -210,7 +211,7 @@ def _own_error(group: BaseExceptionGroup) -> CheckpointError | None:
 
 
 def _extent(byte_range: ByteRequest | None, size: int) -> tuple[int, int]:
-    """The bytes, from and to, that a request asks for in an object of a known size."""
+    """Return the begin and the end of the bytes that a request reads from an object of a known size."""
     if isinstance(byte_range, RangeByteRequest):
         return byte_range.start, min(byte_range.end, size)
     if isinstance(byte_range, OffsetByteRequest):

@@ -1,4 +1,4 @@
-"""The command line: ``zarrckpt COMMAND URL``. Arguments -> calls -> text."""
+"""The command line: ``zarrckpt COMMAND URL``. Commands parse arguments, call the library and print the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zarrckpt._errors import CheckpointError, printable
 from zarrckpt._version import __version__
 from zarrckpt.cli._streams import ReaderGoneError, prepare_streams, use_utf8_names
 
-# Command -> its module, so that one command does not import what the others need.
+# Command -> its module, so that a command does not import the modules of the others.
 _COMMANDS = {
     "ls": "look",
     "tree": "look",
@@ -37,7 +37,7 @@ _COMMANDS = {
     "rm": "care",
 }
 
-# What other tools call them, where that does not look alike.
+# Names of the commands in other tools, if they are not similar.
 _OTHER_NAMES = {"remove": "rm", "delete": "rm", "compare": "diff", "show": "cat", "check": "verify"}
 
 EXAMPLES = """\b
@@ -48,23 +48,22 @@ Examples:
   zarrckpt verify s3://bucket/run/step-100 --quick
 
 \b
-Exit codes: 0 all is well; 1 differences, damage, NaN or leftovers were found; 2
-wrong usage; 3 an error; 70 an unexpected one, a bug; 130 Ctrl-C.
-`zarrckpt COMMAND -h` has each command's options."""
+Exit codes: 0 success; 1 differences, damage, NaN or leftovers were found; 2 wrong
+usage; 3 an error; 70 an unexpected error, which is a bug; 130 Ctrl-C.
+`zarrckpt COMMAND -h` lists the options of a command."""
 
 _ERROR, _BUG, _INTERRUPTED = 3, 70, 130
-"""Exit statuses; 2 is click's, and a command exits with 1 itself."""
+"""Exit statuses. click exits with 2, and commands exit with 1."""
 
 _TRACEBACK = "ZARRCKPT_TRACEBACK"
-"""The variable that has the traceback of an unexpected error printed."""
+"""The environment variable that makes an unexpected error print its traceback."""
 
-
-_PATIENCE = 1.0
-"""Seconds in which Ctrl-C may end a command in good order."""
+_INTERRUPT_SECONDS = 1.0
+"""Seconds after Ctrl-C in which a command can end normally."""
 
 
 def _leave_on_interrupt() -> None:
-    """Let Ctrl-C end this process, even while its main thread waits for a store's client, which hears no signals."""
+    """Let Ctrl-C end this process even if its main thread waits in a store's client, which blocks Python's signals."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
@@ -72,26 +71,26 @@ def _leave_on_interrupt() -> None:
     def watch() -> None:
         while os.read(reader, 1) != bytes([signal.SIGINT]):
             pass
-        time.sleep(_PATIENCE)
+        time.sleep(_INTERRUPT_SECONDS)
         _leave()
 
     threading.Thread(target=watch, daemon=True).start()
 
 
 def _leave() -> NoReturn:
-    """End at once, without waiting for requests: what was begun is not committed, and ``recover`` removes it."""
+    """End the process at once, without waiting for requests. An unfinished copy is not committed."""
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # progress bars hide it
     click.echo(f"{show_cursor}zarrckpt: interrupted", err=True)
     os._exit(_INTERRUPTED)
 
 
 class _Commands(click.Group):
-    """Loads a command's module when it is used."""
+    """The group of commands. It imports a command's module when the command is used."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
         if args is not None:
             return super().main(args, *more, **options)
-        # The words that this process was started with: it is ours.
+        # Without args, the command line is this process's own, so its streams and signals can be changed.
         use_utf8_names()
         prepare_streams()
         _leave_on_interrupt()
@@ -108,7 +107,7 @@ class _Commands(click.Group):
             status = 0
         except CheckpointError as err:
             status = _print_error(err)
-        except BaseException as err:  # also panics of clients, which are no Exception
+        except BaseException as err:  # also panics of clients, which are not Exceptions
             status = _report_bug(err)
         sys.exit(status)
 
@@ -147,18 +146,18 @@ class _Commands(click.Group):
         except click.Abort as err:
             if isinstance(err.__context__, KeyboardInterrupt):
                 _leave()
-            click.echo("zarrckpt: not confirmed, nothing was done; --yes confirms", err=True)
+            click.echo("zarrckpt: not confirmed, so nothing was done. --yes confirms", err=True)
             ctx.exit(_ERROR)
         except ModuleNotFoundError as err:
             click.echo(f"zarrckpt: {printable(str(err))}", err=True)
             ctx.exit(_ERROR)
         except MemoryError as err:
-            click.echo(f"zarrckpt: the memory does not suffice: {printable(str(err))}", err=True)
+            click.echo(f"zarrckpt: not enough memory: {printable(str(err))}", err=True)
             ctx.exit(_ERROR)
 
 
 def _print_error(error: CheckpointError, command: click.Command | None = None) -> int:
-    """Print an error of the package with the options of a command; return the exit status."""
+    """Print an error of the package, with the command's options for argument names. Returns the exit status."""
     from zarrckpt.cli._wording import in_options
 
     click.echo(f"zarrckpt: {type(error).__name__}: {in_options(str(error), command)}", err=True)
@@ -166,14 +165,14 @@ def _print_error(error: CheckpointError, command: click.Command | None = None) -
 
 
 def _report_bug(error: BaseException) -> int:
-    """Print an unexpected error, and how to report it; return the exit status."""
+    """Print an unexpected error, and how to report it. Returns the exit status."""
     if os.environ.get(_TRACEBACK):
         traceback.print_exception(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     click.echo(
-        f"zarrckpt: an unexpected error, most likely a bug of zarrckpt {__version__}: {type(error).__name__}: "
-        f"{printable(str(error))} ({last.filename}, line {last.lineno}).\nPlease report it with the command and the "
-        f"traceback that it prints with {_TRACEBACK}=1 in the environment",
+        f"zarrckpt: unexpected error, probably a bug in zarrckpt {__version__}: {type(error).__name__}: "
+        f"{printable(str(error))} ({last.filename}, line {last.lineno}).\nPlease report it with the command and its "
+        f"traceback, which is printed with {_TRACEBACK}=1 in the environment",
         err=True,
     )
     return _BUG
@@ -182,7 +181,7 @@ def _report_bug(error: BaseException) -> int:
 @click.group(cls=_Commands, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="zarrckpt")
 def main() -> None:
-    """Look at, check, convert and clean up zarrckpt checkpoints: on disk, in S3 and wherever fsspec goes.
+    """Show, check, convert and clean up zarrckpt checkpoints on disk, in S3 and in any store of fsspec.
 
-    Only `import`, and `export` to PyTorch's own formats, need PyTorch.
+    Only `import`, and `export` to PyTorch's formats, need PyTorch.
     """

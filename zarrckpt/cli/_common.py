@@ -1,4 +1,4 @@
-"""What the commands share: options of stores, output for people or as JSON, progress."""
+"""Functions that the commands share: options of stores, output for people or as JSON, progress."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def parsed_options(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> dict[str, Any] | None:
-    """``NAME=VALUE`` words as a mapping; values are JSON where they can be, else text."""
+def parse_options(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> dict[str, Any] | None:
+    """Parse ``NAME=VALUE`` words into a mapping. Values are JSON if they can be parsed, otherwise text."""
     found: dict[str, Any] = {}
     for item in given:
         name, equals, text = item.partition("=")
         if not equals or not name:
-            raise click.BadParameter(f"{item!r} is not NAME=VALUE")
+            raise click.BadParameter(f"expected NAME=VALUE, got {item!r}")
         try:
             found[name] = json.loads(text)
         except ValueError:
@@ -37,35 +37,36 @@ def parsed_options(ctx: click.Context, param: click.Parameter, given: Sequence[s
 
 
 def store_options(command: F, letters: Sequence[str] = ("-o", "-O")) -> F:
-    """``--storage-option``, which every command has that opens a url."""
+    """Add ``--storage-option``, for commands that open a url."""
     option = click.option(
         "--storage-option",
         *letters,
         "storage_options",
         metavar="NAME=VALUE",
         multiple=True,
-        callback=parsed_options,
-        help="An option of the store, as in storage_options= (repeatable), e.g. "
+        callback=parse_options,
+        help="An option of the store, as in storage_options= (repeatable), for example "
         f"{letters[0]} endpoint_url=http://localhost:9000",
     )
     return option(command)
 
 
-def target_options(command: F, said: str = "An option of B's store; -o is A's.") -> F:
-    """``--target-option``, for commands with a second url."""
+def target_options(command: F, help_text: str = "An option of B's store (-o is for A's).") -> F:
+    """Add ``--target-option``, for commands with a second url."""
     option = click.option(
         "--target-option",
         "-t",
         "target_options",
         metavar="NAME=VALUE",
         multiple=True,
-        callback=parsed_options,
-        help=said,
+        callback=parse_options,
+        help=help_text,
     )
     return option(command)
 
 
 def portable_option(command: F) -> F:
+    """Add ``--portable``."""
     option = click.option(
         "--portable",
         "portable_dtypes",
@@ -76,46 +77,46 @@ def portable_option(command: F) -> F:
 
 
 def json_option(command: F) -> F:
-    """``--json``."""
+    """Add ``--json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(command)
 
 
 def header_option(command: F) -> F:
-    """``--header``, for commands that print a table: see :func:`print_table`."""
+    """Add ``--header``, for commands that print a table, see :func:`print_table`."""
 
     def note(ctx: click.Context, param: click.Parameter, given: bool) -> None:
         ctx.meta[_HEADER] = given
 
-    said = "Into a pipe, too: begin with the names of the columns."
-    return click.option("--header", is_flag=True, expose_value=False, callback=note, help=said)(command)
+    text = "Print the names of the columns, also into a pipe."
+    return click.option("--header", is_flag=True, expose_value=False, callback=note, help=text)(command)
 
 
 _HEADER = "zarrckpt.header"
 
 
-def opened(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterable[str] = ()) -> Checkpoint:
-    """The checkpoint at a url, or the part of it that patterns mean."""
+def open_checkpoint(url: str, storage_options: Mapping[str, Any] | None, patterns: Iterable[str] = ()) -> Checkpoint:
+    """Open the checkpoint at a url, or its entries that match the patterns."""
     import zarrckpt
 
-    with hints(url):
+    with import_hints(url):
         ckpt = zarrckpt.open(url, storage_options=storage_options)
-    wanted = tuple(patterns)
-    return ckpt.select(*wanted) if wanted else ckpt
+    selected = tuple(patterns)
+    return ckpt.select(*selected) if selected else ckpt
 
 
-def opened_beside(url: str, target_options: Mapping[str, Any] | None, first: Mapping[str, Any] | None) -> Checkpoint:
-    """The checkpoint at a second url; without options of its own, and no local path, with those of the first."""
+def open_second(url: str, target_options: Mapping[str, Any] | None, first: Mapping[str, Any] | None) -> Checkpoint:
+    """Open the checkpoint at a second url, by default with the first url's options unless it is a local path."""
     from zarrckpt._store._url import parse
 
     if target_options is None and parse(url).kind != "local":
-        return opened(url, first)
-    with of_target_options():
-        return opened(url, target_options)
+        return open_checkpoint(url, first)
+    with name_target_option():
+        return open_checkpoint(url, target_options)
 
 
 @contextmanager
-def of_target_options() -> Iterator[None]:
-    """An error about an option says that it was ``--target-option``."""
+def name_target_option() -> Iterator[None]:
+    """Replace ``storage_options`` by ``--target-option`` in messages of errors."""
     from zarrckpt._errors import StorageError
 
     try:
@@ -127,51 +128,52 @@ def of_target_options() -> Iterator[None]:
 
 
 @contextmanager
-def hints(url: str) -> Iterator[None]:
-    """Where there are other libraries' files at the url, and no checkpoint, its error says so."""
+def import_hints(url: str) -> Iterator[None]:
+    """Add a hint to the error if the url has other libraries' files instead of a checkpoint."""
     from zarrckpt._errors import CheckpointNotFoundError, ForeignObjectsError
 
     try:
         yield
     except (CheckpointNotFoundError, ForeignObjectsError) as err:
-        if said := _files_of_others(url):
-            raise type(err)(f"{err}. {said}: `zarrckpt import {url} URL` saves it as a checkpoint") from err
+        if text := _files_of_others(url):
+            raise type(err)(f"{err}. {text}: `zarrckpt import {url} URL` saves it as a checkpoint") from err
         raise
 
 
 def _files_of_others(url: str) -> str:
-    """Name the files of other libraries at a local path, for people; "" for none, and for a url."""
+    """Describe the files of other libraries at a local path in a text, or return "" for none and for other urls."""
     from zarrckpt._store._url import parse
 
     if (found := parse(url)).kind != "local":
         return ""
-    place = Path(found.path)
-    if place.is_file():
+    path = Path(found.path)
+    if path.is_file():
         kinds = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin"), "PyTorch")}
-        return f"It is a {kinds[place.suffix]} file" if place.suffix in kinds else ""
-    if (place / ".metadata").is_file():
+        return f"It is a {kinds[path.suffix]} file" if path.suffix in kinds else ""
+    if (path / ".metadata").is_file():
         return "It is a folder of torch.distributed.checkpoint"
-    return "It is a folder of safetensors files" if any(place.glob("*.safetensors")) else ""
+    return "It is a folder of safetensors files" if any(path.glob("*.safetensors")) else ""
 
 
-def say(text: str, **more: Any) -> None:
-    """Print a line; what is in it may come from the checkpoint."""
+def print_line(text: str, **more: Any) -> None:
+    """Print a line. Control characters are escaped, because texts can come from the checkpoint."""
     click.echo(one_line(text), **more)
 
 
 def print_json(value: Any) -> None:
-    """Strict JSON on one line, in ASCII; numbers that JSON lacks as strings."""
+    """Print strict JSON on one line, in ASCII. Numbers that JSON cannot represent become strings."""
     click.echo(json.dumps(_jsonable(value), allow_nan=False))
 
 
-_MOST_BITS = 10_000
-"""Python writes integers of 4,300 decimal digits at most, about 14,000 bits, unless told otherwise."""
+_MAX_BITS = 10_000
+"""Integers with more bits are printed in hexadecimal. By default Python refuses to write more than 4,300 decimal
+digits, about 14,000 bits."""
 
 
 def _jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return hex(value)
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
@@ -183,9 +185,10 @@ def _jsonable(value: Any) -> Any:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[str] = (), cut: str | None = None
 ) -> None:
-    """Aligned columns; into a pipe, tabs between them, and a header with ``--header`` alone.
+    """Print a table. On a terminal it has aligned columns, and a header.
 
-    Where the terminal is narrower than the table, the cells of the column ``cut`` are shortened.
+    In a pipe, columns are separated by tabs, and the header is printed only with ``--header``. If the terminal is
+    narrower than the table, the cells of the column ``cut`` are shortened.
     """
     listed = [list(map(one_line, row)) for row in rows]
     if not sys.stdout.isatty():
@@ -197,11 +200,11 @@ def print_table(
         return
     widths = [max(map(_width, column)) for column in zip(columns, *listed, strict=True)]
     if cut is not None:
-        place = columns.index(cut)
-        room = shutil.get_terminal_size().columns - (sum(widths) - widths[place] + 2 * len(widths) - 2)
-        widths[place] = max(min(widths[place], room), len(cut))
+        index = columns.index(cut)
+        space = shutil.get_terminal_size().columns - (sum(widths) - widths[index] + 2 * len(widths) - 2)
+        widths[index] = max(min(widths[index], space), len(cut))
         for row in listed:
-            row[place] = _shortened(row[place], widths[place])
+            row[index] = _shorten_cell(row[index], widths[index])
     numbers = {*right}
     click.secho(_aligned_cells(columns, columns, widths, numbers), dim=True)
     for row in listed:
@@ -217,7 +220,7 @@ def _aligned_cells(columns: Sequence[str], cells: Sequence[str], widths: Sequenc
 
 
 def _width(text: str) -> int:
-    """How many columns of a terminal a text takes."""
+    """Return the number of terminal columns of a text."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -225,7 +228,7 @@ def _width(text: str) -> int:
     return cell_len(text)
 
 
-def _shortened(text: str, width: int) -> str:
+def _shorten_cell(text: str, width: int) -> str:
     if _width(text) <= width:
         return text
     while text and _width(text) >= width:
@@ -233,8 +236,8 @@ def _shortened(text: str, width: int) -> str:
     return f"{text}…"
 
 
-def shown(number: float) -> str:
-    """A number for a table: integers in full, others with five digits, "-" for NaN."""
+def format_number(number: float) -> str:
+    """Return a number for a table: integers in full, floats with five digits, "-" for NaN."""
     if isinstance(number, int):
         return str(number)
     return "-" if math.isnan(number) else f"{number:.5g}"
@@ -242,7 +245,7 @@ def shown(number: float) -> str:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Progress | None]:
-    """A bar on the terminal while something long runs; None where nobody looks."""
+    """Show a progress bar on the terminal. Yields None if standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""Folders of checkpoints, and folders of runs, as ``ls`` shows them."""
+"""List folders of checkpoints and folders of runs, for ``ls``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zarrckpt.cli._common import print_json, print_table, say
+from zarrckpt.cli._common import print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from zarrckpt._format.root import Root
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class CheckpointTable:
-    """The checkpoints, or the runs, right below a url."""
+    """The checkpoints or the runs directly below a url."""
 
     kind: str
-    """"checkpoint" or "run": the first column."""
+    """The name of the first column: "checkpoint" or "run"."""
     rows: list[dict[str, Any]]
     metric: str | None = None
-    """The metric that the rules of the run name."""
+    """The metric of the run's rules for keeping checkpoints."""
 
 
 def list_checkpoints(url: str, storage_options: Any) -> CheckpointTable:
-    """List the checkpoints right below a url: by step; if a name has none, by the time of the commit."""
+    """List the checkpoints directly below a url by step, or by the time of the commit if a name has no step."""
     from zarrckpt._commit.protocol import checkpoints_below, number_in
     from zarrckpt._errors import StorageError, UnsupportedFormatError
     from zarrckpt._store import StoreSpec
@@ -36,14 +36,14 @@ def list_checkpoints(url: str, storage_options: Any) -> CheckpointTable:
     try:
         below = checkpoints_below(spec.open(), unfinished=True)
     except StorageError:
-        return listing  # the error of opening the url tells more
+        return listing  # the caller raises the error of opening the url, which has more details
     if all(item.unreadable for item in below):
         return listing
     for item in below:
         state = "unfinished" if item.root is None else "committed"
         if item.unreadable:
             state = "not readable"
-            say(str(item.damage), err=True)
+            print_line(str(item.damage), err=True)
         elif item.damage is not None:
             state = "newer format" if isinstance(item.damage, UnsupportedFormatError) else "damaged"
         row: dict[str, Any] = {"name": item.name, "url": spec.child(item.name).url, "state": state}
@@ -63,7 +63,7 @@ def list_checkpoints(url: str, storage_options: Any) -> CheckpointTable:
 
 
 def list_runs(url: str, storage_options: Any) -> CheckpointTable:
-    """List the folders of checkpoints right below a url by name, each with its newest checkpoint."""
+    """List the folders of checkpoints directly below a url by name, each with its newest checkpoint."""
     from zarrckpt._commit.listings import list_below
     from zarrckpt._errors import StorageError
     from zarrckpt._jobs import run_jobs
@@ -80,7 +80,7 @@ def list_runs(url: str, storage_options: Any) -> CheckpointTable:
 
 
 def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
-    """Describe the newest checkpoint of a folder; None for a folder that is no run."""
+    """Describe the newest checkpoint of a folder, or return None if the folder is not a run."""
     from zarrckpt._commit.listings import list_below
     from zarrckpt._commit.protocol import checkpoints_below
     from zarrckpt._errors import StorageError
@@ -93,7 +93,7 @@ def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
         newest, damaged = newest_below(store, listed.folders)
         root = None if newest is None else checkpoints_below(store, [newest])[0].root
     except StorageError as err:
-        say(str(err), err=True)
+        print_line(str(err), err=True)
         return row | {"state": "not readable"}
     if newest is not None and root is not None:
         return row | {"state": "committed", "newest": newest, **_described_root(spec.child(newest).url, root)}
@@ -111,7 +111,7 @@ def _described_root(url: str, root: Root) -> dict[str, Any]:
 
 
 def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
-    """Add to each committed checkpoint of a run why it is kept, as the manager decides it, and the rules' metric."""
+    """Add the reasons why a CheckpointManager keeps each committed checkpoint of a run, and the rules' metric."""
     from zarrckpt._commit.protocol import pins
     from zarrckpt._errors import CheckpointError
     from zarrckpt._jobs import run_jobs
@@ -122,7 +122,7 @@ def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
     try:
         record = read_record(store)
     except CheckpointError as err:
-        say(f"why checkpoints are kept is not known: {err}", err=True)
+        print_line(f"the reasons why checkpoints are kept cannot be read: {err}", err=True)
         return
     if record is None:
         return
@@ -139,7 +139,7 @@ def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
         if row["run"] != record.run:
             kept = ["not of this run"]
         elif step_of(row["name"]) is None:
-            kept = ["no name of a step"]
+            kept = ["not named by step"]
         elif not is_name_of(row["name"], row["metadata"].get("step")):
             kept = ["a copy"]
         else:
@@ -148,7 +148,10 @@ def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
 
 
 def print_listing(listing: CheckpointTable, as_json: bool, all_metadata: bool) -> None:
-    """Print a listing; of the metadata the rules' metric, else what most have, or with ``all_metadata`` all."""
+    """Print a listing.
+
+    Metadata columns are the rules' metric, or the most frequent names, or all names with ``all_metadata``.
+    """
     if as_json:
         print_json(listing.rows)
         return
@@ -162,7 +165,7 @@ def print_listing(listing: CheckpointTable, as_json: bool, all_metadata: bool) -
 def _metadata_columns(listing: CheckpointTable, all_metadata: bool) -> list[str]:
     from zarrckpt._inspect.info import STEPS
 
-    # What fits into a cell; the step has a column of its own.
+    # Only values that fit into a cell. The step has its own column.
     counts = Counter(
         name
         for row in listing.rows
@@ -191,7 +194,7 @@ def _row_cells(row: Mapping[str, Any], names: Sequence[str], runs: bool, reasons
 
 
 _COLUMNS = 4
-"""Maximum number of metadata columns, unless all are asked for."""
+"""Maximum number of metadata columns without ``--all``."""
 
 
 def _cell(value: object) -> str:
@@ -202,7 +205,7 @@ def _cell(value: object) -> str:
 
 
 def _number_text(value: float) -> str:
-    """Return a number with 6 digits. A whole number has all of them, and no other number is shown as one."""
+    """Return a number with 6 digits, or with more if it would change or would look like a whole number."""
     texts = (f"{value:.{digits}g}" for digits in range(6, 18))
     whole = value.is_integer()
     return next(

@@ -1,4 +1,4 @@
-"""The standard streams of a process of the command line: any encoding, a full disk, a closed end."""
+"""Prepare the standard streams of the command line for any encoding, a full disk and a closed reader."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _ASCII = "zarrckpt_ascii"
-"""ASCII by another name: click writes UTF-8 to a stream whose encoding is ASCII."""
+"""A second name of ASCII, because click writes UTF-8 to a stream with the encoding "ascii"."""
 _ESCAPE = "zarrckpt_escape"
 _DRAWN = str.maketrans({"├": "|", "└": "`", "│": "|", "─": "-", "…": "..."})
-"""Characters of trees and shortened names, in ASCII."""
+"""ASCII replacements for the characters of trees and shortened names."""
 
 
 class ReaderGoneError(Exception):
-    """The reader of standard output has closed its end (``| head``)."""
+    """The reader of standard output has closed the pipe (``| head``)."""
 
 
 class _Output(io.FileIO):
-    """The file of a stream. The first failed write is an error, unless ``silent``; what follows is dropped.
+    """The file of a stream. The first failed write raises unless ``silent``, and later output is dropped.
 
-    The interpreter flushes streams when it ends, and would replace the exit status by 120 if that failed.
+    Later writes must not fail, because the interpreter flushes streams at its end and exits with 120 if this fails.
     """
 
     def __init__(self, fd: int, *, silent: bool) -> None:
@@ -52,8 +52,8 @@ class _Output(io.FileIO):
 def use_utf8_names() -> None:
     """Start the program again in Python's UTF-8 mode if the locale has another encoding.
 
-    Files are named after entries, in UTF-8 whatever the locale of the process that saved them. The streams keep the
-    encoding of the locale.
+    Names of files contain names of entries, always in UTF-8, independent of the locale of the process that saved them.
+    The streams keep the encoding of the locale.
     """
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1" and sys.executable:
         os.environ["PYTHONUTF8"] = "1"
@@ -62,14 +62,14 @@ def use_utf8_names() -> None:
 
 
 def prepare_streams() -> None:
-    """Make writes to the standard streams fail with errors of this package, and in no encoding for a character.
+    """Make failed writes to standard output raise errors of this package, and make any character printable.
 
-    A write to standard error never fails, so that the exit status is that of the command.
+    A write to standard error never fails, so that the exit status is the status of the command.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed: no file that is opened later is to get its number
+        if getattr(sys, name) is None:  # closed, and a file that is opened later must not get its number
             fd = os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, open(fd, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - as long as the process
+            setattr(sys, name, open(fd, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - open until the process ends
     codecs.register(_find_codec)
     codecs.register_error(_ESCAPE, _escape)
     for name, silent in (("stdout", False), ("stderr", True)):
@@ -95,7 +95,7 @@ def _find_codec(name: str) -> codecs.CodecInfo | None:
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that an encoding lacks."""
+    """Replace characters that an encoding does not have."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end].translate(_DRAWN)

@@ -1,4 +1,4 @@
-"""Messages that were written for Python's users, as those of the command line need them."""
+"""Rewrite messages of the Python API for users of the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAIRS = re.compile(r"'(\w+)': *'?([^,']+)'?")
 
 
 def in_options(message: str, command: click.Command | None) -> str:
-    """A message with the options of a command in the place of arguments."""
+    """Return a message with the options of a command instead of the arguments of functions."""
     names = {param.name for param in command.params} if command is not None else set()
 
     def flag(found: re.Match[str]) -> str:
@@ -27,5 +27,5 @@ def in_options(message: str, command: click.Command | None) -> str:
     text = re.sub(r"storage_options\['(\w+)'\]", r"--storage-option \1", _OPTIONS.sub(options, message))
     text = text.replace("storage_options", "--storage-option").replace("zarrckpt.remove", "zarrckpt rm")
     if "which takes no --storage-option" in text and "target_options" in names:
-        text += "; -o is for the first place, -t for the second"
+        text += ". -o is for the first url, -t for the second"
     return _FLAGS.sub(flag, text)

@@ -1,4 +1,4 @@
-"""``verify``, ``doctor``, ``recover``, ``rm``."""
+"""The commands ``verify``, ``doctor``, ``recover`` and ``rm``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import click
 
 from zarrckpt.cli._common import (
     header_option,
-    hints,
+    import_hints,
     json_option,
-    opened,
+    open_checkpoint,
     print_json,
+    print_line,
     print_table,
     progress_bar,
-    say,
     store_options,
 )
 from zarrckpt.cli._wording import in_options
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 @click.command("verify")
 @click.argument("url")
-@click.option("--quick", is_flag=True, help="Only list: what is missing, or has another size.")
+@click.option("--quick", is_flag=True, help="Only list the objects, and find missing ones and wrong sizes.")
 @header_option
 @json_option
 @store_options
 def verify_command(url: str, quick: bool, as_json: bool, storage_options: Any) -> None:
-    """Check that everything is stored as it was saved. Exits with 1 where it is not.
+    """Check all objects of a checkpoint for damage. Exits with 1 if there is any.
 
     \b
     Examples:
@@ -43,13 +43,13 @@ def verify_command(url: str, quick: bool, as_json: bool, storage_options: Any) -
     """
     from zarrckpt._reports import count_text, size_text
 
-    ckpt = opened(url, storage_options)
+    ckpt = open_checkpoint(url, storage_options)
     with progress_bar("verifying") as progress:
         report = ckpt.verify(quick=quick, progress=progress)
     if as_json:
         print_json(dataclasses.asdict(report))
     else:
-        print_table(("object", "entry", "what is wrong"), [(d.key, d.fqn or "-", d.reason) for d in report.damages])
+        print_table(("object", "entry", "damage"), [(d.key, d.fqn or "-", d.reason) for d in report.damages])
         how = "listed" if quick else "read and checked"
         state = "whole" if report else f"{len(report.damages)} damaged"
         objects = count_text(report.objects, "object")
@@ -62,9 +62,9 @@ def verify_command(url: str, quick: bool, as_json: bool, storage_options: Any) -
 @json_option
 @store_options
 def doctor_command(url: str, as_json: bool, storage_options: Any) -> None:
-    """Say what is at a url: a checkpoint, damage, unfinished saves, leftovers; and what to run.
+    """Describe a url: its checkpoint, damage, unfinished saves and leftovers, and the commands to run.
 
-    Lists, and reads no chunk. Exits with 1 where there is anything to do.
+    Lists the objects, and reads no chunk. Exits with 1 if there is anything to do.
 
     \b
     Example:
@@ -72,33 +72,33 @@ def doctor_command(url: str, as_json: bool, storage_options: Any) -> None:
     """
     from zarrckpt._ops.recover import examine
 
-    with hints(url):
+    with import_hints(url):
         found = examine(url, storage_options=storage_options)
     if as_json:
         print_json(dataclasses.asdict(found))
     else:
-        say(found.state)
+        print_line(found.state)
         for line in found.findings or (() if found.advice else ("Nothing to do.",)):
-            say(f"  {line}")
+            print_line(f"  {line}")
         for note in found.notes:
-            say(f"  {note}")
+            print_line(f"  {note}")
         for command in found.advice:
-            say(f"  run: {command}")
+            print_line(f"  run: {command}")
     click.get_current_context().exit(1 if found.findings else 0)
 
 
 @click.command("recover")
 @click.argument("url")
 @click.option(
-    "--stopped", is_flag=True, help="No save to this url is running, anywhere: remove all that never committed."
+    "--stopped", is_flag=True, help="Delete all uncommitted saves. Only if no save to this url is running anywhere."
 )
 @json_option
 @store_options
 def recover_command(url: str, stopped: bool, as_json: bool, storage_options: Any) -> None:
-    """Remove what dead saves left; the checkpoint stays. Finish a removal that was broken off.
+    """Delete the objects of dead saves, or finish an interrupted removal. The checkpoint stays.
 
-    URL may also be a folder of checkpoints: then of each right below it. An error at one of them does not keep the
-    others from being recovered; it is printed, and the exit code is 3.
+    URL can also be a folder of checkpoints. Then each checkpoint directly below it is recovered. If one of them has an
+    error, it is printed, the others are recovered, and the exit code is 3.
 
     \b
     Examples:
@@ -112,25 +112,25 @@ def recover_command(url: str, stopped: bool, as_json: bool, storage_options: Any
         print_json(dataclasses.asdict(report))
     for part in report.checkpoints or (report,):
         name = f"{part.url.rpartition('/')[2]}: " if report.checkpoints else ""
-        for line in _say_recovered(part) if part.error or not as_json else ():
-            say(f"{name}{line}", err=bool(part.error))
+        for line in _recovered_lines(part) if part.error or not as_json else ():
+            print_line(f"{name}{line}", err=bool(part.error))
     if any(part.error for part in report.checkpoints):
         click.get_current_context().exit(3)
 
 
-def _say_recovered(report: RecoverReport) -> Iterator[str]:
-    """What was done at one place, in lines."""
+def _recovered_lines(report: RecoverReport) -> Iterator[str]:
+    """Yield lines that describe the recovery of one url."""
     from zarrckpt._reports import count_text
 
     if report.error:
         yield in_options(report.error, click.get_current_context().command)
         return
     if report.objects:
-        yield f"{count_text(report.objects, 'object')} of {count_text(len(report.removed), 'save')} removed"
+        yield f"{count_text(report.objects, 'object')} of {count_text(len(report.removed), 'save')} deleted"
     elif not report.kept:
-        yield "nothing to remove"
+        yield "nothing to delete"
     for save_id in report.kept:
-        yield f"kept {save_id}: it could still commit; if it is not running: zarrckpt recover {report.url} --stopped"
+        yield f"kept {save_id}: it could still commit. If it is not running: zarrckpt recover {report.url} --stopped"
 
 
 @click.command("rm")
@@ -139,9 +139,9 @@ def _say_recovered(report: RecoverReport) -> Iterator[str]:
 @json_option
 @store_options
 def rm_command(urls: tuple[str, ...], yes: bool, as_json: bool, storage_options: Any) -> None:
-    """Delete checkpoints, damaged or whole, and what saves left there. Refuses what is none.
+    """Delete checkpoints, even damaged ones, with the objects of all their saves. Refuses a url without a checkpoint.
 
-    An error at one URL does not keep the others from being deleted; it is printed, and the exit code is 3.
+    If one URL has an error, it is printed, the others are deleted, and the exit code is 3.
 
     \b
     Examples:
@@ -163,14 +163,14 @@ def rm_command(urls: tuple[str, ...], yes: bool, as_json: bool, storage_options:
             if len(urls) == 1:
                 raise
             failed[url] = f"{type(err).__name__}: {in_options(str(err), context.command)}"
-            say(f"{url}: {failed[url]}", err=True)
+            print_line(f"{url}: {failed[url]}", err=True)
             return None
 
     if not yes:
         found = [attempt(examine, url) for url in urls]
-        states = [place.state for place in found if place is not None and not place.empty]
+        states = [item.state for item in found if item is not None and not item.empty]
         for state in states:
-            say(state, err=True)
+            print_line(state, err=True)
         if states:
             click.confirm("Delete it?" if len(states) == 1 else f"Delete these {len(states)}?", abort=True, err=True)
     removed = []
@@ -178,7 +178,7 @@ def rm_command(urls: tuple[str, ...], yes: bool, as_json: bool, storage_options:
         count = None if url in failed else attempt(zarrckpt.remove, url)
         removed.append({"url": url, "objects": count or 0} | ({"error": failed[url]} if url in failed else {}))
         if count is not None and not as_json:
-            say(f"{f'{url}: ' if len(urls) > 1 else ''}{count_text(count, 'object')} deleted")
+            print_line(f"{f'{url}: ' if len(urls) > 1 else ''}{count_text(count, 'object')} deleted")
     if as_json:
         print_json(removed[0] if len(urls) == 1 else removed)
     if failed:

@@ -1,4 +1,4 @@
-"""``stats`` and ``diff``: the numbers of tensors, and how those of two checkpoints differ."""
+"""The commands ``stats`` and ``diff``: statistics of tensors, and differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from zarrckpt.cli._common import (
+    format_number,
     header_option,
     json_option,
-    opened,
-    opened_beside,
+    open_checkpoint,
+    open_second,
     print_json,
+    print_line,
     print_table,
     progress_bar,
-    say,
-    shown,
     store_options,
     target_options,
 )
@@ -37,14 +37,16 @@ _ORDERS = ("name", "nan", "inf", "min", "max", "mean", "std", "norm", "zeros")
 @click.command("stats")
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--sort", type=click.Choice(_ORDERS), default="name", help="Greatest first, or as saved (name).")
+@click.option(
+    "--sort", type=click.Choice(_ORDERS), default="name", help="Order by this column, largest first; name: as saved."
+)
 @header_option
 @json_option
 @store_options
 def stats_command(url: str, patterns: tuple[str, ...], sort: str, as_json: bool, storage_options: Any) -> None:
-    """Min, max, mean, std, norm, share of zeros, NaN and inf of each tensor. Reads them all, in bounded memory.
+    """Show min, max, mean, std, norm, the share of zeros, and counts of NaN and inf of each tensor.
 
-    Exits with 1 where any tensor has NaN or inf.
+    Reads all these tensors, in bounded memory. Exits with 1 if any tensor has NaN or inf.
 
     \b
     Examples:
@@ -53,7 +55,7 @@ def stats_command(url: str, patterns: tuple[str, ...], sort: str, as_json: bool,
     """
     from zarrckpt._reports import share_text
 
-    ckpt = opened(url, storage_options, patterns)
+    ckpt = open_checkpoint(url, storage_options, patterns)
     with progress_bar("reading") as progress:
         found = ckpt.stats(progress=progress)
     if sort != "name":
@@ -64,11 +66,11 @@ def stats_command(url: str, patterns: tuple[str, ...], sort: str, as_json: bool,
         columns = ("name", "min", "max", "mean", "std", "norm", "zeros", "nan", "inf")
         rows = []
         for fqn, item in found.items():
-            numbers = [shown(getattr(item, name)) for name in columns[1:6]]
+            numbers = [format_number(getattr(item, name)) for name in columns[1:6]]
             rows.append([fqn, *numbers, share_text(item.zeros, item.count), str(item.nan), str(item.inf)])
         print_table(columns, rows, right=columns[1:])
         if not rows:
-            click.echo("no tensors among them", err=True)
+            click.echo("there are no tensors among these entries", err=True)
     if any(item.nan or item.inf for item in found.values()):
         click.get_current_context().exit(1)
 
@@ -84,10 +86,12 @@ def _sortable(item: TensorStats, column: str) -> float:
 @click.argument("one", metavar="A")
 @click.argument("other", metavar="B")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--all", "everything", is_flag=True, help="List equal tensors, too.")
-@click.option("--sort", type=click.Choice(_CHANGES), default="name", help="Most changed first, or as saved (name).")
-@click.option("--groups", is_flag=True, help="Show totals by the first part of the names, in place of the tensors.")
-@partial(target_options, said="An option of B's store (default: A's, but for a local path); -o is A's.")
+@click.option("--all", "everything", is_flag=True, help="List equal tensors too.")
+@click.option("--sort", type=click.Choice(_CHANGES), default="name", help="Most changed first; name: as saved.")
+@click.option("--groups", is_flag=True, help="Show totals by the first part of the names instead of the tensors.")
+@partial(
+    target_options, help_text="An option of B's store (default: A's options, except for a local path; -o is for A's)."
+)
 @header_option
 @json_option
 @store_options
@@ -102,16 +106,15 @@ def diff_command(
     as_json: bool,
     storage_options: Any,
 ) -> None:
-    """Compare two checkpoints: keys, shapes, dtypes, values, and how far tensors are apart.
+    """Compare the keys, shapes, dtypes, values and tensors of two checkpoints. Exits with 1 if they differ.
 
-    Exits with 1 where they differ. Chunks may differ: numbers are compared, integers exactly. So may floating dtypes:
-    then "beyond rounding" counts the elements that are more than rounded, and a difference in dtype alone counts as
-    one.
+    Numbers are compared, integers exactly, so chunks can differ. If floating dtypes differ, "beyond rounding" counts
+    the elements that a cast does not explain. A tensor with another dtype counts as different.
 
-    "nan or inf" counts the unequal elements that are so in A or B; "nan" counts those that are NaN in B alone (new), in
-    A alone (gone) and in both (common). The greatest differences leave all of them out. "rel norm" is the norm of the
-    difference over the norm of A; it and "cosine" are "-" if any element became or ceased to be NaN or inf. "at" is
-    the position of the greatest absolute difference.
+    "nan or inf" counts the unequal elements that are NaN or infinite in A or B. "nan" counts the elements that are NaN
+    only in B (new), only in A (gone) and in both (common). The largest differences leave all of them out. "rel norm" is
+    the norm of the difference over the norm of A. "rel norm" and "cosine" are "-" if any element became or ceased to be
+    NaN or infinite. "at" is the position of the largest absolute difference.
 
     \b
     Examples:
@@ -120,7 +123,7 @@ def diff_command(
       zarrckpt diff run/step-100 run/step-200 --sort rel_norm
       zarrckpt diff run/step-100 run/step-200 --groups
     """
-    ckpts = opened(one, storage_options), opened_beside(other, target_options, storage_options)
+    ckpts = open_checkpoint(one, storage_options), open_second(other, target_options, storage_options)
     with progress_bar("comparing") as progress:
         found = ckpts[0].diff(ckpts[1], *patterns, progress=progress)
     if sort != "name":
@@ -135,7 +138,7 @@ def diff_command(
 
 
 def _by_change(found: Mapping[str, M], sort: str) -> dict[str, M]:
-    """Most changed first. If NaN or inf came or went, nothing is greater."""
+    """Sort by a measure, most changed first. Elements that became or ceased to be NaN or inf count as infinite."""
 
     def change(item: Measures) -> float:
         number: float = getattr(item, sort)
@@ -156,9 +159,9 @@ def _print_difference(found: Difference, everything: bool, groups: bool) -> None
 
     for mark, names in (("-", found.only_here), ("+", found.only_there)):
         for name in names:
-            say(f"{mark} {name}")
+            print_line(f"{mark} {name}")
     for name, (here, there) in found.changed.items():
-        say(f"! {name}: {here} -> {there}")
+        print_line(f"! {name}: {here} -> {there}")
     columns: tuple[str, ...] = ("group", *_MEASURES, "changed", "tensors")
     if groups:
         parts = ((name, item) for name, item in found.groups.items() if everything or item.changed)
@@ -178,14 +181,14 @@ def _print_difference(found: Difference, everything: bool, groups: bool) -> None
 
 
 def _cells(item: Measures) -> tuple[str, ...]:
-    """The columns of _MEASURES."""
+    """Return the cells of the columns _MEASURES."""
     from zarrckpt._reports import share_text
 
     cosine = "-" if math.isnan(item.cosine) else f"{item.cosine:.9f}"
     nans = ((item.new_nan, "new"), (item.gone_nan, "gone"), (item.common_nan, "common"))
     nan = ", ".join(f"{count:,} {word}" for count, word in nans if count) or "-"
     counts = share_text(item.unequal, item.count), f"{item.not_finite:,}", nan
-    return *counts, shown(item.max_abs), shown(item.max_rel), shown(item.rel_norm), cosine
+    return *counts, format_number(item.max_abs), format_number(item.max_rel), format_number(item.rel_norm), cosine
 
 
 def _tensor_cells(item: TensorDifference) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""``export`` and ``import``: to and from other libraries' files."""
+"""The commands ``export`` and ``import``, for files of other libraries."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zarrckpt.cli._common import hints, json_option, portable_option, print_json, progress_bar, say, store_options
-from zarrckpt.cli.copy import by_pattern, dtype, say_uncast, warnings_as_lines
+from zarrckpt.cli._common import (
+    import_hints,
+    json_option,
+    portable_option,
+    print_json,
+    print_line,
+    progress_bar,
+    store_options,
+)
+from zarrckpt.cli.copy import by_pattern, dtype, print_uncast, warnings_as_lines
 
 if TYPE_CHECKING:
     from zarrckpt._reports import ExportReport
@@ -26,26 +34,26 @@ _FORMATS = ("safetensors", "torch", "dcp")
     "--format",
     "format_",
     type=click.Choice(_FORMATS),
-    help="Default: torch where TARGET ends in .pt, .pth or .bin; else safetensors.",
+    help="Default: torch if TARGET ends in .pt, .pth or .bin, otherwise safetensors.",
 )
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="All but these (repeatable).")
-@click.option("--strip", default="", metavar="PREFIX", help="Take it off the names: model.embed -> embed.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="All except these (repeatable).")
+@click.option("--strip", default="", metavar="PREFIX", help="Remove it from the names: model.embed -> embed.")
 @click.option(
     "--dtype",
     "dtypes",
     metavar="[PATTERN=]DTYPE",
     multiple=True,
     callback=by_pattern(dtype),
-    help="Cast floating tensors, as in cp; to safetensors.",
+    help="Cast floating tensors, as in cp. Only for safetensors.",
 )
 @click.option(
     "--max-file-gb",
     type=click.FloatRange(0, min_open=True),
     default=5.0,
     show_default=True,
-    help="Where one safetensors file ends and the next one begins, in a folder.",
+    help="Maximum size of each safetensors file in a folder.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace what is there.")
+@click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @click.option("--allow-pickle", is_flag=True, help="Run the code of values that were saved pickled.")
 @json_option
 @store_options
@@ -63,13 +71,15 @@ def export_command(
     as_json: bool,
     storage_options: Any,
 ) -> None:
-    """Write entries as files of other libraries, in bounded memory; TARGET appears when it is whole.
+    """Write entries as files of other libraries. TARGET appears when it is complete.
 
     \b
-    safetensors  tensors only: one file, where TARGET ends in .safetensors, or a
-                 folder, several files of which get Hugging Face's index
-    torch        a file that torch.load reads; values, too. Needs PyTorch
-    dcp          a folder that torch.distributed.checkpoint reads. Needs PyTorch
+    safetensors  tensors only: one file if TARGET ends in .safetensors, otherwise a
+                 folder, with Hugging Face's index if it has several files
+    torch        a file for torch.load, with values. Needs PyTorch
+    dcp          a folder for torch.distributed.checkpoint. Needs PyTorch
+
+    The memory is bounded, except for torch, which has all entries in memory.
 
     \b
     Examples:
@@ -82,8 +92,8 @@ def export_command(
 
     kind = format_ or ("torch" if PurePath(target).suffix in _TORCH_SUFFIXES else "safetensors")
     if dtypes and kind != "safetensors":
-        raise click.UsageError("--dtype is for safetensors: export a copy, zarrckpt cp --dtype")
-    with hints(url):
+        raise click.UsageError("--dtype is only for safetensors: export a copy that zarrckpt cp --dtype made")
+    with import_hints(url):
         ckpt = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
     part = ckpt.select(*patterns, exclude=exclude)
     options: dict[str, Any] = {"strip": strip, "overwrite": overwrite}
@@ -99,8 +109,10 @@ def export_command(
         return
     values = f", {count_text(report.values, 'value')}" if report.values else ""
     files = ", ".join(report.files) if len(report.files) <= 3 else count_text(len(report.files), "file")
-    say(f"{count_text(report.tensors, 'tensor')}{values}, {size_text(report.nbytes)}, in {report.folder}: {files}")
-    say_uncast(report.uncast)
+    print_line(
+        f"{count_text(report.tensors, 'tensor')}{values}, {size_text(report.nbytes)}, in {report.folder}: {files}"
+    )
+    print_uncast(report.uncast)
 
 
 def _with_torch(part: Any, kind: str, target: str, options: dict[str, Any]) -> ExportReport:
@@ -117,10 +129,10 @@ def _with_torch(part: Any, kind: str, target: str, options: dict[str, Any]) -> E
 @click.argument("source")
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--prefix", default="", metavar="KEY", help="Put everything below a key: embed -> model.embed.")
+@click.option("--prefix", default="", metavar="KEY", help="Save all entries below a key: embed -> model.embed.")
 @click.option("--compression", type=click.Choice(["zstd", "blosc"]), help="Compress the tensors.")
 @portable_option
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")
 @click.option("--allow-pickle", is_flag=True, help="Run the code of values (torch.save, DCP) that need it.")
 @json_option
 @store_options
@@ -165,4 +177,4 @@ def import_command(
     if as_json:
         print_json(dataclasses.asdict(report))
     else:
-        say(f"{size_text(report.nbytes)} saved to {report.url}")
+        print_line(f"{size_text(report.nbytes)} saved to {report.url}")

@@ -1,4 +1,4 @@
-"""``cp``: to other places, rearranged if need be."""
+"""The command ``cp``: copy a checkpoint, with other chunks, dtypes or compression if asked."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ import click
 from zarrckpt._errors import CheckpointError
 from zarrckpt.cli._common import (
     json_option,
-    of_target_options,
-    opened,
+    name_target_option,
+    open_checkpoint,
     portable_option,
     print_json,
+    print_line,
     progress_bar,
-    say,
     store_options,
     target_options,
 )
 
 _COMPRESSIONS = {None: "keep", "none": None}
-"""What ``copy_to`` takes for words that are no codec's name."""
+"""The arguments of ``copy_to`` for words that are not names of codecs."""
 
 
 def by_pattern(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Sequence[str]], Any]:
-    """A callback for a repeatable option: None, one value for all, or a mapping pattern -> value."""
+    """Return a callback that parses a repeatable option into None, one value, or a mapping pattern -> value."""
 
     def parsed(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> Any:
         plain = [text for text in given if "=" not in text]
         if plain and len(given) > 1:
-            raise click.BadParameter(
-                f"{plain[0]!r} holds for all tensors: give it alone, or each as PATTERN={plain[0]}"
-            )
+            raise click.BadParameter(f"{plain[0]!r} applies to all tensors: pass it alone, or as PATTERN={plain[0]}")
         try:
             if plain:
                 return parse(plain[0])
@@ -48,18 +46,18 @@ def by_pattern(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Pa
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """``1024,-1`` as a shape. Raises ValueError."""
+    """Parse a shape such as ``1024,-1``. Raises ValueError."""
     from zarrckpt._ops.copy_plan import parse_shape
 
     try:
         extents = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r} is no shape such as 1024,-1") from None
+        raise ValueError(f"expected a shape such as 1024,-1, got {text!r}") from None
     return parse_shape(extents)
 
 
 def dtype(text: str) -> str:
-    """A dtype's name. Raises ValueError and TypeError."""
+    """Return the name of a dtype, checked. Raises ValueError and TypeError."""
     from zarrckpt._read.casts import parse_dtype
 
     return parse_dtype(text).name
@@ -69,31 +67,35 @@ def dtype(text: str) -> str:
 @click.argument("source", metavar="A")
 @click.argument("target", metavar="B")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Only these entries (repeatable).")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="All but these (repeatable).")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="All except these (repeatable).")
 @click.option(
     "--chunks",
     metavar="[PATTERN=]SHAPE",
     multiple=True,
     callback=by_pattern(shape),
-    help="Other chunks, e.g. 1024,-1 (-1: whole dimension).",
+    help="New shape of chunks, for example 1024,-1 (-1: the whole dimension).",
 )
 @click.option(
     "--max-chunk-mb",
     metavar="MB",
     type=click.FloatRange(0, min_open=True),
-    help="Other chunks: those of a save by one process, at most so large.",
+    help="New chunks of at most this size, as a save by one process chooses them.",
 )
 @click.option(
     "--dtype",
     metavar="[PATTERN=]DTYPE",
     multiple=True,
     callback=by_pattern(dtype),
-    help="Cast floating tensors, e.g. 'model=bfloat16' (repeatable), or bfloat16 for all; not counters and single "
-    "numbers such as Adam's step.",
+    help="Cast floating tensors, for example 'model=bfloat16' (repeatable), or bfloat16 for all. Counters and single "
+    "numbers such as Adam's step are not cast.",
 )
-@click.option("--compression", type=click.Choice(["zstd", "blosc", "none"]), help="Of all tensors; default: as it is.")
+@click.option(
+    "--compression",
+    type=click.Choice(["zstd", "blosc", "none"]),
+    help="Compression of all tensors (default: unchanged).",
+)
 @portable_option
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")
 @target_options
 @json_option
 @store_options
@@ -109,9 +111,9 @@ def cp_command(
     storage_options: Any,
     **options: Any,
 ) -> None:
-    """Copy a checkpoint between any stores, or some of its entries. All that is read is checked.
+    """Copy a checkpoint, or some of its entries, between any stores. All data is checked.
 
-    Chunks stay as they are, unless an option says otherwise.
+    Without the options for chunks, dtypes and compression, chunks are copied unchanged.
 
     \b
     Examples:
@@ -126,32 +128,34 @@ def cp_command(
     options |= {"storage_options": target_options, "compression": _COMPRESSIONS.get(compression, compression)}
     if max_chunk_mb is not None:
         options["max_chunk_bytes"] = max(1, int(max_chunk_mb * 1e6))
-    ckpt = opened(source, storage_options).select(*include, exclude=exclude)
-    with warnings_as_lines(), progress_bar("copying") as bar, of_target_options():
+    ckpt = open_checkpoint(source, storage_options).select(*include, exclude=exclude)
+    with warnings_as_lines(), progress_bar("copying") as bar, name_target_option():
         report = ckpt.copy_to(target, progress=bar, **options)
     if as_json:
         print_json(dataclasses.asdict(report))
         return
-    say(f"{count_text(report.objects, 'chunk')}, {size_text(report.nbytes)}, copied to {report.url}")
-    say_uncast(report.uncast)
+    print_line(f"{count_text(report.objects, 'chunk')}, {size_text(report.nbytes)}, copied to {report.url}")
+    print_uncast(report.uncast)
 
 
-def say_uncast(names: Sequence[str]) -> None:
-    """Print which floating tensors ``--dtype`` left as they are."""
+def print_uncast(names: Sequence[str]) -> None:
+    """Print the floating tensors that ``--dtype`` did not cast."""
     from zarrckpt._reports import count_text
 
     if names:
         some = ", ".join(names[:_UNCAST_NAMED]) + (", ..." if len(names) > _UNCAST_NAMED else "")
-        say(f"not cast: {count_text(len(names), 'counter or single number', 'counters and single numbers')}: {some}")
+        print_line(
+            f"not cast: {count_text(len(names), 'counter or single number', 'counters and single numbers')}: {some}"
+        )
 
 
 _UNCAST_NAMED = 3
-"""Names of tensors that are printed; --json has all."""
+"""Maximum number of names that are printed. ``--json`` prints all."""
 
 
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Print warnings as lines; raise wrong options as errors of usage."""
+    """Print warnings as lines, and raise ValueError for wrong options as an error of usage."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -161,4 +165,4 @@ def warnings_as_lines() -> Iterator[None]:
     except ValueError as err:
         raise click.UsageError(str(err)) from err
     for warning in caught:
-        say(f"warning: {warning.message}", err=True)
+        print_line(f"warning: {warning.message}", err=True)

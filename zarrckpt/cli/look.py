@@ -1,4 +1,4 @@
-"""``ls``, ``tree``, ``info``, ``cat``."""
+"""The commands ``ls``, ``tree``, ``info`` and ``cat``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import click
 
 from zarrckpt._errors import printable
 from zarrckpt.cli._common import (
+    format_number,
     header_option,
     json_option,
-    opened,
+    open_checkpoint,
     print_json,
+    print_line,
     print_table,
     progress_bar,
-    say,
-    shown,
     store_options,
 )
 
@@ -30,18 +30,20 @@ if TYPE_CHECKING:
 @click.command("ls")
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--all", "all_metadata", is_flag=True, help="Of a folder: all metadata, not the rules' metric alone.")
+@click.option(
+    "--all", "all_metadata", is_flag=True, help="For a folder: show all metadata, not only the rules' metric."
+)
 @header_option
 @json_option
 @store_options
 def ls_command(url: str, patterns: tuple[str, ...], all_metadata: bool, as_json: bool, storage_options: Any) -> None:
     """List the entries: name, dtype, shape or value, size.
 
-    Of a folder of checkpoints, list these by step: name, step, age, size, metadata. If a CheckpointManager keeps them,
-    show the metric that its rules name, and why each is kept: a request more, and one more for each checkpoint. If a
-    name has no step, all are in the order in which they were saved.
+    For a folder of checkpoints, list the checkpoints by step: name, step, age, size, metadata. If a CheckpointManager
+    manages them, show the metric of its rules, and the reasons why each checkpoint is kept. This takes one more
+    request, and one more for each checkpoint. If a name has no step, the order is that of saving.
 
-    Of a folder of runs, list these by name, each with its newest checkpoint: three requests for each folder.
+    For a folder of runs, list the runs by name, each with its newest checkpoint. This takes three requests per folder.
 
     PATTERN is a name, its beginning up to a dot, or a glob: 'model.layers.0', '*.bias'.
 
@@ -56,7 +58,7 @@ def ls_command(url: str, patterns: tuple[str, ...], all_metadata: bool, as_json:
     from zarrckpt.cli._folders import list_checkpoints, list_runs, print_listing
 
     try:
-        ckpt = opened(url, storage_options, patterns)
+        ckpt = open_checkpoint(url, storage_options, patterns)
     except (CheckpointNotFoundError, ForeignObjectsError):
         if patterns:
             raise
@@ -93,11 +95,11 @@ def _object(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
 @click.command("tree")
 @click.argument("url")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--depth", type=click.IntRange(1), help="Levels to show (default: all).")
+@click.option("--depth", type=click.IntRange(1), help="Number of levels to show (default: all).")
 @json_option
 @store_options
 def tree_command(url: str, patterns: tuple[str, ...], depth: int | None, as_json: bool, storage_options: Any) -> None:
-    """Show the names as a tree, with sizes. Levels are what stands between dots; --json nests as the state dict did.
+    """Show the names as a tree, with sizes. Levels are the parts between dots. --json nests like the state dict.
 
     \b
     Examples:
@@ -106,19 +108,19 @@ def tree_command(url: str, patterns: tuple[str, ...], depth: int | None, as_json
     """
     from zarrckpt._reports import size_text
 
-    ckpt = opened(url, storage_options, patterns)
+    ckpt = open_checkpoint(url, storage_options, patterns)
     if as_json:
         print_json({"url": ckpt.url, "nbytes": ckpt.nbytes, "tree": _nested(ckpt, _described(ckpt))})
         return
     root = _Node()
     for fqn in ckpt:
         root.add(fqn.split("."), (" ".join(ckpt.summary(fqn)[1:3]), ckpt.nbytes_of(fqn)))
-    say(f"{ckpt.url}  {size_text(ckpt.nbytes)}")
+    print_line(f"{ckpt.url}  {size_text(ckpt.nbytes)}")
     _print_tree(root, "", depth)
 
 
 def _nested(ckpt: Checkpoint, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves as the state dict was nested; groups are ``{"entries": ...}``."""
+    """Return the leaves nested like the state dict. Groups are ``{"entries": ...}``."""
     root: dict[str, Any] = {}
     for fqn, leaf in leaves.items():
         node = root
@@ -130,14 +132,14 @@ def _nested(ckpt: Checkpoint, leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _Leaf = tuple[str, int]
-"""What an entry is, and its bytes."""
+"""The dtype and shape of an entry, or its kind and value, as a text, and its size in bytes."""
 
 
 class _Node:
-    """What comes next in the names that begin alike."""
+    """A level of the tree, with the next parts of names that have a common beginning."""
 
     def __init__(self) -> None:
-        # An entry and a group may have one name: a leaf's key has another beginning.
+        # Keys are (whether it is a leaf, name), because an entry and a group can have one name.
         self._children: dict[tuple[bool, str], _Node | _Leaf] = {}
 
     def add(self, names: Sequence[str], leaf: _Leaf) -> None:
@@ -150,12 +152,12 @@ class _Node:
         node._children[True, last] = leaf
 
     def extent(self) -> tuple[int, int]:
-        """How many entries, and their bytes."""
+        """Return the number of entries below, and their size in bytes."""
         parts = [child.extent() if isinstance(child, _Node) else (1, child[1]) for child in self._children.values()]
         return sum(entries for entries, _ in parts), sum(size for _, size in parts)
 
     def rows(self) -> Iterator[tuple[str, _Node | _Leaf]]:
-        """Its children by name; a group that holds one thing alone is one with it: ``layers.0``, ``norm.weight``."""
+        """Yield the children by name. A group with one child is joined with it: ``layers.0``, ``norm.weight``."""
         for (_, name), child in self._children.items():
             while isinstance(child, _Node) and len(child._children) == 1:
                 (((_, more), child),) = child._children.items()
@@ -167,21 +169,21 @@ def _print_tree(node: _Node, indent: str, depth: int | None) -> None:
     from zarrckpt._reports import count_text, size_text
 
     rows = [*node.rows()]
-    for place, (name, child) in enumerate(rows, 1):
-        last = place == len(rows)
+    for number, (name, child) in enumerate(rows, 1):
+        last = number == len(rows)
         if isinstance(child, _Node):
             entries, size = child.extent()
             text = count_text(entries, "entry", "entries") if depth == 1 else ""
         else:
             text, size = child
         words = (name, text, size_text(size) if size else "")
-        say(f"{indent}{'└── ' if last else '├── '}{'  '.join(filter(None, words))}")
+        print_line(f"{indent}{'└── ' if last else '├── '}{'  '.join(filter(None, words))}")
         if isinstance(child, _Node) and depth != 1:
             _print_tree(child, indent + ("    " if last else "│   "), None if depth is None else depth - 1)
 
 
 _LISTED = 12
-"""Groups that ``info`` names; the largest ones, where there are more."""
+"""Maximum number of groups that ``info`` shows, the largest ones."""
 
 
 @click.command("info")
@@ -189,22 +191,22 @@ _LISTED = 12
 @json_option
 @store_options
 def info_command(url: str, as_json: bool, storage_options: Any) -> None:
-    """Say what a checkpoint is: sizes, dtypes, step, who wrote it.
+    """Show the facts of a checkpoint: sizes, dtypes, step, software and ranks that saved it.
 
-    One request; two more where tensors are compressed, for the sizes that are stored.
+    One request, or three if tensors are compressed, for the stored sizes.
 
     \b
     Example:
       zarrckpt info s3://bucket/run/step-100 --json
     """
-    found = opened(url, storage_options).info
+    found = open_checkpoint(url, storage_options).info
     if as_json:
         print_json(dataclasses.asdict(found))
         return
     rows = _info_rows(found)
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        say(f"{name:{width}}  {text}")
+        print_line(f"{name:{width}}  {text}")
 
 
 def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
@@ -213,8 +215,8 @@ def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
     blobs = f", and {found.blobs:,} kept as bytes, {size_text(found.blob_nbytes)}" if found.blobs else ""
     chunks = f"{count_text(found.chunks, 'chunk')}, {count_text(found.subchunks, 'subchunk')}"
     tensors = found.nbytes - found.blob_nbytes
-    place = f"; the arrays are below {found.tree}" if found.tree else ""
-    before = f"; replaced {count_text(len(found.replaced), 'save')} before" if found.replaced else ""
+    tree = f"; arrays are below {found.tree}" if found.tree else ""
+    before = f"; replaced {count_text(len(found.replaced), 'earlier save')}" if found.replaced else ""
     rows = [
         ("url", found.url),
         ("saved", f"{time_text(found.created)} by {count_text(found.world_size, 'rank')}"),
@@ -226,7 +228,7 @@ def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
         ("size", size_text(found.nbytes)),
         ("tensors", f"{found.tensors:,} with {count_text(found.elements, 'element')}, {size_text(tensors)}"),
         ("stored", _stored(found)),
-        ("layout", chunks + place),
+        ("layout", chunks + tree),
         ("values", f"{found.values:,}{blobs}"),
         *_headed("dtypes", [(name, _shown_numbers(part)) for name, part in found.dtypes.items()]),
     ]
@@ -238,9 +240,9 @@ def _info_rows(found: CheckpointInfo) -> list[tuple[str, str]]:
 
 
 def _headed(title: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Rows for names and their texts, with a title before the first."""
+    """Return rows for names and their texts, with a title in the first row."""
     width = max((len(name) for name, _ in pairs), default=0)
-    return [(title if place == 0 else "", f"{name:{width}}  {text}") for place, (name, text) in enumerate(pairs)]
+    return [(title if index == 0 else "", f"{name:{width}}  {text}") for index, (name, text) in enumerate(pairs)]
 
 
 def _shown_numbers(part: DTypeInfo) -> str:
@@ -250,11 +252,11 @@ def _shown_numbers(part: DTypeInfo) -> str:
 
 
 def _stored(found: CheckpointInfo) -> str:
-    """The bytes in the store, and what compression makes of them."""
+    """Return the stored size as a text, with the codec and the compressed share."""
     from zarrckpt._reports import share_text, size_text
 
     if found.nbytes_stored is None:
-        return f"unknown: a table cannot be read; run zarrckpt verify {found.url}"
+        return f"unknown, because a table cannot be read: run zarrckpt verify {found.url}"
     if not found.compression:
         return f"{size_text(found.nbytes_stored)}, not compressed"
     share = f" ({share_text(found.nbytes_stored, found.nbytes)})" if found.nbytes else ""
@@ -265,12 +267,12 @@ _SLICE = re.compile(r"\[?([-\d:,\s.]*)\]?")
 
 
 def _selection(text: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """``0:4,:,3`` as numpy understands it, for an array of a shape."""
+    """Parse a slice such as ``0:4,:,3`` into an index of numpy, and check it against a shape."""
     import numpy as np
 
     match = _SLICE.fullmatch(text.strip())
     if match is None:
-        raise click.BadParameter(f"{text!r} is no slice such as 0:4,:,3", param_hint="SLICE")
+        raise click.BadParameter(f"expected a slice such as 0:4,:,3, got {text!r}", param_hint="SLICE")
     parts: list[Any] = []
     for part in match.group(1).split(","):
         part = part.strip()
@@ -282,11 +284,11 @@ def _selection(text: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
             else:
                 parts.append(int(part))
         except (ValueError, TypeError) as err:
-            raise click.BadParameter(f"{part!r} is no index and no slice", param_hint="SLICE") from err
+            raise click.BadParameter(f"{part!r} is neither an index nor a slice", param_hint="SLICE") from err
     if any(isinstance(part, slice) and (part.step or 1) < 0 for part in parts):
-        raise click.BadParameter(f"{text!r} goes backwards; steps are 1 or more", param_hint="SLICE")
+        raise click.BadParameter(f"{text!r} has a negative step, expected 1 or more", param_hint="SLICE")
     try:
-        # Of an array that takes no memory: nothing is read before the slice is known to fit.
+        # Check with an array that takes no memory, before anything is read.
         np.broadcast_to(np.zeros((), np.uint8), shape)[tuple(parts)]
     except (IndexError, ValueError) as err:
         raise click.BadParameter(f"{text!r} does not fit the shape {shape}: {err}", param_hint="SLICE") from err
@@ -300,7 +302,7 @@ def _selection(text: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
 @json_option
 @store_options
 def cat_command(url: str, key: str, slice_: str | None, as_json: bool, storage_options: Any) -> None:
-    """Show one entry: a value, or a tensor's numbers and its corner, or the part that SLICE says.
+    """Show one entry: a value, a tensor's statistics and first elements, or the elements of SLICE.
 
     \b
     Examples:
@@ -308,49 +310,49 @@ def cat_command(url: str, key: str, slice_: str | None, as_json: bool, storage_o
       zarrckpt cat run/step-100 model.embed.weight 0:4,:8
       zarrckpt cat run/step-100 model.embed.weight -1,:
     """
-    # -2: is a slice, which click takes for an option that it does not know; other such words are none.
+    # Unknown options are ignored, because "-2:" is a slice and not an option. Any other unknown option is an error.
     for word in (url, key, slice_ or ""):
         if re.match(r"-+[^-\d:,.\s]", word):
             raise click.NoSuchOption(word)
-    ckpt = opened(url, storage_options)
+    ckpt = open_checkpoint(url, storage_options)
     if key in ckpt.tensors:
         _cat_tensor(ckpt, key, slice_, as_json)
         return
     found = ckpt[key]
     if slice_:
-        raise click.BadParameter(f"{key!r} is a value, no tensor: it is shown whole", param_hint="SLICE")
+        raise click.BadParameter(f"{key!r} is a value and not a tensor: leave SLICE out", param_hint="SLICE")
     if as_json:
         print_json(found)
         return
     from zarrckpt._reports import value_text
 
     text = value_text(found)
-    more = f"\n... {len(text) - _LONGEST:,} characters more; --json has them all" if len(text) > _LONGEST else ""
-    click.echo(printable(text[:_LONGEST]) + more)
+    more = f"\n... {len(text) - _MAX_SHOWN:,} characters more, --json has all" if len(text) > _MAX_SHOWN else ""
+    click.echo(printable(text[:_MAX_SHOWN]) + more)
 
 
-_LONGEST = 4000
-"""Characters of a value that ``cat`` shows."""
+_MAX_SHOWN = 4000
+"""Maximum number of characters of a value that ``cat`` shows."""
 
 
 def _cat_tensor(ckpt: Checkpoint, key: str, slice_: str | None, as_json: bool) -> None:
     import numpy as np
 
     found = ckpt[key]
-    where = _selection(slice_, found.shape) if slice_ else _corner(found.shape)
-    part = np.asarray(found[where])
+    index = _selection(slice_, found.shape) if slice_ else _corner(found.shape)
+    part = np.asarray(found[index])
     if as_json:
         print_json({"name": key, "shape": found.shape, "dtype": ckpt.summary(key)[1], "values": _numbers(part)})
         return
-    say("  ".join(cell for cell in ckpt.summary(key) if cell))
+    print_line("  ".join(cell for cell in ckpt.summary(key) if cell))
     if not slice_:
         with progress_bar("reading") as progress:
             stats = ckpt.stats(key, progress=progress)[key]
         words = ("min", "max", "mean", "std", "norm")
-        click.echo("  ".join(f"{word} {shown(getattr(stats, word))}" for word in words))
+        click.echo("  ".join(f"{word} {format_number(getattr(stats, word))}" for word in words))
         click.echo(f"zeros {stats.zeros:,}  nan {stats.nan:,}  inf {stats.inf:,}  of {stats.count:,}")
         if part.shape != found.shape:
-            click.echo(f"[{', '.join(f':{stop.stop}' for stop in where)}]")
+            click.echo(f"[{', '.join(f':{stop.stop}' for stop in index)}]")
     if not part.size and found.size:
         click.echo(f"no elements: this part has the shape {part.shape}")
         return
@@ -359,7 +361,7 @@ def _cat_tensor(ckpt: Checkpoint, key: str, slice_: str | None, as_json: bool) -
 
 
 def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Up to 6 rows and columns; of what is before the last two dimensions the first 2."""
+    """Return slices for at most 6 rows and columns, and for 2 indices of each dimension before the last two."""
     return tuple(slice(0, min(n, 6 if axis >= len(shape) - 2 else 2)) for axis, n in enumerate(shape))
 
 

@@ -1,4 +1,4 @@
-"""``report``: a checkpoint, or two beside each other, as one HTML page."""
+"""The command ``report``: one HTML page of a checkpoint, or of two for comparison."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import click
 
 from zarrckpt.cli._common import (
     json_option,
-    opened,
-    opened_beside,
+    open_checkpoint,
+    open_second,
     print_json,
+    print_line,
     progress_bar,
-    say,
     store_options,
     target_options,
 )
@@ -25,12 +25,12 @@ _NAMED = 5
 @click.command("report")
 @click.argument("url")
 @click.argument("other", required=False, metavar="[OTHER]")
-@click.option("--output", "-o", default="report.html", show_default=True, metavar="FILE", help="The page.")
+@click.option("--output", "-o", default="report.html", show_default=True, metavar="FILE", help="File of the page.")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Only these entries (repeatable).")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="All but these (repeatable).")
-@click.option("--no-values", is_flag=True, help="Show the layout alone; read no tensor.")
-@click.option("--overwrite", "--force", "-f", is_flag=True, help="Replace a page that is there.")
-@partial(target_options, said="An option of OTHER's store (default: URL's, but for a local path).")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="All except these (repeatable).")
+@click.option("--no-values", is_flag=True, help="Show only the layout, and read no tensor.")
+@click.option("--overwrite", "--force", "-f", is_flag=True, help="Replace an existing page.")
+@partial(target_options, help_text="An option of OTHER's store (default: URL's options, except for a local path).")
 @json_option
 @partial(store_options, letters=["-O"])
 def report_command(
@@ -45,10 +45,11 @@ def report_command(
     as_json: bool,
     storage_options: Any,
 ) -> None:
-    """Draw a checkpoint as one HTML page, or compare it with OTHER on one. The page needs no network.
+    """Write an HTML page of a checkpoint, or of its comparison with OTHER. The page needs no network.
 
-    Sizes as a tree map; of each tensor its numbers, a histogram, outliers, NaN and inf, and which rank wrote which of
-    its chunks; values. Reads everything once, in bounded memory; with --no-values only what the tensors are.
+    The page shows a tree map of sizes, and all values. For each tensor it shows statistics, a histogram, outliers, NaN
+    and inf, and the rank that wrote each chunk. All data is read once, in bounded memory. With --no-values no tensor is
+    read.
 
     \b
     Examples:
@@ -58,15 +59,15 @@ def report_command(
     """
     from zarrckpt._reports import count_text, size_text
 
-    ckpt = opened(url, storage_options)
-    another = None if other is None else opened_beside(other, target_options, storage_options)
+    ckpt = open_checkpoint(url, storage_options)
+    another = None if other is None else open_second(other, target_options, storage_options)
     options: dict[str, Any] = {"include": include, "exclude": exclude, "values": not no_values, "overwrite": overwrite}
     with progress_bar("reading") as progress:
         found = ckpt.report(output, another, **options, progress=progress)
     if as_json:
         print_json(dataclasses.asdict(found))
         return
-    say(f"{found.path}: {count_text(found.tensors, 'tensor')}, {size_text(found.nbytes)}")
+    print_line(f"{found.path}: {count_text(found.tensors, 'tensor')}, {size_text(found.nbytes)}")
     if found.broken:
         more = f" and {len(found.broken) - _NAMED} more" if len(found.broken) > _NAMED else ""
-        say(f"NaN or inf in {', '.join(found.broken[:_NAMED])}{more}")
+        print_line(f"NaN or inf in {', '.join(found.broken[:_NAMED])}{more}")

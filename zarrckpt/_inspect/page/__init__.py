@@ -1,4 +1,4 @@
-"""A checkpoint, or two beside each other, as one HTML page that needs nothing else."""
+"""Write one checkpoint, or two for comparison, as one HTML page without other files."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ __all__ = ["PageReport", "Side", "check_target", "write_page"]
 
 _STYLE_FILE = "page.css"
 _SCRIPTS = ("base.js", "charts.js", "chunks.js", "treemap.js", "overview.js", "detail.js", "table.js", "page.js")
-"""In the order in which they need each other."""
+"""The scripts in the order of their dependencies."""
 
 
 @dataclass(frozen=True)
 class PageReport:
-    """What ``Checkpoint.report`` wrote."""
+    """The result of ``Checkpoint.report``."""
 
     path: str
     nbytes: int
-    """Of the page."""
+    """The size of the page."""
     tensors: int
     broken: tuple[str, ...]
-    """The tensors with NaN or inf; none where they were not read."""
+    """The tensors with NaN or inf. Empty if the tensors were not read."""
 
 
 def check_target(path: str, overwrite: bool) -> None:
-    """Refuse a file that could not be written, before anything is read. Raises StorageError."""
+    """Raise StorageError if the page could not be written to this path. Called before anything is read."""
     folder = os.path.dirname(path)
     if os.path.isdir(path):
-        raise StorageError(f"{path} is a folder: name a file in it, {os.path.join(path, 'report.html')}")
+        raise StorageError(f"{path} is a folder: pass a file in it, {os.path.join(path, 'report.html')}")
     if not os.path.isdir(folder):
-        raise StorageError(f"{path} cannot be written: there is no folder {folder}; make it first")
+        raise StorageError(f"{path} cannot be written, because there is no folder {folder}: create it first")
     if os.path.lexists(path) and not overwrite:
-        raise StorageError(f"{path} exists already; nothing was read: pass overwrite=True to replace it")
+        raise StorageError(f"{path} exists already. Nothing was read: pass overwrite=True to replace it")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise StorageError(f"{path} is no file that a page could replace: name another one")
+        raise StorageError(f"{path} is not a regular file: pass another path")
     if not os.access(folder, os.W_OK):
         raise StorageError(f"{path} cannot be written: {folder} is not writable for this user")
 
@@ -65,11 +65,11 @@ def write_page(
     overwrite: bool,
     progress: Progress | None,
 ) -> PageReport:
-    """Write the page of one or two sides; see ``Checkpoint.report``. It appears under its name when it is whole."""
+    """Write the page of one or two sides, see ``Checkpoint.report``. The file appears when it is complete."""
     found = numbers_of(sides, same, progress) if values else None
     data = page_data(sides, same, changed, found)
     page = rendered(data, " and ".join(side.catalog.store.url for side in sides)).encode("utf-8", "replace")
-    folder, name = os.path.split(os.path.realpath(path))  # a link stays one
+    folder, name = os.path.split(os.path.realpath(path))  # a link stays, and its target is replaced
     with new_files(folder, overwrite=overwrite) as part:
         Path(part, name).write_bytes(page)
     names = [tensor["name"] for tensor in data["tensors"]]
@@ -77,7 +77,7 @@ def write_page(
 
 
 def rendered(data: Mapping[str, Any], urls: str) -> str:
-    """A page with its data, its style and its scripts inside."""
+    """Return the text of a page with its data, style and scripts inside."""
     style = _asset(_STYLE_FILE)
     script = "\n".join(["'use strict';", *map(_asset, _SCRIPTS)])
     return string.Template(_asset("page.html")).substitute(
@@ -92,13 +92,13 @@ def rendered(data: Mapping[str, Any], urls: str) -> str:
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """JSON that cannot end the element that it stands in: no markup, only ASCII."""
+    """Return JSON in ASCII without markup characters, so that it cannot end its HTML element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _hash(text: str) -> str:
-    """What the page's own security policy lets run: this text and no other."""
+    """Return the hash of a text for the page's security policy, which permits only texts with these hashes."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

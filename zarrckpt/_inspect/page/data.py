@@ -1,4 +1,4 @@
-"""All that a page shows of one checkpoint, or of two, as JSON."""
+"""Build the JSON data of a page, for one checkpoint or two."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from zarrckpt._reports import value_text
 from zarrckpt._version import __version__
 
 _MAX_TEXT = 20_000
-"""So many characters of a value are on the page."""
+"""Maximum number of characters of a value on the page."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """A checkpoint, or a part of one, that a page shows."""
+    """A checkpoint on the page, or a part of one."""
 
     catalog: Catalog
     names: tuple[str, ...]
@@ -38,31 +38,31 @@ class Side:
 
     @cached_property
     def tensors(self) -> dict[str, ArrayNode]:
-        """Its tensors by name."""
+        """The tensors by fqn."""
         known = self.catalog.root.tensors
         return {fqn: known[fqn] for fqn in self.names if fqn in known}
 
     @cached_property
     def objects(self) -> frozenset[str]:
-        """The names of its other entries."""
+        """The fqns of the other entries."""
         return frozenset(self.names) - self.tensors.keys()
 
 
 @dataclass(frozen=True)
 class PageNumbers:
-    """What was found in the tensors of each side, and how those that both have differ."""
+    """The statistics of the tensors of each side, and the differences of tensors that both sides have."""
 
     looks: tuple[dict[str, Look], ...]
     differences: Mapping[str, TensorDifference]
 
     def is_broken(self, fqn: str) -> bool:
-        """Whether a tensor has NaN or inf, on any side."""
+        """Whether a tensor has NaN or inf on any side."""
         looks = (side[fqn] for side in self.looks if fqn in side)
         return any(look.stats.nan or look.stats.inf for look in looks)
 
 
 def numbers_of(sides: Sequence[Side], same: Sequence[str], progress: Progress | None) -> PageNumbers:
-    """Read all tensors of the sides once, and compare those named in ``same``, whose numbers can be compared."""
+    """Read all tensors of the sides once, and compare the tensors in ``same``, whose numbers can be compared."""
     both = set(same)
     rest = [[fqn for fqn in side.tensors if fqn not in both] for side in sides]
     amounts = [sum(wider(sides[0].catalog, sides[1].catalog, fqn).nbytes for fqn in same)]
@@ -86,9 +86,16 @@ def numbers_of(sides: Sequence[Side], same: Sequence[str], progress: Progress | 
 def page_data(
     sides: Sequence[Side], same: Sequence[str], changed: Mapping[str, tuple[str, str]], found: PageNumbers | None
 ) -> Json:
-    """The JSON of a page. ``same`` and ``changed`` are of two sides; ``found`` is None where no tensor was read.
+    """Return the JSON of a page.
 
-    One request a side for the table of writers; none else where ``found`` is given.
+    Costs one request per side for the table of writers. Without ``found``, comparing two sides also reads their tables
+    of checksums.
+
+    Args:
+        sides: one checkpoint or two.
+        same: the comparable tensors that both sides have.
+        changed: the values that differ between the sides.
+        found: the numbers of the tensors, or None if they were not read.
     """
     layouts = [Layouts(side.catalog.writers()) for side in sides]
     names = list(dict.fromkeys(fqn for side in sides for fqn in side.tensors))
@@ -122,7 +129,7 @@ def _tensor_json(
 ) -> Json:
     nodes = [side.tensors.get(fqn) for side in sides]
     one_grid = len({node.grid for node in nodes if node is not None}) == 1
-    # Of two that were compared, the chunks with NaN and inf are known by the grid of one.
+    # If two tensors were compared, their chunks with NaN and inf are numbered by the grid of the wider one.
     counted = wider(sides[0].catalog, sides[1].catalog, fqn) if in_both else None
     looks: list[Json | None] = []
     for number, node in enumerate(nodes):
@@ -145,7 +152,7 @@ def _tensor_json(
 
 
 def _equal_bytes(sides: Sequence[Side], fqn: str) -> bool | None:
-    """Whether two tensors are stored as the same bytes, by their checksums; None where that says nothing."""
+    """Whether two tensors have equal bytes, by their checksums. None if checksums cannot decide it."""
     one, other = (side.tensors[fqn] for side in sides)
     if (one.grid, one.compression) != (other.grid, other.compression):
         return None
@@ -180,11 +187,11 @@ def _extreme(item: Extreme, look: Look) -> list[Any]:
 
 
 _MAX_INTEGER = 2**53
-"""Integers from here on are texts: JavaScript's numbers hold 53 bits."""
+"""Integers from this number on are stored as texts, because JavaScript's numbers have 53 bits."""
 
 
 def _number(value: float) -> float | str | None:
-    """A number for JSON, unrounded: None for NaN; infinities and large integers as texts."""
+    """Return a number for JSON, unrounded. NaN becomes None, infinities and large integers become texts."""
     if isinstance(value, int):
         return value if abs(value) < _MAX_INTEGER else str(value)
     if math.isnan(value):
@@ -205,14 +212,14 @@ def _side_of_entry(side: Side, fqn: str) -> Json | None:
 
 
 def _value(side: Side, fqn: str) -> Json:
-    """A value as Python shows it; a blob by its size, unread."""
+    """Return a value as Python's text, or the size of a blob, which is not read."""
     entry = side.catalog.root.objects[fqn]
     if isinstance(entry, BlobEntry):
         return {"type": entry.kind or "", "encoding": entry.encoding, "nbytes": entry.array.nbytes}
     value = side.catalog.read_object(fqn)
     try:
         text = pprint.pformat(value, width=88, compact=True, sort_dicts=False)
-    except ValueError:  # an int of more digits than Python turns into text
+    except ValueError:  # an int with more digits than Python converts to text
         text = value_text(value)
     found: Json = {"type": type(value).__name__, "text": text[:_MAX_TEXT]}
     return found if len(text) <= _MAX_TEXT else found | {"cut": len(text) - _MAX_TEXT}

@@ -1,4 +1,4 @@
-"""How tensors are stored, for a page: chunk grids and who wrote what, said once for all tensors that are alike."""
+"""Describe the chunk grids and writers of tensors for a page, once for all tensors with the same layout."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zarrckpt._format.grid import Grid
 
 Writers = np.ndarray[Any, np.dtype[Any]]
 _MAX_RUNS = 2048
-"""A tensor whose chunks were written in a wilder order is shown without."""
+"""Maximum number of runs of writers. The page shows no writers for a tensor with more runs."""
 
 
 class Layouts:
-    """The layouts of one checkpoint's tensors: each distinct one has a number."""
+    """The distinct layouts of one checkpoint's tensors, by number."""
 
     def __init__(self, writers: Mapping[str, Writers]) -> None:
         self._writers = writers
@@ -25,7 +25,7 @@ class Layouts:
         self.found: list[Json] = []
 
     def number(self, node: ArrayNode) -> int:
-        """The number of an array's layout."""
+        """Return the number of an array's layout."""
         chunk_runs = runs(self._writers[node.path].reshape(-1))
         grid, compression = node.grid, node.compression.name if node.compression else None
         kind = (grid, node.dtype.name, node.portable, compression, chunk_runs)
@@ -47,18 +47,18 @@ class Layouts:
         return self._numbers[kind]
 
     def rank_bytes(self, nodes: list[ArrayNode]) -> list[tuple[int, int]]:
-        """(rank, bytes of elements that it wrote of some arrays), of the ranks that wrote any."""
+        """Return (rank, bytes) for each rank that wrote elements of these arrays, ascending."""
         total: dict[int, int] = {}
         for node in nodes:
-            ranks, places = np.unique(self._writers[node.path].reshape(-1), return_inverse=True)
-            sizes = np.bincount(places, weights=chunk_elements(node.grid), minlength=len(ranks))
+            ranks, indices = np.unique(self._writers[node.path].reshape(-1), return_inverse=True)
+            sizes = np.bincount(indices, weights=chunk_elements(node.grid), minlength=len(ranks))
             for rank, size in zip(ranks.tolist(), sizes.tolist(), strict=True):
                 total[rank] = total.get(rank, 0) + int(size) * node.dtype.itemsize
         return sorted(total.items())
 
 
 def chunk_elements(grid: Grid) -> Writers:
-    """The number of elements of each chunk within the array, in C order."""
+    """Return the number of elements of each chunk within the array, in C order."""
     sizes = np.ones(1, np.int64)
     for n, chunk, count in zip(grid.shape, grid.chunk_shape, grid.counts, strict=True):
         along = np.minimum(chunk, n - np.arange(count, dtype=np.int64) * chunk)
@@ -67,7 +67,10 @@ def chunk_elements(grid: Grid) -> Writers:
 
 
 def runs(ranks: Writers) -> tuple[tuple[int, int, int], ...] | None:
-    """Numbers as runs (first, step, count): 0, 1, 2, 3 is one, and so is 5, 5, 5. None where there are too many."""
+    """Return numbers as runs (first, step, count), or None if there are more than 2,048.
+
+    0, 1, 2, 3 is one run, and so is 5, 5, 5.
+    """
     numbers = ranks.astype(np.int64)
     steps = np.diff(numbers)
     changes: list[int] = (np.flatnonzero(np.diff(steps)) + 1).tolist()

@@ -1,4 +1,4 @@
-"""What a page shows of the numbers in tensors, and of how two tensors differ: one look at each chunk."""
+"""Compute the statistics of tensors, and of differences between tensors, for a page. Every chunk is read once."""
 
 from __future__ import annotations
 
@@ -20,44 +20,45 @@ from zarrckpt._read.catalog import Catalog
 
 SHOWN_BINS = 64
 EXTREMES = 4
-"""So many of the least and of the greatest values are kept, with their places."""
+"""Number of smallest and of largest values that are shown, with their positions."""
 _TAIL = 0.001
 _FAR = 6
-"""Standard deviations from the mean."""
+"""Distance from the mean, in standard deviations, beyond which elements are counted as outliers."""
 _MAX_BROKEN = 4096
-"""Chunks with NaN or inf of which the number is kept."""
+"""Maximum number of chunks with NaN or inf that are listed."""
 
 _PAGE_BLOCK = 1 << 18
-"""Elements per block: fewer would cost more, since each block has a histogram of its own."""
+"""Elements per block. Each block has its own histogram, so smaller blocks would take more time."""
 
 Extreme = tuple[float, Ints]
-"""A value, and where it is."""
+"""A value and its position."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is shown of one tensor's numbers; of complex ones, of their absolute values."""
+    """The statistics of one tensor on a page. For complex numbers, those of their absolute values."""
 
     stats: TensorStats
     histogram: Histogram | None = None
-    """At most SHOWN_BINS bins; None where no element is finite."""
+    """At most SHOWN_BINS bins. None if no element is finite."""
     bulk: tuple[Histogram, int, int] | None = None
+    """The middle of the values, see :meth:`Histogram.bulk`."""
     low: tuple[Extreme, ...] = ()
-    """The least values, the least one first."""
+    """The smallest values, ascending."""
     high: tuple[Extreme, ...] = ()
-    """The greatest values, the greatest one first."""
+    """The largest values, descending."""
     sigmas: Mapping[float, float] = field(default_factory=dict)
-    """Each of these values -> its distance from the mean in standard deviations, unless the deviation is 0."""
+    """The distance of each of these values from the mean, in standard deviations. Empty if the deviation is 0."""
     beyond: int = 0
-    """Elements further than six standard deviations from the mean, at the histogram's full resolution."""
+    """Number of elements further than six standard deviations from the mean, at the histogram's full resolution."""
     broken: Mapping[int, int] = field(default_factory=dict)
-    """Number of a chunk, in C order -> its elements that are NaN or inf."""
+    """Number of a chunk, in C order -> number of its elements that are NaN or inf."""
     first_broken: Ints | None = None
-    """One element that is NaN or inf: the first one of its chunk, which is the first such chunk."""
+    """The position of the first NaN or inf of the first chunk that has any."""
 
 
-class Gathering:
-    """Takes the parts of one tensor, in any order."""
+class TensorGatherer:
+    """Collects the statistics of one tensor from its parts, in any order."""
 
     def __init__(self, node: ArrayNode) -> None:
         self._node = node
@@ -68,7 +69,10 @@ class Gathering:
         self._broken: dict[int, tuple[int, Ints]] = {}
 
     def take(self, values: NumberArray, begin: int, box: Box) -> None:
-        """Look at elements of a box, see :func:`as_reals`; ``begin`` is the number of the first one in C order."""
+        """Add elements of a box, as :func:`as_reals` returns them.
+
+        ``begin`` is the number of the first element in the box, in C order.
+        """
         moments = Moments.of(values)
         self._moments.add(moments)
         if moments.finite < moments.count:
@@ -88,8 +92,8 @@ class Gathering:
         before, first = self._broken.get(chunk, (0, position))
         self._broken[chunk] = (before + count, first)
 
-    def join(self, other: Gathering) -> None:
-        """Take what another one has taken."""
+    def join(self, other: TensorGatherer) -> None:
+        """Add the statistics of another part of the tensor."""
         self._moments.add(other._moments)
         if other._histogram is not None:
             mine = self._histogram
@@ -100,11 +104,11 @@ class Gathering:
 
     @property
     def complete(self) -> bool:
-        """Whether all elements have been looked at."""
+        """Whether all elements of the tensor were added."""
         return self._moments.count == self._node.nbytes // self._node.dtype.itemsize
 
     def look(self) -> Look:
-        """What it was."""
+        """Return the statistics."""
         stats, broken = self._moments.stats(), dict(sorted(self._broken.items())[:_MAX_BROKEN])
         counts = {chunk: count for chunk, (count, _) in broken.items()}
         first = next((position for _, position in broken.values()), None)
@@ -136,24 +140,27 @@ def _greatest_first(item: Extreme) -> tuple[float, Ints]:
 def _extremes_of(
     kept: list[Extreme], best: float, values: NumberArray, begin: int, box: Box, sign: int
 ) -> list[Extreme]:
-    """The extremes of what was kept and of a block, whose best value is known; most blocks have nothing to add."""
+    """Return the extremes of those kept so far and of a block.
+
+    ``best`` is the block's most extreme value. Most blocks add nothing, so it is compared first.
+    """
     if len(kept) == EXTREMES and sign * kept[-1][0] <= sign * best:
         return kept
     few = min(EXTREMES, len(values))
     finite = np.isfinite(values)
     ordered = values if finite.all() else np.where(finite, values, sign * np.inf)
-    places = np.argpartition(ordered, few - 1)[:few] if sign > 0 else np.argpartition(ordered, -few)[-few:]
-    found = [(values[i].item(), position_in(box, begin + int(i))) for i in places if finite[i]]
+    indices = np.argpartition(ordered, few - 1)[:few] if sign > 0 else np.argpartition(ordered, -few)[-few:]
+    found = [(values[i].item(), position_in(box, begin + int(i))) for i in indices if finite[i]]
     return sorted([*kept, *found], key=lambda item: (sign * item[0], item[1]))[:EXTREMES]
 
 
-class _Gatherings:
-    """The tensors of one checkpoint that are being looked at; what is complete shrinks to what is shown."""
+class _Gatherers:
+    """The tensors of one checkpoint that are being read. A complete tensor is reduced to its Look."""
 
     def __init__(self, catalog: Catalog, fqns: Sequence[str]) -> None:
         self._catalog = catalog
         self._lock = threading.Lock()
-        self._open: dict[str, Gathering] = {}
+        self._open: dict[str, TensorGatherer] = {}
         self.looks: dict[str, Look] = {}
         for fqn in fqns:
             if not self._node(fqn).nbytes:
@@ -162,20 +169,20 @@ class _Gatherings:
     def _node(self, fqn: str) -> ArrayNode:
         return self._catalog.root.tensors[fqn]
 
-    def part(self, fqn: str) -> Gathering:
-        return Gathering(self._node(fqn))
+    def part(self, fqn: str) -> TensorGatherer:
+        return TensorGatherer(self._node(fqn))
 
-    def add(self, fqn: str, part: Gathering) -> None:
+    def add(self, fqn: str, part: TensorGatherer) -> None:
         with self._lock:
-            gathering = self._open.setdefault(fqn, Gathering(self._node(fqn)))
-            gathering.join(part)
-            if gathering.complete:
+            gatherer = self._open.setdefault(fqn, TensorGatherer(self._node(fqn)))
+            gatherer.join(part)
+            if gatherer.complete:
                 self.looks[fqn] = self._open.pop(fqn).look()
 
 
 def look_at(catalog: Catalog, fqns: Sequence[str], progress: Progress | None) -> dict[str, Look]:
-    """Look at every number of some tensors. Everything is read once, in bounded memory; errors as in ``read``."""
-    found = _Gatherings(catalog, fqns)
+    """Compute the statistics of tensors. Everything is read once, in bounded memory. Errors as in ``read``."""
+    found = _Gatherers(catalog, fqns)
 
     def look(fqn: str, box: Box) -> None:
         part, begin = found.part(fqn), 0
@@ -191,11 +198,11 @@ def look_at(catalog: Catalog, fqns: Sequence[str], progress: Progress | None) ->
 def look_at_both(
     one: Catalog, other: Catalog, fqns: Sequence[str], progress: Progress | None
 ) -> tuple[dict[str, Look], dict[str, Look], dict[str, TensorDifference]]:
-    """Look at tensors that both have and that can be compared, and compare them. Each is read once.
+    """Compute the statistics of tensors that both checkpoints have, and their differences. Each tensor is read once.
 
-    Broken elements of both are counted by the chunks of the :func:`wider` one.
+    Elements that are NaN or inf are counted by the chunks of the :func:`wider` tensor, for both checkpoints.
     """
-    ones, others = _Gatherings(one, fqns), _Gatherings(other, fqns)
+    ones, others = _Gatherers(one, fqns), _Gatherers(other, fqns)
     sums = {fqn: Sums() for fqn in fqns}
 
     def look(fqn: str, box: Box) -> Sums:
