@@ -350,7 +350,7 @@ def test_nobody_gets_past_it(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="synchronous"):
             store.get_ranges_sync("w/c.0.0", [None], prototype=PROTOTYPE)
     assert store.read_only and store.with_read_only(True) is store
-    with pytest.raises(ValueError, match="reading only"):
+    with pytest.raises(ValueError, match="read-only"):
         store.with_read_only(False)
     value = PROTOTYPE.buffer.from_bytes(b"1")
     for write in (store.set("x", value), store.set_if_not_exists("x", value), store._set_many([("x", value)])):

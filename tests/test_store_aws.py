@@ -130,7 +130,7 @@ def test_a_broken_configuration_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     write_config(tmp_path, monkeypatch, "services = absent")
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(StorageError, match=r"'default' gives no endpoint.*absent"):
+    with pytest.raises(StorageError, match=r"reading the endpoint for S3 .*'default' failed.*absent"):
         open_store("s3://research/run")
     # Both are given: the files do not matter.
     open_store("s3://research/run", storage_options={"endpoint_url": "http://127.0.0.1:9", "region": "eu-west-3"})

@@ -246,7 +246,7 @@ def test_a_lock_that_is_held_too_long_is_an_error(
     holder = context.Process(target=_hold_lock, args=(str(tmp_path / "root/k"), held, release))
     holder.start()
     assert held.wait(20)
-    with pytest.raises(StorageError, match="held by another process"):
+    with pytest.raises(StorageError, match="another process held the lock"):
         store.replace("k", b"2", store.get_versioned("k").version)
     release.set()
     holder.join()
@@ -365,7 +365,7 @@ def test_refusals_name_the_path_and_the_next_step(
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     for root in (tmp_path / "file", tmp_path / "file/below"):
-        with pytest.raises(StorageError, match="A file stands where a folder is needed"):
+        with pytest.raises(StorageError, match="A file has the name of a folder"):
             open_store(root).put("k", [b"x"])
     with pytest.raises(StorageError, match="too long"):
         open_store(tmp_path / ("n" * 300)).put("k", [b"x"])

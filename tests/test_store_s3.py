@@ -352,12 +352,12 @@ def test_an_unreachable_endpoint_is_given_up_in_time(backend: str) -> None:
 
 
 WRONG_ADDRESSES = {
-    "refused": r"nothing listens at http://127\.0\.0\.1:\d+",
+    "refused": r"http://127\.0\.0\.1:\d+ refuses connections",
     "unknown": r"the host of http://x+\.invalid is not known",
     "TLS to plain HTTP": r"https://127\.0\.0\.1:\d+ does not speak TLS.*http://",
     "plain HTTP to TLS": r"http://127\.0\.0\.1:\d+ (closed|does not answer in HTTP).*https://",
     "unknown certificate": r"certificate of https://127\.0\.0\.1:\d+ is not trusted",
-    "silent": r"http://127\.0\.0\.1:\d+ accepts connections and does not answer",
+    "silent": r"http://127\.0\.0\.1:\d+ accepts connections but does not answer",
     "bucket": r"127\.0\.0\.1:\d+ has no such bucket",
 }
 

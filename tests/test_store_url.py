@@ -258,7 +258,7 @@ def test_every_entry_point_understands_the_same_places(entry: str, home: Path) -
         with nullcontext() if entry in ANYWHERE else pytest.raises(StorageError, match="is a url"):
             use(at)
     for text in ("memory:{}", "s3//{}", "x/memory://{}"):
-        with pytest.raises((StorageError, dcp.api.CheckpointException), match="looks like one"):
+        with pytest.raises((StorageError, dcp.api.CheckpointException), match="looks like a mistyped url"):
             use(text.format)
     assert sorted(home.rglob("*")) == before and not os.listdir()
 
@@ -370,5 +370,5 @@ def test_a_backend_that_is_none_is_refused(url: str) -> None:
 
 
 def test_local_paths_take_no_options(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="takes no storage_options"):
+    with pytest.raises(StorageError, match="has no storage_options"):
         open_store(tmp_path, storage_options={"key": "x"})

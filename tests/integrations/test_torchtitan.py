@@ -178,7 +178,7 @@ def test_folders_may_be_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert steps_of(expected) == [1]
     for first in ("~/a/step-00000001", f"file:{tmp_path}/b/step-00000001"):
         assert loaded("new", initial_load_path=first)[0] == 1
-    with pytest.raises(zarrckpt.StorageError, match="looks like one"):
+    with pytest.raises(zarrckpt.StorageError, match="looks like a mistyped url"):
         saved("s3//bucket/run", 1)
     assert {*os.listdir()} <= {"a", "b", "c", "init", "new"}
 

@@ -1,7 +1,7 @@
-"""What holds the bytes: a local folder, an object store, an fsspec filesystem, or a ready Zarr store.
+"""Stores of objects: a local folder, an object store, an fsspec filesystem, or a Zarr store of the caller's.
 
-``open_store(url)`` gives a :class:`Store`; a :class:`StoreSpec` is the picklable recipe for one. Nothing
-here knows what a checkpoint is, and importing this package imports neither zarr nor any client library.
+``open_store(url)`` returns a :class:`Store`. A :class:`StoreSpec` is the picklable recipe for one. This package does
+not depend on the format of checkpoints. Importing it imports neither zarr nor any client library.
 """
 
 from __future__ import annotations

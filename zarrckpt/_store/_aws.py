@@ -1,7 +1,7 @@
 """AWS's configuration (profiles, SSO, roles): credentials, region and endpoint for S3, as botocore resolves them.
 
-botocore is optional and slow to import: it is asked only if there is a configuration or an unusual region. Without it,
-only the environment counts.
+botocore is optional and slow to import. It is used only if there is a configuration or an unusual region. Without it,
+only the environment is read.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from urllib.parse import urlsplit
 from zarrckpt._errors import StorageError
 
 _S3_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-"""In the order in which they count. The last one is obstore's own."""
+"""In order of precedence. The last one is obstore's own."""
 _FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 _SECRET_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _KINDS_OF_ENDPOINT = ("use_dualstack_endpoint", "use_fips_endpoint")
 _ENDPOINT_SETTINGS = {"endpoint_url", "services", "s3", *_KINDS_OF_ENDPOINT}
 _USUAL_REGION = re.compile(r"(?!cn-)[a-z]{2}-[a-z]+-\d+")
-"""A region whose server is s3.REGION.amazonaws.com: the others have more parts in their names."""
+"""Matches a region whose server is s3.REGION.amazonaws.com. The servers of others have more parts in their names."""
 _BUCKET = "bucket"
-"""Stands for any bucket in a request that is never sent."""
+"""An arbitrary bucket in a request that is never sent."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,21 @@ class S3Settings:
 
     region: str | None = None
     endpoint: str | None = None
-    """None: the region's usual one."""
+    """The server's url, or None for the region's usual one."""
     virtual_hosts: bool = False
-    """Whether the bucket is a part of the host's name."""
+    """Whether the bucket is a part of the host name."""
 
 
 def has_keys_in_environment() -> bool:
-    """Whether the environment holds an access key, which counts for more than a profile there."""
+    """Whether the environment contains an access key, which takes precedence over AWS_PROFILE."""
     return bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
 
 
 def find_credentials(profile: str | None) -> Callable[[], Any] | None:
-    """Return a provider of the credentials of a profile, of SSO or of the machine's role, read anew.
+    """Return a provider of the credentials of a profile, of SSO or of the machine's role.
 
-    Returns None if boto3 is not installed and obstore may find the machine's role itself. Raises StorageError for no
-    credentials.
+    Returns None if boto3 is not installed and obstore may find the machine's role itself. Raises StorageError if no
+    credentials are found.
     """
     try:
         from botocore.session import Session  # type: ignore[import-untyped]
@@ -69,15 +69,15 @@ def find_credentials(profile: str | None) -> Callable[[], Any] | None:
                 "AWS_PROFILE, or pass storage_options={'key': ..., 'secret': ...} or credential_provider=; for a "
                 "public bucket, storage_options={'anon': True}"
             )
-        # botocore renews what ends within ten minutes: asked this often, no request is signed with what has ended.
+        # botocore renews credentials that expire within ten minutes. Asked every five minutes, it never returns expired
+        # ones.
         return Boto3CredentialProvider(session, ttl=timedelta(minutes=5))
 
 
 def find_settings(profile: str | None, region: str | None, endpoint: str | None) -> S3Settings:
-    """Return region and endpoint by botocore's rules; those that are given count for more.
+    """Return region and endpoint by botocore's rules. The caller's region and endpoint take precedence.
 
-    A given region and endpoint are not completed from files. Raises StorageError for a configuration that botocore
-    refuses.
+    If the caller passes both, no files are read. Raises StorageError for a configuration that botocore refuses.
     """
     if region and endpoint:
         return S3Settings(region, endpoint)
@@ -100,7 +100,7 @@ def find_settings(profile: str | None, region: str | None, endpoint: str | None)
 def _ask_botocore(
     profile: str | None, region: str | None, endpoint: str | None, environment: object, files: object
 ) -> S3Settings | None:
-    """Complete the settings, or return None without botocore. Depends on the environment and the files, too."""
+    """Complete the settings, or return None without botocore. The last two arguments are only keys of the cache."""
     try:
         from botocore.session import Session
     except ImportError:
@@ -119,15 +119,15 @@ def _ask_botocore(
 
 
 def _ask_client(session: Any, region: str | None, virtual: bool) -> tuple[str | None, str | None]:
-    """Return region and endpoint of a client of botocore's, which takes 0.1 s to make. Nothing is sent.
+    """Return region and endpoint of a client of botocore, which takes 0.1 s to make. Sends no request.
 
-    The given key is never used: without one the client would look for credentials.
+    The key here is never used. Without one, the client would look for credentials.
     """
     from botocore import UNSIGNED  # type: ignore[import-untyped]
     from botocore.config import Config  # type: ignore[import-untyped]
 
     style = {"addressing_style": "virtual" if virtual else "path"}
-    # Other defaults_modes may ask the machine for its region.
+    # Other defaults_modes may send a request for the machine's region.
     config = Config(signature_version=UNSIGNED, defaults_mode="legacy", s3=style)
     client = session.create_client(
         "s3", region_name=region, aws_access_key_id="none", aws_secret_access_key="none", config=config
@@ -141,7 +141,7 @@ def _ask_client(session: Any, region: str | None, virtual: bool) -> tuple[str | 
 
 
 def _environment_endpoint(region: str | None, ignored: bool) -> str | None:
-    """The endpoint that a variable names. obstore reads these itself: if they are ignored, another one must be set."""
+    """Return the endpoint in a variable. obstore reads these itself, so to ignore them another one must be set."""
     found = next((os.environ[name] for name in _S3_ENDPOINT_VARIABLES if os.environ.get(name)), None)
     return _usual_endpoint(region) if found and ignored else found
 
@@ -159,7 +159,7 @@ def _file(variable: str) -> str:
 
 
 def _state(path: str) -> tuple[str, int, int] | None:
-    """A value that changes with a file; None if there is no file."""
+    """Return a value that changes when a file changes, or None if there is no file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -175,4 +175,4 @@ def _botocore_errors(profile: str | None, what: str) -> Iterator[None]:
         yield
     except (BotoCoreError, ValueError) as error:
         name = profile or os.environ.get("AWS_PROFILE", "default")
-        raise StorageError(f"the AWS profile {name!r} gives no {what} for S3: {error}") from error
+        raise StorageError(f"reading the {what} for S3 from the AWS profile {name!r} failed: {error}") from error

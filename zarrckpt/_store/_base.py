@@ -1,8 +1,7 @@
-"""The one seam between zarrckpt and what holds the bytes.
+"""The interface of all stores: synchronous calls on objects below one url.
 
-Every store is used through these few synchronous verbs. Calls come from many threads at once; an
-implementation must be safe for that. Keys are relative to the checkpoint's url, separated by "/",
-and never begin or end with "/".
+Implementations must be thread-safe. Keys are relative to the checkpoint's url. Their parts are separated by "/", and
+they neither begin nor end with "/".
 """
 
 from __future__ import annotations
@@ -31,32 +30,32 @@ Listing = tuple[list[str], list[str]]
 """The names of (objects, folders) right below one folder, each sorted."""
 
 Reader = Callable[[int, Sequence[memoryview]], None]
-"""Fills buffers with an object's bytes, one after the other, from a byte offset on."""
+"""A function that fills buffers, one after the other, with an object's bytes from a byte offset on."""
 
 Buffer = bytes | bytearray | memoryview
-"""What is written: any C-contiguous buffer of bytes. It must not change until the call returns."""
+"""Data to write: any C-contiguous buffer of bytes. It must not change until the call returns."""
 
 
 MOST_WHOLE = 2**30
-"""Bytes of the longest object that is read as a whole: documents are much shorter."""
+"""Maximum size in bytes of an object that is read as a whole. Documents are much smaller."""
 
 
 def _own_processors() -> int:
-    """How many processors a process has, where the ranks of its machine share them alike."""
+    """Return the number of processors per rank if the ranks of this machine share them equally."""
     every = os.cpu_count() or 1
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     if own < every:
         return own
-    # As torchrun says it.
+    # torchrun sets this variable.
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, every // int(ranks)) if ranks.isdecimal() and int(ranks) else every
 
 
 BESIDE_TRAINING = max(1, min(2, _own_processors() - 1))
-"""How many threads work on bytes while training runs in another one: it has a processor, and most of the interpreter.
+"""Number of threads that process bytes during training. One processor is left to the training thread.
 
-Each such thread also takes the interpreter's lock thousands of times a second from training, which gives it away at
-every operation of torch.
+More threads would slow training down. Each takes the interpreter's lock thousands of times a second, and the training
+thread releases it at every operation of torch.
 """
 
 _MAKERS = ForkSafeLock(partial(threading.Semaphore, min(4, os.cpu_count() or 1)))
@@ -64,27 +63,27 @@ _FEW_MAKERS = ForkSafeLock(partial(threading.Semaphore, BESIDE_TRAINING))
 
 
 def check_key(key: str) -> str:
-    """Return ``key`` unchanged if it names something below the url, and raise StorageError otherwise.
+    """Return ``key`` unchanged if it is a valid key below the url. Raise StorageError otherwise.
 
-    Keys are read from stored documents too, so a ``..`` must never reach a filesystem.
+    Stored documents contain keys too, so a ``..`` must never reach a filesystem.
     """
     if "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
         raise StorageError(
             f"{key!r} is not a key below the url: expected names separated by single '/', none of them "
-            "empty, '.' or '..'; the document that names it is damaged or was not written by zarrckpt"
+            "empty, '.' or '..'. The document that contains it is damaged or was not written by zarrckpt"
         )
     return key
 
 
 def byte_views(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """The buffers as flat byte views, without copying; empty ones are left out."""
-    # An empty multi-dimensional view cannot be cast, and has nothing to write anyway.
+    """Return the buffers as flat byte views without copying. Empty buffers are left out."""
+    # An empty multi-dimensional view cannot be cast.
     views = (memoryview(buffer) for buffer in buffers)
     return [view.cast("B") for view in views if view.nbytes]
 
 
 def version_of(data: bytes) -> str:
-    """A version where the store tells none: a digest of the content."""
+    """Return a digest of the content as the version, for stores without versions."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -98,7 +97,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class Versioned:
-    """An object's bytes and the version that :meth:`Store.replace` takes (opaque, from this store only)."""
+    """An object's bytes and its version for :meth:`Store.replace`. Versions are opaque and valid for one store only."""
 
     data: bytes
     version: Any
@@ -107,54 +106,53 @@ class Versioned:
 class Store(abc.ABC):
     """Objects under one url.
 
-    Errors: :class:`~zarrckpt.ObjectNotFoundError` for an absent object,
-    :class:`~zarrckpt.ObjectExistsError` for a lost condition, any other failure as
-    :class:`~zarrckpt.StorageError` that names the operation, the key and the url, with the client's own
-    error as its cause, and never a credential.
+    Calls raise :class:`~zarrckpt.ObjectNotFoundError` for an absent object and :class:`~zarrckpt.ObjectExistsError` if
+    the condition of a put does not hold. All other failures are a :class:`~zarrckpt.StorageError` that names the
+    operation, the key and the url. Its cause is the client's error. Errors never contain a credential.
     """
 
     url: str
-    """What the user typed, normalised and without credentials: for messages."""
+    """The user's url, normalised and without credentials, for messages."""
 
     is_local = False
     """Whether objects are files that this machine keeps in its file cache.
 
-    Then :meth:`put_parts` and :meth:`reader` move bytes straight from and to the memory that they are given.
+    If so, :meth:`put_parts` and :meth:`reader` move bytes directly from and to the caller's memory.
     """
 
     lists_all: bool = True
-    """Whether :meth:`list` finds every object with its size. If not, ask for each one with :meth:`size`."""
+    """Whether :meth:`list` finds every object with its size. If not, call :meth:`size` for each object."""
 
     max_concurrency: int = 16
-    """How many transfers (puts and reads) to run at once."""
+    """Maximum number of concurrent transfers (puts and reads)."""
 
     beside_training = False
-    """Whether training goes on in another thread: then :data:`BESIDE_TRAINING` threads work on bytes."""
+    """Whether training runs in another thread. If so, :data:`BESIDE_TRAINING` threads process bytes."""
 
     def useful_concurrency(self) -> int:
-        """How many transfers are worth being under way, with what is done to their bytes: at most the above."""
+        """Return the useful number of concurrent transfers that also process their bytes: at most max_concurrency."""
         return self.max_concurrency
 
     @property
     def makers(self) -> ForkSafeLock:
-        """Of objects that are taken whole, so many are made at a time: the first are then on their way early."""
+        """A semaphore that bounds how many whole objects are encoded at once, so that the first uploads start early."""
         return _FEW_MAKERS if self.beside_training else _MAKERS
 
     client_errors: type[Exception] = Exception
-    """What :meth:`call` makes errors of this package's own of."""
+    """The client's exceptions, which :meth:`call` translates to this package's errors."""
     secrets: Sequence[str] = ()
-    """Texts that no error may hold."""
+    """Texts that no error may contain."""
 
     def hint(self, error: BaseException) -> str:
-        """The next step after a client's error; "" for none."""
+        """Return the next step after a client's error, or "" for none."""
         return ""
 
     def failure(self, what: str, error: BaseException) -> StorageError:
-        """A client's error as one of this package's own: what was done, where, why, the next step; never a secret."""
+        """Translate a client's error: name the operation, the url, the reason and the next step, without secrets."""
         return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error))
 
     def call(self, what: str, request: Callable[[], T], key: str | None = None) -> T:
-        """Call the client, with our own errors; with a ``key``, that of a missing file means this object."""
+        """Call the client and translate its errors. If ``key`` is given, an absent file means an absent object."""
         try:
             return request()
         except CheckpointError:
@@ -166,20 +164,20 @@ class Store(abc.ABC):
                 failure: StorageError = _failures.not_found(key, self.url, error, self.secrets)
             else:
                 failure = self.failure(what, error)
-        # Outside of the handler: an exception's context would keep the client's unscrubbed text.
+        # Outside the handler, because an exception's context would keep the client's text with its secrets.
         raise failure
 
     def refuse_changes(self) -> None:
-        """From now on every call that changes something raises StorageError, before it does."""
+        """Make the store read-only: every call that would change objects raises StorageError from now on."""
 
         def refuse(*_: Any) -> NoReturn:
-            raise StorageError(f"{self.url}: this store was opened read-only: pass one that may be written to")
+            raise StorageError(f"{self.url}: this store was opened read-only. Pass a store that can be written to")
 
         for verb in ("put", "put_parts", "create", "replace", "delete", "sweep", "remove_folder"):
             setattr(self, verb, refuse)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} holds a live client; pickle the StoreSpec that opened it")
+        raise TypeError(f"{type(self).__name__} holds a live client. Pickle the StoreSpec that opened it")
 
     @abc.abstractmethod
     def get(self, key: str) -> bytes:
@@ -189,13 +187,14 @@ class Store(abc.ABC):
         """
 
     def size(self, key: str) -> int:
-        """Return an object's size in bytes. One request, that for the whole object if the store has no other."""
+        """Return an object's size in bytes. One request. By default it reads the whole object."""
         return len(self.get(key))
 
     def get_bounded(self, key: str, most: int) -> bytes:
-        """Return a whole object; raise :class:`~zarrckpt.CorruptCheckpointError` if it has more than ``most`` bytes.
+        """Return a whole object. Raise :class:`~zarrckpt.CorruptCheckpointError` if it has more than ``most`` bytes.
 
-        S3, Google Cloud Storage and Azure read no more than that; other stores read the object first. One request.
+        One request. On S3, Google Cloud Storage and Azure at most ``most`` bytes are read. Other stores read the whole
+        object before they compare its size.
         """
         data = self.get(key)
         if len(data) > most:
@@ -203,14 +202,15 @@ class Store(abc.ABC):
         return data
 
     def get_above(self, levels: int, key: str) -> bytes:
-        """Return an object of the folder so many levels (from 1 on) above the url, in the same store. One request.
+        """Return an object of the folder that is ``levels`` (at least 1) levels above the url, in the same store.
 
-        Raises ObjectNotFoundError where it is absent, and without a request where the store ends below that folder.
+        One request. Raises ObjectNotFoundError if the object is absent. If that folder is outside the store, no request
+        is made.
         """
         raise _failures.not_found(f"{'../' * levels}{key}", self.url)
 
     def get_versioned(self, key: str) -> Versioned:
-        """Return a whole object with its version. One request; three through s3fs, which tells no version with data."""
+        """Return a whole object and its version. One request; three with s3fs, which returns data without a version."""
         data = self.get(key)
         return Versioned(data, version_of(data))
 
@@ -218,14 +218,14 @@ class Store(abc.ABC):
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` (writable, format "B") with the object's bytes from ``byte_offset`` on.
 
-        An object that ends earlier raises :class:`~zarrckpt.CorruptCheckpointError` naming it. One request;
-        none for an empty buffer.
+        Raises :class:`~zarrckpt.CorruptCheckpointError`, which names the object, if the object ends earlier. One
+        request; none for an empty buffer.
         """
 
     def read(self, key: str, byte_offset: int, nbytes: int) -> memoryview:
-        """Return ``nbytes`` of the object from ``byte_offset`` on, in the client's own memory where it has them there.
+        """Return ``nbytes`` of the object from ``byte_offset`` on, without a copy if the client's memory holds them.
 
-        Errors and cost as for :meth:`read_into`.
+        Errors and cost are those of :meth:`read_into`.
         """
         buffer = plain_bytes(nbytes).data
         self.read_into(key, byte_offset, buffer)
@@ -233,9 +233,9 @@ class Store(abc.ABC):
 
     @contextmanager
     def reader(self, key: str) -> Iterator[Reader]:
-        """Several reads of one object: a call that fills buffers, one after the other, from a byte offset on.
+        """Return a context manager for several reads of one object. It yields a :data:`Reader`.
 
-        Errors as in :meth:`read_into`. One request a buffer.
+        Errors are those of :meth:`read_into`. One request per buffer.
         """
 
         def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
@@ -247,15 +247,18 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
-        """Write an object, the buffers one after the other, replacing any old one. A reader never sees a part."""
+        """Write an object that consists of the buffers in order, and replace an old one. Readers never see a part."""
 
     def put_parts(self, key: Callable[[], str], groups: Callable[[], Iterable[Sequence[Buffer]]]) -> None:
-        """As :meth:`put`, of an object in an attempt's own tree, with buffers that are made one group after the other.
+        """Write an object of an attempt that is not committed yet, from groups of buffers that are made one by one.
 
-        Local files take each group before they ask for the next, so that its memory may be used again, and a reader may
-        see a part of the file: nobody reads a tree before it is committed. Other stores take all groups first, of a few
-        objects at a time. ``groups`` is called once for each try. ``key`` tells the key, and is asked once, when it is
-        needed: it may wait for that.
+        A local file is written group by group, so the memory of a group may be reused when the next one is requested.
+        Readers may see a part of the file, but no reader opens an attempt before it is committed. Other stores collect
+        all groups of an object before they put it, for a few objects at once (:attr:`makers`).
+
+        Args:
+            key: returns the object's key. It is called once, when the key is needed, and may block.
+            groups: returns the groups of buffers. It is called once per try.
         """
         with self.makers:
             buffers = [buffer for group in groups() for buffer in group]
@@ -264,60 +267,62 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def create(self, key: str, data: bytes) -> None:
-        """Write an object only where none is; durable on return. Exactly one of several racing calls wins.
+        """Write an object only if none exists under the key. It is durable on return. Exactly one of racing calls wins.
 
-        A retry whose first answer was lost meets its own object: the bytes are read back and compared
-        before that is called a conflict (so ``data`` must be unique to the caller). A server that ignores
-        conditions gets check-then-put instead, with one UserWarning per store that the guard is best effort.
+        If the answer to a put is lost, its retry finds the object that it wrote itself. So an existing object is read
+        and compared before a conflict is raised, and ``data`` must be unique to the caller. On a server that ignores
+        conditions the call reads before it puts, which excludes no race. One UserWarning per store reports this.
         """
 
     @abc.abstractmethod
     def replace(self, key: str, data: bytes, version: Any) -> None:
-        """Write an object only where ``version`` (of :meth:`get_versioned`) is what is there; durable on return.
+        """Write an object only if its present version is ``version`` (of :meth:`get_versioned`).
 
-        An absent object is a conflict as well. Lost answers, and servers that ignore conditions, as in
-        :meth:`create`.
+        It is durable on return. An absent object is a conflict as well. Lost answers, and servers that ignore
+        conditions, are treated as in :meth:`create`.
         """
 
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; absent ones are no error. Local folders left empty below the url go too."""
+        """Delete objects. Absent ones are no error. Local folders below the url that become empty are removed too."""
 
-    def sweep(self, folders: Iterable[str]) -> None:  # noqa: B027 - there is nothing to do where objects are no files
-        """Remove what writes that a crash cut short left right in these folders ("" for the root), and empty ones.
+    def sweep(self, folders: Iterable[str]) -> None:  # noqa: B027 - only local files need it
+        """Remove files of writes that a crash interrupted, directly in these folders ("" for the root).
 
-        Such files are no objects: no listing shows them. Does nothing where a put leaves nothing before its end.
-        Conditional puts must not be under way in them; other puts begin again.
+        Folders that are empty are removed, too. Such files are not objects, and no listing contains them. Stores
+        whose interrupted puts leave no files do nothing. No conditional put may be in progress in these folders. Other
+        puts in progress start again.
         """
 
-    def remove_folder(self) -> None:  # noqa: B027 - there is nothing to do where objects are no files
-        """Remove the url's own folder if it holds at most empty folders, is no link and no mount. Nothing above it."""
+    def remove_folder(self) -> None:  # noqa: B027 - only local files need it
+        """Remove the url's folder if it contains at most empty folders, and is neither a link nor a mount point."""
 
     @abc.abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key begins with the folder ``prefix`` ("" for all), at any depth, in no order.
+        """Yield every object below the folder ``prefix`` ("" for all), at any depth, in any order.
 
-        Names that end in "/", by which consoles show empty folders, and what NFS clients keep of deleted files, are no
-        objects. obstore shows such a name without its "/", as an object of no bytes.
+        Two kinds of names are not objects: those that end in "/", which consoles create for empty folders, and files
+        that NFS clients keep after their deletion. obstore lists a name that ends in "/" without the "/", as an empty
+        object.
         """
 
     @abc.abstractmethod
     def list_dir(self, prefix: str = "") -> Listing:
-        """The names right below the folder ``prefix``: (objects, folders), each sorted; ([], []) if absent."""
+        """Return the names directly below the folder ``prefix``: (objects, folders), sorted; ([], []) if absent."""
 
     def holds(self, folder: str) -> bool:
-        """Whether anything is stored below a folder: empty folders at any depth are nothing. One request."""
+        """Whether a folder contains an object at any depth. One request."""
         return any(True for _ in self.list(folder))
 
     def refuse_broken_link(self, folder: str) -> None:  # noqa: B027 - object stores have no links
-        """Raise StorageError if a folder is a link that leads nowhere: what it stands for is not known to be absent."""
+        """Raise StorageError if a folder is a link whose target is missing: its disk may only be unmounted."""
 
-    def refresh(self, folder: str) -> None:  # noqa: B027 - object stores answer from what is stored
-        """Make a network filesystem look again for what others have put in a folder: it caches absent names."""
+    def refresh(self, folder: str) -> None:  # noqa: B027 - object stores do not cache names
+        """Make a network filesystem look again for new entries of a folder, since it caches that names are absent."""
 
-    def sync(self, keys: Iterable[str]) -> None:  # noqa: B027 - where a put is durable when it returns
-        """Return when these objects (and the folders that name them) survive a power cut."""
+    def sync(self, keys: Iterable[str]) -> None:  # noqa: B027 - puts to object stores are durable on return
+        """Return when these objects and the folders that contain them are durable, that is, survive a power cut."""
 
     @abc.abstractmethod
     def zarr_store(self) -> ZarrStore:
-        """A read-only Zarr store on the same place, for zarr-python. Imports zarr."""
+        """Return a read-only Zarr store on the same objects, for zarr-python. Imports zarr."""

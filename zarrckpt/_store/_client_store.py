@@ -1,4 +1,4 @@
-"""What the stores behind another library's client share: names below a folder, and reads that end early."""
+"""Common code of the stores that use another library's client: full names of objects, and reads that are too short."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _DELETES_AT_ONCE = 16
 
 
 class ClientStore(ConditionalStore):
-    """Objects whose names begin with a folder. Subclasses call their client by full names, inside of :meth:`call`.
+    """Objects whose names begin with a folder. Subclasses pass full names to their client, within :meth:`call`.
 
     Args:
-        url: for messages.
-        folder: of all names, with no "/" at the end ("" for none).
-        honoured: what is known of the server's conditional puts.
-        lock: for conditional puts that the server does not settle.
-        secrets: texts that no message may hold.
+        url: the url in messages.
+        folder: the folder of all names, without "/" at the end ("" for none).
+        honoured: the server's support of conditional puts, as far as it is known.
+        lock: a lock for conditional puts if the server ignores conditions.
+        secrets: texts that no message may contain.
     """
 
     lowest_levels = 0
-    """Of names, so many levels are no folders: a bucket's name, say."""
+    """Number of leading path components that are not folders (1 if the first is the bucket)."""
 
     def __init__(
         self,
@@ -46,49 +46,49 @@ class ClientStore(ConditionalStore):
         self._folder = folder
         self.secrets = secrets
 
-    # -- what subclasses know
+    # -- implemented by subclasses
 
     @abc.abstractmethod
     def get_named(self, name: str, most: int) -> bytes:
-        """Return a whole object, or one that is longer than ``most`` bytes, of which a part is enough."""
+        """Return a whole object. If it is longer than ``most`` bytes, ``most + 1`` bytes are enough."""
 
     @abc.abstractmethod
     def fetch_named(self, name: str, start: int, end: int) -> Buffer:
-        """A range of an object; less, or an error, where the object ends before."""
+        """Return a range of an object. If the object ends earlier, return less or raise an error."""
 
     @abc.abstractmethod
     def size_named(self, name: str) -> int:
-        """An object's size in bytes."""
+        """Return an object's size in bytes."""
 
     @abc.abstractmethod
     def delete_named(self, name: str) -> None:
-        """Delete an object; an absent one is no error."""
+        """Delete an object. An absent one is no error."""
 
     def failure(self, what: str, error: BaseException) -> StorageError:
-        # The environment may hold other credentials than at first.
+        # The environment may hold new credentials since the store was opened.
         self.secrets = [*dict.fromkeys((*self.secrets, *secret_values({})))]
         return super().failure(what, error)
 
     def renewal_hint(self, option: str | None, renewal_error: BaseException | None) -> str:
-        """The next step after refused credentials. Those in an option cannot be read again."""
+        """Return the next step after refused credentials. Credentials in an option cannot be read again."""
         if option is not None:
             return (
                 f"Check the credentials. They were passed as the option {option} and cannot be renewed: pass new ones, "
-                "or leave them to a profile, the environment or a credential_provider, which are read again"
+                "or use a profile, the environment or a credential_provider, which are read again"
             )
-        again = "Those that were read again from their source are refused, too"
+        again = "They were read again from their source, and the new ones were refused as well"
         if renewal_error is not None:
             again = f"Reading them again failed: {renewal_error}"
-        return scrub(f"Check the credentials, and what they allow. {again}", self.secrets)
+        return scrub(f"Check the credentials and their permissions. {again}", self.secrets)
 
     # -- the store
 
     def name(self, key: str) -> str:
-        """An object's full name. Raises StorageError for what is no key."""
+        """Return an object's full name. Raises StorageError for an invalid key."""
         return f"{self._folder}/{check_key(key)}" if self._folder else check_key(key)
 
     def folder(self, prefix: str) -> str:
-        """The full name of a folder; of "" that of the url itself."""
+        """Return the full name of a folder ("" is the url's own folder)."""
         return self.name(prefix) if prefix else self._folder
 
     def get(self, key: str) -> bytes:
@@ -125,7 +125,7 @@ class ClientStore(ConditionalStore):
         except ObjectNotFoundError:
             raise
         except StorageError:
-            # A range behind the end is an error of no kind of its own.
+            # Clients have no distinct error for a range behind the end.
             self._refuse_short(key, end)
             raise
         if len(data) != nbytes:
@@ -145,7 +145,7 @@ class ClientStore(ConditionalStore):
         run_jobs((partial(delete, name) for name in names), min(_DELETES_AT_ONCE, self.max_concurrency))
 
     def _refuse_short(self, key: str, needed: int) -> None:
-        """Raise CorruptCheckpointError for a shorter object. One request; where it fails, the read's own error does."""
+        """Raise CorruptCheckpointError if the object is shorter. One request. If it fails, return without an error."""
         with contextlib.suppress(StorageError):
             size = self.size(key)
             if size < needed:

@@ -1,4 +1,7 @@
-"""Create-only and compare-and-swap puts, on servers that honour conditions and on those that ignore them."""
+"""Conditional puts, create-only and compare-and-swap, on servers that honour conditions and on those that ignore them.
+
+If a server ignores conditions, the store reads the object and then puts it. This excludes no race between processes.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ _ATTEMPTS = 5
 
 
 class NoConditionsError(StorageError):
-    """The server refuses every put that has a condition, since it knows none (Backblaze B2)."""
+    """The server refuses every put with a condition because it does not support conditions (Backblaze B2)."""
 
 
 @dataclass
 class Honoured:
-    """Whether a server honours either condition: True where that is known, False where it has none, None: find out."""
+    """Whether a server honours each of the two conditions. None means that this is not known yet."""
 
     creates: bool | None = None
     matches: bool | None = None
@@ -34,16 +37,17 @@ _found_out: dict[str, Honoured] = {}
 
 
 def honoured_by(server: str) -> Honoured:
-    """What this process has found out about a server: one save asks, and those after it need not."""
+    """Return this process's record of a server. Its first save fills it in, and later saves reuse it."""
     return _found_out.setdefault(server, Honoured())
 
 
 class ConditionalStore(Store):
-    """A store whose server is asked to refuse puts; where it does not, they are check-then-put, with one warning.
+    """A store that sends conditional puts. On a server that ignores conditions it reads, then puts, and warns once.
 
-    Lost answers are settled here, and what is not known of the server is found out by the first puts. That costs one
-    read before and one repeated put after the first create, and seven small requests on a probe object before the first
-    replace. Safe for many threads: those that share ``lock`` are exact even on a server that is not.
+    After a lost answer, the store reads the object to see whether its put succeeded. The first puts test whether an
+    unknown server honours conditions. The first create costs one more read before it and one repeated put after it. The
+    first replace costs seven small requests on a probe object. The store is thread-safe. Threads that share ``lock``
+    exclude each other even if the server ignores conditions.
     """
 
     def __init__(self, honoured: Honoured, lock: AbstractContextManager[Any] | None = None) -> None:
@@ -53,17 +57,17 @@ class ConditionalStore(Store):
 
     @abc.abstractmethod
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """One put that the server is asked to refuse where an object exists. False: it was refused.
+        """Make one put that the server must refuse if the object exists. Return False if it was refused.
 
-        Raises NoConditionsError, while it is not known whether they are honoured, where the server has no conditions.
+        If the server's support is not known yet, raises NoConditionsError for a server without conditions.
         """
 
     @abc.abstractmethod
     def put_if_version(self, key: str, data: bytes, version: Any) -> bool:
-        """One put that the server is asked to refuse where the object is absent or not ``version``; errors as above."""
+        """Make one put that the server must refuse unless the object has this version. Errors as in put_if_absent."""
 
     def read_if_any(self, key: str) -> Versioned | None:
-        """The object, or None where there is none."""
+        """Return the object, or None if it is absent."""
         try:
             return self.get_versioned(key)
         except ObjectNotFoundError:
@@ -84,7 +88,7 @@ class ConditionalStore(Store):
                     continue
                 if done:
                     if self._honoured.creates is None:
-                        # Does a second one, of the same bytes, fail as it must?
+                        # Repeat the put with the same bytes: it must be refused.
                         self._honoured.creates = not self.put_if_absent(key, data)
                         if not self._honoured.creates:
                             self._warn()
@@ -93,11 +97,11 @@ class ConditionalStore(Store):
                     self._honoured.creates = True
                 if self._is_own(key, data):
                     return
-                # Refused, and yet nothing is there: another put is under way, or was taken back.
+                # Refused although the object is absent: another put is in progress, or its object was deleted.
                 time.sleep(0.05 * 2**attempt)
         raise StorageError(
-            f"{key!r} in {self.url} cannot be created: the store says that it exists, and does not find it. Try again; "
-            "if it stays so, the server's conditional puts are broken"
+            f"{key!r} in {self.url} cannot be created: the server refuses the put because the object exists, but does "
+            "not find the object. Try again. If the error persists, the server's conditional puts are broken"
         )
 
     def replace(self, key: str, data: bytes, version: Any) -> None:
@@ -110,11 +114,11 @@ class ConditionalStore(Store):
                 return
             found = self.read_if_any(key)
             if found is not None and found.data == data:
-                # Ours already: an earlier answer was lost.
+                # This call wrote it, and the answer was lost.
                 return
             if found is None or found.version != version:
                 break
-            # Refused, and yet nothing changed: another put is under way.
+            # Refused although the version is unchanged: another put is in progress.
             time.sleep(0.05 * 2**attempt)
         raise _failures.conflict(key, self.url, replacing=True)
 
@@ -128,23 +132,23 @@ class ConditionalStore(Store):
                 raise _failures.conflict(key, self.url, replacing=True)
 
     def _server_honours_match(self) -> bool:
-        """Try on an object of our own: some servers ignore If-Match, some always refuse it (Ceph 16, versioned)."""
+        """Test a probe object: some servers ignore If-Match, and some always refuse it (Ceph 16 with versioning)."""
         probe = f"@zarrckpt/probe-{uuid.uuid4().hex}"
         self.put(probe, [b"1"])
         try:
             first = self.get_versioned(probe).version
-            # A refusal may answer a repeat of the put whose answer was lost.
+            # If the client repeated the put after a lost answer, the repeat is refused.
             done = self.put_if_version(probe, b"2", first) or self.get(probe) == b"2"
             return done and not self.put_if_version(probe, b"3", first)
         except NoConditionsError:
             return False
         finally:
-            # Who may delete nothing may put all the same.
+            # The credentials may permit puts but no deletes.
             with suppress(StorageError):
                 self.delete([probe])
 
     def _is_own(self, key: str, data: bytes) -> bool:
-        """True: the object is there and ours (an earlier answer was lost). Raises where it is another's."""
+        """Whether the object exists with this data, so that this caller wrote it. Raises if it has other data."""
         found = self.read_if_any(key)
         if found is not None and found.data != data:
             raise _failures.conflict(key, self.url, replacing=False)
@@ -155,7 +159,7 @@ class ConditionalStore(Store):
             self._warned = True
             warnings.warn(
                 f"{self.url}: this store does not honour conditional puts, so the guard against two saves to one path "
-                "is best effort: of two that commit at the same moment both may succeed, and one is lost. Make sure "
+                "is best effort. If two saves commit at the same moment, both may succeed, and one is lost. Make sure "
                 "that only one save writes to a path at a time.",
                 UserWarning,
                 stacklevel=2,

@@ -1,4 +1,7 @@
-"""A client's exception -> our own error: what was done, where, why, and the next step; never a secret."""
+"""Translate a client's exception to an error of this package. It names operation, url, reason and next step.
+
+Errors contain no secrets.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ from zarrckpt._store._secrets import hide, scrub
 
 _BEGIN, _END = 300, 700
 _EXAMINED = 4096
-"""Characters of a client's error that are looked at, at each end: a server may send any number of them."""
-# obstore appends the same facts once more, as a Rust structure over many lines.
+"""Number of characters of a client's error that are examined at each end. A server may send any number."""
+# obstore repeats the error after this text, as a Rust structure over many lines.
 _DETAILS = "\n\nDebug source"
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""What says that there is no such object."""
+"""Errors that mean that an object is absent."""
 
 NO_BUCKET = "has no such bucket"
-"""In the message of an error: the bucket is missing."""
+"""The part of an error message which means that the bucket is missing."""
 
 _SERVER = re.compile(r"https?://[^/\s\"]+")
 _ABORT = r"performing DELETE \S*uploadId="
@@ -37,23 +40,23 @@ _FAULTS = [
     (re.compile(words), sentence)
     for words, sentence in (
         (
-            # The proxy for all hosts but the client's own: see _redirects.
+            # The proxy that _redirects sets for all hosts except the client's own.
             r"connect error\",\s+127\.0\.0\.1:0,",
-            "{} redirects the request to another host, and redirects lead there only if that is asked for. Check the "
-            "endpoint; if it is right, pass storage_options={{'redirect_hosts': [...]}} with the other host's name, or "
-            "'*' for any",
+            "{} redirects the request to another host, which is not allowed by default. Check the endpoint. If it is "
+            "right, pass storage_options={{'redirect_hosts': [...]}} with the other host's name, or '*' for any",
         ),
         (
             _ABORT,
-            "{} failed during an upload in parts, and failed to abort it as well. obstore keeps only the second error. "
-            "Check the server's log, and what the credentials allow, and try again",
+            "{} failed during a multipart upload, and failed to abort it as well. obstore keeps only the second error. "
+            "Check the server's log and the permissions of the credentials, and try again",
         ),
-        (r"ConnectionRefused", "nothing listens at {}. Check the endpoint's host and port, and that the server runs"),
-        (r"dns error|gaierror", "the host of {} is not known. Check the endpoint's name, and the network"),
+        (r"ConnectionRefused", "{} refuses connections. Check the endpoint's host and port, and that the server runs"),
+        (r"dns error|gaierror", "the host of {} is not known. Check the endpoint's name and the network"),
         (r"InvalidContentType", "{} does not speak TLS. Check the endpoint: for plain HTTP it begins with http://"),
         (
             r"InvalidCertificate",
-            "the certificate of {} is not trusted. Check the endpoint, or pass the authority as root_certificate",
+            "the certificate of {} is not trusted. Check the endpoint, or pass the authority's certificate as "
+            "root_certificate",
         ),
         (r"\bParse\(", "{} does not answer in HTTP. Check the endpoint: for TLS it begins with https://"),
         (
@@ -63,47 +66,47 @@ _FAULTS = [
         ),
         (
             r"kind: Timeout,\s+source: reqwest::Error \{\s+kind: Request,\s+source: TimedOut",
-            "{} accepts connections and does not answer in time. Check the endpoint's host and port, and the server; "
-            "to wait longer, pass read_timeout",
+            "{} accepts connections but does not answer in time. Check the endpoint's host and port, and the server. "
+            "To wait longer, pass read_timeout",
         ),
         (
             r"kind: Timeout,(?s:.){,200}Connect",
-            "{} takes no connection in time. Check the endpoint's host and port, and the network",
+            "{} accepts no connection in time. Check the endpoint's host and port, and the network",
         ),
         (
             r"<Code>NoSuchBucket</Code>|\(NoSuchBucket\)",
             f"{{}} {NO_BUCKET} (NoSuchBucket). Check that the bucket exists, and that the endpoint and the region "
-            "are its own",
+            "are those of the bucket",
         ),
     )
 ]
-"""What obstore and s3fs write, in details that nobody reads, of what is wrong with an address -> what to say."""
+"""Pairs of a pattern and a message. The patterns match what obstore and s3fs write about wrong addresses."""
 
 _NO_ANSWER = re.compile(r"kind: (Connect|Interrupted|Timeout)\b|IncompleteMessage|connection was not ready|\bParse\(")
-"""In what obstore writes: no server has answered."""
+"""Matches errors of obstore if no server has answered."""
 
 _PASSING = re.compile(
     r"(status code: 40[039]\b(?s:.)*?<Code>|\(code: )(RequestTimeout(Exception)?|IncompleteBody|\w*Throttl\w*|SlowDown"
     r"|TooManyRequests(Exception)?|RequestLimitExceeded|BandwidthLimitExceeded|PriorRequestNotComplete"
     r"|OperationAborted|ConditionalRequestConflict)(</Code>|\))"
 )
-"""In a server's answer: the same request may succeed soon. obstore repeats those with status 429, 500 and above."""
+"""Matches a server's answer if the request may succeed soon. obstore itself retries on status 429, 500 and above."""
 _LOST = re.compile(
     r"kind: (Interrupted|Timeout)\b|IncompleteMessage|UnexpectedEof|ConnectionReset|error decoding response body"
 )
-"""In what obstore writes: the answer did not arrive, or not as a whole."""
+"""Matches errors of obstore if the answer did not arrive, or only in part."""
 _REPEATED = re.compile(r", after (\d+) retries, max_retries: \1\b")
-"""In what obstore writes: it has repeated the request itself, as often as it may."""
+"""Matches errors of obstore after it has itself repeated the request max_retries times."""
 _SELDOM_PASSING = re.compile(
-    # A request that waited long has an old signature. A clock that is wrong stays wrong.
+    # A request that waited long has an old signature. If the clock is wrong, repeats do not help.
     r"<Code>RequestTimeTooSkewed</Code>"
     # The connection was closed before the request was sent.
     r"|connection was not ready"
-    # An answer that is cut looks like one that is no such document at all.
+    # A truncated answer looks like an invalid document.
     r"|[Ii]nvalid (list|DeleteObjects|multipart) response"
-    # An answer to HEAD has no code, and a conflict with nobody's condition is one with another request.
+    # An answer to HEAD has no error code. Status 409 on a request without a condition is a conflict with another one.
     r"|performing HEAD (?s:.)*status code: 40[03]\b|status code: 409\b"
-    # An upload whose last answer was lost is gone, and the error of an abort replaces the reason for it.
+    # An upload is complete if its last answer was lost. The error of an abort replaces the original error.
     r"|<Code>NoSuchUpload</Code>"
     rf"|{_ABORT}"
 )
@@ -117,7 +120,7 @@ _REFUSED_KEYS = re.compile(
     rf"<Code>({_REFUSED_CODES})</Code>|\(({_REFUSED_CODES})\) when calling|status code: 401\b"
     r"|performing HEAD (?s:.)*?status code: 40[03]\b|\(40[013]\) when calling the HeadObject"
 )
-"""In what obstore and s3fs write: the credentials have ended or were withdrawn. Answers to HEAD give no reason."""
+"""Matches errors of obstore and s3fs if credentials have expired or were revoked. Answers to HEAD give no reason."""
 
 _PAGE = re.compile(r"<(!doctype html|html)\b.*?(</html>|$)", re.DOTALL | re.IGNORECASE)
 _TITLE = re.compile(r"<title>\s*(.*?)\s*</title>", re.DOTALL | re.IGNORECASE)
@@ -128,41 +131,48 @@ _ERROR_DOCUMENT = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?</Error>", re.DOTALL
 def storage_error(
     what: str, url: str, error: BaseException, known: Sequence[str], hint: str = "", may_ask: bool = False
 ) -> StorageError:
-    """A StorageError with a scrubbed reason and a scrubbed cause. A code with a next step of its own needs no hint.
+    """Return a StorageError with a reason and a cause, both without secrets.
 
-    ``may_ask``: see :func:`~zarrckpt._store._next_steps.next_step`.
+    Args:
+        what: the operation.
+        url: the url for the message.
+        error: the client's error.
+        known: secrets to remove.
+        hint: the next step, unless the error's code has a more exact one.
+        may_ask: see :func:`~zarrckpt._store._next_steps.next_step`.
     """
     text = _scrubbed(f"{error} {error.__cause__ or ''}", known)
     step = next_step(text, is_panic(error), may_ask)
     if not step or refuses_credentials(error):
-        # Of credentials, the code gives the reason, and the hint where they come from.
+        # For credentials, the code gives the reason, and the hint names their source.
         step = ". ".join(filter(None, (step, hint)))
-    said = _address_fault(text) or ". ".join(filter(None, (reason(error, known).rstrip("."), step)))
-    failure = StorageError(f"{_cut(what)} in {url} failed: {said}")
+    detail = _address_fault(text) or ". ".join(filter(None, (reason(error, known).rstrip("."), step)))
+    failure = StorageError(f"{_cut(what)} in {url} failed: {detail}")
     failure.__cause__ = clean_cause(error, known)
     return failure
 
 
 def no_answer(error: BaseException) -> bool:
-    """Whether a request failed before any server answered it: nobody is there, or nobody that speaks this protocol."""
+    """Whether a request failed without an answer: no server listens, or it does not use this protocol."""
     text = _ends(str(error))
     return _NO_ANSWER.search(text) is not None and "response body" not in text
 
 
 def is_redirect(error: BaseException) -> bool:
-    """Whether a server sent a request on to a host that it is not meant for."""
+    """Whether a server redirected a request to a host that is not allowed."""
     return _FAULTS[0][0].search(_ends(str(error))) is not None
 
 
 def not_implemented(error: BaseException) -> bool:
-    """Whether the server has not got what the request asks for (501)."""
+    """Whether the server does not implement the request (status 501)."""
     return getattr(error, "errno", None) == errno.ENOSYS or "501 Not Implemented" in str(error)
 
 
 def most_repeats(error: BaseException) -> int:
-    """How often a request may be made again, signed anew, that failed with this error.
+    """Return how often a request may be repeated, with a new signature, after this error.
 
-    No request is harmed by that: what is deleted twice is absent, and a refused condition is settled by a read.
+    Repeats are safe for all requests. A second delete finds no object, which is no error. After a refused condition the
+    caller reads the object.
     """
     text = _ends(str(error))
     if is_passing(error) or (_LOST.search(text) and not _REPEATED.search(text)):
@@ -171,95 +181,96 @@ def most_repeats(error: BaseException) -> int:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a server asks for the same request again."""
+    """Whether a server's answer means that the same request may succeed soon."""
     return _PASSING.search(_ends(str(error))) is not None
 
 
 def hides_reason(error: BaseException) -> bool:
-    """Whether an error is that of the abort of an upload in parts: obstore drops the error that it is aborted for."""
+    """Whether the abort of a multipart upload failed. obstore then drops the error that caused the abort."""
     return re.search(_ABORT, _ends(str(error))) is not None
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a client written in Rust gave up on what it cannot handle: no Exception, and its class has no address."""
+    """Whether an error is a panic of a Rust client. It is no ``Exception``, and its class cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def never_sent(error: BaseException) -> bool:
-    """Whether the server closed the connection before any of the request was on its way."""
+    """Whether the server closed the connection before any part of the request was sent."""
     return "connection was not ready" in str(error)
 
 
 def refuses_credentials(error: BaseException) -> bool:
-    """Whether a server refused credentials, or may have: others may be accepted."""
+    """Whether a server refused, or may have refused, the credentials. New ones may be accepted."""
     return _REFUSED_KEYS.search(_ends(f"{error} {error.__cause__ or ''}")) is not None
 
 
 def _address_fault(text: str) -> str:
-    """A sentence for what is usually a wrong address, with the next step; "" for anything else."""
+    """Return a message with the next step if an error usually means a wrong address, otherwise ""."""
     server = _SERVER.search(text)
     found = (sentence for words, sentence in _FAULTS if words.search(text))
     return next(found, "").format(server[0] if server else "the server")
 
 
 def not_found(key: str, url: str, error: BaseException | None = None, known: Sequence[str] = ()) -> ObjectNotFoundError:
-    """The object is not there; the store's own words tell whether a bucket is missing."""
-    said = f" ({reason(error, known)})" if error is not None else ""
-    failure = ObjectNotFoundError(f"there is no object {key!r} in {url}{said}")
+    """Return the error for an absent object. If the bucket is missing, the reason in the message contains that."""
+    detail = f" ({reason(error, known)})" if error is not None else ""
+    failure = ObjectNotFoundError(f"there is no object {key!r} in {url}{detail}")
     failure.__cause__ = None if error is None else clean_cause(error, known)
     return failure
 
 
 def conflict(key: str, url: str, replacing: bool) -> ObjectExistsError:
-    """A condition was lost."""
+    """Return the error for a put whose condition does not hold."""
     if replacing:
-        return ObjectExistsError(f"{key!r} in {url} is not the version that was read: somebody wrote it meanwhile")
+        return ObjectExistsError(f"{key!r} in {url} is not the version that was read: another process changed it")
     return ObjectExistsError(f"{key!r} exists already in {url}")
 
 
 def short_object(key: str, url: str, expected: int, found: int) -> CorruptCheckpointError:
-    """The object ends before the bytes that were asked for."""
+    """Return the error for an object that ends before the requested bytes."""
     return CorruptCheckpointError(
-        f"object {key!r} in {url} is too short: {expected} bytes were expected, {found} are there"
+        f"object {key!r} in {url} is too short: found {found} bytes, expected at least {expected}"
     )
 
 
 def ranges_ignored(key: str, url: str, asked: int, found: int) -> StorageError:
-    """The server sent more of an object than was asked for."""
+    """Return the error for a server that sends more of an object than the requested range."""
     return StorageError(
-        f"reading {key!r} in {url} failed: the server sent {found} bytes, expected the {asked} that were asked for. It "
-        "serves no ranges of bytes: use a server that does"
+        f"reading {key!r} in {url} failed: the server sent {found} bytes, expected the {asked} that were requested. It "
+        "does not support byte ranges. Use a server that does"
     )
 
 
 def long_object(key: str, url: str, most: int) -> CorruptCheckpointError:
-    """The object, or what a server sends of it, is longer than it may be."""
-    return CorruptCheckpointError(f"object {key!r} in {url} is too long: at most {most} bytes were expected")
+    """Return the error for an object that is longer than the limit."""
+    return CorruptCheckpointError(f"object {key!r} in {url} is too long: expected at most {most} bytes")
 
 
 def is_full(error: StorageError) -> bool:
-    """Whether a disk was full, or its quota used up: then nothing of what was asked for is done, now or later."""
+    """Whether a disk was full or its quota used up. If so, the operation was not done and cannot be repeated."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason(error: BaseException, known: Sequence[str]) -> str:
-    """The client's own words on one line, scrubbed and cut."""
+    """Return the text of the client's error on one line, shortened and without secrets."""
     text = str(error).split(_DETAILS, 1)[0]
     if error.__cause__ is not None and str(error.__cause__) not in text:
         # s3fs puts the server's error code into the cause only.
         text = f"{text} ({error.__cause__})"
     if not _is_system_s(error):
-        text = _cut(" ".join(_PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_said, _scrubbed(text, known))).split()))
+        short = _PAGE.sub(_titled, _ERROR_DOCUMENT.sub(_code_and_message, _scrubbed(text, known)))
+        text = _cut(" ".join(short.split()))
     return one_line(f"{type(error).__name__}: {text}") if text else type(error).__name__
 
 
 def _scrubbed(text: str, known: Sequence[str]) -> str:
-    """A client's error without secrets, and without its middle if it is very long."""
+    """Remove secrets from a client's error, and its middle if it is very long."""
     return scrub(_ends(hide(text, known)))
 
 
 def _ends(text: str) -> str:
-    """A text without its middle if it is very long. The end begins with a word, not within a secret."""
+    """Remove the middle of a very long text. The end part begins with a whole word, not within a secret."""
     if len(text) <= 2 * _EXAMINED:
         return text
     end = text[-_EXAMINED:]
@@ -268,24 +279,24 @@ def _ends(text: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """A text that is not too long: a url comes first, however long, and what the server said last."""
+    """Shorten a long text in its middle. It may begin with a long url, and ends with the server's answer."""
     return text if len(text) <= _BEGIN + _END else f"{text[:_BEGIN]} ... {text[-_END:]}"
 
 
-def _said(document: re.Match[str]) -> str:
-    """What a server's XML document says of an error: its code, and its message where there is one."""
+def _code_and_message(document: re.Match[str]) -> str:
+    """Return the code and, if there is one, the message of an error from a server's XML document."""
     found = (re.search(rf"<{name}>(.*?)</{name}>", document[0], re.DOTALL) for name in ("Code", "Message"))
     return ": ".join(html.unescape(part[1]) for part in found if part is not None) or document[0]
 
 
 def _titled(page: re.Match[str]) -> str:
-    """What is left of a web page, which no object store sends: its title."""
+    """Replace a web page, which no object store sends, by its title."""
     title = _TITLE.search(page[0])
     return f"(a web page{f': {html.unescape(title[1])[:80]}' if title else ''})"
 
 
 def clean_cause(error: BaseException, known: Sequence[str]) -> BaseException:
-    """The exception itself, or a stand-in where it or one that it came from quotes a secret or control characters."""
+    """Return the exception, or a replacement if it or one of its causes contains a secret or control characters."""
     texts = (text for item in _chain(error) for text in (str(item), repr(item)))
     if _is_system_s(error) or all(
         len(text) <= 8 * _EXAMINED and printable(scrub(text, known)) == text for text in texts
@@ -295,7 +306,7 @@ def clean_cause(error: BaseException, known: Sequence[str]) -> BaseException:
 
 
 def _is_system_s(error: BaseException) -> bool:
-    """Whether an error is the operating system's own: it quotes a path, and no secret. A save meets many of these."""
+    """Whether the operating system raised the error. It contains a path, but no secret. A save meets many of these."""
     return (
         isinstance(error, OSError)
         and error.filename is not None

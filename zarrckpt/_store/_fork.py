@@ -1,4 +1,4 @@
-"""obstore in forked processes: it hangs there once the parent has used it, so we raise first."""
+"""Refuse obstore in forked processes: it would hang if the parent has used it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_fork() -> None:
     if _used_before_fork:
         raise StorageError(
             "this process was forked after its parent had used an object store, and the client (obstore) would hang "
-            "here: start workers by 'spawn' or 'forkserver' (multiprocessing_context='spawn' for a DataLoader), or "
+            "here. Start workers by 'spawn' or 'forkserver' (multiprocessing_context='spawn' for a DataLoader), or "
             "open the store in the workers only"
         )
     _used = True

@@ -1,7 +1,7 @@
-"""Every other protocol, through an fsspec filesystem's synchronous calls.
+"""All other protocols, through the synchronous calls of an fsspec filesystem.
 
-Conditional puts are exact on S3 through s3fs (If-None-Match, If-Match) and in memory (a lock); create-only
-ones on Google Cloud and Azure as well. Every other filesystem gets check-then-put, with a warning.
+Conditional puts are exact on S3 through s3fs (If-None-Match, If-Match) and in memory (a lock). Create-only puts are
+also exact on Google Cloud and Azure. On every other filesystem the store reads, then puts, and warns.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _EXTRAS = {"s3fs": "'zarrckpt[s3fs]'"}
-"""Packages that come with an extra of this one."""
+"""Packages that an extra of zarrckpt installs, and the extra."""
 
 _READS = 5
 
-# fsspec's memory filesystem is one per process, and checks before it writes: a lock makes both one step.
+# The process has one memory filesystem of fsspec. The lock makes the check and the write atomic.
 _MEMORY_LOCK = ForkSafeLock()
-# For all the filesystems without conditions: threads of one process at least exclude each other.
+# For all filesystems without conditions, so that at least the threads of one process exclude each other.
 _PLAIN_LOCK = ForkSafeLock()
 
 
 class FsspecStore(ClientStore):
-    """Objects below a folder of an fsspec filesystem. A forked child gets a filesystem of its own."""
+    """Objects below a folder of an fsspec filesystem. A forked child opens a new filesystem."""
 
-    # A bucket's name, or what is before the first "/" of an absolute path.
+    # The bucket's name, or the empty text before the first "/" of an absolute path.
     lowest_levels = 1
 
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
@@ -60,12 +60,12 @@ class FsspecStore(ClientStore):
     def get_versioned(self, key: str) -> Versioned:
         if not self._traits.s3:
             return super().get_versioned(key)
-        # s3fs gives no e-tag with the bytes: read between two looks at it.
+        # s3fs returns bytes without an e-tag, so compare the e-tags before and after the read.
         for _ in range(_READS):
             before, data, after = self._e_tag(key), self.get(key), self._e_tag(key)
             if before == after:
                 return Versioned(data, before)
-        raise StorageError(f"{key!r} in {self.url} changed at every attempt to read it; try again")
+        raise StorageError(f"reading {key!r} in {self.url} failed: it changed during each of {_READS} reads. Try again")
 
     def fetch_named(self, name: str, start: int, end: int) -> bytes:
         return self._read(name, lambda fs: bytes(fs.cat_file(name, start=start, end=end)))
@@ -76,7 +76,7 @@ class FsspecStore(ClientStore):
             try:
                 found = fs.info(name)["size"]
             except FileNotFoundError:
-                # A web server may as well have failed, or not know the size: then reading the object tells which.
+                # A web server may have failed, or may not send sizes. Reading the object decides.
                 if not self._traits.http:
                     raise
                 found = None
@@ -102,7 +102,7 @@ class FsspecStore(ClientStore):
         if self._put_if(key, data, IfMatch=version):
             return True
         found = self.read_if_any(key)
-        # Nothing changed, and still refused: Ceph compares the bare e-tag. The server still decides.
+        # Refused although the version is unchanged: Ceph compares the e-tag without quotes. The server still decides.
         unchanged = found is not None and found.version == version
         return unchanged and self._put_if(key, data, IfMatch=str(version).strip('"'))
 
@@ -135,7 +135,7 @@ class FsspecStore(ClientStore):
         start = self.folder(prefix)
 
         def fetch(fs: Any) -> dict[str, Any]:
-            # Listings are cached by many filesystems, and others write here.
+            # Many filesystems cache listings, and other processes write here.
             fs.invalidate_cache()
             try:
                 return dict(fs.find(start, detail=True))
@@ -143,7 +143,7 @@ class FsspecStore(ClientStore):
                 return {}
 
         for path, info in self._lent(f"listing {prefix!r}", fetch).items():
-            # ``find`` of an object gives the object itself, and sftp's without a type.
+            # ``find`` of an object returns the object itself.
             if info["type"] == "file" and (name := self._name_below(start, path)):
                 yield ObjectInfo(f"{prefix}/{name}" if prefix else name, int(info["size"] or 0))
 
@@ -167,13 +167,13 @@ class FsspecStore(ClientStore):
         return sorted(objects), sorted(folders)
 
     def _name_below(self, start: str, path: str, *, is_folder: bool = False) -> str:
-        """Return the name of a listed path relative to a folder, or "" if it is elsewhere or is no object."""
+        """Return the name of a listed path relative to a folder, or "" if it is not below it or is no object."""
         if not path.startswith(f"{start}/") or (is_no_object(path) and not is_folder):
             return ""
         name = path[len(start) + 1 :]
         if not self._traits.http:
             return name
-        return unquote(name.partition("?")[0].removeprefix("./"))  # "?" begins links that sort a web page
+        return unquote(name.partition("?")[0].removeprefix("./"))  # links with "?" sort the web page
 
     def zarr_store(self) -> ZarrStore:
         return self.call("opening the store", self._filesystems.zarr_store)
@@ -187,24 +187,24 @@ class FsspecStore(ClientStore):
             return self.renewal_hint(filesystems.fixed_credentials, None)
         if isinstance(error, ImportError):
             package = (getattr(error.__cause__, "name", None) or error.name or "").partition(".")[0]
-            return f"Install what this protocol needs: pip install {_EXTRAS.get(package, package) or 'PACKAGE'}"
+            return f"Install the package for this protocol: pip install {_EXTRAS.get(package, package) or 'PACKAGE'}"
         if isinstance(error, ValueError) and "Protocol not known" in str(error):
             return "Known are s3, gs, az and file, and those of fsspec, such as memory, sftp, ftp, smb, hdfs, http"
         if isinstance(error, PermissionError):
-            return "Check the credentials, and what they allow"
+            return "Check the credentials and their permissions"
         if isinstance(error, FileNotFoundError):
             return "Check that the bucket or folder exists"
         return "Check the url, the options and the network"
 
     def _read(self, name: str, call: Callable[[Any], T]) -> T:
-        """A call on a lent filesystem that fails with an error of a missing file where there is none."""
+        """Call with a lent filesystem. For a folder instead of a file, raise IsADirectoryError."""
         with self._filesystems.lend() as fs:
             try:
                 return call(fs)
             except FileNotFoundError:
                 raise
             except Exception as error:
-                # sftp has one error for everything, folders included.
+                # sftp has the same error for every failure, folders included.
                 if self._traits.flat or not fs.isdir(name):
                     raise
                 raise IsADirectoryError(name) from error
@@ -218,7 +218,7 @@ class FsspecStore(ClientStore):
 
 
 def _is_refusal(error: BaseException, condition: Mapping[str, Any]) -> bool:
-    """Whether the server refused the condition. s3fs keeps the answer in the cause, and names one of the cases only."""
+    """Whether the server refused the condition. s3fs has a distinct error for one case, and keeps answers as causes."""
     if not condition:
         return False
     if isinstance(error, FileExistsError):

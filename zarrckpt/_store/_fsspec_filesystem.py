@@ -1,4 +1,4 @@
-"""fsspec filesystems: what matters about each kind, and instances for many threads and for forked children."""
+"""fsspec filesystems: the traits of each kind, and instances for threads and forked children."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _S3 = {"s3", "s3a"}
-# Flat stores: a put is atomic, and there are no folders to make (s3fs would make a bucket instead).
+# Stores without folders: a put is atomic, and no folder must be made (s3fs would make a bucket instead).
 _FLAT = _S3 | {"gcs", "gs", "abfs", "abfss", "az", "adl", "oss", "oci", "tos", "memory", "http", "https"}
-# Those whose own mode="create" is a condition on the server.
+# Those with a mode="create" that the server checks.
 _CREATES = _S3 | {"gcs", "gs", "abfs", "abfss", "az", "adl"}
-# One instance may serve all threads, though it is not an asynchronous one.
+# Synchronous filesystems of which one instance may serve all threads.
 _SHARED = {"memory", "file", "local"}
-# HDFS renames over no file; webhdfs does not even say so, and hdfs has one error for everything.
+# HDFS cannot rename over a file. webhdfs raises no error for it, and hdfs raises the same error for every failure.
 _HDFS = {"hdfs", "webhdfs"}
 
 _RESOLVING_MODULES = {
@@ -45,12 +45,12 @@ _RESOLVING_MODULES = {
     "fsspec.generic",
     *(f"fsspec.implementations.{name}" for name in ("asyn_wrapper", "cached", "chained", "dask", "dirfs", "reference")),
 }
-"""Where the classes of filesystems that take other urls are, whatever protocol is registered for them."""
+"""Modules of filesystems that open other urls, under any protocol."""
 
 _REGION = "x-amz-bucket-region"
 
 _SIGN_IN_OPTIONS = ("key", "secret", "token", "username", "password", "session", "aws_access_key_id")
-"""Options of s3fs and, the last one, of its client."""
+"""Options of s3fs and (the last one) of its client that hold credentials."""
 
 _CONNECTIONS = 8
 _FSSPEC_TRIES = 5
@@ -60,26 +60,26 @@ _FSSPEC_PART = re.compile(r"\.[0-9a-f]{32}\.zarrckpt-part")
 
 @dataclass(frozen=True)
 class Traits:
-    """What matters about a kind of filesystem."""
+    """Properties of a kind of filesystem."""
 
     s3: bool
     splits: bool
-    """Large reads are split, after a request for the size, unless they are told not to: s3fs from 2026.3 on."""
+    """Whether large reads are split after a request for the size, unless max_concurrency=1 (s3fs from 2026.3 on)."""
     flat: bool
-    """Without folders: a put is atomic."""
+    """Whether there are no folders, so that a put is atomic."""
     creates: bool
-    """``mode="create"`` is a condition on the server."""
+    """Whether the server checks ``mode="create"``."""
     memory: bool
     http: bool
-    """Listings are the links of a web page, without sizes, and percent-encoded."""
+    """Whether listings are the links of a web page, percent-encoded and without sizes."""
     shared: bool
-    """One instance may serve all threads."""
+    """Whether one instance may serve all threads."""
     renames: bool
     hdfs: bool
 
     @classmethod
     def of(cls, fs: Any) -> Traits:
-        """By the filesystem's protocols."""
+        """Return the traits of a filesystem, mainly by its protocols."""
         names = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
         s3 = bool(names & _S3)
         return cls(
@@ -90,14 +90,14 @@ class Traits:
             memory="memory" in names,
             http=bool(names & {"http", "https"}),
             shared=bool(fs.async_impl or names & _SHARED),
-            # The base class renames by copying, which is no better than writing in place.
+            # The base class renames by copying, which is not safer than writing in place.
             renames=type(fs).mv is not fsspec.AbstractFileSystem.mv,
             hdfs=bool(names & _HDFS),
         )
 
 
 class Filesystems:
-    """Instances of one filesystem: one for all threads, or, as for sftp, a few that are lent to one call each."""
+    """Instances of one filesystem: one for all threads or, as for sftp, up to eight that are lent to one call each."""
 
     def __init__(self, address: str, options: Mapping[str, Any]) -> None:
         self._address = address
@@ -122,11 +122,11 @@ class Filesystems:
 
     @property
     def signs_for_s3(self) -> bool:
-        """Whether requests have a signature of S3."""
+        """Whether requests are signed for S3."""
         return self.traits.s3 and not self._options.get("anon")
 
     def ask(self, call: Callable[[], T]) -> T:
-        """Make a call that borrows a filesystem; once more with new credentials if a server of S3 refuses these.
+        """Make a call that uses :meth:`lend`. If an S3 server refuses the credentials, read them again and repeat it.
 
         Calls that fail at the same time share one renewal.
         """
@@ -151,7 +151,7 @@ class Filesystems:
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Any]:
-        """A filesystem that nobody else uses meanwhile, or one that may be shared."""
+        """Yield a filesystem that no other call uses in the block, or one that may be shared."""
         if self._pid != os.getpid():
             # Connections and event loops do not survive a fork.
             self._begin(self._open())
@@ -169,7 +169,7 @@ class Filesystems:
                 self._idle.put(fs)
 
     def zarr_store(self) -> ZarrStore:
-        """zarr's own read-only store on the same place."""
+        """Return zarr's read-only store on the same folder."""
         import asyncio
 
         from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
@@ -177,7 +177,7 @@ class Filesystems:
 
         fs = self._open()
         if fs.async_impl:
-            # s3fs would keep the credentials of an earlier one.
+            # A cached s3fs instance would keep old credentials.
             fresh = {"skip_instance_cache": True} if self.traits.s3 else {}
             fs = type(fs)(*fs.storage_args, **{**fs.storage_options, "asynchronous": True, **fresh})
         else:
@@ -189,7 +189,7 @@ class Filesystems:
         return self._open_shared(**({} if self.traits.shared else {"skip_instance_cache": True}))[0]
 
     def _open_shared(self, **more: Any) -> tuple[Any, str]:
-        """A filesystem and the path in it. Where chains are not allowed, "::" is a part of a name."""
+        """Return a filesystem and the path in it. If chains are not allowed, "::" is a part of a name."""
         options = {**self._options, **more}
         if self._chains:
             fs, path = fsspec.core.url_to_fs(self._address, **options)
@@ -199,7 +199,7 @@ class Filesystems:
 
 
 def refuse_chain(address: str) -> None:
-    """Raise StorageError for a url whose filesystem opens other urls: these may come from what is stored there."""
+    """Raise StorageError for a url whose filesystem opens other urls, since stored files may choose these urls."""
     protocol = _protocol_of(address)
     resolves = protocol in RESOLVERS or is_chain(address)
     if not resolves:
@@ -208,7 +208,7 @@ def refuse_chain(address: str) -> None:
     if resolves:
         raise StorageError(
             f"{redact_url(address)!r} is opened through other urls, which can run code or read local files: expected a "
-            'url of one protocol, without "::". If you trust all that is stored there, pass '
+            'url of one protocol, without "::". If you trust all files there, pass '
             "storage_options={'backend': 'fsspec', 'allow_chains': True}"
         )
 
@@ -219,7 +219,7 @@ def _protocol_of(address: str) -> str:
 
 
 def _without_redirects(address: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for a filesystem; s3fs follows no redirects then, which would take the session token to other hosts."""
+    """Return options with which s3fs follows no redirects. These would send the session token to other hosts."""
     if fsspec.utils.get_protocol(address) not in _S3:
         return dict(options)
     config = options.get("config_kwargs")
@@ -231,7 +231,7 @@ def _session_class() -> type:
     from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
 
     class Direct:
-        """An aiohttp session that fails with a redirect, unless that names a bucket's region: the client asks there."""
+        """An aiohttp session that fails on a redirect, unless its answer names the bucket's region, which s3fs uses."""
 
         def __init__(self, session: Any) -> None:
             self._session = session
@@ -251,12 +251,12 @@ def _session_class() -> type:
 
 
 def is_no_object(path: str) -> bool:
-    """Whether a path is a helper file of :func:`write_file`, left of a deleted file by NFS, or a folder's name."""
+    """Whether a path is a helper file of :func:`write_file`, one that NFS keeps of a deleted file, or a folder."""
     return _FSSPEC_PART.search(path) is not None or is_silly_name(path.rpartition("/")[2]) or path.endswith("/")
 
 
 def write_file(fs: Any, traits: Traits, path: str, data: bytes, condition: Mapping[str, Any]) -> None:
-    """Write a whole object so that readers see the old one or the new one, where the filesystem allows it."""
+    """Write a whole object. If the filesystem permits it, readers see the old or the new object, never a part."""
     if traits.flat:
         fs.pipe_file(path, data, **condition)
         return
@@ -271,7 +271,7 @@ def write_file(fs: Any, traits: Traits, path: str, data: bytes, condition: Mappi
 
 
 def remove_file(fs: Any, path: str) -> None:
-    """Delete an object; an absent one is no error."""
+    """Delete an object. An absent one is no error."""
     try:
         fs.rm_file(path)
     except FileNotFoundError:
@@ -286,7 +286,7 @@ def _part_of(path: str) -> str:
 
 
 def _rename(fs: Any, traits: Traits, temp: str, path: str) -> None:
-    """Give a file its name, in place of what is there. Where that fails, the old one stays, and ``temp`` goes."""
+    """Rename a file and replace an old one. If this fails, keep the old file and remove ``temp``."""
     try:
         if traits.hdfs and fs.exists(path):
             _swap(fs, temp, path)
@@ -294,7 +294,7 @@ def _rename(fs: Any, traits: Traits, temp: str, path: str) -> None:
         try:
             fs.mv(temp, path)
         except OSError as error:
-            # SMB, for one, renames over no file.
+            # Some filesystems, such as SMB, cannot rename over a file.
             if not isinstance(error, FileExistsError) and error.errno != errno.EEXIST:
                 raise
             _swap(fs, temp, path)
@@ -305,7 +305,7 @@ def _rename(fs: Any, traits: Traits, temp: str, path: str) -> None:
 
 
 def _swap(fs: Any, temp: str, path: str) -> None:
-    """Rename over a file where the filesystem does not: the old one goes aside, and comes back where that fails."""
+    """Replace a file on a filesystem that cannot rename over one: rename the old file first, and back if this fails."""
     aside = _part_of(path)
     try:
         fs.mv(path, aside)
@@ -313,12 +313,12 @@ def _swap(fs: Any, temp: str, path: str) -> None:
         if not fs.exists(path):
             raise OSError(f"{temp} was not renamed")
     except BaseException as error:
-        # What is there counts: a call that fails may have done its work.
+        # A call that raises may still have done its work, so look at the files.
         try:
             if not fs.exists(path):
                 fs.mv(aside, path)
         except Exception:
-            raise OSError(f"{error}; what was there is kept, rename it back: {aside}") from error
+            raise OSError(f"{error}. The old file was kept as {aside}: rename it back") from error
         raise
     with contextlib.suppress(Exception):
         fs.rm(aside)
@@ -331,7 +331,7 @@ def _make_folder(fs: Any, folder: str) -> None:
             fs.makedirs(folder, exist_ok=True)
             return
         except Exception:
-            # Not every ``makedirs`` minds a folder that appears between its look and its call.
+            # Some ``makedirs`` fail if the folder appears between their check and their call.
             if fs.isdir(folder):
                 return
             if attempt == _FSSPEC_TRIES - 1:

@@ -1,9 +1,9 @@
 """A folder on a local or shared filesystem, with plain system calls.
 
-Objects are files. Those of an attempt's own tree, which nobody reads before it is committed, are written under their
-own names. Every other file is written under a helper name in its folder and renamed, so that a reader never sees a
-part. That name is a function of the final one: what a crash leaves behind is removed when the object's key is deleted,
-by whoever cleans up after the dead attempt.
+Objects are files. Files of an attempt that is not committed have no readers, so they are written under their final
+names. Every other file is written under a helper name in its folder and then renamed, so that readers never see a part.
+The helper name is a function of the final name. So the file that a crash leaves behind is removed when a later process
+deletes the object's key.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Entries = list[tuple[str, bool, int]]
-"""(name, whether it is a folder, size in bytes) of what lies in a folder."""
+"""(name, whether it is a folder, size in bytes) of each entry of a folder."""
 
 _THREADS = 16
 _TRIES = 20
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
-"""What says that there is no such file or folder: under a path that is too long nothing can be."""
+"""Error codes that mean that a file or folder is absent. No file can have a name that is too long."""
 _STAYS = (*_ABSENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)
-"""What says that a folder is not to be removed."""
+"""Error codes that mean that a folder need not or must not be removed."""
 
 _NEXT_STEP = {
     errno.ENOSPC: "The disk is full: free space, or save elsewhere",
@@ -55,9 +55,9 @@ _NEXT_STEP = {
     errno.EACCES: "Permission is denied: check the owner and the mode of the folder",
     errno.EPERM: "The operation is not permitted: check the owner, the mode and the mount of the folder",
     errno.ENAMETOOLONG: "The name is too long for this filesystem: use a shorter path",
-    errno.ENOTDIR: "A file stands where a folder is needed: choose another path",
-    errno.EEXIST: "A file stands where a folder is needed: choose another path",
-    errno.EISDIR: "A folder stands where a file is needed: choose another path",
+    errno.ENOTDIR: "A file has the name of a folder that is needed: choose another path",
+    errno.EEXIST: "A file has the name of a folder that is needed: choose another path",
+    errno.EISDIR: "A folder has the name of a file that is needed: choose another path",
     errno.ESTALE: "The network filesystem lost the file: check the mount, and try again",
     errno.EFBIG: "The file is too large for this filesystem, or for the limit on files (ulimit -f)",
     errno.EMFILE: "Too many files are open: raise the limit (ulimit -n)",
@@ -68,18 +68,19 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 
 
 def _syncing() -> ThreadPoolExecutor:
-    """This process's threads that wait for disks, kept: a small save would take as long to start them as for the rest.
+    """Return this process's pool of threads that wait for disks.
 
-    By process: a forked one has none of its parent's threads.
+    The pool is kept because starting its threads takes as long as the rest of a small save. Each process has its own,
+    because a forked process has none of its parent's threads.
     """
     pool = _pools.get(os.getpid())
     return pool or _pools.setdefault(os.getpid(), ThreadPoolExecutor(_THREADS, "zarrckpt-sync"))
 
 
 class LocalStore(Store):
-    """Objects as files below the folder ``root`` (absolute; made by the first write).
+    """Objects as files below the folder ``root`` (an absolute path, made by the first write).
 
-    ``durable=False`` leaves out the fsyncs of :meth:`sync`; conditional puts are always durable.
+    With ``durable=False`` there are no fsyncs in :meth:`sync`. Conditional puts are always durable.
     """
 
     is_local = True
@@ -92,15 +93,15 @@ class LocalStore(Store):
         self._durable = durable
         self._folders: set[str] = set()
         self._grown: set[str] = set()
-        """Folders above the root that got a new entry: they are synced with the rest."""
+        """Folders above the root with a new entry. They are synced with the rest."""
         self._changes: dict[str, int] = {}
-        """How often this store has changed a folder's entries, or may have."""
+        """Number of times that this store has, or may have, changed each folder's entries."""
         self._synced: dict[str, int] = {}
-        """Up to which change a folder is durable."""
+        """The number of each folder's last durable change."""
         self._mount_is_known = False
         self._lock = ForkSafeLock()
         self._syncs: dict[str, Future[None]] = {}
-        """Of what has been written and is not known to be durable yet."""
+        """The running sync of each key that was written and is not known to be durable yet."""
 
     def useful_concurrency(self) -> int:
         return min(self.max_concurrency, BESIDE_TRAINING) if self.beside_training else self.max_concurrency
@@ -122,12 +123,12 @@ class LocalStore(Store):
 
     @contextmanager
     def reader(self, key: str) -> Iterator[Reader]:
-        """Reads through one open file, several buffers a call (``preadv``)."""
+        """Return a context manager for reads through one open file, several buffers per call (``preadv``)."""
         path = self._path(key)
         file = self.call(f"reading {path!r}", lambda: open_regular(path), key)
 
         def read(byte_offset: int, buffers: Sequence[memoryview]) -> None:
-            # In short, since a load calls this thousands of times a gigabyte.
+            # A load calls this thousands of times per gigabyte, so the usual case is one system call.
             needed = len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers))
             try:
                 done = os.preadv(file, buffers, byte_offset) if len(buffers) <= files.IOV_MAX else 0
@@ -183,7 +184,7 @@ class LocalStore(Store):
 
     def sweep(self, folders: Iterable[str]) -> None:
         paths = {self._path(folder) if folder else self._root for folder in folders}
-        # What is behind a link below the root is not ours.
+        # The target of a link below the root does not belong to this store.
         paths = {path for path in paths if not any(map(os.path.islink, {path, *self._parents(path)} - {self._root}))}
         self._each("deleting", sorted(paths), _remove_own)
         self._remove_folders(paths.union(*map(self._parents, paths)) - {self._root})
@@ -193,7 +194,7 @@ class LocalStore(Store):
             return
         self._folders.clear()
         for folder, _, _ in os.walk(self._root, topdown=False):
-            # It is not empty, or its parent is somebody else's: nothing is lost.
+            # It is not empty, or another user owns its parent. An empty folder does no harm.
             with suppress(OSError):
                 os.rmdir(folder)
 
@@ -209,9 +210,10 @@ class LocalStore(Store):
                     yield ObjectInfo(key, size)
 
     def list_dir(self, prefix: str = "") -> Listing:
-        """As for any store. A link to a folder counts as a folder: a run's checkpoint may lie on another disk.
+        """Return the names directly below a folder, as for any store.
 
-        So does a link that cannot be followed: that disk may be missing.
+        A link to a folder counts as a folder, because a run's checkpoint may be on another disk. So does a link that
+        cannot be followed, because that disk may be missing.
         """
         entries = self._scan(prefix)
         links = {name for name, is_folder, _ in entries if not is_folder and self._may_link_to_folder(prefix, name)}
@@ -221,7 +223,7 @@ class LocalStore(Store):
 
     def refresh(self, folder: str) -> None:
         path = self._path(folder)
-        # NFS asks its server about a folder that is opened; from the outside in, since the url may be unknown, too.
+        # An NFS client asks its server when a folder is opened. The outermost is first, since the root may be new too.
         for opened in (os.path.dirname(self._root), *reversed([*self._parents(path)]), path):
             with suppress(OSError), os.scandir(opened):
                 pass
@@ -231,20 +233,20 @@ class LocalStore(Store):
         try:
             return os.path.islink(path) and S_ISDIR(os.stat(path).st_mode)
         except OSError as error:
-            return error.errno != errno.ELOOP  # a link to itself leads to no disk
+            return error.errno != errno.ELOOP  # a link to itself has no target
 
     def holds(self, folder: str) -> bool:
         try:
             return os.path.islink(self._path(folder)) or super().holds(folder)
         except StorageError:
-            return True  # there is something that cannot be looked into
+            return True  # the folder exists but cannot be read
 
     def refuse_broken_link(self, folder: str) -> None:
         path = self._path(folder)
         if os.path.islink(path) and not os.path.exists(path):
             raise StorageError(
-                f"reading {path!r} failed: it is a link that leads nowhere. Mount or restore what it names, or delete "
-                "the link"
+                f"reading {path!r} failed: it is a link whose target does not exist. Mount or restore the target, or "
+                "delete the link"
             )
 
     def sync(self, keys: Iterable[str]) -> None:
@@ -264,7 +266,7 @@ class LocalStore(Store):
         return RegularFilesStore(self._root, read_only=True)
 
     def _begin_sync(self, key: str) -> None:
-        """Sync a file while others are being written: the disk works then, too, and not only at the end."""
+        """Begin to sync a file while others are still being written, so that the disk works in the meantime."""
         with self._lock:
             self._syncs[key] = _syncing().submit(self._on, "syncing", self._path(key), files.sync_path)
 
@@ -274,7 +276,7 @@ class LocalStore(Store):
         return os.path.join(self._root, check_key(key))
 
     def _parents(self, path: str) -> Iterator[str]:
-        """The folders that lead to ``path``, from the innermost up to the root."""
+        """Yield the folders that contain ``path``, from the innermost up to the root."""
         while path != self._root:
             path = os.path.dirname(path)
             yield path
@@ -285,7 +287,7 @@ class LocalStore(Store):
         outer = os.path.dirname(folder)
         if folder != self._root and outer in self._folders:
             with suppress(FileExistsError):
-                os.mkdir(folder)  # so it is no link
+                os.mkdir(folder)  # a folder that was just made is not a link
                 self._changed([outer])
                 self._folders.add(folder)
                 return
@@ -301,21 +303,21 @@ class LocalStore(Store):
         except FileExistsError as error:
             if os.path.lexists(error.filename) and not os.path.isdir(error.filename):
                 raise
-            # It was there, and a clean-up has removed it since; another thread may have made it again.
+            # A clean-up has removed it in the meantime. Another thread may have made it again.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
-        # Whoever has made them may die before it syncs them.
+        # Another process may have made some of them and may die before it syncs them.
         self._changed({os.path.dirname(inner) for inner in new} | (self._grown if self._root in new else set()))
         self._folders.update(new)
 
     def _remove_folders(self, folders: Iterable[str]) -> None:
-        """Remove those that are empty."""
-        # Deepest first, so that a folder is empty when its turn comes.
+        """Remove the empty ones of these folders."""
+        # Deepest first, so that outer folders are empty when they are tried.
         for folder in sorted(folders, key=lambda name: name.count("/"), reverse=True):
             self._folders.discard(folder)
             self._on("deleting", folder, _remove_folder)
 
     def _sync_folders(self, keys: Iterable[str]) -> None:
-        """The folders of the keys up to the root, and those above that it grew in, where they may have changed."""
+        """Sync all changed folders of the keys, up to the root, and changed folders above the root."""
         folders = {folder for key in keys for folder in self._parents(self._path(key))}
         folders |= {os.path.dirname(self._root), *self._grown}
         with self._lock:
@@ -338,7 +340,7 @@ class LocalStore(Store):
     def _scan(self, prefix: str) -> Entries:
         return self._on("listing", self._path(prefix) if prefix else self._root, _entries)
 
-    # -- running an operation with our own errors
+    # -- operations with translated errors
 
     def hint(self, error: BaseException) -> str:
         return _NEXT_STEP.get(getattr(error, "errno", None) or 0, "")
@@ -356,7 +358,7 @@ class LocalStore(Store):
                 work(path)
                 self._changed([folder])
             except FileNotFoundError:
-                # A clean-up took the folder away while it was empty, perhaps with others.
+                # A clean-up removed the folder while it was empty, perhaps with others.
                 self._folders.clear()
                 return False
             return True
@@ -364,13 +366,16 @@ class LocalStore(Store):
         for _ in range(_TRIES):
             if self._on(verb, path, attempt):
                 return
-        raise StorageError(f"{verb} {path!r} failed: its folder is removed as often as it is made; try again")
+        raise StorageError(
+            f"{verb} {path!r} failed: another process removed its folder {_TRIES} times. Check that no clean-up runs "
+            "there, and try again"
+        )
 
     def _on(self, verb: str, path: str, work: Callable[[str], T]) -> T:
         return self.call(f"{verb} {path!r}", lambda: work(path))
 
     def _each(self, verb: str, paths: Sequence[str], work: Callable[[str], None]) -> None:
-        """The same call on many paths, several at a time: one fsync after the other is many times slower."""
+        """Make the same call on many paths, several at a time. Consecutive fsyncs are many times slower."""
         if not paths:
             return
         begun = [_syncing().submit(self._on, verb, path, work) for path in paths[1:]]
@@ -383,7 +388,7 @@ class LocalStore(Store):
 
 
 def _fill(file: int, byte_offset: int, buffers: Sequence[memoryview]) -> int:
-    """Read into the buffers until they are full or the file ends; returns the bytes read."""
+    """Read into the buffers until they are full or the file ends. Return the number of bytes read."""
     left = [buffer for buffer in reversed(buffers) if len(buffer)]
     done = 0
     while left:
@@ -396,7 +401,7 @@ def _fill(file: int, byte_offset: int, buffers: Sequence[memoryview]) -> int:
 
 
 def _entries(folder: str) -> Entries:
-    """(name, is a folder, size) of what lies in a folder; [] for an absent one. Links to folders are not followed."""
+    """Return the entries of a folder, or [] if it is absent. Links to folders are not followed."""
     with _unless_absent(), os.scandir(folder) as entries:
         return [entry for item in entries if (entry := _entry(item)) is not None]
     return []
@@ -412,22 +417,22 @@ def _entry(item: os.DirEntry[str]) -> tuple[str, bool, int] | None:
             return None
         return item.name, False, item.stat().st_size
     except OSError as error:
-        # A link that leads nowhere, or to itself; or deleted since the folder was read.
+        # A link without a target or to itself, or a file that was deleted since the folder was read.
         if not item.is_symlink() and not isinstance(error, FileNotFoundError):
             raise
         return (item.name, False, 0) if item.is_symlink() else None
 
 
 def _refuse_links(verb: str, folders: Iterable[str]) -> None:
-    """Raise StorageError for a link among the folders below a root: what is behind it lies outside, and is not ours."""
+    """Raise StorageError for a link among the folders below a root, because its target may be outside the store."""
     for folder in folders:
         if os.path.islink(folder):
-            raise StorageError(f"{verb} in {folder!r} is refused: it is a link, which may lead elsewhere; remove it")
+            raise StorageError(f"{verb} in {folder!r} is refused: it is a link, which may lead elsewhere. Remove it")
 
 
 @contextmanager
 def _unless_absent() -> Iterator[None]:
-    """What is not there need not be listed or removed."""
+    """Suppress errors that mean that a file or folder is absent."""
     try:
         yield
     except OSError as error:
@@ -442,10 +447,10 @@ def _remove(path: str) -> None:
 
 
 def _remove_own(folder: str) -> None:
-    """Remove the helper files in a folder that processes left behind when they died."""
+    """Remove the helper files that dead processes left in a folder."""
     with _unless_absent(), os.scandir(folder) as entries:
         for path in [item.path for item in entries if files.is_own_name(item.name)]:
-            # Its writer may live: it finds its file gone, and writes it again.
+            # If its writer is alive, it notices that the file is missing and writes it again.
             with _unless_absent():
                 os.unlink(path)
 

@@ -1,7 +1,7 @@
-"""Writes on a filesystem: plain, create-only by a hard link, compare-and-swap under a lock.
+"""Writes on a filesystem: plain, create-only by a hard link, and compare-and-swap under a lock.
 
-The last two are durable on return (the file's bytes; the caller syncs the folders). At every instant the final name
-holds a whole file or none, but for :func:`write_new`.
+After the last two, the file's bytes are durable on return. The caller syncs the folders. Except in :func:`write_new`,
+the final name always holds a whole file or none.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zarrckpt._store._failures import ABSENT
 from zarrckpt._store._regular_files import read_regular
 
 _LOCK_SECONDS = 60.0
-# One lock for the process: POSIX locks belong to processes and do not keep threads apart.
+# One lock for the process: POSIX locks belong to processes and do not exclude threads.
 _THREADS_LOCK = ForkSafeLock()
 
-# Filesystems without hard links (exFAT, some FUSE and SMB mounts) refuse one in these ways.
+# Error codes of filesystems without hard links (exFAT, some FUSE and SMB mounts).
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
-# Object stores mounted as folders: they rename by copying, or not at all.
+# Object stores mounted as folders. They rename by copying or cannot rename.
 _BUCKET_MOUNTS = ("mountpoint-s3", "blobfuse", "blobfuse2", "goofys", "s3fs", "gcsfuse")
 
 _OWN_NAME = re.compile(r"\.zarrckpt-[0-9a-f]{16}(-[0-9a-f]{32})?\.(part|lock)")
@@ -40,28 +40,28 @@ IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
 
 
 Views = Iterable[Sequence[memoryview]]
-"""What is written to a file: groups of buffers, each written before the next one is made."""
+"""The content of a file: groups of buffers. Each group is written before the next one is made."""
 
 
 def own_name(path: str, suffix: str, unique: bool = False) -> str:
-    """The name of a helper file ("part" or "lock") beside ``path``: never an object, never too long."""
+    """Return the name of a helper file ("part" or "lock") beside ``path``. It is never an object and never too long."""
     folder, name = os.path.split(path)
     digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
     return os.path.join(folder, f".zarrckpt-{digest}{'-' + uuid.uuid4().hex if unique else ''}.{suffix}")
 
 
 def is_own_name(name: str) -> bool:
-    """Whether a file of this name is a helper file, and no object."""
+    """Whether a file of this name is a helper file and not an object."""
     return _OWN_NAME.fullmatch(name) is not None
 
 
 def is_silly_name(name: str) -> bool:
-    """Whether a file of this name is what NFS or FUSE keeps of one that was removed while somebody had it open."""
+    """Whether NFS or FUSE keeps a deleted file under this name because a process has it open."""
     return _SILLY_NAME.fullmatch(name) is not None
 
 
 def put_file(path: str, groups: Views, *, unique: bool = False, sync: bool = False) -> None:
-    """Write a file under a helper name and rename it: readers see the old one or the whole new one."""
+    """Write a file under a helper name and rename it. Readers see the old file or the whole new one."""
     temp = write_temp(path, groups, unique=unique, sync=sync)
     try:
         os.replace(temp, path)
@@ -71,12 +71,12 @@ def put_file(path: str, groups: Views, *, unique: bool = False, sync: bool = Fal
 
 
 def write_temp(path: str, groups: Views, *, unique: bool, sync: bool) -> str:
-    """Write the helper file of ``path`` and return its name. It is removed again where that fails."""
+    """Write the helper file of ``path`` and return its name. It is removed if the write fails."""
     temp = own_name(path, "part", unique)
     try:
         file = _open_new(temp)
     except FileExistsError:
-        # A crash left it behind, or another thread writes the same key: a name of our own then.
+        # A crash left it behind, or another thread writes the same key. Use a unique name.
         temp = own_name(path, "part", unique=True)
         file = _open_new(temp)
     _fill_new(file, temp, groups, sync)
@@ -84,10 +84,10 @@ def write_temp(path: str, groups: Views, *, unique: bool, sync: bool) -> str:
 
 
 def write_new(path: str, groups: Views) -> None:
-    """Write a file under its own name: until this returns, a reader may see a part of it.
+    """Write a file under its final name. Until this returns, readers may see a part of it.
 
-    What is there already is of an earlier try: it is unlinked, never truncated, since somebody may have it open. The
-    file is removed again where that fails.
+    An existing file is from an earlier try. It is unlinked and never truncated, because a process may have it open. The
+    new file is removed if the write fails.
     """
     try:
         file = _open_new(path)
@@ -102,7 +102,7 @@ def _open_new(path: str) -> int:
 
 
 def _fill_new(file: int, path: str, groups: Views, sync: bool) -> None:
-    """Write and close a file that was made just now. It is removed where that fails."""
+    """Write and close a new file. It is removed if this fails."""
     try:
         with closed_after(file):
             for views in groups:
@@ -115,12 +115,12 @@ def _fill_new(file: int, path: str, groups: Views, sync: bool) -> None:
 
 
 def create_file(path: str, data: bytes) -> bool:
-    """Make a file only where none is. False: there is one already."""
+    """Make a file only if none exists. Return False if one exists."""
     temp = write_temp(path, [[memoryview(data)]], unique=True, sync=True)
     try:
         os.link(temp, path)
     except FileExistsError:
-        # An NFS client repeats a call whose answer was lost, and then meets its own link.
+        # An NFS client repeats a call whose answer was lost. The repeat then finds the link that the call made.
         return os.stat(temp).st_nlink == 2
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -132,25 +132,25 @@ def create_file(path: str, data: bytes) -> bool:
 
 
 def move_new(source: str, path: str) -> None:
-    """Give a file its final name only if none is there. Raises FileExistsError."""
+    """Rename a file to its final name. Raises FileExistsError if a file of this name exists."""
     try:
         os.link(source, path)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # There is no better call that filesystems without hard links offer.
+        # Filesystems without hard links have no atomic call for this.
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
         os.rename(source, path)
 
 
 def replace_file(path: str, data: bytes, version: str) -> bool:
-    """Replace a file only where its content has the ``version``. False: it has not, or there is none."""
+    """Replace a file only if its content has the ``version``. Return False if it has another one or is absent."""
     with locked(path):
         try:
             found = read_regular(path)
             if version_of(found) != version:
-                # A repeated call meets its own content.
+                # Equal content means that an earlier try of this call succeeded.
                 return found == data
         except ABSENT:
             return False
@@ -164,14 +164,17 @@ def sync_path(path: str) -> None:
         try:
             os.fsync(file)
         except OSError as error:
-            # Some filesystems cannot sync a folder, and then keep its names without.
+            # Some filesystems cannot sync a folder, and its entries are durable without it.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not os.path.isdir(path):
                 raise
 
 
 @contextlib.contextmanager
 def closed_after(file: int) -> Iterator[int]:
-    """Close a file after the block. Network filesystems report a full disk then; an error of the block counts more."""
+    """Close a file after the block.
+
+    Network filesystems may report a full disk only on close. If the block raises an error, one of the close is dropped.
+    """
     try:
         yield file
     except BaseException:
@@ -182,7 +185,7 @@ def closed_after(file: int) -> Iterator[int]:
 
 
 def refuse_mount(path: str) -> None:
-    """Raise StorageError where ``path`` lies on an object store mounted as a folder."""
+    """Raise StorageError if ``path`` is on an object store that is mounted as a folder."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             kind = bucket_mount(path, file.read())
@@ -190,13 +193,13 @@ def refuse_mount(path: str) -> None:
         return
     if kind:
         raise StorageError(
-            f"{path!r} lies on {kind}, an object store mounted as a folder: it cannot rename a file atomically, so no "
-            "save there could be safe. Save to the bucket's own url instead (s3://, gs://, az://)"
+            f"{path!r} is on {kind}, an object store mounted as a folder. It cannot rename a file atomically, so no "
+            "save there is safe. Save to the bucket's url instead (s3://, gs://, az://)"
         )
 
 
 def bucket_mount(path: str, mountinfo: str) -> str:
-    """The kind of bucket mount that ``path`` lies on, by the text of ``/proc/self/mountinfo``; "" for none."""
+    """Return the kind of bucket mount that ``path`` is on, or "". ``mountinfo`` is the text of /proc/self/mountinfo."""
     longest, kind = -1, ""
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
@@ -212,8 +215,8 @@ def bucket_mount(path: str, mountinfo: str) -> str:
 
 
 def _create_exclusively(path: str, data: bytes) -> bool:
-    # Without hard links a crash in the middle can leave a part under the final name; readers then report
-    # a damaged document. There is no better call that such filesystems offer.
+    # Without hard links, a crash during the write can leave a part under the final name. Readers then report a damaged
+    # document. Such filesystems have no atomic call for this.
     try:
         file = _open_new(path)
     except FileExistsError:
@@ -224,20 +227,20 @@ def _create_exclusively(path: str, data: bytes) -> bool:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
-    """Hold the lock of ``path`` against threads and processes (of other machines too, where the mount does that)."""
+    """Hold the lock of ``path`` against threads and processes, also of other machines if the mount supports that."""
     name = own_name(path, "lock")
     with _THREADS_LOCK, closed_after(_open_locked(name)):
         try:
             yield
         finally:
-            # Removed while it is held: whoever waits on this file sees that it is gone, and opens a new one.
+            # Remove the file while it is locked. A process that waits for it notices this and opens a new one.
             _unlink(name)
 
 
 def _open_locked(name: str) -> int:
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
-        # A link of this name, which anybody who may write to the folder can plant, is an error.
+        # A link of this name is an error: any user who may write to the folder could have made it.
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             if _locks_file(file, name) and _same_file(file, name):
@@ -248,8 +251,8 @@ def _open_locked(name: str) -> int:
         os.close(file)
         if time.monotonic() > deadline:
             raise StorageError(
-                f"the lock {name!r} was held by another process for {_LOCK_SECONDS:.0f} s: wait for the other save "
-                "to end, or end it"
+                f"locking {name!r} failed: another process held the lock for {_LOCK_SECONDS:.0f} s. Wait for the other "
+                "save to end, or end it"
             )
         time.sleep(0.01)
 
@@ -263,7 +266,7 @@ def _locks_file(file: int, name: str) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         warnings.warn(
-            f"{name!r}: this filesystem has no file locks, so the guard between processes that replace one checkpoint "
+            f"{name!r}: this filesystem has no file locks, so the guard against processes that replace one checkpoint "
             "at the same moment is best effort. Make sure that only one save writes to a path at a time.",
             UserWarning,
             stacklevel=2,
@@ -272,7 +275,7 @@ def _locks_file(file: int, name: str) -> bool:
 
 
 def _same_file(file: int, name: str) -> bool:
-    """Whether the open file still is the one of this name (its last holder removes it)."""
+    """Whether the open file still has this name. The process that held the lock removes the file."""
     try:
         return os.path.samestat(os.fstat(file), os.lstat(name))
     except FileNotFoundError:
@@ -280,14 +283,14 @@ def _same_file(file: int, name: str) -> bool:
 
 
 def _write_all(file: int, views: list[memoryview]) -> None:
-    """Write all the views; a call takes at most IOV_MAX of them and may write less than it was given."""
+    """Write all views. A system call takes at most IOV_MAX of them and may write only a part."""
     views.reverse()
     while views:
         drop(views, os.writev(file, views[: -IOV_MAX - 1 : -1]))
 
 
 def drop(views: list[memoryview], done: int) -> None:
-    """Take what a call has written or filled off the end of the views, which are in reverse order."""
+    """Remove the first ``done`` bytes from the views, which are in reverse order."""
     while views and done >= len(views[-1]):
         done -= len(views.pop())
     if done:

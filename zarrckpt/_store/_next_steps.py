@@ -14,9 +14,8 @@ _REGION_SECONDS = 5.0
 """Time for the one request for a region."""
 
 _BAD_SETTING = (
-    "obstore broke off, most likely at an option, a variable of the environment or a credential that it cannot send. "
-    "Look for line breaks and other control characters in regions, keys, tokens and header values, and for addresses "
-    "that are none"
+    "obstore failed, most likely because it cannot send an option, an environment variable or a credential. Look for "
+    "line breaks and other control characters in regions, keys, tokens and header values, and for invalid addresses"
 )
 
 _STEPS_BY_CODE = [
@@ -24,12 +23,12 @@ _STEPS_BY_CODE = [
     for words, step in (
         (
             r"(content-md5|x-amz-checksum)[^<]{0,80} required|required[^<]{0,80}(content-md5|x-amz-checksum)",
-            "The server takes no object without a checksum, as buckets with Object Lock do: pass "
+            "The server refuses objects without a checksum (as for buckets with Object Lock): pass "
             "storage_options={'checksum_algorithm': 'SHA256'}",
         ),
         (
             r"\bRequestTimeTooSkewed\b",
-            "The clock of this machine and the server's differ by more than the server allows: set the clock, for "
+            "The clocks of this machine and of the server differ by more than the server allows: set the clock, for "
             "example by NTP, and try again",
         ),
         (
@@ -40,7 +39,7 @@ _STEPS_BY_CODE = [
         (
             r"\bInvalidObjectState\b|\bBlobArchived\b",
             "The object is archived (such as in S3 Glacier) and cannot be read now: restore all objects below the "
-            "checkpoint's path (aws s3api restore-object), wait until that is done, and read again",
+            "checkpoint's path (aws s3api restore-object), wait for completion, and read again",
         ),
         (
             r"\b(ExpiredToken(Exception)?|InvalidToken|TokenRefreshRequired)\b",
@@ -57,12 +56,13 @@ _URL = re.compile(r"performing [A-Z]+ (https?://[^\s\"]+)")
 
 
 def next_step(text: str, panic: bool, may_ask: bool) -> str:
-    """The next step after a client's error, by its text; "" if its code has none of its own.
+    """Return the next step for the code in a client's error, or "" if there is none for this code.
 
     Args:
-        text: of the error and its cause, without secrets.
-        panic: whether the client gave up on what it cannot handle.
-        may_ask: whether the server may be asked for the region of a bucket. One request, at most five seconds.
+        text: the text of the error and its cause, without secrets.
+        panic: whether the error is a panic of a Rust client.
+        may_ask: whether to ask the server for the region of a bucket if that is needed. One request, at most five
+            seconds.
     """
     if panic:
         return _BAD_SETTING
@@ -84,15 +84,16 @@ def _region_step(text: str, may_ask: bool) -> str:
         )
     return (
         f"The bucket is in the region {region}: pass storage_options={{'region': '{region}'}}, or set "
-        f"AWS_REGION={region}; an endpoint, if one is given, must be that region's own"
+        f"AWS_REGION={region}. If you pass an endpoint, it must be one of that region"
     )
 
 
 @lru_cache(maxsize=16)
 def _region_of(url: str) -> str:
-    """The region that a server names for a bucket, also to those who may not read it; "" for none.
+    """Return the region that a server names for a bucket, or "" if it names none.
 
-    obstore drops the header of an answer. The request holds no credentials, and follows no redirect.
+    Servers name it even to clients that may not read the bucket. obstore drops this header of the answer. The request
+    contains no credentials and follows no redirect.
     """
     request = urllib.request.Request(url, method="HEAD")
     try:
@@ -111,4 +112,4 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
     ) -> None:
-        """Return no request: the answer is an error then."""
+        """Return no request, so that a redirect raises HTTPError."""

@@ -1,8 +1,8 @@
 """S3, Google Cloud Storage and Azure through obstore.
 
-A put is one request, and of a large object a multipart upload of several parts at once; neither copies its buffers.
-obstore repeats what fails. Until a server has answered once, all but puts are repeated for a second at most, and wait
-ten seconds for an answer: its address may be wrong.
+A put is one request. A put of a large object is a multipart upload with several parts at a time. Neither copies the
+buffers. obstore repeats failed requests. Until a server has answered once, its address may be wrong. Until then, all
+requests except puts are repeated for about a second, and their answer may take ten seconds.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LISTED_AT_ONCE = 1000
-"""Objects of a listing that are taken at a time: as many as a server sends in one answer."""
+"""Number of objects per page of a listing, the same as in one answer of a server."""
 
 CONCURRENCY = 64
-"""As many objects at once as a distant server needs; to one nearby the threads only wait for each other."""
+"""Number of concurrent transfers that a distant server needs. A near server needs fewer."""
 
 SPLIT = 16 * 2**20
-"""Objects from this size on go up in parts: a connection is seldom as fast as the line, and few fit in memory."""
+"""Size in bytes from which objects are uploaded in parts.
+
+One connection is seldom as fast as the network, and only a few objects of this size fit in memory at a time.
+"""
 
 _AWAITED = 2**18
-"""Ranges from this size on are asked for asynchronously. For smaller ones the way to the event loop costs more."""
+"""Size in bytes from which ranges are read asynchronously. For smaller ones the switch to the event loop costs more."""
 
 _MOST_OF_A_PUT = 5 * 2**30
-"""No server takes more in one request."""
+"""Maximum size in bytes of a put with one request. Servers accept no more."""
 
 _PART = 8 * 2**20
 _PARTS_AT_ONCE = 8
 
 
 class ObstoreStore(ClientStore):
-    """Objects below one prefix of a bucket. Safe for many threads; of no use in a forked child."""
+    """Objects below one prefix of a bucket. Thread-safe. In a forked child it raises StorageError."""
 
     max_concurrency = CONCURRENCY
 
@@ -63,7 +66,7 @@ class ObstoreStore(ClientStore):
     def get_versioned(self, key: str) -> Versioned:
         def fetch(store: Any) -> Versioned:
             answer = obstore.get(store, self.name(key))
-            # None is not taken back as a part of the version.
+            # obstore refuses None as a part of the version.
             version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta.get(name) is not None}
             data = _take_whole(answer, key, MOST_WHOLE)
             return Versioned(data, version or version_of(data))
@@ -98,9 +101,9 @@ class ObstoreStore(ClientStore):
             super().call(what, lambda: self._put_split(key, views))
 
     def _put_split(self, key: str, views: Sequence[memoryview]) -> None:
-        # obstore takes a buffer at a time, and begins all parts that are in it at once.
+        # obstore reads one buffer at a time, and begins to send all parts in it at once.
         pieces = [view[at : at + _PART] for view in views for at in range(0, len(view), _PART)]
-        # It begins the last part without waiting for its turn; it does wait for that of a buffer after it.
+        # The part of the last buffer begins without regard to max_concurrency, so the last buffer is empty.
         pieces.append(memoryview(b""))
         at_once = max(1, self.max_concurrency // _PARTS_AT_ONCE)
         try:
@@ -108,7 +111,7 @@ class ObstoreStore(ClientStore):
         except (client_errors.BaseError, FileNotFoundError) as error:
             if not _failures.hides_reason(error) or sum(map(len, views)) > _MOST_OF_A_PUT:
                 raise
-            # The reason is lost. One request succeeds, or fails with a reason of its own.
+            # The reason is lost. A put with one request succeeds, or its error contains the reason.
             self._put(key, views, client="unrepeated", use_multipart=False)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
@@ -119,25 +122,25 @@ class ObstoreStore(ClientStore):
         read: dict[str, Any] = version if isinstance(version, dict) else {}
         if read and self._put_mode(key, data, read, what):
             return True
-        told, e_tag = self._own_e_tag(key), str(read.get("e_tag", ""))
-        # After that look: had the object changed before it, this read would tell.
+        current, e_tag = self._own_e_tag(key), str(read.get("e_tag", ""))
+        # Read after that request: if the object had changed before it, this read finds another version.
         found = self.read_if_any(key)
-        # Nothing changed, and still refused: readers were sent on to a server that has e-tags of its own, or none; or
-        # (Ceph) the bare e-tag is compared. The server still decides.
-        other = told if told != e_tag else told.strip('"')
+        # If the version is unchanged, the put was refused for another reason. Reads may be redirected to a server with
+        # other e-tags or none. Ceph compares the e-tag without quotes. The server still decides.
+        other = current if current != e_tag else current.strip('"')
         if found is None or found.version != version or other in ("", e_tag):
             return False
         return self._put_mode(key, data, {**read, "e_tag": other}, what)
 
     def _own_e_tag(self, key: str) -> str:
-        """The e-tag that the server itself gives an object; "" for none. One request, which is never sent on."""
+        """Return the e-tag of an object on the server itself, or "" for none. One request, never redirected."""
         with contextlib.suppress(ObjectNotFoundError):
             meta = self.call(f"reading {key!r}", lambda: obstore.head(self._bucket.store, self.name(key)), key)
             return str(meta.get("e_tag") or "")
         return ""
 
     def _put(self, key: str, data: Any, *, client: str = "persistent", **options: Any) -> None:
-        # By name: renewed credentials come with new clients.
+        # By name, because renewed credentials need new clients.
         obstore.put(getattr(self._bucket, client), self.name(key), data, **self._client.put_options, **options)
 
     def _put_mode(self, key: str, data: bytes, mode: Any, what: str) -> bool:
@@ -151,7 +154,7 @@ class ObstoreStore(ClientStore):
             return True
 
         if (self._honoured.creates if mode == "create" else self._honoured.matches) is None:
-            # Where a server has no conditions, obstore would ask for more than a minute.
+            # If a server has no conditions, obstore would repeat the put for more than a minute.
             try:
                 return self.call(what, partial(put, "impatient"))
             except StorageError as error:
@@ -185,7 +188,7 @@ class ObstoreStore(ClientStore):
             try:
                 return stream, self._awaited_page(lambda: anext(stream, None))
             except client_errors.BaseError:
-                # The stream is at its end then, and the rest would be missing.
+                # After an error the stream ends, and the rest of the listing would be missing. Begin again.
                 return self.call(what, begin)
 
         stream, batch = self.call(what, begin)
@@ -193,12 +196,12 @@ class ObstoreStore(ClientStore):
         while batch:
             if batch[0]["path"] in first_paths:
                 raise StorageError(
-                    f"{what} in {self.url} failed: the server lists {batch[0]['path']!r} again and again. Check the "
-                    "endpoint and the server"
+                    f"{what} in {self.url} failed: the server listed {batch[0]['path']!r} twice. Check the endpoint "
+                    "and the server"
                 )
             first_paths.add(batch[0]["path"])
             for item in batch:
-                # The folder's own name with a "/", which consoles put: obstore strips that.
+                # The folder's name with a "/", which consoles create. obstore removes the "/".
                 if item["path"] == self.folder(prefix):
                     continue
                 yield ObjectInfo(item["path"].removeprefix(f"{self._client.prefix}/"), item["size"])
@@ -216,17 +219,17 @@ class ObstoreStore(ClientStore):
         return objects, sorted(path.rpartition("/")[2] for path in found["common_prefixes"])
 
     def holds(self, folder: str) -> bool:
-        # Names of inner folders are listed as objects of no bytes.
+        # Names of inner folders are listed as empty objects.
         return any(info.size for info in self.list(folder))
 
     def _awaited_page(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Wait for a part of a listing, which obstore asks for until the server names no further page."""
+        """Wait for a part of a listing. obstore requests pages until the server names no further page."""
         try:
             return awaited(ask, self._bucket.patience)
         except TimeoutError:
             raise StorageError(
-                f"a listing in {self.url} did not end within {self._bucket.patience:.0f} s, and was given up. Check "
-                "the endpoint and the server; to wait longer, pass timeout"
+                f"listing in {self.url} failed: it did not end within {self._bucket.patience:.0f} s. Check the "
+                "endpoint and the server. To wait longer, pass timeout"
             ) from None
 
     def zarr_store(self) -> ZarrStore:
@@ -240,13 +243,13 @@ class ObstoreStore(ClientStore):
         if (option or self._bucket.renewable) and _failures.refuses_credentials(error):
             return self.renewal_hint(option, self._bucket.renewal_error)
         if isinstance(error, client_errors.PermissionDeniedError | client_errors.UnauthenticatedError):
-            return "Check the credentials, and what they allow"
+            return "Check the credentials and their permissions"
         if isinstance(error, FileNotFoundError):
-            return "Check that the bucket (or container) exists and that the endpoint and the region are its own"
-        return "Check the endpoint, the region and the network, and after a refusal the credentials"
+            return "Check that the bucket (or container) exists, and that endpoint and region are those of the bucket"
+        return "Check the endpoint, the region and the network. After a refusal check the credentials"
 
     def failure(self, what: str, error: BaseException) -> StorageError:
-        # Where all requests go through a proxy, one that does not might not arrive.
+        # The request for the region uses no proxy. If a proxy is needed, it would not arrive.
         may_ask = not self._bucket.is_proxied
         return _failures.storage_error(what, self.url, error, self.secrets, self.hint(error), may_ask)
 
@@ -254,13 +257,13 @@ class ObstoreStore(ClientStore):
         return super().call(what, partial(self._ask, request), key)
 
     def _ask(self, request: Callable[[], T]) -> T:
-        """Make a request, and repeat it after failures that pass."""
+        """Make a request and repeat it after transient failures."""
         check_fork()
         return self._bucket.ask(request)
 
 
 def _take_whole(answer: Any, name: str, most: int) -> bytes:
-    """Return the bytes of an answer, if it announces at most ``most``. obstore would allocate what is announced."""
+    """Return the bytes of an answer if it announces at most ``most``. obstore would allocate any announced size."""
     nbytes = answer.meta["size"]
     if nbytes > most:
         raise CorruptCheckpointError(
@@ -270,10 +273,10 @@ def _take_whole(answer: Any, name: str, most: int) -> bytes:
 
 
 def _checked_length(data: Any, name: str, nbytes: int) -> memoryview:
-    """Refuse an answer that is longer than announced: a body in pieces has no end of its own."""
+    """Raise StorageError for an answer that is longer than announced. A body in HTTP chunks may never end."""
     if len(data) > nbytes:
         raise StorageError(
-            f"reading {name!r} was given up: the server sends more than the {nbytes} bytes that it announces. Check "
-            "the endpoint and the server"
+            f"reading {name!r} failed: the server sends more than the {nbytes} bytes that it announces. Check the "
+            "endpoint and the server"
         )
     return memoryview(data)

@@ -33,40 +33,40 @@ _CLIENT_KINDS = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az"
 
 _READ_BY_OBSTORE = re.compile("aws_|ssl_cert_|(http|https|all|no)_proxy$", re.IGNORECASE)
 _NO_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")
-"""In a path: what obstore takes in no object's key."""
+"""Matches parts of a path that obstore refuses in an object's key."""
 
 _FIRST_RETRY = {
     "max_retries": 4,
     "retry_timeout": timedelta(seconds=6),
     "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=400), "base": 3},
 }
-"""How a server is asked that has not answered this process yet: its address may be wrong."""
+"""The retries for a server that has not answered this process yet. Its address may be wrong."""
 _FIRST_ANSWER = timedelta(seconds=10)
-"""So long it may be silent."""
+"""Read timeout for a server that has not answered this process yet."""
 _answered: set[str] = set()
 """The servers and buckets that have answered this process."""
 
 _kept: dict[str, Bucket] = {}
-"""Clients that the next store may use, by all that they are made from."""
+"""Clients that the next store may use, by a text of all their settings."""
 _MOST_KEPT = 8
 _keeping = ForkSafeLock()
 
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of its own, where obstore tells what has come. Called with the lock: there is one."""
+    """Return the process's event loop for obstore, in a separate thread. Callers hold the lock, so only one is made."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="zarrckpt-obstore", daemon=True).start()
     return loop
 
 
 def awaited(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
-    """Wait in the calling thread for what an asynchronous call of obstore's gives.
+    """Wait in the calling thread for the result of an asynchronous call of obstore.
 
-    Raises TimeoutError, and cancels the call, if it takes longer than ``seconds``.
+    Raises TimeoutError and cancels the call if it takes longer than ``seconds``.
 
-    Its synchronous calls wake the calling thread for every 16 KiB that come over TLS, 60,000 times a GB: each is a
-    switch between threads, and where Python works in another one a wait for the interpreter.
+    Synchronous calls of obstore wake the calling thread for every 16 KiB that arrive over TLS, 60,000 times per GB.
+    Each time costs a switch between threads and, if another thread runs Python, a wait for the interpreter.
     """
 
     async def answer() -> T:
@@ -78,7 +78,7 @@ def awaited(ask: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
 
 
 def _as_seconds(value: Any) -> float:
-    """An option of obstore's as seconds: a text with units, which it reads itself, counts as the default."""
+    """Return an option of obstore in seconds. A text with units, which only obstore can read, counts as the default."""
     return (value if isinstance(value, timedelta) else REQUEST_TIMEOUT).total_seconds()
 
 
@@ -86,20 +86,20 @@ class Bucket:
     """obstore's clients of a whole bucket, and their connections.
 
     Args:
-        kind: of the cloud.
-        name: of the bucket.
-        out: for the clients.
+        kind: the kind of cloud.
+        name: the bucket's name.
+        out: the options of the clients.
         server: a name for the server and the bucket.
-        translate: reads the source of the credentials again; None if that cannot give others.
+        translate: reads the credentials again from their source. None if they cannot change.
     """
 
     def __init__(
         self, kind: str, name: str, out: Translated, server: str, translate: Callable[[], Translated] | None
     ) -> None:
         self.patience = max(_as_seconds(out.retry["retry_timeout"]), _as_seconds(out.client["timeout"]))
-        """Seconds after which a listing is given up: a server may send pages for ever."""
+        """Seconds after which a listing fails. A server may send pages for ever."""
         self.is_proxied = out.client.get("proxy_url") not in (None, NO_PROXY_THERE)
-        """Whether the caller names a proxy."""
+        """Whether the caller passes a proxy."""
         self.generation = 0
         """Number of times that the credentials were read again."""
         self.renewal_error: Exception | None = None
@@ -114,13 +114,13 @@ class Bucket:
         self._begin()
 
     def __reduce__(self) -> Any:
-        # With a reader for zarr. The other process does not renew credentials.
+        # For the pickle of a Zarr store. The other process does not renew credentials.
         return Bucket, (*self._recipe, None)
 
     def _begin(self) -> None:
         """Make clients with the present credentials."""
         self.persistent = self._made(self._out.client, self._out.retry)
-        """Repeats failed requests as ``retry_config`` says."""
+        """The client that repeats failed requests by ``retry_config``."""
         for name in ("impatient", "unrepeated"):
             self.__dict__.pop(name, None)
 
@@ -129,19 +129,20 @@ class Bucket:
 
     @property
     def answered(self) -> bool:
-        """Whether the server has answered this process: then it is there, and failures are worth repeating."""
-        # Who says how often to repeat means the first request, too.
+        """Whether the server has answered this process, so that its address is right and repeats may help."""
+        # A caller's own retry_config applies to the first request, too.
         return self._server in _answered or self._out.retry != RETRY
 
     @property
     def has_sent_objects(self) -> bool:
-        """Whether the server has sent an object: then it does not redirect those who read to other hosts."""
+        """Whether the server has sent an object, so that it does not redirect reads to other hosts."""
         return self._objects in _answered or self._out.retry != RETRY
 
     def read(self, fetch: Callable[[Any], T]) -> T:
-        """Call with a client to read from. A refused redirect is a lost connection to obstore, which it repeats long.
+        """Read with a client.
 
-        So the first read is made with the impatient client, even if the server has answered other requests.
+        obstore takes a refused redirect for a lost connection and repeats the request for a long time. So the first
+        read uses the impatient client, even if the server has answered other requests.
         """
         if self.has_sent_objects:
             return fetch(self.store)
@@ -156,22 +157,22 @@ class Bucket:
 
     @property
     def store(self) -> Any:
-        """The client for all but puts, which a server answers when it has received all, however long that takes."""
+        """The client for all requests except puts. A put is answered only when the server has received all bytes."""
         return self.persistent if self.answered else self.impatient
 
     @cached_property
     def impatient(self) -> Any:
-        """Gives a failed request up after a second or so."""
+        """A client that stops repeating a failed request after about a second."""
         client = dict(self._out.client)
-        # Unless the caller says how long a request may take.
+        # A caller's own timeout is not shortened.
         if client["timeout"] == REQUEST_TIMEOUT:
             client.setdefault("read_timeout", _FIRST_ANSWER)
         return self._made(client, _FIRST_RETRY)
 
     def renew(self, generation: int) -> bool:
-        """Take the credentials from their source again, after a server refused those of this generation.
+        """Read the credentials again from their source, after a server refused those of this generation.
 
-        Requests that fail at the same time share one renewal. Returns False if the source gives none.
+        Requests that fail at the same time share one renewal. Returns False if no credentials can be read.
         """
         if self._translate is None:
             return False
@@ -180,7 +181,7 @@ class Bucket:
                 try:
                     fresh = self._translate()
                     if fresh.config.get("endpoint") != self._out.config.get("endpoint"):
-                        raise StorageError("the environment or the profile names another endpoint than at first")
+                        raise StorageError("the environment or the profile now names another endpoint")
                     self._provider = fresh.credential_provider
                     self._begin()
                 except Exception as error:
@@ -190,7 +191,7 @@ class Bucket:
         return True
 
     def ask(self, call: Callable[[], T]) -> T:
-        """Make a call, and repeat it if it passes later; and once more with new credentials if these are refused."""
+        """Make a call and repeat it after transient failures, and again with new credentials if they are refused."""
         generation = self.generation
         try:
             return self._repeat(call)
@@ -204,11 +205,14 @@ class Bucket:
 
     @cached_property
     def unrepeated(self) -> Any:
-        """Makes each request once."""
+        """A client that makes each request once."""
         return self._made(self._out.client, {**self._out.retry, "max_retries": 0})
 
     def reach(self, call: Callable[[], T]) -> T:
-        """A call to a server that has not answered yet: a wrong address is told in a second or so, silence in ten."""
+        """Call a server that has not answered yet.
+
+        Raises after about a second if its address is wrong, and after ten seconds if it does not answer.
+        """
         try:
             result = call()
         except Exception as error:
@@ -219,13 +223,13 @@ class Bucket:
                 raise
             if not isinstance(error, GenericError) and not _failures.most_repeats(error):
                 raise
-            # It is there, and busy: from now on as ``retry_config`` says.
+            # The server exists and is busy. From now on retry_config applies.
             return self.send(call)
         _answered.add(self._server)
         return result
 
     def send(self, call: Callable[[], T]) -> T:
-        """A call that is made again, with a new signature, after failures that pass and obstore does not repeat."""
+        """Make a call. Repeat it with a new signature after transient failures on which obstore does not repeat it."""
         deadline = time.monotonic() + _as_seconds(self._out.retry["retry_timeout"])
         for repeat in range(self._out.retry["max_retries"]):
             try:
@@ -240,18 +244,18 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Client:
-    """obstore's clients of one place, and what goes with every call to them."""
+    """obstore's clients for one url, and the arguments of every call to them."""
 
     bucket: Bucket
     prefix: str
-    """Of all keys, with no "/" at either end."""
+    """The prefix of all keys, without "/" at either end."""
     put_options: Mapping[str, Any] = field(default_factory=dict)
     honoured: Honoured = field(default_factory=lambda: Honoured(True, True))
-    """What is known of the server's conditional puts."""
+    """The server's support of conditional puts, as far as it is known."""
     bulk_delete: bool = False
     known_secrets: Sequence[str] = ()
     fixed_credentials: str | None = None
-    """The option that holds the credentials."""
+    """The option that contains the credentials."""
 
 
 def open_client(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Client:
@@ -259,8 +263,8 @@ def open_client(place: Place, options: Mapping[str, Any], provider: Callable[...
     check_fork()
     if place.path and _NO_KEY.search(place.path):
         raise StorageError(
-            f"{redact_url(place.address)!r} is no place for objects: its path has an empty name, '.' or '..', or a "
-            "control character; write it without"
+            f"{redact_url(place.address)!r} cannot be used as a prefix of keys: its path contains an empty name, '.', "
+            "'..' or a control character. Remove it"
         )
     if re.search(r"[\x00-\x20\x7f]", place.bucket + place.account):
         raise StorageError(
@@ -301,10 +305,10 @@ def _open(place: Place, options: Mapping[str, Any], provider: Any, known: Sequen
 
 
 def _shared_bucket(place: Place, out: Translated, make: Callable[[], Bucket]) -> Bucket:
-    """The clients that the last stores with the same settings had: new ones would take 25 ms each, and connect anew.
+    """Return the clients of an earlier store with the same settings. New ones would take 25 ms each and connect again.
 
-    Not where a profile or the caller's own provider gives the credentials: they may be others for the next store, and
-    clients keep those that do not expire.
+    If the credentials are from a profile or the caller's provider, return new clients. These credentials may change
+    between stores, and clients keep credentials that do not expire.
     """
     if out.credential_provider is not None and out.keys is None:
         return make()
@@ -316,7 +320,7 @@ def _shared_bucket(place: Place, out: Translated, make: Callable[[], Bucket]) ->
         if found is None or found.generation:
             # Renewed clients have other credentials than those in the recipe.
             found = make()
-        # The last is the one that was used last.
+        # The most recently used client is the last one.
         _kept[recipe] = found
         if len(_kept) > _MOST_KEPT:
             del _kept[next(iter(_kept))]

@@ -1,7 +1,7 @@
-"""storage_options -> what obstore's clients take.
+"""Translate storage_options to the arguments of obstore's clients.
 
-obstore's own names go to it as they are; it refuses what it does not know. Beside them there are the few names that
-users of s3fs, gcsfs and adlfs type. No option is dropped silently: it may be the encryption.
+obstore's own names are passed unchanged, and obstore refuses unknown ones. The most common names of s3fs, gcsfs and
+adlfs are translated. No option is dropped silently, because it may be one for encryption.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from zarrckpt._errors import StorageError, one_line
 from zarrckpt._store import _aws
 from zarrckpt._store._url import Place, check_endpoint
 
-# obstore's own default bounds a whole request, body included, by 30 s: too short for 16 MiB over a slow line. A request
-# that hangs still gets one more try within the retry_timeout.
+# obstore's default for a whole request with its body is 30 s, which is too short for 16 MiB over a slow network. With
+# this timeout a request that hangs still gets a second try within the retry_timeout.
 REQUEST_TIMEOUT = timedelta(seconds=180)
-# Each pause is drawn between the first one and ``base`` times the last one. With obstore's own base of 2 they do not
-# grow in the mean, and many clients at a server that throttles them fail one after the other.
+# Each pause is random, between the first pause and ``base`` times the last one. With obstore's base of 2 the pauses do
+# not grow on average, so if a server throttles many clients, they fail one after the other.
 _BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 4}
 RETRY = {"max_retries": 30, "retry_timeout": timedelta(seconds=300), "backoff": _BACKOFF}
 
 _PREFIXES = {"s3": ("aws_",), "gs": ("google_", "gcs_"), "az": ("azure_storage_", "azure_")}
-"""obstore takes its names with these in front as well."""
+"""Optional prefixes of obstore's names."""
 
 _ALIASES = {
     "s3": {
@@ -70,7 +70,7 @@ _WAYS = {
     ),
     "az": ("skip_signature", "account_key", "sas_token", "token", "client_secret", "use_azure_cli"),
 }
-"""Ways to sign in, or not to, of which a caller gives one: the options of each. A credential_provider is one more."""
+"""Options of each way to sign in, or not to. A caller uses at most one way. A credential_provider is another way."""
 _SWITCHES = ("skip_signature", "use_azure_cli")
 
 _FIXED_CREDENTIALS = {
@@ -119,7 +119,7 @@ _SAID_ELSEWHERE = {
     "credential": "credential_provider=",
     "session": "credential_provider=",
 }
-"""How s3fs, boto3 and adlfs call it -> the name here."""
+"""Names of s3fs, boto3 and adlfs, and the name of the same option here."""
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -127,26 +127,26 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass
 class Translated:
-    """What an obstore client is built from."""
+    """The arguments of an obstore client."""
 
     config: dict[str, Any] = field(default_factory=dict)
     client: dict[str, Any] = field(default_factory=lambda: {"timeout": REQUEST_TIMEOUT})
     retry: dict[str, Any] = field(default_factory=lambda: dict(RETRY))
     put: dict[str, Any] = field(default_factory=dict)
-    """What goes with every put: attributes and tags."""
+    """Arguments of every put: attributes and tags."""
     credential_provider: Callable[..., Any] | None = None
     keys: tuple[str, ...] | None = None
-    """The keys that the provider gives, where they were given as options."""
+    """The keys that the provider returns, if they were passed as options."""
     fixed_credentials: str | None = None
-    """The option that holds the credentials."""
+    """The option that contains the credentials."""
     renewable: bool = True
-    """Whether the source of the credentials may give others later."""
+    """Whether the source of the credentials may return new ones later."""
     redirect_hosts: tuple[str, ...] = ()
-    """Hosts (and all below them) that redirects may lead to, beside the endpoint's own; "*" for all."""
+    """Hosts that redirects may lead to in addition to the endpoint's, with their subdomains; "*" for all."""
 
 
 def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., Any] | None) -> Translated:
-    """Options, environment and profile -> what obstore's store of a place takes. None means "not given"."""
+    """Translate options, environment and profile to the arguments of obstore's client. None means "not given"."""
     out, special = Translated(credential_provider=provider), {"s3": "profile", "gs": "token"}.get(place.kind)
     given: dict[str, tuple[str, Any]] = {}
     for name, value in options.items():
@@ -155,10 +155,10 @@ def translate(place: Place, options: Mapping[str, Any], provider: Callable[..., 
             first, _ = given.setdefault(_bare(place.kind, name), (name, value))
             if first != name:
                 raise StorageError(
-                    f"storage_options hold {first!r} and {name!r}, which mean the same: give one of them"
+                    f"storage_options contain {first!r} and {name!r}, which mean the same: pass one of them"
                 )
     if _signs_in(place.kind, given, provider):
-        # What the caller says counts for more than AWS_SKIP_SIGNATURE and its like.
+        # The caller's options take precedence over AWS_SKIP_SIGNATURE and similar variables.
         out.config["skip_signature"] = False
     fixed = (given[bare][0] for bare in _FIXED_CREDENTIALS[place.kind] if bare in given)
     out.fixed_credentials = next(fixed, None)
@@ -181,7 +181,7 @@ _LINES = ("root_certificate", "proxy_ca_certificate", "service_account_key")
 
 
 def _refuse_controls(bare: str, name: str, value: Any) -> None:
-    """Raise StorageError for a text that no request can hold: obstore ends with a panic at many of them."""
+    """Raise StorageError for a text that requests cannot contain, since obstore panics at many of them."""
     if bare in _LINES or (bare == "token" and isinstance(value, Mapping)):
         return
     if isinstance(value, Mapping):
@@ -190,13 +190,13 @@ def _refuse_controls(bare: str, name: str, value: Any) -> None:
             _refuse_controls("", f"{name}, in a name,", str(inner))
     elif isinstance(value, str) and (found := _CONTROL.search(value)):
         raise StorageError(
-            f"the option {name} holds the control character {found[0]!r} at position {found.start()}: pass it "
-            "without. A text that was read from a file often ends with a line break, which strip() removes"
+            f"the option {name} contains the control character {found[0]!r} at position {found.start()}: remove it. A "
+            "text that was read from a file often ends with a line break, which strip() removes"
         )
 
 
 def unknown(cloud: str, name: str, value: Any = None, table: str = "storage_options") -> StorageError:
-    """An error for an option that obstore does not have; with the names to use instead, where there are such."""
+    """Return the error for an option that obstore does not have, with the names to use instead if there are any."""
     if isinstance(value, Mapping):
         flat = [f"{found[0]} for {inner!r}" for inner in _inner_names(value) if (found := _meant(cloud, inner))]
         hint = f", which takes flat names{': ' if flat else ''}{', '.join(flat)}"
@@ -205,12 +205,12 @@ def unknown(cloud: str, name: str, value: Any = None, table: str = "storage_opti
         hint = f": did you mean {' or '.join(found)}?" if found else ""
     return StorageError(
         f"{table}[{name!r}] is not known to obstore for {cloud}://{hint}{'' if hint.endswith('?') else '.'} "
-        "Options of s3fs, gcsfs and adlfs go to those by storage_options={'backend': 'fsspec', ...}"
+        "To use options of s3fs, gcsfs or adlfs, pass storage_options={'backend': 'fsspec', ...}"
     )
 
 
 def _signs_in(cloud: str, given: Mapping[str, tuple[str, Any]], provider: object) -> bool:
-    """Whether a caller says by what to sign in. Raises StorageError for two ways at once."""
+    """Whether the caller passes a way to sign in. Raises StorageError for two ways."""
     found = {} if provider is None else {"provider": "credential_provider"}
     for way in _WAYS[cloud]:
         for name, value in (given[bare] for bare in way.split() if bare in given):
@@ -218,12 +218,12 @@ def _signs_in(cloud: str, given: Mapping[str, tuple[str, Any]], provider: object
                 found.setdefault(way, name)
     if len(found) > 1:
         one, other, *_ = found.values()
-        raise StorageError(f"{one!r} and {other!r} are two ways to sign in at {cloud}://: give one of them")
+        raise StorageError(f"{one!r} and {other!r} are two ways to sign in at {cloud}://: pass one of them")
     return bool(found) and "skip_signature" not in found
 
 
 def _meant(cloud: str, name: str) -> list[str]:
-    """Names here that another library's, or a misspelt one, may mean; the likeliest first."""
+    """Return names here that a misspelt name or one of another library may mean, the likeliest first."""
     every = {name: name for name in " ".join([_CLIENT, *_OFTEN_MEANT.values()]).split()}
     known = {other.replace("_", "").lower(): name for other, name in (every | _SAID_ELSEWHERE).items()}
     bare = name.replace("_", "").lower()
@@ -241,7 +241,7 @@ def _inner_names(value: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _bare(cloud: str, name: str) -> str:
-    """obstore's name for an option, without the cloud's prefix."""
+    """Return obstore's name for an option, without the cloud's prefix."""
     lower = name.lower()
     bare = next((lower.removeprefix(start) for start in _PREFIXES[cloud] if lower.startswith(start)), lower)
     return _ALIASES[cloud].get(bare, bare)
@@ -266,13 +266,13 @@ def _apply(out: Translated, cloud: str, bare: str, name: str, value: Any) -> Non
     elif isinstance(value, str | bool | int | os.PathLike):
         out.config[bare] = value if isinstance(value, bool) else str(value)
     elif bare in (*_ALIASES[cloud].values(), *_OFTEN_MEANT[cloud].split()):
-        raise StorageError(f"the option {name} is a {type(value).__name__}: expected a text, a number or a switch")
+        raise StorageError(f"the option {name} is a {type(value).__name__}: expected a str, an int, a bool or a path")
     else:
         raise unknown(cloud, name, value)
 
 
 def _retry(value: Any) -> dict[str, Any]:
-    """A ``retry_config`` over the defaults. obstore would ignore names that it does not know."""
+    """Return a ``retry_config`` completed with the defaults. Raise for unknown names, which obstore would ignore."""
     given = dict(_table("retry_config", value, {"max_retries": 3, "retry_timeout": 60}))
     backoff = given.pop("backoff", None)
     backoff = dict(_table("retry_config['backoff']", {} if backoff is None else backoff, {"base": 3}))
@@ -306,7 +306,7 @@ def _client_value(name: str, value: Any) -> Any:
 
 
 def _duration(name: str, value: Any) -> Any:
-    """An option's seconds, or its text with units, as obstore takes them."""
+    """Return an option's seconds, or its text with units, in obstore's form."""
     if isinstance(value, str) and re.fullmatch(r" *(\d+ *[a-zA-Z]+ *)+", value):
         return value
     return _seconds(name, value, ", or a text with a unit, such as '30s'")
@@ -325,7 +325,7 @@ def _unlike(name: str, value: Any, expected: str) -> StorageError:
 
 
 def _pem(value: Any) -> str:
-    """A certificate: PEM text or bytes as they are, or the content of the file that is named."""
+    """Return a certificate in PEM. The value is PEM text, PEM bytes or the name of a file."""
     text = value.decode() if isinstance(value, bytes) else os.path.expanduser(value)
     if "-----BEGIN" in text:
         return text
@@ -337,7 +337,7 @@ def _pem(value: Any) -> str:
 
 
 def is_true(value: Any) -> bool:
-    """A switch, as a bool or as the text of an environment variable."""
+    """Whether a switch is on. It is a bool or the text of an environment variable."""
     return value is True or str(value).strip().lower() in ("1", "true", "yes", "on")
 
 
@@ -346,12 +346,12 @@ def _variable(*names: str) -> str | None:
 
 
 def _is_plain_http(endpoint: str | None) -> bool:
-    """Whether requests to an endpoint go without TLS; without an endpoint they go to the cloud's own, with it."""
+    """Whether requests to an endpoint are sent without TLS. Without an endpoint they use the cloud's own, with TLS."""
     return (endpoint or "").lower().startswith("http://")
 
 
 def _allow_plain_http(out: Translated, endpoint: str | None) -> None:
-    """An endpoint that begins with http:// is meant so. Raises StorageError if it is no address."""
+    """Allow plain HTTP for an endpoint that begins with http://. Raises StorageError if it is no address."""
     if endpoint:
         check_endpoint(endpoint)
     if _is_plain_http(endpoint):
@@ -362,7 +362,7 @@ def _allow_plain_http(out: Translated, endpoint: str | None) -> None:
 
 
 def is_amazon(out: Translated) -> bool:
-    """Whether requests to S3 go to Amazon itself, whose conditional puts are known to hold."""
+    """Whether requests to S3 go to Amazon itself, which honours conditional puts."""
     endpoint = out.config.get("endpoint")
     return not endpoint or re.search(r"\.amazonaws\.com(\.cn)?(:\d+)?$", endpoint) is not None
 
@@ -382,9 +382,9 @@ def _complete_s3(out: Translated, bucket: str, profile: str | None) -> None:
         config.setdefault("virtual_hosted_style_request", True)
     if endpoint := found.endpoint:
         _use_endpoint(out, endpoint, bucket)
-    # TLS protects what is sent: hashing it as well, for the signature, would cost a core for each GB/s. Nor does
-    # anybody listen on the way to a server on this machine. On the way to others, over plain HTTP, the signature is the
-    # only protection: whoever listens could put other bytes with it.
+    # TLS protects the payload, and so does the loopback interface. Hashing the payload for the signature would cost one
+    # core per GB/s. Over plain HTTP to another machine the signed payload is the only protection: an attacker on the
+    # network could otherwise put other bytes with the same signature.
     if not _variable("AWS_UNSIGNED_PAYLOAD") and (not _is_plain_http(endpoint) or _is_here(endpoint)):
         config.setdefault("unsigned_payload", True)
     bundle = _variable("AWS_CA_BUNDLE")
@@ -395,12 +395,12 @@ def _complete_s3(out: Translated, bucket: str, profile: str | None) -> None:
 def _use_keys(out: Translated, key: str | None, secret: str | None, token: str | None) -> None:
     if not (key and secret):
         raise StorageError(
-            "storage_options hold only one of key and secret (access key id and secret access key), or a token "
-            "without them: give both, and the token with them"
+            "storage_options contain only one of key and secret (access key id and secret access key), or a token "
+            "without them: pass both, and the token with them"
         )
     out.keys = (key, secret, token or "")
     keys = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
-    # A provider: with keys in its configuration obstore would take AWS_SESSION_TOKEN.
+    # A provider, because with keys in its configuration obstore would also use AWS_SESSION_TOKEN.
     out.credential_provider = lambda: keys
 
 
@@ -414,17 +414,17 @@ def _use_endpoint(out: Translated, endpoint: str, bucket: str) -> None:
     endpoint = endpoint.rstrip("/")
     scheme, separator, host = endpoint.partition("://")
     if not separator:
-        raise StorageError(f"the endpoint {endpoint!r} names no protocol: begin it with 'https://' or 'http://'")
+        raise StorageError(f"the endpoint {endpoint!r} has no protocol: begin it with 'https://' or 'http://'")
     if is_true(out.config.get("virtual_hosted_style_request")) and not host.startswith(f"{bucket}."):
-        # obstore wants the bucket inside the endpoint then.
+        # In this style obstore expects the bucket in the endpoint.
         endpoint = f"{scheme}://{bucket}.{host}"
-    # obstore prefers the variable AWS_ENDPOINT_URL_S3 to an ``endpoint`` that is passed; not to this one.
+    # obstore prefers the variable AWS_ENDPOINT_URL_S3 to the option ``endpoint``, but not to ``aws_endpoint_url_s3``.
     out.config["endpoint"] = out.config["aws_endpoint_url_s3"] = endpoint
     _allow_plain_http(out, endpoint)
 
 
 def _is_here(endpoint: str | None) -> bool:
-    """Whether a server's address is one of the loopback interface."""
+    """Whether a server's address is on the loopback interface."""
     host = urlsplit(endpoint or "").hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -436,7 +436,7 @@ def _is_here(endpoint: str | None) -> bool:
 
 
 def _complete_gs(out: Translated, token: Any) -> None:
-    """gcsfs takes several kinds of ``token``."""
+    """Complete the options for Google Cloud Storage. gcsfs accepts several kinds of ``token``."""
     if isinstance(token, Mapping):
         out.config["service_account_key"] = json.dumps(dict(token))
     elif token == "anon":
@@ -446,7 +446,7 @@ def _complete_gs(out: Translated, token: Any) -> None:
     elif token is not None:
         raise StorageError(
             "storage_options['token'] for gs:// must be 'anon', a service account's dict, or the path of its JSON "
-            "file; for a raw access token pass bearer_token=, for the machine's own account leave it out"
+            "file. For a raw access token pass bearer_token=. For the machine's own account pass no token"
         )
     _allow_plain_http(out, out.config.get("base_url") or _variable("GOOGLE_BASE_URL"))
 
@@ -454,7 +454,7 @@ def _complete_gs(out: Translated, token: Any) -> None:
 def _complete_az(out: Translated, account: str) -> None:
     named = out.config.setdefault("account_name", account) if account else ""
     if named != account:
-        raise StorageError(f"the url names the account {account!r}, and the option account_name {named!r}: give one")
+        raise StorageError(f"the url names the account {account!r} but the option account_name is {named!r}: pass one")
     emulator = is_true(out.config.get("use_emulator", os.environ.get("AZURE_STORAGE_USE_EMULATOR")))
     endpoint = out.config.get("endpoint") or _variable("AZURE_STORAGE_ENDPOINT")
     _allow_plain_http(out, "http://127.0.0.1" if emulator else endpoint)

@@ -1,11 +1,11 @@
-"""Keep what obstore sends on the hosts that it is meant for.
+"""Prevent obstore from sending requests to other hosts after a redirect.
 
-obstore follows redirects to any host and has no option against it. Its HTTP library takes ``Authorization`` off the
-first request to another host only: a second redirect of that host sends it there. All other headers (session tokens,
-customer keys of encryption, ``default_headers``) go along, and the address with its query as ``Referer``.
+obstore follows redirects to any host and has no option against it. Its HTTP library removes ``Authorization`` only from
+the first request to another host. A second redirect by that host sends it there. All other headers (session tokens,
+customer keys for encryption, ``default_headers``) are sent, and the url with its query as ``Referer``.
 
-A client without a proxy therefore gets one that cannot be connected to, for all hosts but its own. Then a redirect to
-another host fails before a byte is sent there.
+So a client without a proxy gets an unreachable proxy for all hosts except its own. A redirect to another host then
+fails before a byte is sent there.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _CLOUD_HOSTS = {
     "gs": ("googleapis.com",),
     "az": ("core.windows.net", "fabric.microsoft.com"),
 }
-"""The domains of storage, where no endpoint is given."""
+"""The domains of each cloud's storage, which are used if no endpoint is passed."""
 _SIGN_IN_HOSTS = {
     "s3": ("amazonaws.com", "amazonaws.com.cn"),
     "gs": ("googleapis.com", "google.internal", "accounts.google.com"),
     "az": ("login.microsoftonline.com", "login.microsoftonline.us", "login.partner.microsoftonline.cn"),
 }
-"""The servers that obstore itself gets credentials from, beside those of the machine."""
+"""The servers from which obstore itself gets credentials, in addition to the machine's own services."""
 _MACHINE_HOSTS = ("169.254.0.0/16", "fd00:ec2::/32")
-_OTHER_CLIENT = ", or take s3fs, which follows no redirects: storage_options={'backend': 'fsspec', ...}"
+_OTHER_CLIENT = ", or use s3fs, which follows no redirects: storage_options={'backend': 'fsspec', ...}"
 _CLOUD_VARIABLE = re.compile("(AWS|GOOGLE|AZURE|AZURITE|IDENTITY|MSI)_")
 _OWN_CREDENTIALS = {
     "s3": "",
@@ -55,9 +55,10 @@ _OWN_CREDENTIALS = {
 
 
 def restrict_redirects(kind: str, out: Translated) -> None:
-    """Let a client of a cloud (``s3``, ``gs``, ``az``) follow redirects to its own hosts and ``redirect_hosts`` alone.
+    """Restrict the redirects of a client (``s3``, ``gs``, ``az``) to its own hosts and ``redirect_hosts``.
 
-    Raises StorageError if redirects to other hosts may be followed, and requests hold secrets that these would get.
+    Raises StorageError if redirects to other hosts may be followed and requests contain secrets that these hosts would
+    get.
     """
     allowed = out.redirect_hosts or tuple(re.split("[ ,]+", os.environ.get(HOSTS_VARIABLE, "").strip(" ,")))
     allowed = tuple(name for name in allowed if name)
@@ -76,14 +77,16 @@ def restrict_redirects(kind: str, out: Translated) -> None:
 
 
 def _endpoint(kind: str, out: Translated) -> str:
-    """The url of a server that is not the cloud's own; "" for the cloud's own."""
+    """Return the url of the server, or "" for the cloud's own servers."""
     variables = (os.environ.get(name) for name in _ENDPOINT_VARIABLES.get(kind, ()))
     return str(out.config.get(_ENDPOINTS[kind]) or next(filter(None, variables), ""))
 
 
 def _own_hosts(kind: str, out: Translated, endpoint: str) -> Iterator[str]:
-    """The hosts that requests are meant for: storage, and where obstore gets credentials itself. Domains include all
-    hosts below."""
+    """Yield the hosts that requests may go to: those of the storage and those from which obstore gets credentials.
+
+    A domain includes all hosts below it.
+    """
     if endpoint:
         yield _host(endpoint)
     else:
@@ -111,7 +114,7 @@ def _is_anonymous(kind: str, out: Translated) -> bool:
 
 
 def _is_proxied(kind: str, out: Translated, endpoint: str) -> bool:
-    """Whether requests go through a proxy: then obstore takes no second one for the other hosts."""
+    """Whether requests go through a proxy. If so, obstore accepts no second proxy for the other hosts."""
     if out.client.get("proxy_url"):
         return True
     proxies = urllib.request.getproxies()
@@ -120,7 +123,7 @@ def _is_proxied(kind: str, out: Translated, endpoint: str) -> bool:
         return False
     direct = not (found.scheme in proxies or "all" in proxies)
     direct = direct or bool(found.hostname and urllib.request.proxy_bypass(found.hostname))
-    # The servers that obstore gets credentials from may be behind the proxy although the endpoint is not.
+    # Requests for credentials may need the proxy although those to the endpoint do not.
     return not (direct and _has_credentials(kind, out))
 
 
@@ -130,7 +133,7 @@ def _is_of(endpoint: str, domains: tuple[str, ...]) -> bool:
 
 
 def _host(text: str) -> str:
-    """A url's host, or a host's name, in the form in which requests name it."""
+    """Return the host of a url, or a host's name, in the form that requests use."""
     host = urlsplit(text if "://" in text else f"//{text}").hostname or text
     try:
         return str(ipaddress.ip_address(host))
@@ -148,7 +151,7 @@ def _host(text: str) -> str:
 
 
 def _refuse_secret_headers(kind: str, out: Translated, why: str) -> None:
-    """Raise StorageError if requests hold secrets that another host would get with a redirect."""
+    """Raise StorageError if requests contain secrets that another host would get with a redirect."""
     found = ["default_headers"] if out.client.get("default_headers") else []
     if kind == "s3":
         if out.config.get("sse_customer_key_base64") or os.environ.get("AWS_SSE_CUSTOMER_KEY_BASE64"):
@@ -164,7 +167,7 @@ def _refuse_secret_headers(kind: str, out: Translated, why: str) -> None:
 
 
 def _has_session_token(out: Translated) -> bool:
-    """Whether requests hold a session token, as far as that is known before the first: roles always have one."""
+    """Whether requests contain a session token, as far as this is known before the first. Roles always have one."""
     if out.keys is not None:
         return bool(out.keys[2])
     if out.credential_provider is not None or _is_anonymous("s3", out):
@@ -174,7 +177,7 @@ def _has_session_token(out: Translated) -> bool:
 
 def _refusal(what: str, why: str, otherwise: str) -> StorageError:
     return StorageError(
-        f"requests hold {what}, and {why}: a host that requests are redirected to would get it. Leave one of both out"
+        f"requests contain {what}, and {why}. The host of a redirect would get it. Remove one of the two settings"
         f"{otherwise}"
     )
 

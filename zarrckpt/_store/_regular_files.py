@@ -1,4 +1,4 @@
-"""Local files that others may have made: only regular files are read, and only up to a size."""
+"""Read local files that other users may have made: only regular files, and only up to a maximum size."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import stat
 from zarrckpt._errors import CorruptCheckpointError
 
 MAX_WHOLE_BYTES = 512 << 20
-"""Largest file that is read into memory whole: documents and tables are shorter, and chunks are read in parts."""
+"""Maximum size in bytes of a file that is read as a whole. Documents are smaller, and chunks are read in parts."""
 
 _SPECIAL_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
 def open_regular(path: str) -> int:
-    """Open a regular file, or a link to one, to read it; return the descriptor.
+    """Open a regular file, or a link to one, for reading. Return the descriptor.
 
-    Raises CorruptCheckpointError for a FIFO, a device or a socket, which could block or never end, OSError otherwise.
+    Raises CorruptCheckpointError for a FIFO, a device or a socket, which could block or never end. Raises OSError for
+    other failures.
     """
-    # Without O_NONBLOCK the call waits until a process writes to a FIFO; regular files ignore it.
+    # Without O_NONBLOCK the call waits until a process writes to a FIFO. Regular files ignore the flag.
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     mode = os.fstat(file).st_mode
     if stat.S_ISREG(mode):
@@ -28,7 +29,7 @@ def open_regular(path: str) -> int:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     kind = _SPECIAL_KINDS.get(stat.S_IFMT(mode), "a special file")
-    raise CorruptCheckpointError(f"reading {path!r} is refused: it is {kind}, expected a regular file; remove it")
+    raise CorruptCheckpointError(f"reading {path!r} is refused: it is {kind}, expected a regular file. Remove it")
 
 
 def check_regular(path: str) -> None:
@@ -45,7 +46,7 @@ def read_regular(path: str, limit: int = MAX_WHOLE_BYTES) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CorruptCheckpointError(
-                f"reading {path!r} is refused: it has {size:,} bytes, expected at most {limit:,}; it was damaged or "
-                "replaced, load an earlier checkpoint"
+                f"reading {path!r} is refused: it has {size:,} bytes, expected at most {limit:,}. It was damaged or "
+                "replaced. Load an earlier checkpoint"
             )
         return file.read(size)

@@ -1,4 +1,4 @@
-"""Which options are secret, and how to keep them out of pickles, reprs and messages."""
+"""Recognize secrets in options, and keep them out of pickles, reprs and messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote
 from zarrckpt._errors import one_line
 
 MARKER = "<secret, not pickled>"
-"""Stands where a secret was, in a pickled or printed recipe."""
+"""The replacement of a secret in a pickled or printed recipe."""
 
 HIDDEN = "***"
 
@@ -20,8 +20,8 @@ _SECRET_NAME = re.compile(
     r"|(^|[_-])(sas|pass|pwd|cert)($|[_-])|(^|[_-])sig(nature)?$|^session$",
     re.IGNORECASE,
 )
-# Names that look secret and are not: identifiers, switches, and paths of files. Compared without "_",
-# "-" and the vendor's prefix.
+# Names that look secret but are not: identifiers, switches and paths of files. They are compared without "_", "-" and
+# the vendor's prefix.
 _PUBLIC = {
     "bucketkeyenabled",
     "containerauthorizationtokenfile",
@@ -37,10 +37,10 @@ _PUBLIC = {
     "webidentitytokenfile",
     "applicationcredentials",
 }
-# What gcsfs takes for ``token`` besides a token.
+# Values of gcsfs's option ``token`` that are not tokens.
 _PUBLIC_VALUES = {"anon", "cloud", "google_default", "browser", "cache"}
 
-# Servers quote what was signed and by whom in their refusals; presigned urls carry their signature.
+# Servers quote the signed text and the key's id when they refuse a request. Presigned urls contain their signature.
 _TAGS = "AWSAccessKeyId|SignatureProvided|StringToSign(?:Bytes)?|CanonicalRequest(?:Bytes)?|AuthenticationErrorDetail"
 _PATTERNS = [
     (re.compile(rf"<({_TAGS})>.*?(?:</\1>|\Z)", re.IGNORECASE | re.DOTALL), rf"<\1>{HIDDEN}</\1>"),
@@ -56,14 +56,14 @@ _PATTERNS = [
     (re.compile(r"\bBearer\s+[\w\-.~+/=]+", re.IGNORECASE), f"Bearer {HIDDEN}"),
 ]
 
-# user:password@host. A bare name before "@" is Azure's container or a login name: no secret.
-# A secret may hold a "/", and before that a "@"; what looks like a port before it is none.
+# user:password@host. A name without ":" before "@" is Azure's container or a login name, which is not secret.
+# A password may contain a "/", and before that a "@". Digits and a "/" after ":" are a port, not a password.
 _LOGIN = re.compile(r"://[^/@\s:]*:(?!\d*/)([^@\s]*(?:@[^@/\s]*)*)@")
 _QUERY = re.compile(r"([?&;#]([^?&;#=/\s]+)=)([^&;#\s\"'<>]+)")
 
 
 def is_secret_name(name: object) -> bool:
-    """Whether an option, header, environment variable or part of a url's query of this name holds a secret."""
+    """Whether an option, header, environment variable or query parameter of this name contains a secret."""
     name = unquote(str(name))
     if not _SECRET_NAME.search(name):
         return False
@@ -72,24 +72,24 @@ def is_secret_name(name: object) -> bool:
 
 
 def redact(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``options``, nested ones too, with :data:`MARKER` in the place of each secret."""
+    """Return a copy of ``options`` in which :data:`MARKER` replaces each secret, also in nested ones."""
     return {name: _redacted(name, value) for name, value in options.items()}
 
 
 def redact_url(url: str) -> str:
-    """A url for messages: its password or signature, if any, gave way to :data:`HIDDEN`, control characters escaped."""
+    """Return a url for messages, with its secrets replaced by :data:`HIDDEN` and control characters escaped."""
     return one_line(scrub(url))
 
 
 def _url_secrets(text: str) -> Iterator[str]:
-    """The secrets in a url, or in what stands for one without its protocol, such as a proxy's address."""
+    """Yield the secrets in a url. The url may lack its protocol, such as a proxy's address."""
     url = text if "://" in text else f"://{text}"
     yield from (found[1] for found in _LOGIN.finditer(url))
     yield from (found[3] for found in _QUERY.finditer(url) if is_secret_name(found[2]))
 
 
 def has_marker(value: Any) -> bool:
-    """Whether a secret was taken out of this value by :func:`redact`."""
+    """Whether :func:`redact` has replaced a secret in this value."""
     if isinstance(value, Mapping):
         return any(has_marker(item) for item in value.values())
     if isinstance(value, list | tuple):
@@ -98,7 +98,7 @@ def has_marker(value: Any) -> bool:
 
 
 def secret_values(options: Mapping[str, Any]) -> list[str]:
-    """Every secret text in ``options`` and in the environment variables of the clouds: for :func:`scrub`."""
+    """Return the secret texts in ``options`` and in the clouds' environment variables, for :func:`scrub`."""
     clouds = {
         name: value for name, value in os.environ.items() if name.upper().startswith(("AWS_", "AZURE_", "GOOGLE_"))
     }
@@ -106,18 +106,18 @@ def secret_values(options: Mapping[str, Any]) -> list[str]:
 
 
 def hide(text: str, known: Iterable[str]) -> str:
-    """``text`` without the ``known`` secrets, in a time that grows with its length."""
+    """Return ``text`` without the ``known`` secrets. The time is linear in its length."""
     for secret in sorted(set(known), key=len, reverse=True):
-        # A very short one would tear words apart; the patterns of :func:`scrub` still hide the usual places.
+        # Very short secrets also occur in normal words. The patterns of :func:`scrub` still hide the usual places.
         if len(secret) >= 6:
             text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
     return text
 
 
 def scrub(text: str, known: Iterable[str] = ()) -> str:
-    """``text`` without the ``known`` secrets and without whatever looks like one.
+    """Return ``text`` without the ``known`` secrets and without texts that look like secrets.
 
-    Takes a time that grows with the square of the length at worst: servers' texts are cut before.
+    The time may grow with the square of the length, so callers shorten servers' texts first.
     """
     text = hide(text, known)
     for pattern, instead in _PATTERNS:
@@ -128,7 +128,8 @@ def scrub(text: str, known: Iterable[str] = ()) -> str:
 
 def _redacted(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
-        # A service account's key is a whole dict; so is a table of headers, where each name decides.
+        # A dict with a secret name is a secret as a whole, such as a service account's key. In other dicts, such as
+        # headers, each name decides.
         return MARKER if is_secret_name(name) else redact(value)
     if isinstance(value, list | tuple):
         return type(value)(_redacted(name, item) for item in value)

@@ -1,7 +1,7 @@
-"""The recipe for a store: what users pass, kept picklable and free of secrets where it leaves the process.
+"""The picklable recipe for a store: the url or store and the options that a user passes, pickled without secrets.
 
-A ready store that a url and options describe is taken for those: then there is one path for both. What is left are
-stores in memory, and stores that this package does not know.
+If a url and options can describe a ready store, they replace it, so that both cases share the same code. Only stores in
+memory and unknown kinds of stores are used directly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zarr.storage import StorePath
 
     Url: TypeAlias = str | os.PathLike[str] | ZarrStore | StorePath | ObjectStore | Store
-    """Where a checkpoint is: a path, a url, or a ready store."""
+    """The location of a checkpoint: a path, a url, or a ready store."""
 else:
     Url = str | os.PathLike[str] | Any
 
@@ -33,33 +33,34 @@ _ACCEPTED = (
 
 
 def open_store(url: Url | None, **options: Any) -> Store:
-    """The store of a :class:`StoreSpec` with these arguments. Makes no request."""
+    """Open the store of a :class:`StoreSpec` with these arguments. Makes no request."""
     return StoreSpec(url, **options).open()
 
 
 class StoreSpec:
-    """What users say of a store, opened on demand, once per process. Immutable and picklable.
+    """A user's description of a store, which is opened on demand, once per process. Immutable and picklable.
 
-    A pickle holds no secret: options whose name says key, secret, token, password and the like, and
-    credentials in a url, give way to a marker, and opening such a copy raises StorageError. Credentials
-    from the environment, from a profile or from a picklable ``credential_provider`` need no pickling.
+    Pickles contain no secrets. A marker replaces credentials in a url and options with names such as key, secret, token
+    or password. Opening such a copy raises StorageError. Credentials from the environment, a profile or a picklable
+    ``credential_provider`` are available in other processes without being pickled.
 
     Args:
         url: a local path (``str`` or ``Path``), ``file://``, ``s3://``, ``gs://``, ``az://`` (``abfs(s)://``), or any
-            other url that fsspec knows, such as ``memory://`` or ``sftp://``; or a ready zarr or obstore store, or a
-            ``zarr.storage.StorePath``. A store that is read-only is never changed. None until :meth:`at` gives one.
-        storage_options: obstore's options, and a few of the names of s3fs, gcsfs and adlfs; an unknown name is an
-            error. For fsspec's protocols they go to the filesystem as they are. ``{"backend": "fsspec"}`` takes
-            fsspec's own filesystem (s3fs, gcsfs, adlfs) for a cloud's url, too, and ``"allow_chains": True`` with it
-            opens urls through other urls (``simplecache::s3://...``, ``reference://``). ``credential_provider``, for ``s3://``,
-            ``gs://`` and ``az://``: a callable that returns credentials in obstore's form with the time when they
-            expire; it is asked again then. It must pickle to go to other processes.
-        durable: False leaves out the fsyncs of local files. The conditional puts of a commit keep theirs.
-        concurrency: so many transfers at once, as :attr:`Store.max_concurrency` says then. Default: the store's own
-            choice.
+            other url that fsspec supports, such as ``memory://`` or ``sftp://``. It can also be a ready zarr or obstore
+            store, or a ``zarr.storage.StorePath``. A read-only store is never changed. If None, call :meth:`at`.
+        storage_options: options of obstore, or some common names of s3fs, gcsfs and adlfs. Unknown names are an error.
+            For fsspec's protocols the options are passed to the filesystem unchanged. ``{"backend": "fsspec"}`` uses
+            fsspec's filesystem (s3fs, gcsfs, adlfs) also for a cloud's url. ``"allow_chains": True`` with it permits
+            urls that open other urls (``simplecache::s3://...``, ``reference://``). ``credential_provider`` (for
+            ``s3://``, ``gs://`` and ``az://``) is a callable that returns credentials in obstore's form with their
+            expiry time. It is called again when they expire. It must be picklable if the recipe is sent to other
+            processes.
+        durable: if False, local files are written without fsync, except in the conditional puts of a commit.
+        concurrency: maximum number of concurrent transfers. The default depends on the store
+            (:attr:`Store.max_concurrency`).
 
     Raises:
-        StorageError: the url or the store is not understood. Options are looked at by :meth:`open`.
+        StorageError: the url or the store is not supported. :meth:`open` checks the options.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class StoreSpec:
     ) -> None:
         options = {} if storage_options is None else storage_options
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-            raise StorageError("storage_options must be a dict, with a str as the name of each option")
+            raise StorageError("storage_options must be a dict with a str as the name of each option")
         self._options = dict(options)
         self._provider: Callable[..., Any] | None = self._options.pop("credential_provider", None)
         if self._provider is not None and not callable(self._provider):
@@ -81,11 +82,11 @@ class StoreSpec:
         path = url if isinstance(url, str | os.PathLike) else None
         self._given = url is not None and path is None
         self._store: Any = None
-        """A ready store that no url describes, as :meth:`open` takes it."""
+        """A ready store that no url can describe, or None."""
         self._in_memory = False
         self._read_only = False
         self._root = ""
-        """Of a ready store: the url that describes it, or the path in it."""
+        """For a ready store: the url that describes it, or the path in it."""
         if self._given:
             if storage_options:
                 raise StorageError("storage_options belong to a url, not to a ready store")
@@ -96,26 +97,26 @@ class StoreSpec:
 
     @property
     def url(self) -> str:
-        """The url for messages: normalised, without credentials; "" where none is given yet."""
+        """The url for messages, normalised and without credentials; "" if there is none yet."""
         if self._store is not None:
             return one_line(f"{type(self._store).__name__}/{self._address}".rstrip("/"))
         return redact_url(self._address.removeprefix(MARKER))
 
     def at(self, url: str | os.PathLike[str]) -> StoreSpec:
-        """The same options at another url (or at another path of the ready store)."""
+        """Return a recipe with the same options and another url (or another path in the ready store)."""
         return self._moved(self._resolve(url))
 
     def child(self, name: str) -> StoreSpec:
-        """The same options one or more path components further down."""
+        """Return a recipe with the same options for one or more path components below the url."""
         if self._store is not None:
             return self._moved(f"{self._address}/{name.strip('/')}".strip("/"))
         return self._moved(join_url(self._address, name))
 
     def open(self) -> Store:
-        """The store; the same one at every call in this process. Makes no request.
+        """Return the store, the same one at every call in this process. Makes no request.
 
-        Raises StorageError where an option is not understood, or no credentials are found; where secrets were left out
-        of a pickle, where no url is given, and where a store in memory is opened in another process than its own.
+        Raises StorageError if an option is not supported, no credentials are found, secrets were left out of a pickle,
+        there is no url, or a store in memory is opened in another process than its own.
         """
         if self._opened is None or self._opened[0] != os.getpid():
             store = self._make()
@@ -131,7 +132,7 @@ class StoreSpec:
         return f"StoreSpec({self.url!r}{options})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoreSpec:
-        # A copy within the process: nothing to hide, and nothing that changes.
+        # A copy within the process may share secrets, and the recipe is immutable.
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,8 +145,8 @@ class StoreSpec:
             pickle.dumps(self._provider)
         except Exception as error:
             raise StorageError(
-                "the credential_provider cannot be pickled, and this store goes to another process: use a function or "
-                f"a class of a module ({type(error).__name__}: {error})"
+                "the credential_provider cannot be pickled, but this store is sent to another process: use a function "
+                f"or a class of a module ({type(error).__name__}: {error})"
             ) from error
         address = self._address if scrub(self._address) == self._address else MARKER + self.url
         hidden = {"_options": redact(self._options), "_address": address, "_root": scrub(self._root)}
@@ -158,7 +159,7 @@ class StoreSpec:
             return "" if url is None else normalize(url)
         text = "" if url is None else text_of(url)
         if has_protocol(text):
-            raise StorageError(f"with a ready store, the url is a path inside that store: {redact_url(text)!r} is none")
+            raise StorageError(f"with a ready store, the url must be a path in that store, got {redact_url(text)!r}")
         text = text.strip("/")
         return f"{self._root}/{text}".strip("/") if self._store is not None else join_url(self._root, text)
 
@@ -168,7 +169,7 @@ class StoreSpec:
     def _make(self) -> Store:
         if has_marker(self._options) or has_marker(self._address):
             raise StorageError(
-                f"{self.url}: secrets are not pickled, so this process has no credentials for it. Give them by "
+                f"{self.url}: secrets are not pickled, so this process has no credentials for it. Pass them by "
                 "environment variables (AWS_ACCESS_KEY_ID ...), a profile, or a picklable credential_provider"
             )
         if self._in_memory or self._address.startswith("memory:"):
@@ -176,14 +177,14 @@ class StoreSpec:
         if isinstance(self._store, Store):
             if self._address:
                 kind = type(self._store).__name__
-                raise StorageError(f"a {kind} has a url of its own, and no paths ({self._address!r})")
+                raise StorageError(f"a {kind} has one url and no paths in it, got the path {self._address!r}")
             return self._store
         if self._store is not None:
             from zarrckpt._store._zarr import WrappedZarrStore
 
             return WrappedZarrStore(self._store, self._address, self._in_memory)
         if not self._address:
-            raise StorageError("no url is given: pass one; latest() returns None where no checkpoint is committed")
+            raise StorageError("there is no url: pass one. latest() returns None if no checkpoint is committed")
         return self._from_url()
 
     def _from_url(self) -> Store:
@@ -194,7 +195,7 @@ class StoreSpec:
             raise StorageError(f"{self.url}: the option backend is {backend!r}: expected {' or '.join(backends)}")
         through_fsspec = place.kind == "fsspec" or backend == "fsspec"
         if self._provider is not None and (through_fsspec or place.kind == "local"):
-            raise StorageError(f"{self.url}: a credential_provider serves s3://, gs:// and az:// through obstore only")
+            raise StorageError(f"{self.url}: a credential_provider is only for s3://, gs:// and az:// through obstore")
         if through_fsspec:
             from zarrckpt._store._fsspec import FsspecStore
 
@@ -203,7 +204,7 @@ class StoreSpec:
             from zarrckpt._store._local import LocalStore
 
             if options:
-                raise StorageError(f"{place.path!r} is a local path, which takes no storage_options (got {[*options]})")
+                raise StorageError(f"{place.path!r} is a local path, which has no storage_options (got {[*options]})")
             return LocalStore(place.path, self._durable)
         from zarrckpt._store._obstore import ObstoreStore
         from zarrckpt._store._obstore_client import open_client
@@ -220,7 +221,7 @@ class StoreSpec:
     # -- ready stores
 
     def _take(self, store: Any) -> None:
-        """Take a ready store apart, or keep it. Raises StorageError for an object that is none, or cannot be used."""
+        """Replace a ready store by its url and options, or keep it. Raises StorageError for an unsupported object."""
         if isinstance(store, Store):
             self._store, self._in_memory = store, True
             return
@@ -238,7 +239,7 @@ class StoreSpec:
             self._root = str(store.root)
         elif isinstance(client, clients.LocalStore):
             if client.prefix is None:
-                raise StorageError("this obstore LocalStore has no folder of its own: make it with LocalStore(prefix)")
+                raise StorageError("this obstore LocalStore has no folder: make it with LocalStore(prefix)")
             self._root = str(client.prefix)
         elif isinstance(client, clients.S3Store | clients.GCSStore | clients.AzureStore):
             self._take_client(client)
@@ -262,7 +263,7 @@ class StoreSpec:
         config = dict(client.config)
         bucket = config.pop("container_name" if protocol == "az" else "bucket")
         if "endpoint_url_s3" in config:
-            # It counts for more than an ``endpoint`` beside it.
+            # It takes precedence over ``endpoint``.
             config["endpoint"] = config.pop("endpoint_url_s3")
         self._root = f"{protocol}://{bucket}/{client.prefix or ''}".rstrip("/")
         self._options = {**config, "client_options": client.client_options, "retry_config": client.retry_config}
@@ -280,7 +281,7 @@ class StoreSpec:
                 "and storage_options instead"
             )
         options = {name: value for name, value in fs.storage_options.items() if name not in ("asynchronous", "loop")}
-        # Paths of HTTP are urls.
+        # The paths of an HTTP filesystem are urls.
         self._root = store.path if has_protocol(store.path) else f"{protocol}://{store.path.lstrip('/')}"
         self._options = {**options, "backend": "fsspec"}
 

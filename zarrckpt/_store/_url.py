@@ -1,4 +1,4 @@
-"""Urls and paths: what the user typed -> protocol and place, without ever mangling ``s3://``."""
+"""Parse users' urls and paths. ``s3://`` never becomes ``s3:/``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROTOCOL_NAME = r"[A-Za-z][A-Za-z0-9+.\-_]+"
 _PROTOCOL = re.compile(rf"({_PROTOCOL_NAME})://")
 _ONE_SLASH = re.compile(rf"({_PROTOCOL_NAME}):/(?!/)(.*)", re.DOTALL)
 _CHAIN = re.compile(rf"({_PROTOCOL_NAME})::")
-"""How a chain of fsspec's urls may begin: ``simplecache::s3://bucket/run``."""
+"""Matches the beginning of a chain of urls of fsspec, such as ``simplecache::s3://bucket/run``."""
 _TYPO = re.compile(rf"\s*({_PROTOCOL_NAME})\s*(?::|//)(.*)", re.DOTALL)
 _ARN = re.compile(r"arn:[^:]*:s3:(?:::)?(.*)", re.DOTALL)
 _LATE_URL = re.compile(rf"{_PROTOCOL_NAME}://.*", re.DOTALL)
@@ -31,43 +31,43 @@ CLOUD = {
     "abfss": "az",
     "adl": "az",
 }
-"""Protocols that obstore serves -> the cloud's short name."""
+"""The cloud's short name for each protocol that obstore supports."""
 
 _LOCAL = ("file", "local")
 
 _TYPED = {*CLOUD, "file", "hf", "http", "https", "memory", "sftp"}
-"""Protocols that people type: "s3:bucket/x" is a mistake, "lr:0.1/x" is a folder."""
+"""Protocols in likely typing mistakes: "s3:bucket/x" is a mistake, "lr:0.1/x" is a folder."""
 
 RESOLVERS = {"async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "chained", "dask", "dir", "dvc"} | {
     *("filecache", "generic", "kerchunk", "libarchive", "reference", "simplecache", "tar", "zip")
 }
-"""Protocols of fsspec whose filesystem takes another url: it opens it, unpacks it, or follows references in it."""
+"""Protocols of fsspec whose filesystem opens another url, unpacks it, or follows references in it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A parsed url: ``kind`` is "local", "s3", "gs", "az" or "fsspec"."""
+    """A parsed url. Its ``kind`` is "local", "s3", "gs", "az" or "fsspec"."""
 
     kind: str
     address: str
-    """The normalised url or path: still with what credentials the user put there."""
+    """The normalised url or path, with the credentials that it contains."""
     bucket: str = ""
     path: str = ""
-    """Local: the absolute path. Cloud: the key prefix, with no "/" at either end."""
+    """The absolute path of a local url, or the key prefix in a cloud, without "/" at either end."""
     account: str = ""
-    """Azure's storage account, where the url names one (``container@account.dfs...``)."""
+    """Azure's storage account, if the url names one (``container@account.dfs...``)."""
 
 
 def normalize(url: str | os.PathLike[str]) -> str:
-    """A url as it is, less trailing "/"; a local path made absolute.
+    """Return a url without trailing "/", or the absolute path of a local one.
 
-    ``str(Path("s3://b/x"))`` is "s3:/b/x": one slash behind a known protocol is repaired. A text without a known
-    protocol is a local path as a whole, also with "::" in it. Raises StorageError for a text that looks like a mistyped
-    url, such as "s3//bucket/x".
+    ``str(Path("s3://b/x"))`` is "s3:/b/x", so a missing slash after a known protocol is added. A text without a known
+    protocol is a local path as a whole, even if it contains "::". Raises StorageError for a text that looks like a
+    mistyped url, such as "s3//bucket/x".
     """
     text = text_of(url)
     if not text:
-        raise StorageError("the url is empty; expected a local path or a url such as 's3://bucket/run/step-7'")
+        raise StorageError("the url is empty: expected a local path or a url such as 's3://bucket/run/step-7'")
     text = _repair(text)
     found = _PROTOCOL.match(text)
     if found is None and not _begins_chain(text):
@@ -76,12 +76,12 @@ def normalize(url: str | os.PathLike[str]) -> str:
     if found is not None and found[1].lower() in _LOCAL:
         return _local_path(text, text[found.end() :])
     root = found.end() if found else 0
-    _check_text(text, str.encode)  # a local path may have bytes that are no text
+    _check_text(text, str.encode)  # only a local path may contain bytes that are not UTF-8
     return text[:root] + text[root:].rstrip("/")
 
 
 def parse(url: str | os.PathLike[str]) -> Place:
-    """What a url names. Raises StorageError for a url that no store can serve."""
+    """Parse a url. Raises StorageError for a url that no store supports."""
     address = normalize(url)
     found = _PROTOCOL.match(address)
     if found is None and not _begins_chain(address):
@@ -96,26 +96,26 @@ def parse(url: str | os.PathLike[str]) -> Place:
         account = host.partition(".")[0]
     if not bucket or "@" in bucket or ":" in bucket:
         raise StorageError(
-            f"{redact_url(address)!r} names no bucket: expected {protocol}://bucket/path; "
-            "credentials go into the environment or storage_options, an endpoint into storage_options"
+            f"{redact_url(address)!r} names no bucket: expected {protocol}://bucket/path. Pass credentials in the "
+            "environment or storage_options, and an endpoint in storage_options"
         )
     return Place(CLOUD[protocol], address, bucket, path.strip("/"), account)
 
 
 def has_protocol(text: str) -> bool:
-    """Whether a text is a url and no plain path."""
+    """Whether a text is a url and not a plain path."""
     return _PROTOCOL.match(_repair(text)) is not None
 
 
 def is_chain(url: str) -> bool:
-    """Whether a url is several of fsspec's, joined by "::". In a url of one protocol, "::" is a part of a name."""
+    """Whether a url is a chain of urls of fsspec, joined by "::". In a url of one protocol "::" is a part of a name."""
     found = _PROTOCOL.match(url)
     _, colons, rest = url[found.end() if found else 0 :].partition("::")
     return _begins_chain(url) or (bool(colons) and "://" in rest)
 
 
 def join_url(url: str | os.PathLike[str], name: str) -> str:
-    """``url`` with ``name`` (one or more path components) below it; works for paths and for every url."""
+    """Return the url or path of ``name`` (one or more path components) below ``url``."""
     base, tail = normalize(url), name.strip("/")
     if not tail:
         return base
@@ -123,7 +123,7 @@ def join_url(url: str | os.PathLike[str], name: str) -> str:
 
 
 def check_endpoint(text: str) -> None:
-    """Raise StorageError for what is no server's address: obstore panics at some of them."""
+    """Raise StorageError for a text that is not a server's address. obstore panics at some of them."""
     try:
         found = urlsplit(text)
         valid = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
@@ -131,13 +131,13 @@ def check_endpoint(text: str) -> None:
         valid = False
     if not valid or not re.fullmatch("[!-~]+", text):
         raise StorageError(
-            f"the endpoint {redact_url(text)!r} is no address of a server: expected https://host or http://host:port, "
-            "in ASCII and without spaces"
+            f"the endpoint {redact_url(text)!r} is not an address of a server: expected https://host or "
+            "http://host:port, in ASCII and without spaces"
         )
 
 
 def text_of(url: str | os.PathLike[str]) -> str:
-    """A url or path as text. Raises StorageError for what is none, or cannot be handed to the system."""
+    """Return a url or path as text. Raises StorageError for other types, and for text that the system cannot encode."""
     if not isinstance(url, str | os.PathLike):
         raise StorageError(f"a url must be a str or a path, not {type(url).__name__}: pass str(...) of it")
     text = os.fspath(url)
@@ -152,7 +152,7 @@ def _check_text(text: str, encode: Callable[[str], bytes] = os.fsencode) -> str:
     except UnicodeEncodeError:
         valid = False
     if not valid:
-        raise StorageError(f"{redact_url(text)!r} holds a NUL or a lone surrogate: expected a path or a url without")
+        raise StorageError(f"{redact_url(text)!r} contains a NUL or a lone surrogate: remove it from the path or url")
     return text
 
 
@@ -162,16 +162,16 @@ def _begins_chain(text: str) -> bool:
 
 
 def _refuse_mistyped(text: str) -> None:
-    """Raise StorageError for a text that was most likely meant as a url."""
+    """Raise StorageError for a text that is most likely a mistyped url."""
     if meant := _meant_url(text):
         raise StorageError(
-            f"{redact_url(text)!r} is no url, and looks like one: expected {redact_url(meant)!r}. For a local folder "
-            "of this name, pass its absolute path"
+            f"{redact_url(text)!r} looks like a mistyped url: expected {redact_url(meant)!r}. For a local folder of "
+            "this name, pass its absolute path"
         )
 
 
 def _meant_url(text: str) -> str:
-    """The url that a text without a protocol at its beginning looks like; "" for a path."""
+    """Return the url that a text without a protocol at its beginning resembles, or "" for a path."""
     if found := _ARN.fullmatch(text):
         return f"s3://{found[1]}" if found[1] and ":" not in found[1] else "s3://bucket/path"
     if (found := _TYPO.fullmatch(text)) and (protocol := found[1].lower()) in _TYPED:
@@ -187,7 +187,7 @@ def _repair(text: str) -> str:
     found = _ONE_SLASH.match(text)
     if found is None or not _known(found[1].lower()):
         return text
-    # "file:/tmp/x" is a valid url with an empty host; every other protocol lost one slash in a Path.
+    # "file:/tmp/x" is a valid url with an empty host. With any other protocol, a Path has removed one slash.
     lost = "//" if found[1].lower() in _LOCAL else "/"
     return f"{found[1]}:{lost}/{found[2]}"
 
@@ -203,5 +203,5 @@ def _known(protocol: str) -> bool:
 def _local_path(url: str, rest: str) -> str:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
-        raise StorageError(f"{redact_url(url)!r} names a host: a local file url is 'file:///path', with three slashes")
+        raise StorageError(f"{redact_url(url)!r} names a host: expected 'file:///path', with three slashes")
     return os.path.abspath(_check_text(unquote(f"/{path}")))

@@ -1,4 +1,4 @@
-"""Local files of other formats, which appear when they are whole."""
+"""Local files of other formats, which are visible only when they are complete."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PRIVATE_NAME = ".zarrckpt-export-"
 
 
 def local_path(target: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a local file or folder that a user names: a path, also with ``~``, or ``file://``.
+    """Return the absolute path of a user's local file or folder: a path, also with ``~``, or a ``file://`` url.
 
-    Raises StorageError for any other url, and for text that looks like a mistyped one: exports, reports and what is
-    imported are on local disks alone.
+    Raises StorageError for any other url, and for text that looks like a mistyped one. Exports, reports and imported
+    files must be on local disks.
     """
     place = parse(target)
     if place.kind != "local":
         raise StorageError(
-            f"{redact_url(place.address)} is a url; exports, reports and imported files are local: copy them from "
-            "there or to there, or use copy_to"
+            f"{redact_url(place.address)} is a url, but exports, reports and imported files must be local. Copy them "
+            "from there or to there, or use copy_to"
         )
     return place.path
 
@@ -37,24 +37,24 @@ def local_file(target: str | os.PathLike[str]) -> str:
     """Return :func:`local_path` of a file to write. Raises StorageError also for text that ends in "/"."""
     path = local_path(target)
     if os.fspath(target).endswith("/"):
-        raise StorageError(f"{redact_url(os.fspath(target))} names a folder; expected the name of a file")
+        raise StorageError(f"{redact_url(os.fspath(target))} names a folder, expected the name of a file")
     return path
 
 
 def refuse_existing(names: Iterable[str]) -> None:
-    """Raise StorageError if one of some files or folders exists."""
+    """Raise StorageError if any of these files or folders exists."""
     found = [name for name in names if os.path.lexists(name)]
     if found:
         raise StorageError(
-            f"{found[0]} exists already; nothing was written: export to another place, or pass overwrite=True"
+            f"{found[0]} exists already, so no file was written. Export to another path, or pass overwrite=True"
         )
 
 
 @contextmanager
 def private_folder(above: str) -> Iterator[str]:
-    """Make a folder with a random name in ``above`` that no other user can enter; remove it when the block ends.
+    """Make a folder with a random name in ``above`` that no other user can enter. Remove it when the block ends.
 
-    Nobody can plant a link under a name that is about to be written there. Raises StorageError for an OSError.
+    So no other user can make a link under the name of a file that is written there. Raises StorageError for an OSError.
     """
     folder = os.path.join(above, f"{_PRIVATE_NAME}{uuid.uuid4().hex}")
     try:
@@ -70,16 +70,17 @@ def private_folder(above: str) -> Iterator[str]:
 
 @contextmanager
 def new_files(folder: str, *, overwrite: bool, replaces: Callable[[str], bool] | None = None) -> Iterator[str]:
-    """Yield an empty folder; what is written to it moves to ``folder`` when the block ends without an error.
+    """Yield an empty folder. If the block ends without an error, move the files in it to ``folder``.
 
-    Until then ``folder`` has none of the files, and after an error of the block none of them. Each file is on the disk
-    before it moves, and moves at once. If there are several files, or files that they replace, they move under a lock:
-    of several exports at the same time, one wins as a whole. A link under a final name is replaced, not followed.
+    Before that, and if the block raises an error, ``folder`` contains none of the files. Each file is synced to disk
+    and then renamed atomically. If there are several files, or files that they replace, they move under a lock, so that
+    one of several concurrent exports wins as a whole. A link under a final name is replaced, not followed.
 
     Args:
-        folder: made if it is absent.
-        overwrite: replace files of the same names. Without, one that exists is a StorageError and all files stay.
-        replaces: chooses the names of files in ``folder`` that are removed because the new ones replace them.
+        folder: the target. It is made if it is absent.
+        overwrite: whether to replace files of the same names. If False, an existing one raises StorageError and no file
+            changes.
+        replaces: returns whether a file of this name in ``folder`` is removed because the new ones replace it.
 
     Raises StorageError, also for an OSError.
     """
@@ -96,7 +97,7 @@ def new_files(folder: str, *, overwrite: bool, replaces: Callable[[str], bool] |
 
 
 def relative_files(folder: str) -> list[str]:
-    """The paths of all files below a folder, relative to it."""
+    """Return the paths of all files below a folder, relative to it."""
     return [os.path.relpath(os.path.join(above, name), folder) for above, _, names in os.walk(folder) for name in names]
 
 
@@ -104,10 +105,10 @@ def _move_files(part: str, folder: str, names: Sequence[str], replaced: Sequence
     for name in names:
         _make_folders(folder, os.path.dirname(name))
         if os.path.isdir(target := os.path.join(folder, name)) and not os.path.islink(target):
-            raise StorageError(f"{target} is a folder, and a file of this name is to be written: remove it")
+            raise StorageError(f"writing {target} failed: it is a folder, expected a file or no entry. Remove it")
     if not overwrite:
         refuse_existing(os.path.join(folder, name) for name in (*names, *replaced))
-    # The index first: it must not name files of another export.
+    # The index first, because it must not refer to files of another export.
     for name in sorted(replaced, key=lambda name: not name.endswith(".json")):
         os.unlink(os.path.join(folder, name))
     moved: list[str] = []
@@ -131,21 +132,21 @@ def _make_folders(folder: str, below: str) -> None:
     for name in below.split(os.sep) if below else ():
         folder = os.path.join(folder, name)
         if os.path.islink(folder):
-            raise StorageError(f"writing in {folder} is refused: it is a link, which may lead elsewhere; remove it")
+            raise StorageError(f"writing in {folder} is refused: it is a link, which may lead elsewhere. Remove it")
         os.makedirs(folder, exist_ok=True)
 
 
 def upload_files(folder: str, store: Store) -> list[str]:
-    """Put the files of a local folder to a store, each with one put; return their keys, in the order of the puts.
+    """Put the files of a local folder to a store, each with one put. Return their keys in the order of the puts.
 
-    A folder's small files come last: they make it one that others open.
+    Larger files are put first. Small files, such as an index, make the folder readable for other libraries.
     """
     paths = [os.path.join(folder, name) for name in relative_files(folder)]
     keys = []
     for path in sorted(paths, key=os.path.getsize, reverse=True):
         keys.append(os.path.relpath(path, folder).replace(os.sep, "/"))
         with open(path, "rb") as file:
-            # Not closed here: a client may still refer to it.
+            # Not closed here, because a client may still refer to it.
             whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.path.getsize(path) else b""
         store.put(keys[-1], [memoryview(whole)])
     return keys

@@ -1,4 +1,4 @@
-"""A ready ``zarr.abc.store.Store``: its asynchronous calls, run on zarr's own event loop."""
+"""A store on a ready ``zarr.abc.store.Store``. It runs the asynchronous calls on zarr's event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zarrckpt._store._zarr_readers import PrefixStore
 
 T = TypeVar("T")
 
-# Zarr's interface has no conditional puts that tell who won; within one process a lock does.
+# Zarr's interface has no conditional puts with a result. This lock makes them exact within one process.
 _LOCK = ForkSafeLock(threading.RLock)
 _AT_ONCE = 32
 
@@ -30,8 +30,8 @@ _AT_ONCE = 32
 class WrappedZarrStore(ClientStore):
     """Objects below ``path`` ("" for the root) of a Zarr store.
 
-    A store in memory lives in one process, so there conditional puts are exact (``in_memory``); any other
-    store of this kind gets check-then-put, with a warning.
+    A store in memory (``in_memory``) exists in one process only, so its conditional puts are exact. Any other store of
+    this kind reads, then puts, and warns.
     """
 
     def __init__(self, store: ZarrStore, path: str, in_memory: bool) -> None:
@@ -58,7 +58,7 @@ class WrappedZarrStore(ClientStore):
         return self._wait(lambda: self._store.getsize(name))
 
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
-        # Always a copy: a MemoryStore keeps what it is given, and the caller's buffers are its own.
+        # Always a copy, because a MemoryStore keeps the buffer and the caller may change its own.
         data = self._buffers.buffer.from_bytes(b"".join(byte_views(buffers)))
         self._waited(f"writing {key!r}", lambda: self._store.set(self.name(key), data))
 
@@ -107,7 +107,7 @@ class WrappedZarrStore(ClientStore):
         return PrefixStore(self._store, self._folder)
 
     def _start(self, prefix: str) -> str:
-        """What the names of all objects below a folder begin with."""
+        """Return the prefix of the names of all objects below a folder."""
         return f"{self.folder(prefix)}/" if self.folder(prefix) else ""
 
     async def _sized(self, name: str) -> tuple[str, int] | None:
@@ -118,7 +118,7 @@ class WrappedZarrStore(ClientStore):
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async def opened() -> T:
-            await self._store._ensure_open()  # some stores have nothing to answer with before
+            await self._store._ensure_open()  # some stores fail before they are opened
             return await call()
 
         return wait(opened())
@@ -128,7 +128,7 @@ class WrappedZarrStore(ClientStore):
 
 
 def _lists_all(store: ZarrStore) -> bool:
-    """Whether a store can list. Over HTTP there is nothing but web pages with links."""
+    """Whether a store can list its objects. Stores over HTTP cannot: they have only web pages with links."""
     from obstore.store import HTTPStore
 
     while isinstance(store, WrapperStore):
@@ -142,7 +142,7 @@ def _lists_all(store: ZarrStore) -> bool:
 
 
 async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """All results in order, a bounded number of calls at a time."""
+    """Return all results in order, with at most 32 calls at a time."""
     slots = asyncio.Semaphore(_AT_ONCE)
 
     async def one(call: Awaitable[T]) -> T:

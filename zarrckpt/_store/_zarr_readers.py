@@ -1,4 +1,4 @@
-"""Read-only Zarr stores that other libraries get: zarr's own, with what is missing in them."""
+"""Read-only Zarr stores for other libraries: zarr's own, with additional checks and renewed credentials."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class ReadOnlyStore(Store):
-    """A Zarr store over another one, for reading. Nothing but what subclasses say reaches the store inside."""
+    """A read-only Zarr store on another one. Only subclasses forward calls to the inner store."""
 
     supports_writes = False
     supports_deletes = False
@@ -39,7 +39,7 @@ class ReadOnlyStore(Store):
 
     def with_read_only(self, read_only: bool = False) -> Store:
         if not read_only:
-            raise ValueError("this store is for reading only")
+            raise ValueError("this store is read-only, expected read_only=True")
         return self
 
     async def set(self, key: str, value: Buffer) -> None:
@@ -53,7 +53,7 @@ class ReadOnlyStore(Store):
 
 
 class PrefixStore(ReadOnlyStore):
-    """The part of a Zarr store below a path ("" for all of it). The store is opened where it was not."""
+    """The part of a Zarr store below a path ("" for the whole store). The store is opened if it was not."""
 
     def __init__(self, store: Store, path: str) -> None:
         super().__init__(store)
@@ -100,7 +100,7 @@ class PrefixStore(ReadOnlyStore):
 
 
 class RegularFilesStore(LocalStore):
-    """zarr's store on a local folder, which raises for a FIFO or a device where it would wait or never end."""
+    """zarr's store on a local folder. It raises for a FIFO or a device, which could block or never end."""
 
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
@@ -113,7 +113,7 @@ class RegularFilesStore(LocalStore):
 class ClientReadStore(PrefixStore):
     """zarr's store on a prefix of a bucket, read with obstore. Raises in a forked child, where obstore would hang.
 
-    Refused credentials are read again once for each call, as other reads of the bucket do.
+    If the server refuses the credentials, each call reads them again once, like other reads of the bucket.
     """
 
     def __init__(self, bucket: Bucket, prefix: str) -> None:
@@ -145,20 +145,23 @@ class ClientReadStore(PrefixStore):
             yield name
 
     async def _get(self, key: str, prototype: BufferPrototype, tail: OffsetByteRequest | None) -> Buffer | None:
-        """Get an object, or what follows its first bytes."""
+        """Return an object, or its bytes from an offset on."""
         check_fork()
         import obstore
 
         options: Any = {} if tail is None else {"range": {"offset": tail.offset}}
         try:
             answer = await obstore.get_async(self._bucket.persistent, self._full(key), options=options)
-            # Not as a whole: obstore would allocate what the server announces.
+            # As a stream, because obstore would allocate any size that the server announces for a whole object.
             start, end = answer.range
             data = await anext(answer.stream(min_chunk_size=end - start + 1), b"")
         except ABSENT:
             return None
         if len(data) > end - start:
-            raise StorageError(f"the server sends more than the {end - start} bytes that it announces of {key!r}")
+            raise StorageError(
+                f"reading {key!r} failed: the server sends more than the {end - start} bytes that it announces. Check "
+                "the endpoint and the server"
+            )
         return prototype.buffer.from_bytes(bytes(data))
 
     async def _ask(self, call: Callable[[], Awaitable[T]]) -> T:
