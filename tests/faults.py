@@ -618,7 +618,7 @@ FORMAT = [
     Fault(
         "_save/plan_report.py",
         "the table of sizes is not counted",
-        "    beside += bool(compressed) + any(node.grid.num_chunks for node in compressed)\n",
+        "    other += bool(compressed) + any(node.grid.num_chunks for node in compressed)\n",
         "",
         ("test_plan_report.py -k server_gets",),
     ),
