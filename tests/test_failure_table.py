@@ -180,7 +180,7 @@ def _not_written(url: str) -> None:
 
 def test_a_value_that_no_rank_writes_is_named(tmp_path: Path) -> None:
     told = all_ranks_raise(zarrckpt.IncompleteSaveError, _not_written, str(tmp_path / "one"), world_size=2)
-    assert "1 entries were not written (['not_written'])" in told
+    assert "1 planned entries were not written (['not_written'])" in told
 
 
 def _destroyed(folder: str) -> None:
