@@ -1048,8 +1048,8 @@ STATE = [
     Fault(
         "_load/object_match.py",
         "a module's entries without a target are forgotten",
-        "        left = owed & ~np.bitwise_or",
-        "        left = owed & np.bitwise_or",
+        "        left = unmatched & ~np.bitwise_or",
+        "        left = unmatched & np.bitwise_or",
         ("test_load_targets.py -k no_rank_has",),
     ),
     Fault(
