@@ -23,7 +23,7 @@ from zarrckpt._format.chunk_layout import CRC_BYTES, subchunk_bytes
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import by_name
 from zarrckpt._format.grid import Box, Ints
-from zarrckpt._load.shared_reads import handed_bytes, plan_shares, wanted_boxes
+from zarrckpt._load.shared_reads import boxes_of_ranks, overlap_bytes, plan_shares
 from zarrckpt._plan import chunking
 from zarrckpt._plan.chunking import choose_grid, default_min_piece_bytes
 from zarrckpt._read.chunks import subchunks_in
@@ -111,7 +111,7 @@ def together(saved: Cuts, loaded: Cuts, itemsize: int) -> tuple[float, float]:
 
 def fetched_together(nodes: Mapping[str, ArrayNode], targets: Sequence[Sequence[tuple[str, Box]]]) -> tuple[int, int]:
     """The bytes that ranks fetch which read their targets together, and those that they hand on."""
-    shares = plan_shares(range(len(targets)), nodes, wanted_boxes(targets), len(targets), 128 << 20).values()
+    shares = plan_shares(range(len(targets)), nodes, boxes_of_ranks(targets), len(targets), 128 << 20).values()
     fetched = handed = 0
     shared: dict[tuple[str, Ints], set[int]] = {}
     for step in (step for own in shares for step in own.values()):
@@ -119,7 +119,7 @@ def fetched_together(nodes: Mapping[str, ArrayNode], targets: Sequence[Sequence[
             fetched += len(run.numbers) * (subchunk_bytes(nodes[run.fqn]) + CRC_BYTES)
             shared.setdefault((run.fqn, run.chunk), set()).update(run.numbers)
         for message in step.sends:
-            sizes = (handed_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for run, box in message.parts)
+            sizes = (overlap_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for run, box in message.parts)
             handed += len(message.ranks) * sum(sizes)
     # What one rank alone needs it fetches by itself.
     for name, box in (target for own in targets for target in own):

@@ -618,7 +618,7 @@ FORMAT = [
     Fault(
         "_save/plan_report.py",
         "the table of sizes is not counted",
-        "    beside += bool(compressed) + any(node.grid.num_chunks for node in compressed)\n",
+        "    other += bool(compressed) + any(node.grid.num_chunks for node in compressed)\n",
         "",
         ("test_plan_report.py -k server_gets",),
     ),
@@ -1048,8 +1048,8 @@ STATE = [
     Fault(
         "_load/object_match.py",
         "a module's entries without a target are forgotten",
-        "        left = owed & ~np.bitwise_or",
-        "        left = owed & np.bitwise_or",
+        "        left = unmatched & ~np.bitwise_or",
+        "        left = unmatched & np.bitwise_or",
         ("test_load_targets.py -k no_rank_has",),
     ),
     Fault(
@@ -1090,8 +1090,8 @@ STATE = [
     Fault(
         "_load/fill.py",
         "a piece that a rank received is read again",
-        "            self._delivered.setdefault((wanted.fqn, wanted.chunk, box), set()).update(wanted.numbers)\n",
-        "            self._delivered.setdefault((wanted.fqn, wanted.chunk, box), set())\n",
+        "            self._delivered.setdefault((run.fqn, run.chunk, box), set()).update(run.numbers)\n",
+        "            self._delivered.setdefault((run.fqn, run.chunk, box), set())\n",
         ("test_shared_reads.py -k 'do_not_depend or each_byte_once'",),
     ),
     Fault(
@@ -1104,14 +1104,14 @@ STATE = [
     Fault(
         "_load/shared_reads.py",
         "one rank fetches all that several need",
-        "        loads[ranks[place]] += stored\n",
+        "        loads[ranks[index]] += stored\n",
         "",
         ("test_owners.py -k all_ranks_alike",),
     ),
     Fault(
         "_load/shared_reads.py",
         "runs are as long as the limit, whatever the number of ranks",
-        "longest = min(READ_BYTES, limit, max(_LEAST_RUN_BYTES, limit // len(ranks)))",
+        "longest = min(READ_BYTES, limit, max(_MIN_RUN_BYTES, limit // len(ranks)))",
         "longest = min(READ_BYTES, limit)",
         ("test_owners.py -k 'all_ranks_alike or handed_on'", "test_shared_reads.py -k memory_bound"),
     ),

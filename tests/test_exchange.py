@@ -856,7 +856,7 @@ def test_random_layouts_one_after_the_other(tmp_path: Path) -> None:
 
 def _altered_on_its_way(url: str) -> list[str]:
     state = uneven_state(1)
-    with altered_message(2), pytest.raises(CheckpointError, match=r"what rank \d.* arrived altered") as caught:
+    with altered_message(2), pytest.raises(CheckpointError, match=r"a message of rank \d.* was altered") as caught:
         zarrckpt.save(state, url)
     assert not opens(url) and caught.value.__notes__ == ["(failed on rank 2)"]
     zarrckpt.save(state, url)

@@ -167,7 +167,7 @@ def _written_twice(url: str) -> None:
 
 def test_a_chunk_that_two_ranks_write_is_named(tmp_path: Path) -> None:
     told = all_ranks_raise(zarrckpt.IncompleteSaveError, _written_twice, str(tmp_path / "one"), world_size=2)
-    assert "'written_twice', 0 were not written and 1 by more than one rank" in told
+    assert "'written_twice', 0 were not written and 1 were written more than once" in told
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
         zarrckpt.open(tmp_path / "one")
 
@@ -180,7 +180,7 @@ def _not_written(url: str) -> None:
 
 def test_a_value_that_no_rank_writes_is_named(tmp_path: Path) -> None:
     told = all_ranks_raise(zarrckpt.IncompleteSaveError, _not_written, str(tmp_path / "one"), world_size=2)
-    assert "1 entries were not written (['not_written'])" in told
+    assert "1 planned entries were not written (['not_written'])" in told
 
 
 def _destroyed(folder: str) -> None:

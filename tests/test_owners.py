@@ -28,9 +28,9 @@ from zarrckpt._load.shared_reads import (
     ShareRound,
     Shares,
     SubchunkRun,
-    handed_bytes,
+    boxes_of_ranks,
+    overlap_bytes,
     plan_shares,
-    wanted_boxes,
 )
 from zarrckpt._plan import owners as _owners
 from zarrckpt._plan.chunking import (
@@ -526,7 +526,7 @@ def run_bytes(nodes: dict[str, ArrayNode], run: SubchunkRun) -> int:
 def held_in(nodes: dict[str, ArrayNode], step: ShareRound) -> int:
     """Return a rank's bytes in a round: those that it fetches, and all messages."""
     messages = [*step.sends, *step.receives]
-    handed = (handed_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for m in messages for run, box in m.parts)
+    handed = (overlap_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for m in messages for run, box in m.parts)
     return sum(run_bytes(nodes, run) for run in step.reads) + sum(handed)
 
 
@@ -542,7 +542,7 @@ def check_both_sides(shares: list[Shares]) -> None:
 def all_shares(nodes: dict[str, ArrayNode], targets: list[list[tuple[str, Box]]], limit: int) -> list[Shares]:
     """Return the shares of the ranks with these targets."""
     ranks = range(len(targets))
-    return [*plan_shares(ranks, nodes, wanted_boxes(targets), len(ranks), limit).values()]
+    return [*plan_shares(ranks, nodes, boxes_of_ranks(targets), len(ranks), limit).values()]
 
 
 @settings(deadline=None)
@@ -584,7 +584,7 @@ def test_what_several_ranks_need_is_fetched_by_one_of_them_and_handed_on(
         assert received == Counter(expected)
     check_both_sides(shares)
     for rank, own in enumerate(shares):
-        assert plan_shares((rank,), nodes, wanted_boxes(wanted), len(wanted), limit) == {rank: own}
+        assert plan_shares((rank,), nodes, boxes_of_ranks(wanted), len(wanted), limit) == {rank: own}
 
 
 @pytest.mark.parametrize("world", [4, 64])
@@ -619,7 +619,7 @@ def test_columns_of_what_is_stored_in_rows_are_handed_on_alone() -> None:
         steps = own.values()
         assert sum(run_bytes({"w": node}, run) for step in steps for run in step.reads) == 8 * (MIB + 4)
         sent = sum(
-            handed_bytes(node, run.chunk, run.numbers, box)
+            overlap_bytes(node, run.chunk, run.numbers, box)
             for step in steps
             for m in step.sends
             for run, box in m.parts

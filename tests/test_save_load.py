@@ -896,7 +896,7 @@ def test_renames_and_names_that_do_not_fit_are_explained(tmp_path: Path) -> None
     zarrckpt.save({"model": Renamed("attention"), "step": 3}, tmp_path / "one")
     cases: list[tuple[Any, tuple[str, ...]]] = [
         ({"modle.": "model."}, ("'modle.'", "no entry")),
-        ({"model.attention": "model.out"}, ("'model.attention.weight'", "'model.out.weight'", "nothing was loaded")),
+        ({"model.attention": "model.out"}, ("'model.attention.weight'", "'model.out.weight'", "Nothing was loaded")),
         (lambda name: "one", ("'one'",)),
         (lambda name: None, ("returned None",)),
         (None, ("'model.attn.weight': did you mean 'model.attention.weight'", "rename=")),

@@ -34,7 +34,7 @@ from zarrckpt._format.root import Root
 from zarrckpt._jobs import Progress, run_jobs
 from zarrckpt._load.aliases import refuse_conflicts, separate_targets
 from zarrckpt._load.fill import TensorReads, TensorTarget
-from zarrckpt._load.shared_reads import Shares, plan_shares, wanted_boxes
+from zarrckpt._load.shared_reads import Shares, boxes_of_ranks, plan_shares
 from zarrckpt._options import LoadOptions, checked_options
 from zarrckpt._ranks.errors import PeerLost
 from zarrckpt._ranks.group import global_rank
@@ -171,7 +171,7 @@ class ZarrStorageReader(StorageReader):
             for fqn in {fqn for own in targets for fqn, _ in own}:
                 self._catalog.refuse_more_chunks_than_checksums(nodes[fqn])
             limit = max(1, self._options.max_inflight_bytes // 4)
-            shares = plan_shares(range(len(plans)), nodes, wanted_boxes(targets), len(plans), limit)
+            shares = plan_shares(range(len(plans)), nodes, boxes_of_ranks(targets), len(plans), limit)
         channel = ChannelName.new(tuple(fact.rank for fact in facts)) if any(shares.values()) else None
         tasks = [_LoadTask(own, channel) for own in shares.values()]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]

@@ -1,4 +1,4 @@
-"""Targets that share memory: no two of them are filled at the same time, and none loses its content to another."""
+"""Targets that share memory. They are filled one after the other, and only if their stored contents agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zarrckpt._state.local_state import listed
 from zarrckpt._state.tensors import raw_view
 
 _EXACT_STEPS = 100_000
-"""Steps of the search for an element that two strided views share. Views that need more count as sharing."""
+"""Maximum number of steps to search for an element that two strided views share. With more, they count as sharing."""
 
 
 def separate_targets(
@@ -25,47 +25,48 @@ def separate_targets(
 ) -> tuple[list[TensorTarget], list[list[str]]]:
     """Return targets that can be filled in any order, and the names of each group that cannot be filled.
 
-    Of targets that are the same view and have the same stored content, one is read. Other targets that share memory get
-    memory of their own, which is copied to them one after the other, if their contents agree. To see whether they do,
-    they are read; groups that take more than ``limit`` bytes for that cannot be filled. No request unless targets
-    share memory.
+    Of targets that are the same view and have the same stored content, only the first is read. Other targets that share
+    memory are read to compare their contents. If the contents agree, each target gets a separate buffer, which is
+    copied to the target after all reads. If they differ, or if the comparison needs more than ``limit`` bytes, the
+    group cannot be filled. No request unless targets share memory.
     """
     kept, conflicts = dict(enumerate(targets)), []
     for group in _find_groups([target.tensor for target in targets]):
-        members = [targets[place] for place in group]
+        members = [targets[index] for index in group]
         if _are_one(catalog, members):
-            for place in group[1:]:
-                del kept[place]
+            for index in group[1:]:
+                del kept[index]
             kept[group[0]] = dataclasses.replace(members[0], filled=_call_all([one.filled for one in members]))
         elif _agree(catalog, members, limit):
-            kept.update((place, _copied_later(targets[place])) for place in group)
+            kept.update((index, _copied_later(targets[index])) for index in group)
         else:
             conflicts.append(sorted({one.name or one.fqn for one in members}))
     return list(kept.values()), conflicts
 
 
 def refuse_conflicts(conflicts: Sequence[Sequence[str]]) -> None:
-    """Raise KeyMismatchError naming targets that share memory and whose contents differ."""
+    """Raise KeyMismatchError with the targets that share memory and cannot be filled, if there are any."""
     if conflicts:
         raise KeyMismatchError(
             f"{len(conflicts)} groups of targets share memory, and their contents in the checkpoint differ or are too "
-            f"large to compare; nothing was loaded:{listed([' and '.join(map(repr, group)) for group in conflicts])}\n"
-            "clone() one of each group in the state, or leave one out, for example with keys=[...]"
+            f"large to compare. Nothing was loaded:{listed([' and '.join(map(repr, group)) for group in conflicts])}\n"
+            "clone() one tensor of each group in the state, or leave one out, for example with keys=[...]"
         )
 
 
-# -- which targets share memory
+# -- the groups of targets that share memory
 
 
 class _View(NamedTuple):
-    """The memory of a tensor: runs of bytes, repeated along some dimensions."""
+    """The memory of a tensor: a run of bytes that is repeated along some dimensions."""
 
-    place: int
+    number: int
+    """The index of the tensor in the list of tensors."""
     start: int
     dims: tuple[tuple[int, int], ...]
-    """Stride in bytes, number of repetitions: the largest stride first."""
+    """The stride in bytes and the number of repetitions of each dimension, largest stride first."""
     run: int
-    """Bytes without a gap."""
+    """The number of contiguous bytes."""
 
     @property
     def end(self) -> int:
@@ -73,38 +74,38 @@ class _View(NamedTuple):
 
 
 def _find_groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the positions of tensors that share memory, for each group of them. Sorts addresses once."""
+    """Return groups of tensors that share memory, by their indices. Takes one sort of the addresses."""
     spaces: dict[object, list[_View]] = {}
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor.numel():
-            space, view = _view_of(place, tensor)
+            space, view = _view_of(index, tensor)
             spaces.setdefault(space, []).append(view)
     groups = []
     for views in spaces.values():
-        whole = {view.place: view for view in views}
+        whole = {view.number: view for view in views}
         for cluster in _clusters(views):
-            groups += _connected([whole[view.place] for view in cluster])
+            groups += _connected([whole[view.number] for view in cluster])
     return groups
 
 
-def _view_of(place: int, tensor: torch.Tensor) -> tuple[object, _View]:
+def _view_of(index: int, tensor: torch.Tensor) -> tuple[object, _View]:
     address, size = tensor.data_ptr(), tensor.element_size()
     space: object = tensor.device
-    if not address:  # devices without addresses
+    if not address:  # The device has no addresses.
         space, address = (space, tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
-        return space, _View(place, address, (), tensor.numel() * size)
+        return space, _View(index, address, (), tensor.numel() * size)
     dims = sorted((stride * size, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     run = size
     while dims and dims[0][0] == run:
         run *= dims.pop(0)[1]
-    return space, _View(place, address, tuple(reversed(dims)), run)
+    return space, _View(index, address, tuple(reversed(dims)), run)
 
 
 def _clusters(views: list[_View]) -> Iterator[list[_View]]:
-    """Yield views that may share memory: their address ranges overlap.
+    """Yield groups of views whose address ranges overlap, so that they may share memory.
 
-    If they have their largest stride in common (columns of one matrix), then so do the ranges within one stride.
+    If the largest strides are equal (columns of one matrix), the ranges within one stride must overlap, too.
     """
     cluster: list[_View] = []
     end = 0
@@ -132,24 +133,24 @@ def _within_stride(cluster: list[_View]) -> Iterator[list[_View]]:
 
 
 def _connected(views: list[_View]) -> list[list[int]]:
-    """Return the positions of views that share memory, be it through others."""
+    """Return groups of views that share memory, directly or through other views of the group, by their numbers."""
     same: dict[object, list[int]] = {}
     distinct: list[_View] = []
     for view in sorted(views, key=lambda view: view.start):
-        places = same.setdefault(view[1:], [])
-        if not places:
+        numbers = same.setdefault(view[1:], [])
+        if not numbers:
             distinct.append(view)
-        places.append(view.place)
+        numbers.append(view.number)
     groups: list[list[_View]] = []
     for view in distinct:
-        merged, apart = [view], []
+        merged, disjoint = [view], []
         for group in groups:
             if any(_share_memory(view, other) for other in group):
                 merged += group
             else:
-                apart.append(group)
-        groups = [*apart, merged]
-    positions = [sorted(place for view in group for place in same[view[1:]]) for group in groups]
+                disjoint.append(group)
+        groups = [*disjoint, merged]
+    positions = [sorted(index for view in group for index in same[view[1:]]) for group in groups]
     return [found for found in positions if len(found) > 1]
 
 
@@ -170,18 +171,18 @@ class _Interface:
 
 
 def _as_array(view: _View) -> np.ndarray[Any, Any]:
-    """An array at the view's addresses, for numpy to compare; its memory is never read."""
+    """Return an array at the view's addresses for ``np.shares_memory``. Its memory is never read."""
     dims = [*view.dims, (1, view.run)]
     strides, shape = zip(*dims, strict=True)
     interface = {"version": 3, "typestr": "|u1", "data": (view.start, True), "shape": shape, "strides": strides}
     return np.asarray(_Interface(interface))
 
 
-# -- what they get
+# -- the contents of a group
 
 
 def _are_one(catalog: Catalog, members: Sequence[TensorTarget]) -> bool:
-    """Whether targets are the same view, and the checksums of what is stored for them are the same."""
+    """Whether targets are the same view and their stored contents have the same checksums."""
     first = members[0]
     return all(_form(one) == _form(first) for one in members) and all(
         _same_checksums(catalog, first, one) for one in members[1:]
@@ -190,8 +191,8 @@ def _are_one(catalog: Catalog, members: Sequence[TensorTarget]) -> bool:
 
 def _form(target: TensorTarget) -> object:
     tensor = target.tensor
-    lies = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return (target.box, tensor.dtype, *lies)
+    layout = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (target.box, tensor.dtype, *layout)
 
 
 def _same_checksums(catalog: Catalog, a: TensorTarget, b: TensorTarget) -> bool:
@@ -214,9 +215,9 @@ def _same_checksums(catalog: Catalog, a: TensorTarget, b: TensorTarget) -> bool:
 
 
 def _agree(catalog: Catalog, members: Sequence[TensorTarget], limit: int) -> bool:
-    """Whether targets that share memory can all have their content: read them, and copy them to a model of it."""
+    """Whether all targets that share memory can hold their contents. Reads the contents into a copy of that memory."""
     tensors = [one.tensor for one in members]
-    views = [_view_of(place, tensor)[1] for place, tensor in enumerate(tensors)]
+    views = [_view_of(index, tensor)[1] for index, tensor in enumerate(tensors)]
     base = min(view.start for view in views) & -16
     size = max(view.end for view in views) - base
     if 2 * sum(tensor.nbytes for tensor in tensors) + size > limit:
@@ -242,7 +243,7 @@ def _agree(catalog: Catalog, members: Sequence[TensorTarget], limit: int) -> boo
 
 
 def _copied_later(target: TensorTarget) -> TensorTarget:
-    """The target with memory of its own, which is copied to the target's tensor after all reads."""
+    """Return the target with a separate buffer, which is copied to the target's tensor after all reads."""
     own = torch.empty_like(target.tensor)
 
     def copy() -> None:

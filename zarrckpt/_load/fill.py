@@ -1,4 +1,4 @@
-"""Fill one rank's tensors: what other ranks need too is fetched by one of them and handed on, the rest by itself."""
+"""Fill the tensors of one rank. A subchunk that several ranks need is fetched by one of them and sent to the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zarrckpt._format.chunk_codec import Target, copy_shared, elements_of
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.grid import Box, Ints, intersect
 from zarrckpt._jobs import BytesBudget, Progress, in_thread, run_jobs
-from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, SubchunkRun, handed_bytes
+from zarrckpt._load.shared_reads import SharedMessage, ShareRound, Shares, SubchunkRun, overlap_bytes
 from zarrckpt._ranks.errors import StoppedByOthers
 from zarrckpt._ranks.messages import Channel, cut, is_intact, message_bytes, new_message, seal
 from zarrckpt._read.catalog import Catalog
@@ -34,19 +34,19 @@ from zarrckpt._state.tensors import CopiedTensor, can_view, raw_view, target_fau
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """Memory to fill with a box of an array."""
+    """A tensor to fill with a box of an array."""
 
     fqn: str
     box: Box
     tensor: torch.Tensor
     filled: Callable[[], None] = lambda: None
-    """Called when all of the load's tensors are filled."""
+    """Called when all tensors of the load are filled."""
     name: str = ""
-    """The flat name of the target in the state; default: the fqn."""
+    """The flat name of the target in the state, or '' if it is the fqn."""
 
 
 class _Target:
-    """One target, as memory: the tensor's own where that is raw CPU memory, otherwise memory that is copied to it."""
+    """One target as memory: the tensor's memory if it is raw CPU memory, otherwise a buffer that is copied to it."""
 
     def __init__(self, catalog: Catalog, target: TensorTarget) -> None:
         self.fqn, self.box, self.finish = target.fqn, target.box, target.filled
@@ -55,7 +55,7 @@ class _Target:
         self._tensor = target.tensor
         if (fault := target_fault(self._tensor)) is not None:
             raise KeyMismatchError(f"{self.fqn!r} {fault}")
-        # Once, not for each chunk: every call to torch releases the interpreter's lock, and then waits for it.
+        # Computed once, because each torch call releases the GIL and then waits until other threads release it.
         self._memory = self._raw_memory()
 
     @property
@@ -68,16 +68,16 @@ class _Target:
 
     @property
     def memory(self) -> Target:
-        """What takes the elements of the box."""
+        """The memory that receives the elements of the box."""
         return self._memory
 
     def jobs(self, chunk: Ints, memory: BytesBudget) -> list[Job]:
-        """What fills this target's part of a chunk that no other target here needs."""
+        """Return the jobs that fill this target from a chunk. No other target of this rank may need the chunk."""
         return self._stored.chunk_jobs(chunk, self.box, self._memory, memory)
 
     @cached_property
     def _stored(self) -> StoredArray:
-        # Once, not for each chunk; and only when something is read, since the tables cost a request.
+        # Computed once, and not before the first read, because the tables cost a request.
         return self._catalog.stored(self._node)
 
     def _raw_memory(self) -> Target:
@@ -106,30 +106,33 @@ class TensorReads:
         for target in targets:
             self._targets.setdefault(target.fqn, []).append(_Target(catalog, target))
         self._delivered: dict[tuple[str, Ints, Box], set[int]] = {}
-        """The numbers of the subchunks that other ranks handed on, by fqn, chunk and box of a target."""
+        """The numbers of the subchunks that :meth:`share` copied to targets, by fqn, chunk and box of the target."""
         self._lock = threading.Lock()
         self._total = sum(target.nbytes for target in self._all())
         self._done = 0
-        # What still writes to the targets must have ended.
+        # Waits for GPU work that still writes to the targets.
         self._memory = transfer_memory(self._limit, {target.device for target in self._all()})
         self.bytes_read = 0
-        """Bytes that this rank has fetched."""
+        """The number of bytes that this rank has fetched."""
 
     def _all(self) -> Iterator[_Target]:
         return (target for targets in self._targets.values() for target in targets)
 
     def read(self) -> None:
-        """Fill all targets with what others have not handed on. Raises CorruptCheckpointError naming array and key."""
+        """Read the elements that :meth:`share` did not deliver, and finish all targets.
+
+        Raises CorruptCheckpointError with the array and the key.
+        """
         self._run(self._own_jobs())
         for target in self._all():
             target.finish()
 
     def stop(self) -> None:
-        """End :meth:`read` soon, with an error: another rank has failed. Called in another thread."""
+        """Make :meth:`read` end soon, with an error, because another rank failed. Called in a different thread."""
         self._stopped = True
 
     def _own_jobs(self) -> Iterator[Callable[[], None]]:
-        """What this rank fetches for itself alone; a subchunk that several of its boxes share, once."""
+        """Yield the jobs for elements that were not delivered. A subchunk that several targets need is fetched once."""
         for fqn, targets in self._targets.items():
             if self._stopped:
                 raise StoppedByOthers
@@ -155,9 +158,9 @@ class TensorReads:
     def _counted(self, job: Job) -> None:
         self._count(*job())
 
-    def _read_run(self, wanted: SubchunkRun, needing: dict[int, list[_Target]]) -> None:
-        """Fetch neighbouring subchunks, and deliver each to the targets that need it."""
-        part = self._part(wanted)
+    def _read_run(self, run: SubchunkRun, needing: dict[int, list[_Target]]) -> None:
+        """Fetch consecutive subchunks, and copy each to the targets that need it."""
+        part = self._part(run)
         with fetched(part, self._memory) as (stored, scratch):
             self._count(len(stored), 0)
             for number, one in part.each(stored):
@@ -165,9 +168,9 @@ class TensorReads:
                 for target in needing[number]:
                     self._copy(part, number, elements, target)
 
-    def _part(self, wanted: SubchunkRun) -> ChunkPart:
-        array = self._catalog.stored(self._catalog.root.tensors[wanted.fqn])
-        return ChunkPart(array, wanted.chunk, wanted.numbers, array.table(wanted.chunk))
+    def _part(self, run: SubchunkRun) -> ChunkPart:
+        array = self._catalog.stored(self._catalog.root.tensors[run.fqn])
+        return ChunkPart(array, run.chunk, run.numbers, array.table(run.chunk))
 
     def _copy(self, part: ChunkPart, number: int, elements: RawArray, target: _Target) -> None:
         self._count(0, copy_shared(part.node, part.chunk, number, elements, target.box, target.memory))
@@ -183,20 +186,20 @@ class TensorReads:
     # -- together with other ranks
 
     def share(self, shares: Shares, channel: Channel) -> None:
-        """Fetch what this rank is to hand on, hand it on, and take what others have fetched, one round after the other.
+        """Fetch and send the runs that other ranks need, and receive those that other ranks fetched, round by round.
 
-        While a round's messages are on their way, the next round's runs are fetched. Raises PeerLost; what has arrived
-        until then is not read again by :meth:`read`.
+        While the messages of a round are sent, the runs of the next round are fetched. Raises PeerLost. :meth:`read`
+        does not read the delivered subchunks again.
         """
         steps = [*shares.values()]
         stored = self._fetched(steps[0] if steps else None)
-        for place, step in enumerate(steps):
+        for index, step in enumerate(steps):
             if self._stopped:
                 raise StoppedByOthers
             messages = [new_message(sum(self._sizes(message))) for message in step.sends]
             packs = self._packs(step, messages)
             self._run(partial(self._unpack, *row, packs.get(row[0], ())) for row in stored.items())
-            following = steps[place + 1] if place + 1 < len(steps) else None
+            following = steps[index + 1] if index + 1 < len(steps) else None
             with in_thread(partial(self._fetched, following), at_once=following is None) as stored_next:
                 sealed = list(map(seal, messages))
                 sends = [(rank, data) for data, sent in zip(sealed, step.sends, strict=True) for rank in sent.ranks]
@@ -206,68 +209,71 @@ class TensorReads:
                 received = [handle.wait() for handle in receives]
                 for handle in handles:
                     handle.wait()
-                self._run(partial(self._take, *row) for row in zip(step.receives, received, strict=True))
+                self._run(partial(self._receive, *row) for row in zip(step.receives, received, strict=True))
                 stored = stored_next()
 
     def _run(self, jobs: Iterable[Callable[[], None]]) -> None:
         run_jobs(jobs, self._catalog.store.useful_concurrency)
 
     def _fetched(self, step: ShareRound | None) -> dict[SubchunkRun, RawArray]:
-        """Fetch a round's runs; nothing after the last one."""
+        """Fetch and return the runs of a round. None stands for the end, and returns an empty dict."""
         reads = [] if step is None else step.reads
 
-        def one(wanted: SubchunkRun) -> RawArray:
+        def one(run: SubchunkRun) -> RawArray:
             if self._stopped:
                 raise StoppedByOthers
-            stored = fetch(self._part(wanted))
+            stored = fetch(self._part(run))
             self._count(len(stored), 0)
             return stored
 
-        found = run_jobs((partial(one, wanted) for wanted in reads), self._catalog.store.useful_concurrency)
+        found = run_jobs((partial(one, run) for run in reads), self._catalog.store.useful_concurrency)
         return dict(zip(reads, found, strict=True))
 
     def _sizes(self, message: SharedMessage) -> list[int]:
-        """The bytes of each part of a message."""
+        """Return the size in bytes of each part of a message."""
         nodes = self._catalog.root.tensors
-        return [handed_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for run, box in message.parts]
+        return [overlap_bytes(nodes[run.fqn], run.chunk, run.numbers, box) for run, box in message.parts]
 
     def _packs(self, step: ShareRound, messages: Sequence[RawArray]) -> dict[SubchunkRun, list[_Pack]]:
-        """Where what others need of each run goes."""
+        """Return the boxes of other ranks by run, each with its memory in the messages to send."""
         packs: dict[SubchunkRun, list[_Pack]] = {}
         for message, data in zip(step.sends, messages, strict=True):
-            for (wanted, box), out in zip(message.parts, cut(data, self._sizes(message)), strict=True):
-                packs.setdefault(wanted, []).append((box, out))
+            for (run, box), out in zip(message.parts, cut(data, self._sizes(message)), strict=True):
+                packs.setdefault(run, []).append((box, out))
         return packs
 
-    def _unpack(self, wanted: SubchunkRun, stored: RawArray, packs: Sequence[_Pack]) -> None:
-        """Check a run that was fetched here, deliver what this rank needs of it, pack what others do."""
-        part, targets = self._part(wanted), self._targets.get(wanted.fqn, [])
+    def _unpack(self, run: SubchunkRun, stored: RawArray, packs: Sequence[_Pack]) -> None:
+        """Check a run that this rank fetched, copy it to this rank's targets, and pack the elements for other ranks."""
+        part, targets = self._part(run), self._targets.get(run.fqn, [])
         begins = [0] * len(packs)
         with self._memory.take(unpacking_bytes(part.node)) as scratch:
             for number, one in part.each(stored):
                 elements = unpacked(part, number, one, scratch)
                 for target in targets:
                     self._copy(part, number, elements, target)
-                for place, (box, out) in enumerate(packs):
+                for index, (box, out) in enumerate(packs):
                     shared = intersect(elements_of(part.node, part.chunk, number), box)
                     if shared is not None:
-                        begin = begins[place]
-                        begins[place] += shared.size * part.node.dtype.itemsize
-                        cells = _as_elements(part, out[begin : begins[place]], shared)
+                        begin = begins[index]
+                        begins[index] += shared.size * part.node.dtype.itemsize
+                        cells = _as_elements(part, out[begin : begins[index]], shared)
                         copy_shared(part.node, part.chunk, number, elements, shared, cells)
         for target in targets:
-            self._note(wanted, target.box)
+            self._note(run, target.box)
 
-    def _take(self, message: SharedMessage, data: RawArray) -> None:
-        """Deliver what another rank has handed on, where it has arrived as it was sent."""
+    def _receive(self, message: SharedMessage, data: RawArray) -> None:
+        """Copy the elements of a message to the targets. If the message was altered, warn and copy nothing."""
         if not is_intact(data):
             source = message.ranks[0]
-            warn(f"what rank {source} of the load handed on has arrived altered, and is read from the store instead")
+            warn(
+                f"a message of rank {source} of the load was altered on the network: its checksum differs. Its "
+                "elements are read from the store instead"
+            )
             return
-        for (wanted, box), packed in zip(message.parts, cut(data, self._sizes(message)), strict=True):
-            part, begin = self._part(wanted), 0
-            targets = [target for target in self._targets.get(wanted.fqn, ()) if target.box == box]
-            for number in wanted.numbers:
+        for (run, box), packed in zip(message.parts, cut(data, self._sizes(message)), strict=True):
+            part, begin = self._part(run), 0
+            targets = [target for target in self._targets.get(run.fqn, ()) if target.box == box]
+            for number in run.numbers:
                 shared = intersect(elements_of(part.node, part.chunk, number), box)
                 if shared is None:
                     continue
@@ -276,16 +282,16 @@ class TensorReads:
                     target.memory[shared.region(box.offset)] = _as_elements(part, packed[begin:end], shared)
                     self._count(0, end - begin)
                 begin = end
-            self._note(wanted, box)
+            self._note(run, box)
 
-    def _note(self, wanted: SubchunkRun, box: Box) -> None:
-        """Note that a box has what it needs of a run."""
+    def _note(self, run: SubchunkRun, box: Box) -> None:
+        """Record that a box has its elements of a run."""
         with self._lock:
-            self._delivered.setdefault((wanted.fqn, wanted.chunk, box), set()).update(wanted.numbers)
+            self._delivered.setdefault((run.fqn, run.chunk, box), set()).update(run.numbers)
 
 
 _Pack = tuple[Box, RawArray]
-"""A box that another rank fills, and the memory in its message for what it needs of a run."""
+"""A box that another rank fills, and the memory in the message for the overlap of the box with a run."""
 
 
 def _as_elements(part: ChunkPart, data: RawArray, box: Box) -> RawArray:

@@ -1,4 +1,4 @@
-"""Which entries of a checkpoint a rank's targets take: every key, shape and dtype is checked before a byte is read."""
+"""The match of a rank's targets with entries of a checkpoint. Keys, shapes and dtypes are checked before any read."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from zarrckpt._state.per_rank import PerRank
 from zarrckpt._state.tensors import plain_tensor, target_fault
 from zarrckpt._state.torch_kinds import is_dtensor
 
-_ONE_SIDED = "strict=False skips what only one side has"
+_ONE_SIDED = "strict=False skips keys that only the state or only the checkpoint has"
 
 _STEPS = {
-    " has shape ": "shapes must match: build the model with the checkpoint's sizes, or leave these out",
+    " has shape ": "Shapes must match, so build the model with the checkpoint's sizes or leave these keys out",
     " has dtype ": "allow_cast=True converts dtypes",
     " is not in the checkpoint": _ONE_SIDED,
     " has no target": _ONE_SIDED,
 }
-"""What a difference between target and checkpoint says -> the next step."""
+"""The next step for each kind of difference, by a text in its description."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """The entries of a checkpoint, in its order: the form of each tensor, None for what is none; and their paths."""
+    """The entries of a checkpoint in stored order, with their paths. An entry that is no tensor is None."""
 
     entries: Mapping[str, SavedTensor | None]
     paths: Mapping[str, StatePath]
     value: Callable[[str], object] = lambda fqn: None
-    """Reads an entry that is no tensor."""
+    """Reads an entry that is not a tensor."""
     stored: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name -> that in the checkpoint, if entries were renamed."""
+    """The names of renamed entries in the checkpoint, by new name."""
     parameters: Mapping[objects.Levels, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    """Where each optimizer stands -> old and new names of its parameters."""
+    """The new names of each optimizer's renamed parameters by old name, by the keys of the optimizer in the state."""
 
 
 class Match:
-    """One rank's targets, and the entries that they take.
+    """The targets of one rank and their entries in the checkpoint.
 
-    Non-tensor targets are replaced by what was saved, whole containers included. Tensor targets are filled in place.
+    Non-tensor targets are replaced by the saved values or containers. Tensor targets are filled in place.
 
     Args:
-        strict: a target key that the checkpoint lacks raises KeyMismatchError; otherwise that target stays as it is.
+        strict: raise KeyMismatchError for a target key that the checkpoint lacks. Otherwise the target is unchanged.
         allow_cast: convert to the target's dtype instead of raising KeyMismatchError.
-        select: called with each flat name; targets for which it is false are left alone.
-        closed: flat names of dicts that take nothing where they are empty.
-        roots: containers that get entries that they lack; default: none do.
-        mine: returns those of some names in the checkpoint that are not another rank's.
+        select: called with each flat name. Targets for which it returns false are unchanged.
+        closed: flat names of dicts that load nothing if they are empty.
+        roots: containers that get the entries that they lack (default: none).
+        mine: given names in the checkpoint, returns those that do not belong to another rank.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Match:
             if isinstance(leaf, PerRank):
                 raise UnsupportedValueError(f"{fqn!r} {PER_RANK}")
         selected = {fqn: leaf for fqn, leaf in flat.items() if select(fqn)}
-        # The state of a module or an optimizer without entries asks for nothing.
+        # A module or optimizer with an empty state loads nothing.
         for fqn in selected.keys() & {*closed} - entries.keys():
             del selected[fqn]
         self._expand(selected, paths, saved)
@@ -93,21 +93,22 @@ class Match:
         self.loaded = sorted(selected.keys() & entries.keys())
         self._selected = selected
         self.paths = {fqn: roots.added.get(fqn) or paths[fqn] for fqn in self.loaded}
-        """Where each of these sits in the state."""
+        """The path in the state of each loaded entry."""
         self.leaves: dict[str, Any] = {}
-        """What takes each entry, by flat name, after :meth:`check`: for a sharded tensor what this rank holds of it."""
+        """The target of each entry by flat name, after :meth:`check`. For a sharded tensor, the parts of this rank."""
 
     def check(self, required: Callable[[str], bool] = lambda fqn: False) -> None:
-        """Raise KeyMismatchError listing all differences between targets and entries.
+        """Raise KeyMismatchError with all differences between targets and entries.
 
-        ``required`` is called with each flat name in the checkpoint that has no target; true makes it a difference.
+        ``required`` is called with each flat name in the checkpoint that has no target. If it returns true, the name is
+        a difference.
         """
         self._refuse({fqn: self._selected[fqn] for fqn in self.loaded}, required)
         for fqn in self.loaded:
             self.leaves[fqn] = held_of(fqn, self._target(fqn, self._selected[fqn]))
 
     def take(self, names: Iterable[str]) -> None:
-        """Load entries, too, that :attr:`roots` offers to take. After :meth:`check`."""
+        """Add offered entries of :attr:`roots` to the entries to load. Call it after :meth:`check`."""
         for fqn, path in self.roots.take(names).items():
             self._selected[fqn], self.paths[fqn] = None, path
             self.leaves[fqn] = self._target(fqn, None)
@@ -115,7 +116,7 @@ class Match:
         self.unexpected = [fqn for fqn in self.unexpected if fqn not in self._selected]
 
     def _expand(self, selected: dict[str, Any], paths: dict[str, StatePath], saved: Saved) -> None:
-        """Where a non-tensor target stands for a whole subtree of the checkpoint, ask for the entries below it."""
+        """Replace non-tensor targets that have a subtree in the checkpoint by the entries of this subtree."""
         absent = {fqn for fqn in selected if fqn not in self._entries and not isinstance(selected[fqn], torch.Tensor)}
         self._subtrees: dict[str, StatePath] = {}
         self._stem_of: dict[str, str] = {}
@@ -135,7 +136,7 @@ class Match:
             del selected[stem]
 
     def make_private(self, fqns: Iterable[str]) -> None:
-        """Replace tensor targets by new tensors, in the state too; other sharded tensors than DTensors stay."""
+        """Replace tensor targets by new tensors, also in the state. Sharded tensors other than DTensors are kept."""
         copied: set[tuple[Any, ...]] = set()
         for fqn in fqns:
             leaf = self._selected[fqn]
@@ -148,7 +149,7 @@ class Match:
             self._selected[fqn], self.leaves[fqn] = new, held_of(fqn, new)
 
     def _target(self, fqn: str, leaf: Any) -> Any:
-        """The memory to fill: the target itself, or a new CPU tensor where a value is to become one."""
+        """Return the target itself, or a new CPU tensor if the entry is a tensor and the target is a value."""
         entry = self._entries[fqn]
         if entry is not None and not isinstance(leaf, torch.Tensor):
             return _new_tensor(fqn, entry)
@@ -162,12 +163,12 @@ class Match:
         if faults:
             steps = {step: None for words, step in _STEPS.items() if any(words in fault for fault in faults)}
             raise KeyMismatchError(
-                f"{len(faults)} entries of the target and the checkpoint differ; nothing was loaded:{listed(faults)}\n"
-                f"{self._close_names()}{'; '.join([*steps, 'keys=[...] loads a part'])}"
+                f"{len(faults)} entries of the target and the checkpoint differ. Nothing was loaded:{listed(faults)}\n"
+                f"{self._close_names()}{'. '.join([*steps, 'keys=[...] loads only the named entries'])}"
             )
 
     def _close_names(self) -> str:
-        """Names in the checkpoint, without a target, that are like missing ones."""
+        """Return a hint with entries without a target whose names are similar to missing ones, or ''."""
         if not self._strict:
             return ""
         return did_you_mean(self.missing, self.unexpected, "rename= loads entries under other names")
@@ -179,17 +180,17 @@ class Match:
             return f"{fqn!r} {fault}"
         shape = global_shape(leaf)
         if entry is None:
-            return f"{fqn!r} is a tensor of shape {shape} in the target and a plain value in the checkpoint"
+            return f"{fqn!r} is a tensor of shape {shape} in the target, but a non-tensor value in the checkpoint"
         if shape != entry.shape:
             return f"{fqn!r} has shape {shape}, the checkpoint has {entry.shape}"
         if leaf.dtype != entry.dtype and not self._allow_cast:
             return f"{fqn!r} has dtype {leaf.dtype}, the checkpoint has {entry.dtype}"
         return None
 
-    # -- what is read
+    # -- reads
 
     def tensors(self) -> Iterator[TensorTarget]:
-        """The memory to fill: a target for each box of a tensor that this rank holds."""
+        """Yield a target for each box of a tensor that this rank holds."""
         for fqn, leaf in self.leaves.items():
             if self._entries[fqn] is None:
                 continue
@@ -199,21 +200,21 @@ class Match:
                 yield TensorTarget(fqn, Box((0,) * leaf.ndim, tuple(leaf.shape)), plain_tensor(leaf), name=fqn)
 
     def values(self) -> list[str]:
-        """The entries to read that are no tensors."""
+        """Return the names of the entries to read that are not tensors."""
         return [fqn for fqn in self.leaves if self._entries[fqn] is None]
 
     @property
     def replaced(self) -> list[str]:
-        """The entries whose targets are no tensors, in the checkpoint's order."""
+        """The names of the entries whose targets are not tensors, in the order of the checkpoint."""
         is_tensor = {fqn: isinstance(self._selected[fqn], torch.Tensor) for fqn in self.leaves}
         return [fqn for fqn in self._entries if is_tensor.get(fqn) is False]
 
     def finish(self, values: Mapping[str, object]) -> None:
-        """Put values and rebuilt subtrees into the state, after everything was read."""
+        """Store the values and the rebuilt subtrees in the state. Call it after all reads."""
         found = {**self.leaves, **values}
         below: dict[str, list[tuple[StatePath, Any]]] = {stem: [] for stem in self._subtrees}
         loaded: dict[str, Any] = {}
-        # In the checkpoint's order, which rebuilt dicts then have.
+        # In the order of the checkpoint, so that rebuilt dicts have the saved order.
         for fqn in self._entries:
             if fqn not in self.leaves:
                 continue
@@ -237,15 +238,15 @@ class Match:
 
 def _new_tensor(fqn: str, entry: SavedTensor) -> torch.Tensor:
     try:
-        # Whatever the default device is.
+        # The default device may not be the CPU.
         return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     except RuntimeError as err:
         raise CheckpointError(
-            f"{fqn!r} has the shape {entry.shape} in the checkpoint, more than can be allocated here: load it "
-            "into a sharded tensor, or leave the key out"
+            f"{fqn!r} has shape {entry.shape} in the checkpoint, which needs more memory than can be allocated. Load "
+            "it into a sharded tensor, or leave the key out"
         ) from err
 
 
 def without_target(fqn: str) -> str:
-    """The message for an entry that has no target."""
+    """Return the message for an entry that has no target."""
     return f"{fqn!r} is in the checkpoint and has no target"

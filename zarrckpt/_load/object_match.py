@@ -1,4 +1,4 @@
-"""The targets of ``load`` in a user's state: modules, optimizers and other objects, on one rank and on all."""
+"""The targets of ``load`` in the user's state (modules, optimizers and other objects), and checks over all ranks."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from zarrckpt._state.optimizers import SavedEntries, SavedTensor
 from zarrckpt._state.per_rank import LoadedRanks, OwnPart
 
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\.")
-"""Prefix of the names of options of an optimizer's parameter group."""
+"""The prefix of the names in an optimizer's parameter group."""
 
 
 @record
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What one rank tells the coordinator of a load, about names that need a target on some rank.
+    """One rank's message to the coordinator about names that need a target on at least one rank.
 
-    A pattern, or an entry of a module, may have its target on another rank: the stages of a pipeline, experts. Entries
-    are bits of two masks over all of the checkpoint's, in its order: 1,000 bytes per rank for 4,000 entries.
+    The target of a pattern or of a module's entry may be on another rank (pipeline stages, experts). Entries are bits
+    of three masks over all entries of the checkpoint, in its order: 1,500 bytes per rank for 4,000 entries.
     """
 
     idle: list[str]
-    """Patterns that match no target of this rank."""
-    owed: np.ndarray[Any, Any]
-    """Entries below its modules and optimizers for which it has no target."""
+    """The patterns that match no target of this rank."""
+    unmatched: np.ndarray[Any, Any]
+    """The entries below this rank's modules and optimizers that have no target on this rank."""
     targets: np.ndarray[Any, Any]
-    """Entries for which it has one."""
+    """The entries that have a target on this rank."""
     offered: np.ndarray[Any, Any]
-    """Entries that its containers take if no rank has a target for them."""
+    """The entries that this rank's containers load if no rank has a target for them."""
 
 
 class ObjectMatch:
-    """The targets of ``load``: modules, optimizers and other Stateful objects too, through their state dicts.
+    """The targets of ``load``, including modules, optimizers and other Stateful objects through their state dicts.
 
     Args:
         keys: as for :func:`zarrckpt.load`. strict, allow_cast: as for :class:`Match`.
@@ -64,7 +64,7 @@ class ObjectMatch:
         self, saved: Saved, state: Mapping[str, Any], keys: Sequence[str] | None, *, strict: bool, allow_cast: bool
     ) -> None:
         self._saved = saved.entries
-        """The checkpoint's own entries: without the parts of stacks, which differ between ranks."""
+        """The entries of the checkpoint without the parts of stacks, which differ between ranks."""
         self._stored, self._parameters = saved.stored, saved.parameters
         self._strict = strict
         self._patterns = keys
@@ -72,7 +72,7 @@ class ObjectMatch:
         self._ranks = LoadedRanks(saved.paths)
         known = _with_parts(saved, self._ranks.parts)
         self._refuse_idle_patterns({*known.entries})
-        # With an option of a group, the names of its parameters are needed: they tell which group here takes it.
+        # An option of a group also needs the names of its parameters, which identify the group in the state.
         if keys is not None:
             groups = (_GROUP.match(name) for name in known.entries if self._is_asked_for(name))
             self._group_names = {f"{group[0]}params" for group in groups if group}
@@ -101,7 +101,7 @@ class ObjectMatch:
         if lost := sorted(self._match.roots.lost):
             warn(
                 f"the checkpoint lacks {count_text(len(lost), 'tensor')} that Stateful objects and PerRanks of the "
-                f"state have, and these get the saved state without them: {lost[:5]}"
+                f"state have: {lost[:5]}. These objects get the saved state without the tensors"
             )
 
     def _roots(self, allow_cast: bool) -> Roots:
@@ -117,7 +117,10 @@ class ObjectMatch:
         )
 
     def _check(self) -> None:
-        """What differs on this rank; and only then also its modules' entries that have no target here."""
+        """Raise KeyMismatchError for differences on this rank.
+
+        If there are any, the error also lists entries of modules and optimizers without a target on this rank.
+        """
         try:
             self._match.check(self._is_own_of_an_object)
         except KeyMismatchError:
@@ -128,7 +131,7 @@ class ObjectMatch:
 
     @property
     def loaded(self) -> list[str]:
-        """The names that have a target here, sorted."""
+        """The names in the checkpoint that have a target on this rank, sorted."""
         return self._match.loaded
 
     @property
@@ -138,17 +141,17 @@ class ObjectMatch:
 
     @property
     def unexpected(self) -> list[str]:
-        """The names in the checkpoint that have no target here, sorted."""
+        """The names in the checkpoint that have no target on this rank, sorted."""
         return self._ranks.without_others(self._match.unexpected)
 
     def take(self, mask: np.ndarray[Any, Any]) -> None:
-        """Load entries, too, that containers here offer to take; the mask is that of :meth:`check_all`."""
+        """Add entries that this rank's containers offered. ``mask`` is the result of :meth:`check_all`."""
         self._match.take(self._named(mask))
 
     def description(self) -> Description:
-        """The boxes that this rank is to fill, as other ranks must know them to share what they read.
+        """Return the boxes that this rank is to fill. Ranks exchange these to plan shared reads.
 
-        Parts of stacks are not among them: each rank reads its own. Nor is what :meth:`take` adds.
+        Excludes parts of stacks, which each rank reads itself, and entries that :meth:`take` adds.
         """
         shardings: dict[Sharding, int] = {}
         entries = []
@@ -160,44 +163,44 @@ class ObjectMatch:
         return Description(tuple(entries), tuple(shardings))
 
     def tensors(self) -> Iterator[TensorTarget]:
-        """The memory to fill."""
+        """Yield the tensors to fill."""
         for target in self._match.tensors():
             part = self._ranks.parts.get(target.fqn)
             target = target if part is None else _in_stack(target, part)
             yield dataclasses.replace(target, fqn=self.stored(target.fqn))
 
     def make_private(self, names: Iterable[str], *, optimizers: bool = False) -> None:
-        """Give new tensors to those targets that a Stateful owns, or an optimizer: it takes back what it is given."""
+        """Replace targets of Stateful objects (or of optimizers) by new tensors. ``restore`` passes these to them."""
         owners = [target.prefix for target in self.plain.optimizers] if optimizers else self.plain.statefuls
         self._match.make_private(name for name in names if name.startswith(tuple(owners)))
 
     def values(self) -> list[str]:
-        """The entries to read that are no tensors."""
+        """Return the names of the entries to read that are not tensors."""
         return self._match.values()
 
     def record(self, read: ReadEntries, values: Mapping[str, object]) -> None:
-        """Record all entries that were read, before objects take them."""
+        """Record all entries that were read. Call it before :meth:`restore`."""
         roots = self._match.roots
         moved = _lists_with_gaps(self._match.paths[fqn] for fqn in self._match.leaves)
         for fqn, leaf in {**self._match.leaves, **values}.items():
             path = self._match.paths[fqn]
             if moved and any(path[:depth] in moved for depth in range(len(path))):
                 continue
-            # An object may have no use for an entry that its own state does not have.
+            # A Stateful may ignore an entry that its state does not have.
             if not (fqn in roots.added or fqn in roots.offered) or not self.plain.is_of_stateful(fqn):
                 read.record(fqn, leaf)
 
     def replaced(self) -> list[tuple[str, StatePath]]:
-        """The entries that were put into plain containers, beside tensors that were filled in place; and their paths.
+        """Return the entries that were stored in plain containers, with their paths.
 
-        Those of objects are not among them.
+        Excludes tensors that were filled in place and entries of objects.
         """
         own = [objects.prefix_of(keys) for keys, _ in self.plain.restore]
         rows = ((fqn, self._match.paths[fqn]) for fqn in self._match.replaced)
         return [(fqn, path) for fqn, path in rows if not any(f"{fqn}.".startswith(prefix) for prefix in own)]
 
     def current_state(self, state: Mapping[str, Any]) -> objects.PlainState:
-        """The state after :meth:`restore`, under the names of the targets."""
+        """Return the state after :meth:`restore`, with the names of the targets."""
         return objects.for_check(state, self.plain, self._ranks.source)
 
     def stored(self, name: str) -> str:
@@ -205,38 +208,38 @@ class ObjectMatch:
         return self._stored.get(name, name)
 
     def finish(self, values: Mapping[str, object]) -> None:
-        """Put values and rebuilt subtrees into the plain state, after everything was read."""
+        """Store values and rebuilt subtrees in the plain state. Call it after all reads."""
         self._match.finish({name: self._with_new_names(name, value) for name, value in values.items()})
 
     def _with_new_names(self, name: str, value: object) -> object:
         """Rename the parameters of an optimizer's groups."""
-        for place, names in self._parameters.items():
-            if isinstance(value, list) and objects.rest_below(name, (*place, "param_groups")) is not None:
+        for levels, names in self._parameters.items():
+            if isinstance(value, list) and objects.rest_below(name, (*levels, "param_groups")) is not None:
                 return [names.get(item, item) if isinstance(item, str) else item for item in value]
         return value
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Objects take their state dicts back; then the user's state has the rest."""
+        """Pass the loaded state dicts to the objects, then store the other entries in the user's state."""
         self.plain.restore_objects()
         for key, loaded in self.plain.state.items():
             back = objects.put_loaded(state[key], loaded)
             if back is not state[key]:
                 state[key] = back
 
-    # -- what needs a target on some rank
+    # -- checks over all ranks
 
     def findings(self) -> Findings:
-        """What the coordinator must know of this rank's targets."""
+        """Return this rank's message to the coordinator."""
         names = [*self.loaded, *self.missing]
         idle = [p for p in self._patterns or () if not any(matches(name, p) for name in names)]
-        owed = _mask(self._saved, {name for name in self.unexpected if self._is_of_an_object(name)})
+        unmatched = _mask(self._saved, {name for name in self.unexpected if self._is_of_an_object(name)})
         offered = _mask(self._saved, self._match.roots.offered)
-        return Findings(idle, owed, _mask(self._saved, {*self.loaded}), offered)
+        return Findings(idle, unmatched, _mask(self._saved, {*self.loaded}), offered)
 
     def check_all(self, found: Sequence[Findings]) -> np.ndarray[Any, Any]:
-        """Raise KeyMismatchError, if strict, for a pattern or a module's entry that has no target on any rank.
+        """If strict, raise KeyMismatchError for a pattern or a module's entry that has no target on any rank.
 
-        Returns a mask of the entries that :meth:`take` is to add, on each rank that has offered them.
+        Returns a mask of the entries that :meth:`take` adds on each rank that offered them.
         """
         if self._strict:
             self._refuse_left(found)
@@ -253,22 +256,22 @@ class ObjectMatch:
         idle = [p for p in self._patterns or () if all(p in one.idle for one in found)]
         if idle:
             raise KeyMismatchError(
-                f"keys={idle} match no target in the state, so nothing would be loaded for them; it has, for example, "
+                f"keys={idle} match no target in the state. Nothing was loaded. The state has, for example, "
                 f"{sorted(flatten(self.plain.state)[0])[:5]}"
             )
-        owed = np.bitwise_or.reduce([one.owed for one in found])
-        left = owed & ~np.bitwise_or.reduce([one.targets for one in found])
+        unmatched = np.bitwise_or.reduce([one.unmatched for one in found])
+        left = unmatched & ~np.bitwise_or.reduce([one.targets for one in found])
         names = self._named(left)
         if names:
             shown = listed([without_target(name) for name in names])
             raise KeyMismatchError(
-                f"the modules and optimizers of the state lack {len(names)} of their entries in the checkpoint, on all "
-                f"ranks; nothing was loaded:{shown}\n{self._close_names(names)}"
-                "strict=False leaves these out, keys=[...] loads a part"
+                f"{len(names)} entries of modules and optimizers in the checkpoint have no target on any rank. Nothing "
+                f"was loaded:{shown}\n{self._close_names(names)}"
+                "strict=False skips these entries. keys=[...] loads only the named entries"
             )
 
     def _warn_of_idle_objects(self, found: Sequence[Findings]) -> None:
-        """Warn of modules and optimizers that get nothing: the checkpoint may have them under other names."""
+        """Warn if a module or optimizer gets no entry, because the checkpoint may have it under a different name."""
         names = self._named(np.bitwise_or.reduce([one.targets for one in found]))
         names += self._ranks.parts
         for prefix in self.plain.exact:
@@ -277,14 +280,14 @@ class ObjectMatch:
                 warn(f"{prefix[:-1]!r} got none of its entries from the checkpoint, which has, for example, {some}")
 
     def _close_names(self, names: list[str]) -> str:
-        """What the optimizers here call the parameters that entries without a target may be of."""
+        """Return a hint with parameters of the state whose names are similar to entries without a target, or ''."""
         for target in self.plain.optimizers:
             stem = f"{target.prefix}state."
             named = any(name.startswith(stem) and not name[len(stem) :].partition(".")[0].isdigit() for name in names)
             if named and all(isinstance(name, int) for group in target.groups for name in group):
                 return (
-                    f"Without its module in the state, the parameters of {target.prefix[:-1]!r} have only numbers, and "
-                    "the checkpoint has names: put the module into the state, too\n"
+                    f"Without its module in the state, the parameters of {target.prefix[:-1]!r} have only numbers, but "
+                    "the checkpoint has names. To load it, put the module into the state, too\n"
                 )
         close = {
             name: own
@@ -294,10 +297,10 @@ class ObjectMatch:
         }
         shown = [f"\n  {name!r}: {', '.join(map(repr, own))}" for name, own in itertools.islice(close.items(), 5)]
         if shown:
-            return f"Parameters of the state with names like these:{''.join(shown)}\n"
+            return f"Parameters of the state with similar names:{''.join(shown)}\n"
         return did_you_mean(names, self.loaded, "rename= loads entries under other names")
 
-    # -- what is asked for
+    # -- selected names
 
     def _is_asked_for(self, fqn: str) -> bool:
         if fqn in self._ranks.kept:
@@ -307,7 +310,7 @@ class ObjectMatch:
         return any(matches(fqn, pattern) for pattern in self._patterns)
 
     def _is_own_of_an_object(self, fqn: str) -> bool:
-        # No other rank can have the target of what this one keeps for itself.
+        # No other rank can have the target of this rank's part of a stack.
         return fqn in self._ranks.parts and self._is_of_an_object(fqn)
 
     def _is_of_an_object(self, fqn: str) -> bool:
@@ -316,7 +319,7 @@ class ObjectMatch:
     def _refuse_idle_patterns(self, names: set[str]) -> None:
         idle = [p for p in self._patterns or () if not any(matches(name, p) for name in names)]
         if idle:
-            raise KeyMismatchError(f"keys={idle} match nothing in the checkpoint; {hint(idle[0], sorted(names))}")
+            raise KeyMismatchError(f"keys={idle} match nothing in the checkpoint: {hint(idle[0], sorted(names))}")
 
 
 def _is_below(prefix: str) -> Callable[[str], bool]:
@@ -324,9 +327,9 @@ def _is_below(prefix: str) -> Callable[[str], bool]:
 
 
 def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
-    """The entries of a checkpoint, with an entry for each of a rank's parts of stacks.
+    """Return the entries of a checkpoint, with an additional entry for each of a rank's parts of stacks.
 
-    A rank's own entries come in the order of the first rank's, with a part in the place of its stack.
+    A rank's entries have the order of the first rank's entries. A part follows its stack.
     """
     if not parts:
         return saved
@@ -353,13 +356,13 @@ def _with_parts(saved: Saved, parts: Mapping[str, OwnPart]) -> Saved:
 
 
 def _in_stack(target: TensorTarget, part: OwnPart) -> TensorTarget:
-    """The target for a rank's part of a stack that fills the memory of its own tensor."""
+    """Return a target that fills the tensor of ``target`` from this rank's part of a stack."""
     box = Box((part.place, *target.box.offset), (1, *target.box.shape))
     return TensorTarget(part.stack, box, target.tensor[None], name=target.name)
 
 
 def _lists_with_gaps(paths: Iterable[StatePath]) -> set[tuple[str | int, ...]]:
-    """The lists of which some positions are not loaded, by their paths: others move up if a list is made anew."""
+    """Return the paths of lists of which some indices are not loaded. If rebuilt, their items get other indices."""
     positions: dict[tuple[str | int, ...], set[str | int]] = {}
     for path in paths:
         for depth, container in enumerate(path.containers):

@@ -1,4 +1,4 @@
-"""The check after a load: flatten the state again, as a save does, and compare it with the entries that were read."""
+"""The check after a load. It flattens the state again, as a save does, and compares it with the entries read."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from zarrckpt._state.tensors import plain_tensor
 
 @dataclass(frozen=True)
 class _ReadTensor:
-    """The form of a target, and a checksum of each of its boxes, right after the read."""
+    """The shape and dtype of a target, and a checksum of each of its boxes, directly after the read."""
 
     shape: Ints
     dtype: torch.dtype
     boxes: Mapping[Ints, tuple[Box, int | None]]
     number: complex | None
-    """The value of a tensor of one element."""
+    """The value if the tensor has one element."""
 
 
 @dataclass(frozen=True)
 class _ReadValue:
-    """A copy of a value that was read: load_state_dict may change the value itself."""
+    """A copy of a value that was read. load_state_dict may change the value itself."""
 
     form: object
     digest: bytes | None
@@ -42,8 +42,8 @@ class ReadEntries:
     """The entries of a load by flat name, as they were read.
 
     Args:
-        full: compare all elements of tensors, instead of a sample of the larger ones.
-        allow_cast: objects may convert what they take to another dtype.
+        full: compare all elements of tensors. Otherwise large tensors are compared by a sample.
+        allow_cast: accept tensors that an object converted to another dtype.
     """
 
     def __init__(self, *, full: bool, allow_cast: bool) -> None:
@@ -53,7 +53,7 @@ class ReadEntries:
         self._read: dict[str, _ReadTensor | _ReadValue] = {}
 
     def record(self, fqn: str, leaf: Any) -> None:
-        """Remember an entry: a value, or a target after it was filled. Copies at most 64 KiB of a tensor."""
+        """Record an entry: a value, or a target after it was filled. Copies at most 64 KiB of a tensor."""
         if not isinstance(leaf, HeldTensor | torch.Tensor):
             self._read[fqn] = _ReadValue(json_values.encode_json(leaf), content_digest(fqn, leaf))
             return
@@ -62,9 +62,9 @@ class ReadEntries:
         self._read[fqn] = _ReadTensor(global_shape(leaf), leaf.dtype, pieces, _one_element(leaf))
 
     def record_groups(self, optimizer: OptimizerTarget) -> None:
-        """Record an optimizer's parameter groups as it was given them, in place of the checkpoint's.
+        """Record the parameter groups that an optimizer was given, and drop those of the checkpoint.
 
-        A checkpoint may have the same parameters in groups of another order.
+        The two differ if the checkpoint has the same parameters in groups of another order.
         """
         prefix = f"{optimizer.prefix}param_groups."
         for fqn in [fqn for fqn in self._read if fqn.startswith(prefix)]:
@@ -73,15 +73,15 @@ class ReadEntries:
             self.record(f"{optimizer.prefix}{fqn}", leaf)
 
     def differences(self, now: PlainState) -> tuple[dict[str, str], list[str]]:
-        """Compare with the state now.
+        """Compare the recorded entries with the current state.
 
-        Returns the names of the entries that changed, with a description of the change, and the names of those that are
-        gone. Entries of objects that were not asked, or raised an error, are left out.
+        Returns the names of changed entries with a description of the change, and the names of missing entries. Entries
+        of objects whose state_dict was not called, or raised an error, are skipped.
         """
         changed: dict[str, str] = {}
         gone = []
         found, _ = flatten(now.state)
-        inner = {fqn[:place] for fqn in found for place, letter in enumerate(fqn) if letter == "."}
+        inner = {fqn[:index] for fqn in found for index, letter in enumerate(fqn) if letter == "."}
         for fqn, read in self._read.items():
             if any(f"{fqn}.".startswith(prefix) for prefix in (*now.unreadable, *now.unasked)):
                 continue
@@ -90,7 +90,7 @@ class ReadEntries:
                 if difference:
                     changed[fqn] = difference
             elif fqn in inner:
-                changed[fqn] = "is a container of entries now"
+                changed[fqn] = "is now a container of other entries"
             else:
                 gone.append(fqn)
         return changed, gone
@@ -100,22 +100,24 @@ class ReadEntries:
             return (
                 None
                 if _is_value(fqn, read, now)
-                else f"was read as {_described_value(read)}, and is {_described_value(now)}"
+                else f"was read as {_described_value(read)}, but is {_described_value(now)}"
             )
         if not isinstance(now, HeldTensor | torch.Tensor):
             now = held_of(fqn, now)
         if not isinstance(now, HeldTensor | torch.Tensor):
             return (
-                None if read.number is not None and now == read.number else f"is no tensor, but {_described_value(now)}"
+                None
+                if read.number is not None and now == read.number
+                else f"was read as a tensor, but is {_described_value(now)}"
             )
         held = held_of(fqn, now)
         if global_shape(held) != read.shape:
-            return f"was read with the shape {read.shape}, and has the shape {global_shape(held)}"
+            return f"was read with shape {read.shape}, but has shape {global_shape(held)}"
         if held.dtype != read.dtype and not self._allow_cast:
-            return f"was read as {read.dtype}, and is {held.dtype}"
+            return f"was read with dtype {read.dtype}, but has dtype {held.dtype}"
         pieces = {box.offset: (box, piece) for box, piece in _pieces(held)}
         if {box for box, _ in pieces.values()} != {box for box, _ in read.boxes.values()}:
-            return None  # sharded in another way: this rank has not read what it holds now
+            return None  # The sharding has changed, so this rank did not read the elements that it holds now.
         for offset, (_, piece) in pieces.items():
             expected = read.boxes[offset][1]
             if held.dtype != read.dtype:
@@ -128,12 +130,12 @@ class ReadEntries:
     def _checksum(self, fqn: str, piece: torch.Tensor) -> int | None:
         try:
             return tensor_checksum(fqn, piece, full=self._full)
-        except UnsupportedValueError:  # a wrapper around other tensors has no elements to compare
+        except UnsupportedValueError:  # A wrapper around other tensors has no elements to compare.
             return None
 
 
 def _pieces(leaf: Any) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The boxes of a tensor that this rank holds, with their memory."""
+    """Yield the boxes of a tensor that this rank holds, with their memory."""
     if isinstance(leaf, HeldTensor):
         yield from ((box, leaf.piece(box.offset)) for box in leaf.boxes)
     else:
@@ -145,7 +147,7 @@ def _pieces_of(leaf: Any) -> dict[Ints, torch.Tensor]:
 
 
 def _one_element(leaf: Any) -> complex | None:
-    """The value of a tensor of one element; None for others."""
+    """Return the value of a tensor of one element, and None for other tensors."""
     if isinstance(leaf, HeldTensor) or leaf.numel() != 1 or leaf.is_meta:
         return None
     number: complex = leaf.detach().item()
@@ -153,7 +155,7 @@ def _one_element(leaf: Any) -> complex | None:
 
 
 def _is_value(fqn: str, read: _ReadValue, now: Any) -> bool:
-    """Whether an object holds a value that was read: containers of other types with equal items are equal."""
+    """Whether an object holds a value that was read. Containers of different types with equal items count as equal."""
     if isinstance(now, torch.Tensor) and now.numel() == 1 and isinstance(read.form, int | float):
         return bool(now.detach().item() == read.form)
     if read.form is json_values.NOT_JSON:
@@ -163,7 +165,7 @@ def _is_value(fqn: str, read: _ReadValue, now: Any) -> bool:
 
 
 def _loose(value: Any) -> Any:
-    """A form of a value that is equal for equal values in containers and numbers of other types."""
+    """Return a form of a value for comparison, which ignores the types of containers and numbers."""
     if isinstance(value, Mapping):
         return {key: _loose(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

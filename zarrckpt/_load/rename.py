@@ -1,4 +1,4 @@
-"""``load(rename=...)``: the entries of a checkpoint under the names that they have in the state."""
+"""``load(rename=...)``: give the entries of a checkpoint their names in the state."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from zarrckpt._load.match import Saved
 from zarrckpt._state.objects import Levels, rest_below
 
 Rename = Mapping[str, str] | Callable[[str], str]
-"""Beginnings of names in the checkpoint -> those in the state; or a function of a whole name."""
+"""A dict from name prefixes in the checkpoint to prefixes in the state, or a function of a name."""
 
 
 def renamed(saved: Saved, rename: Rename, trained: Sequence[tuple[Levels, Levels]]) -> Saved:
     """Return the entries of a checkpoint under new names, in the same order.
 
-    ``trained`` has, for each optimizer in the state, its own place and that of its module: state of a parameter that is
-    renamed in the module gets the new name, too.
+    ``trained`` has, for each optimizer in the state, the keys of the optimizer and of its module. If a parameter is
+    renamed in the module, its optimizer state is renamed, too.
 
-    Raises KeyMismatchError for two entries that get one name, and for a beginning that no entry has.
+    Raises KeyMismatchError if two entries get the same name, or if no entry has a prefix.
     """
     names = _new_names(saved, rename)
     parameters: dict[Levels, dict[str, str]] = {}
@@ -32,8 +32,8 @@ def renamed(saved: Saved, rename: Rename, trained: Sequence[tuple[Levels, Levels
     for old, new in names.items():
         if (other := stored.setdefault(new, old)) != old:
             raise KeyMismatchError(
-                f"rename= gives two entries of the checkpoint the name {new!r}: {other!r} and {old!r}; nothing was "
-                "loaded: rename one of them to another name"
+                f"rename= gives two entries of the checkpoint the name {new!r}: {other!r} and {old!r}. Nothing was "
+                "loaded. Give one of them a different name"
             )
     return dataclasses.replace(
         saved,
@@ -50,7 +50,9 @@ def _new_names(saved: Saved, rename: Rename) -> dict[str, str]:
         names = {name: rename(name) for name in saved.entries}
         for old, new in names.items():
             if not isinstance(new, str) or not new:
-                raise KeyMismatchError(f"rename({old!r}) returned {new!r}, expected the name of the entry in the state")
+                raise KeyMismatchError(
+                    f"rename({old!r}) returned {new!r}, expected a non-empty str, the entry's name in the state"
+                )
         return names
     longest_first = sorted(rename, key=len, reverse=True)
     used = set()
@@ -61,7 +63,7 @@ def _new_names(saved: Saved, rename: Rename) -> dict[str, str]:
         names[name] = name if begin is None else f"{rename[begin]}{name[len(begin) :]}"
     if idle := [begin for begin in rename if begin not in used]:
         raise KeyMismatchError(
-            f"rename= has {idle}, which no entry of the checkpoint begins with; nothing was loaded; "
+            f"nothing was loaded, because no entry of the checkpoint begins with the prefixes {idle} of rename=: "
             f"{hint(idle[0].rstrip('.'), saved.entries)}"
         )
     return names
@@ -73,7 +75,10 @@ def _begins(name: str, begin: str) -> bool:
 
 
 def _new_parameters(names: Mapping[str, str], module: Levels) -> dict[str, str]:
-    """Old -> new names of the parameters of a module. Its place has as many keys in the checkpoint."""
+    """Return the new names of a module's renamed parameters, by old name.
+
+    Assumes that the module has the same number of keys above it in the checkpoint as in the state.
+    """
     found = {}
     for old, new in names.items():
         own = rest_below(new, module) if old != new else None
@@ -93,7 +98,7 @@ def _in_optimizer(name: str, optimizer: Levels, parameters: Mapping[str, str]) -
 
 
 def _new_path(path: StatePath, name: str) -> StatePath:
-    """The path for a new name. The ranks of a stack stay where they are."""
+    """Return the path for a new name. The key of a stack that has one tensor per rank is not renamed."""
     if path.fqn == name:
         return path
     level = path.rank_at
@@ -103,8 +108,8 @@ def _new_path(path: StatePath, name: str) -> StatePath:
     above, below = above.removeprefix("."), below.removesuffix(".")
     if not rank or bool(above) != bool(level) or bool(below) != (level + 1 < len(path)):
         raise KeyMismatchError(
-            f"rename= makes {name!r} of {path.fqn!r}, expected a name with {path[level]!r} in it: the entry has one "
-            "tensor of each rank"
+            f"rename= gives {path.fqn!r} the name {name!r}, expected a name that contains the key {path[level]!r}, "
+            "because the entry has one tensor per rank"
         )
     first = _new_keys(StatePath(path.keys[:level], path.containers[:level]), above) if above else ((), ())
     last = _new_keys(StatePath(path.keys[level + 1 :], path.containers[level + 1 :]), below) if below else ((), ())
@@ -113,7 +118,7 @@ def _new_path(path: StatePath, name: str) -> StatePath:
 
 
 def _new_keys(path: StatePath, name: str) -> tuple[tuple[object, ...], tuple[str, ...]]:
-    """The keys for a new name, and what holds them: those that both have at the beginning and at the end stay."""
+    """Return the keys of a new name and their container types. Equal keys at the beginning and the end are kept."""
     first = 0
     while first < len(path) - 1 and f"{name}.".startswith(f"{'.'.join(map(str, path[: first + 1]))}."):
         first += 1
@@ -123,7 +128,7 @@ def _new_keys(path: StatePath, name: str) -> tuple[tuple[object, ...], tuple[str
         last -= 1
     tail = "".join(f".{key}" for key in path[last:])
     middle = f".{rest}"[: len(rest) + 1 - len(tail)].removeprefix(".")
-    # One key stays one: a module's state has keys with dots.
+    # A single key with dots stays a single key, as in the state of a module.
     is_one = last - first == 1 and "." in str(path[first])
     new = [middle] if is_one else [key for key in middle.split(".") if key]
     keys = (*path.keys[:first], *new, *path.keys[last:])

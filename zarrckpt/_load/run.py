@@ -38,7 +38,7 @@ from zarrckpt._store import StoreSpec, Url
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Where to load from, and how: the arguments of ``load``, checked."""
+    """The checked arguments of ``load``."""
 
     spec: StoreSpec
     strict: bool
@@ -48,7 +48,7 @@ class LoadRequest:
     options: LoadOptions
     progress: Progress | None
     droppable: frozenset[str] = frozenset()
-    """Keys of the state whose dicts nobody but the call holds."""
+    """The keys of the state whose dicts are referenced only by the call, so that loaded values would be lost."""
     rename: Rename | None = None
 
     @classmethod
@@ -65,14 +65,12 @@ class LoadRequest:
         allow_cast: bool = False,
         progress: Progress | None = None,
     ) -> LoadRequest:
-        """From the arguments of :func:`zarrckpt.load`. Raises TypeError and ValueError naming the argument."""
+        """Check the arguments of :func:`zarrckpt.load`. Raises TypeError or ValueError with the argument's name."""
         options = checked_options(options, LoadOptions)
         spec = StoreSpec(url, storage_options, concurrency=options.concurrency)
         patterns = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
         if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
-            raise TypeError(
-                f"rename must be a dict of beginnings of names or a callable, got a {type(rename).__name__}"
-            )
+            raise TypeError(f"rename must be a dict of name prefixes or a callable, got a {type(rename).__name__}")
         return cls(spec, strict, patterns, allow_pickle, allow_cast, options, progress, rename=rename)
 
 
@@ -100,17 +98,17 @@ def _load_together(state: dict[str, Any], request: LoadRequest, rounds: Rounds) 
     asked, taken = rounds.merge("what they load", load.matched, load.check_all)
     shares = _shares(load, asked, rounds) if asked is not None else None
     rounds.merge("what they read", partial(load.read, shares, taken), lambda _: None, load.stop)
-    # Only after all have read, so that an error on one rank leaves the objects of all ranks unchanged.
+    # After all ranks have read, so that an error on one rank leaves the objects of all ranks unchanged.
     rounds.merge("their objects' load_state_dict", lambda: load.match.restore(state), lambda _: None)
     if request.options.check_after != "off":
-        # In a round of its own: state dicts may be collective, and begin once every rank has restored its objects.
+        # In a separate round, because state_dict() may be a collective, which needs all ranks to have restored.
         rounds.merge("the comparison with what they read", load.check, lambda _: None)
     load.warn_of_dropped()
     return load
 
 
 def _root_of_all(request: LoadRequest, rounds: Rounds) -> Root:
-    """Return the root that the coordinator reads. The others parse the document, and make no request."""
+    """Return the root document that the coordinator reads. The other ranks parse its bytes and make no request."""
     read: list[Root] = []
 
     def read_document(_: object) -> bytes:
@@ -123,7 +121,7 @@ def _root_of_all(request: LoadRequest, rounds: Rounds) -> Root:
 
 
 def _shares(load: _Load, asked: Asked, rounds: Rounds) -> Shares:
-    """What this rank fetches for others, and gets from them: every rank deals all, and takes its part."""
+    """Return this rank's part of the shared reads. Each rank plans from the descriptions of all targets."""
     packed = rounds.merge(
         "the descriptions of their targets",
         lambda: load.description.packed if rounds.rank in asked.senders else None,
@@ -148,10 +146,10 @@ class _Load:
         self._read = ReadEntries(full=request.options.check_after == "full", allow_cast=request.allow_cast)
         self.bytes_read = 0
         self.changed: tuple[str, ...] = ()
-        """The entries that objects do not hold as they were read."""
+        """The entries that the objects hold differently than they were read."""
 
     def matched(self) -> tuple[Findings, bytes]:
-        """Match this rank's targets with the entries; what the coordinator must know of them."""
+        """Match this rank's targets with the entries. Returns the findings and the digest of the targets."""
         request = self.request
         saved = saved_entries(self.catalog)
         if request.rename is not None:
@@ -170,7 +168,7 @@ class _Load:
         return self.match.findings(), self.description.digest
 
     def _separate_targets(self) -> list[TensorTarget]:
-        """The targets to fill, no two of which share memory. Raises KeyMismatchError for those that cannot be."""
+        """Return targets to fill that do not share memory. Raises KeyMismatchError if their contents conflict."""
         match, limit = self.match, self.request.options.max_inflight_bytes
         targets, conflicts = separate_targets(self.catalog, [*match.tensors()], limit)
         for optimizers in (False, True):
@@ -181,9 +179,10 @@ class _Load:
         return targets
 
     def check_all(self, found: Sequence[tuple[Findings, bytes]]) -> tuple[Asked | None, np.ndarray[Any, Any]]:
-        """Raise KeyMismatchError for what no rank loads; say who describes its targets, if ranks share their reads.
+        """Raise KeyMismatchError if an entry or pattern must have a target and no rank has one.
 
-        Also returns a mask of the entries that ranks load in addition, see :meth:`ObjectMatch.take`.
+        Returns the ranks that send descriptions (None if ranks do not share reads), and a mask of the entries that
+        ranks load in addition, see :meth:`ObjectMatch.take`.
         """
         taken = self.match.check_all([findings for findings, _ in found])
         if len(found) == 1 or not self.request.options.shares(self.catalog.store.is_local):
@@ -191,15 +190,15 @@ class _Load:
         return Asked.by([digest for _, digest in found]), taken
 
     def read(self, shares: Shares | None, taken: np.ndarray[Any, Any]) -> None:
-        """Read this rank's values, and fill its tensors; ``taken`` is as :meth:`check_all` returned it."""
+        """Read this rank's values and fill its tensors. ``taken`` is the mask that :meth:`check_all` returned."""
         catalog, match = self.catalog, self.match
         known = {*match.loaded}
         match.take(taken)
-        # What is added goes into new tensors, which share memory with no other target.
+        # Added entries go into new tensors, which share no memory with other targets.
         targets = self._targets + [target for target in match.tensors() if target.name not in known]
         names = match.values()
         read = partial(catalog.read_object, allow_pickle=self.request.allow_pickle)
-        # Several at once: each blob is a request.
+        # In parallel, because each blob is a request.
         values = run_jobs((partial(read, match.stored(fqn)) for fqn in names), catalog.store.max_concurrency)
         with catalog.explaining_damage():
             reads = self._reads = TensorReads(
@@ -223,10 +222,10 @@ class _Load:
         match.finish(found)
 
     def check(self) -> None:
-        """Compare the state with what was read.
+        """Compare the state with the entries that were read.
 
-        Raises LoadMismatchError, if strict, for what a tensor, container, module or optimizer does not hold, and for
-        what no object holds any more. Warns of the rest.
+        If strict, raises LoadMismatchError if an entry of a tensor, container, module or optimizer differs, or if an
+        entry is missing in the state. Warns of other differences.
         """
         now = self.match.current_state(self._state)
         for optimizer in self.match.plain.optimizers:
@@ -234,42 +233,46 @@ class _Load:
         changed, gone = self._read.differences(now)
         self.changed = tuple(sorted([*changed, *gone]))
         own = [fqn for fqn in changed if not now.is_of_stateful(fqn)]
-        faults = [f"{fqn!r} {changed[fqn]}" for fqn in own] + [f"{fqn!r} was read, and is gone" for fqn in gone]
+        faults = [f"{fqn!r} {changed[fqn]}" for fqn in own]
+        faults += [f"{fqn!r} was read, but is missing in the state" for fqn in gone]
         if faults and self.request.strict:
             raise LoadMismatchError(
                 f"{len(faults)} entries of {self.request.spec.url} were read, but the state does not hold them after "
-                f"the load:{listed(faults)}\nCorrect load_state_dict() of these objects, or leave the entries out "
-                "(keys=); strict=False makes this a warning, and LoadOptions(check_after='off') leaves the check out"
+                f"the load:{listed(faults)}\nCorrect load_state_dict() of these objects, or skip the entries with "
+                "keys=[...]. strict=False makes this a warning. LoadOptions(check_after='off') skips the check"
             )
         others = [f"{fqn!r} {changed[fqn]}" for fqn in changed.keys() - {*own}]
         if faults or others:
             warn(
-                f"{len(faults) + len(others)} entries of {self.request.spec.url} were read, and objects of the state "
-                f"hold something else after their load_state_dict():{listed([*faults, *sorted(others)])}"
+                f"{len(faults) + len(others)} entries of {self.request.spec.url} were read, but objects of the state "
+                f"hold different contents after their load_state_dict():{listed([*faults, *sorted(others)])}"
             )
         for prefix, err in now.unreadable.items():
-            warn(f"{prefix[:-1]!r} was loaded, but is not checked: its state_dict() raises {type(err).__name__}: {err}")
+            warn(
+                f"{prefix[:-1]!r} was loaded, but could not be checked: its state_dict() raised "
+                f"{type(err).__name__}: {err}"
+            )
 
     def warn_of_dropped(self) -> None:
-        """Warn of values and new tensors that were put into a dict which the caller does not hold."""
+        """Warn if values and new tensors were stored in a dict that is lost when the call returns."""
         for key in self.request.droppable:
             lost = [fqn for fqn, path in self.match.replaced() if path.keys[0] == key and len(path) > 1]
             if lost:
                 warn(
-                    f"{key!r} is a dict that only this call holds: {len(lost)} values and new tensors were put into it "
-                    f"and are lost with it, for example {lost[:3]}. Pass the object itself (an optimizer, not its "
-                    f"state_dict()), or keep the dict and hand it to load_state_dict() afterwards"
+                    f"{key!r} is a dict without other references, so the {len(lost)} values and new tensors that were "
+                    f"stored in it are lost, for example {lost[:3]}. Pass the object itself (an optimizer, not its "
+                    f"state_dict()), or keep the dict and pass it to load_state_dict() afterwards"
                 )
 
     def stop(self) -> None:
-        """End :meth:`read` soon. Called in another thread."""
+        """Make :meth:`read` end soon, with an error. Called in a different thread."""
         self._stopped = True
         if self._reads is not None:
             self._reads.stop()
 
 
 def saved_entries(catalog: Catalog) -> Saved:
-    """The entries of a checkpoint in the form in which targets are matched with them."""
+    """Return the entries of a checkpoint in the form that :class:`Match` needs."""
     root = catalog.root
     entries = {
         fqn: SavedTensor(entry.grid.shape, torch_dtype(entry)) if isinstance(entry, ArrayNode) else None

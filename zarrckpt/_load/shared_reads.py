@@ -1,4 +1,4 @@
-"""Which subchunks several ranks need, which of them fetches each, and when it hands on what the others need."""
+"""The plan by which ranks share reads: which rank fetches each subchunk, and when it sends it to other ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zarrckpt._format.grid import Box, Ints, intersect
 from zarrckpt._plan.owners import BoxOnRanks, Numbers, RankNumbers, schedule
 from zarrckpt._read.chunks import READ_BYTES, neighbours, subchunks_in
 
-_LEAST_RUN_BYTES = 1 << 20
-"""Where many ranks need the same, runs are shorter, so that all of them fetch in every round; but not below this."""
+_MIN_RUN_BYTES = 1 << 20
+"""The minimum length of runs. The more ranks need a run, the shorter it is, so that all of them fetch in each round."""
 
 
 class SubchunkRun(NamedTuple):
-    """Neighbouring subchunks of one chunk, by their numbers in it."""
+    """Consecutive subchunks of one chunk, by their numbers in it."""
 
     fqn: str
     chunk: Ints
@@ -28,16 +28,16 @@ class SubchunkRun(NamedTuple):
 
 
 class SharedMessage(NamedTuple):
-    """What goes from one rank to others in one round: for each run the elements that a box has of it."""
+    """The elements that one rank sends to other ranks in one round: the overlaps of runs and boxes."""
 
     ranks: RankNumbers
-    """The ranks that receive it; for a receiver, the one that sends it. Messages between two ranks keep their order."""
+    """The receiving ranks. In a receiver's plan, the sending rank. Messages between two ranks keep their order."""
     parts: list[tuple[SubchunkRun, Box]]
 
 
 @dataclass
 class ShareRound:
-    """What one rank does in one round: what it fetches, what it sends to others of that, and what it receives."""
+    """The part of one rank in one round: the runs that it fetches, and the messages that it sends and receives."""
 
     reads: list[SubchunkRun] = field(default_factory=list)
     sends: list[SharedMessage] = field(default_factory=list)
@@ -48,138 +48,139 @@ Shares = Mapping[int, ShareRound]
 """One rank's rounds, by number."""
 
 
-class _Wanted(NamedTuple):
-    """A run of one geometry, which several ranks need."""
+class _NeededRun(NamedTuple):
+    """A run that several ranks need. It is the same for all tensors with one grid and equal boxes."""
 
     chunk: Ints
     numbers: range
     held: tuple[BoxOnRanks, ...]
-    """The boxes that they fill with it."""
+    """The boxes that overlap the run."""
     ranks: Numbers
-    """The ranks that need it, ascending."""
-    taken: Numbers
-    """The bytes that each of them takes of it."""
-    kept: Numbers
-    """The bytes that each need not hand on, if it fetches the run: those of boxes that no other rank fills."""
-    handed: int
-    """The bytes of all boxes."""
+    """The ranks that need the run, ascending."""
+    needed_bytes: Numbers
+    """The bytes of the run that each of these ranks needs."""
+    unshared_bytes: Numbers
+    """The bytes of boxes that only this rank fills. If it fetches the run, it sends these to no rank."""
+    total_bytes: int
+    """The bytes of all boxes' overlaps."""
 
 
 def plan_shares(
     own: Iterable[int],
     nodes: Mapping[str, ArrayNode],
-    wanted: Mapping[str, Sequence[BoxOnRanks]],
+    boxes: Mapping[str, Sequence[BoxOnRanks]],
     world_size: int,
     limit: int,
 ) -> dict[int, Shares]:
-    """Deal what several ranks want over all of them; return the parts of the ranks in ``own``. No I/O.
+    """Distribute the reads that several ranks need, and return the parts of the ranks in ``own``. No I/O.
 
-    ``wanted`` has the boxes that ranks are to fill, by fqn. In one round no rank holds more than ``limit`` bytes, or it
-    holds one run. The parts of thousands of ranks would fill the memory, so a rank asks for its own.
+    ``boxes`` has the boxes that ranks are to fill, by fqn. In one round a rank needs at most ``limit`` bytes of memory,
+    or has a single run. Each rank asks only for its own part, because the parts of thousands of ranks would need too
+    much memory.
     """
-    # Sorted by ranks: what the same ranks need comes one after the other, so that they take part in the same rounds.
-    rows = sorted(_shared_runs(nodes, wanted, limit), key=lambda row: row[2])
+    # Sorted by ranks, so that runs that the same ranks need are in the same rounds.
+    rows = sorted(_shared_runs(nodes, boxes, limit), key=lambda row: row[2])
     loads = np.zeros(world_size, np.int64)
     needs: list[tuple[Numbers, Numbers]] = []
     readers = []
-    for fqn, want, ranks in rows:
-        stored = len(want.numbers) * max_stored_subchunk_bytes(nodes[fqn])
-        place = int(loads[want.ranks].argmin())
-        loads[ranks[place]] += stored
-        need = want.taken.copy()
-        need[place] = stored + want.handed - want.kept[place]
-        needs.append((want.ranks, need))
-        readers.append(ranks[place])
+    for fqn, run, ranks in rows:
+        stored = len(run.numbers) * max_stored_subchunk_bytes(nodes[fqn])
+        index = int(loads[run.ranks].argmin())
+        loads[ranks[index]] += stored
+        need = run.needed_bytes.copy()
+        need[index] = stored + run.total_bytes - run.unshared_bytes[index]
+        needs.append((run.ranks, need))
+        readers.append(ranks[index])
     shares: dict[int, dict[int, ShareRound]] = {rank: {} for rank in own}
     messages: dict[tuple[int, int, RankNumbers], SharedMessage] = {}
-    for (fqn, want, needing), reader, number in zip(rows, readers, schedule(needs, world_size, limit), strict=True):
+    for (fqn, run, needing), reader, number in zip(rows, readers, schedule(needs, world_size, limit), strict=True):
         if shares.keys().isdisjoint(needing):
             continue
-        run = SubchunkRun(fqn, want.chunk, want.numbers)
+        subchunks = SubchunkRun(fqn, run.chunk, run.numbers)
         if reader in shares:
-            shares[reader].setdefault(number, ShareRound()).reads.append(run)
-        for box, ranks in want.held:
+            shares[reader].setdefault(number, ShareRound()).reads.append(subchunks)
+        for box, ranks in run.held:
             receivers = tuple(rank for rank in ranks if rank != reader)
-            theirs = [rank for rank in receivers if rank in shares]
-            if not theirs and not (receivers and reader in shares):
+            own_receivers = [rank for rank in receivers if rank in shares]
+            if not own_receivers and not (receivers and reader in shares):
                 continue
             message = messages.get((number, reader, receivers))
             if message is None:
                 message = messages[number, reader, receivers] = SharedMessage(receivers, [])
                 if reader in shares:
                     shares[reader][number].sends.append(message)
-                for rank in theirs:
+                for rank in own_receivers:
                     received = SharedMessage((reader,), message.parts)
                     shares[rank].setdefault(number, ShareRound()).receives.append(received)
-            message.parts.append((run, box))
+            message.parts.append((subchunks, box))
     return {rank: dict(sorted(rounds.items())) for rank, rounds in shares.items()}
 
 
 def _shared_runs(
-    nodes: Mapping[str, ArrayNode], wanted: Mapping[str, Sequence[BoxOnRanks]], limit: int
-) -> Iterator[tuple[str, _Wanted, RankNumbers]]:
-    """Runs that more than one rank needs, and these ranks, ascending."""
-    # Layers are alike, and an optimizer's moments: what holds for one tensor holds for all with its grid and boxes.
-    known: dict[object, list[tuple[_Wanted, RankNumbers]]] = {}
-    alike = _numbers_of(wanted.values())
-    for fqn, held in wanted.items():
+    nodes: Mapping[str, ArrayNode], boxes: Mapping[str, Sequence[BoxOnRanks]], limit: int
+) -> Iterator[tuple[str, _NeededRun, RankNumbers]]:
+    """Yield the runs that more than one rank needs, with these ranks in ascending order."""
+    # Many tensors (layers, moments of an optimizer) have the same grid and boxes, so the runs are computed once.
+    known: dict[object, list[tuple[_NeededRun, RankNumbers]]] = {}
+    numbers = _numbers_of(boxes.values())
+    for fqn, held in boxes.items():
         node = nodes[fqn]
-        key = (node.grid, node.dtype.itemsize, node.compression, alike[id(held)])
+        key = (node.grid, node.dtype.itemsize, node.compression, numbers[id(held)])
         if key not in known:
             known[key] = list(_runs_of(node, held, limit))
-        for want, ranks in known[key]:
-            yield fqn, want, ranks
+        for run, ranks in known[key]:
+            yield fqn, run, ranks
 
 
 def _numbers_of(lists: Iterable[Sequence[BoxOnRanks]]) -> dict[int, int]:
-    """A number for each list, by its identity: the same for equal lists."""
+    """Return a number for each list, by its ``id()``. Equal lists get the same number."""
     numbers: dict[tuple[BoxOnRanks, ...], int] = {}
     return {key: numbers.setdefault(tuple(held), len(numbers)) for key, held in {id(one): one for one in lists}.items()}
 
 
-def _runs_of(node: ArrayNode, held: Sequence[BoxOnRanks], limit: int) -> Iterator[tuple[_Wanted, RankNumbers]]:
+def _runs_of(node: ArrayNode, held: Sequence[BoxOnRanks], limit: int) -> Iterator[tuple[_NeededRun, RankNumbers]]:
     in_chunk: dict[Ints, list[BoxOnRanks]] = {}
-    for want in held:
-        for chunk in node.grid.chunks_of(want.box):
-            in_chunk.setdefault(chunk, []).append(want)
-    for chunk, wants in in_chunk.items():
+    for row in held:
+        for chunk in node.grid.chunks_of(row.box):
+            in_chunk.setdefault(chunk, []).append(row)
+    for chunk, rows in in_chunk.items():
         needing: dict[int, list[int]] = {}
-        for place, want in enumerate(wants):
-            for number in subchunks_in(node.grid, chunk, want.box):
-                needing.setdefault(number, []).append(place)
-        alike: dict[tuple[int, ...], list[int]] = {}
+        for index, row in enumerate(rows):
+            for number in subchunks_in(node.grid, chunk, row.box):
+                needing.setdefault(number, []).append(index)
+        by_need: dict[tuple[int, ...], list[int]] = {}
         for number in sorted(needing):
-            alike.setdefault(tuple(needing[number]), []).append(number)
-        for places, numbers in alike.items():
-            theirs = tuple(wants[place] for place in places)
-            ranks = tuple(sorted({rank for want in theirs for rank in want.ranks}))
+            by_need.setdefault(tuple(needing[number]), []).append(number)
+        for indices, numbers in by_need.items():
+            overlapping = tuple(rows[index] for index in indices)
+            ranks = tuple(sorted({rank for row in overlapping for rank in row.ranks}))
             if len(ranks) == 1:
                 continue
-            longest = min(READ_BYTES, limit, max(_LEAST_RUN_BYTES, limit // len(ranks)))
+            longest = min(READ_BYTES, limit, max(_MIN_RUN_BYTES, limit // len(ranks)))
             for run in neighbours(numbers, max(1, longest // subchunk_bytes(node))):
-                yield _wanted(node, chunk, run, theirs, np.array(ranks, np.int64)), ranks
+                yield _needed_run(node, chunk, run, overlapping, np.array(ranks, np.int64)), ranks
 
 
-def _wanted(node: ArrayNode, chunk: Ints, run: range, theirs: tuple[BoxOnRanks, ...], ranks: Numbers) -> _Wanted:
-    taken, kept, handed = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64), 0
-    for want in theirs:
-        nbytes = handed_bytes(node, chunk, run, want.box)
-        places = np.searchsorted(ranks, want.ranks)
-        taken[places] += nbytes
-        handed += nbytes
-        if len(want.ranks) == 1:
-            kept[places] += nbytes
-    return _Wanted(chunk, run, theirs, ranks, taken, kept, handed)
+def _needed_run(node: ArrayNode, chunk: Ints, run: range, held: tuple[BoxOnRanks, ...], ranks: Numbers) -> _NeededRun:
+    needed, unshared, total = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64), 0
+    for row in held:
+        nbytes = overlap_bytes(node, chunk, run, row.box)
+        indices = np.searchsorted(ranks, row.ranks)
+        needed[indices] += nbytes
+        total += nbytes
+        if len(row.ranks) == 1:
+            unshared[indices] += nbytes
+    return _NeededRun(chunk, run, held, ranks, needed, unshared, total)
 
 
-def handed_bytes(node: ArrayNode, chunk: Ints, numbers: Iterable[int], box: Box) -> int:
-    """The bytes that a box has of some subchunks."""
+def overlap_bytes(node: ArrayNode, chunk: Ints, numbers: Iterable[int], box: Box) -> int:
+    """Return the bytes of a box that lie in these subchunks of a chunk."""
     shared = (intersect(elements_of(node, chunk, number), box) for number in numbers)
     return sum(0 if part is None else part.size for part in shared) * node.dtype.itemsize
 
 
-def wanted_boxes(targets: Sequence[Iterable[tuple[str, Box]]]) -> dict[str, list[BoxOnRanks]]:
-    """Who wants which box, by fqn, from each rank's targets."""
+def boxes_of_ranks(targets: Sequence[Iterable[tuple[str, Box]]]) -> dict[str, list[BoxOnRanks]]:
+    """Return the boxes to fill by fqn, each with the ranks that fill it. ``targets`` has each rank's boxes."""
     ranks_of: dict[str, dict[Box, list[int]]] = {}
     for rank, own in enumerate(targets):
         for fqn, box in own:

@@ -1,8 +1,8 @@
-"""Containers that a load makes as they were saved: with more, fewer or other entries than the targets have.
+"""Containers that a load rebuilds as they were saved, with more, fewer or other entries than the targets have.
 
-A load fills the entries that its targets name. For some containers that is not enough: the state of a Stateful or a
-PerRank is taken whole, lists have the saved length, and dicts of values get the keys that they lack. Each such
-container is a root here. Roots do not overlap. Modules and optimizers have rules of their own and are left out.
+A load fills the entries that its targets name. Some containers need more: the state of a Stateful or a PerRank is
+loaded whole, lists get the saved length, and dicts of values get the keys that they lack. Each such container is a
+root in this module. Roots do not overlap. Modules and optimizers have separate rules and are not handled here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Rows = list[tuple[StatePath, Any]]
 class ContainerKind(Enum):
     """The rule for a root."""
 
-    STATEFUL = "the state that a Stateful is given: a new container that equals the saved one"
-    PER_RANK = "the value of a PerRank: changed in place until it equals the saved one; its tensors must fit"
-    PLAIN = "a nested dict or list of the user: gets what it lacks, and keeps its tensors"
+    STATEFUL = "the state of a Stateful: a new container that equals the saved one"
+    PER_RANK = "the value of a PerRank: changed in place to equal the saved one, and its tensors must fit"
+    PLAIN = "a nested dict or list of the user: gets the entries that it lacks, and keeps its tensors"
 
 
 @dataclass
@@ -81,7 +81,7 @@ def find_roots(
 
 
 def stems(name: str) -> Iterator[str]:
-    """Yield the beginnings of a flat name up to each dot, then the name."""
+    """Yield the part of a flat name before each dot, shortest first, then the whole name."""
     end = name.find(".")
     while end >= 0:
         yield name[:end]
@@ -89,15 +89,15 @@ def stems(name: str) -> Iterator[str]:
     yield name
 
 
-class ContainerPlace(NamedTuple):
-    """Where a container of the target stands: its keys, and what holds each of them; then its own type, if known."""
+class ContainerLocation(NamedTuple):
+    """The location of a container in the target: its keys and the container types above it, then its type if known."""
 
     keys: tuple[Any, ...]
     containers: tuple[str, ...]
 
 
-def rooted(path: StatePath, stem: str, own: StatePath | ContainerPlace) -> StatePath | None:
-    """Return a path with others in the place of its keys above and at ``stem``; None if these are not keys."""
+def rooted(path: StatePath, stem: str, own: StatePath | ContainerLocation) -> StatePath | None:
+    """Return a path whose keys up to ``stem`` are those of ``own``, or None if ``stem`` is not on the path."""
     for depth in range(1, len(path) + 1):
         if ".".join(map(str, path[:depth])) == stem:
             known = depth + len(own.containers) - len(own.keys)
@@ -106,9 +106,9 @@ def rooted(path: StatePath, stem: str, own: StatePath | ContainerPlace) -> State
 
 
 def rebuilt(old: Any, rows: Rows, depth: int, in_place: bool) -> Any:
-    """Return the container that rows describe from ``depth`` of their paths on, of the type that the old one has.
+    """Return the container that the rows' paths describe from ``depth`` on. It has the type of the old container.
 
-    ``in_place`` changes the old one and those inside it.
+    With ``in_place``, change and return the old container, and the containers inside it.
     """
     if len(rows) == 1 and len(rows[0][0].keys) == depth:
         value = rows[0][1]
@@ -141,7 +141,7 @@ def _item(container: Any, key: Any) -> Any:
 
 
 def _filled(old: MutableMapping[Any, Any], children: dict[Any, Any], in_place: bool) -> MutableMapping[Any, Any]:
-    # A copy keeps what a type has beside its items: the factory of a defaultdict, the metadata of a module's state.
+    # A copy keeps attributes: the factory of a defaultdict, the metadata of a module's state.
     filled = old if in_place else copy.copy(old)
     filled.clear()
     filled.update(children)
@@ -152,11 +152,11 @@ class Roots:
     """The roots of one load, matched with the entries of the checkpoint.
 
     Args:
-        roots: as from :func:`find_roots`. exact, per_rank: as there.
-        strict: entries of a Stateful or PerRank that the checkpoint lacks are left out of its state; otherwise they
-            stay as they are.
-        allow_cast: tensors of another dtype are filled all the same.
-        is_own: called with each name that a root lacks; true if no other rank can have a target for it.
+        roots: the result of :func:`find_roots`. exact, per_rank: its arguments.
+        strict: remove entries that the checkpoint lacks from the state of a Stateful or PerRank. Otherwise such entries
+            are unchanged.
+        allow_cast: fill tensors whose dtype differs from the stored one.
+        is_own: called with each name that a root lacks. Returns whether no other rank can have a target for it.
     """
 
     def __init__(
@@ -177,13 +177,13 @@ class Roots:
         self.paths: Mapping[str, StatePath] = {}
         self.saved_paths: Mapping[str, StatePath] = {}
         self.added: dict[str, StatePath] = {}
-        """Names that are loaded though the targets lack them, and where they go."""
+        """The names that are loaded without a target, with their paths in the state."""
         self.offered: dict[str, StatePath] = {}
-        """Names that are loaded if no other rank has a target for them, and where they go."""
+        """The names that are loaded if no rank has a target for them, with their paths in the state."""
         self.dropped: dict[str, Any] = {}
-        """Targets that the loaded state does not have, by name."""
+        """The targets that the loaded state does not have, by name."""
         self.lost: list[str] = []
-        """Those of them that are tensors which the checkpoint lacks, while it has their object."""
+        """The names of dropped tensors. The checkpoint has their Stateful or PerRank, but not these tensors."""
 
     def fit(
         self,
@@ -194,9 +194,9 @@ class Roots:
         asked: Iterable[str],
         saved_paths: Mapping[str, StatePath],
     ) -> None:
-        """Compare the targets with the entries of the checkpoint; correct ``selected``.
+        """Compare the targets with the entries of the checkpoint, and update ``selected``.
 
-        ``asked`` are the names in the checkpoint that the load asks for.
+        ``asked`` has the names in the checkpoint that the load requests.
         """
         if not self._roots:
             return
@@ -224,7 +224,7 @@ class Roots:
         return found
 
     def take(self, names: Iterable[str]) -> dict[str, StatePath]:
-        """Accept offered names; return where they go."""
+        """Mark offered names as loaded, and return their paths in the state."""
         taken = {name: self.offered[name] for name in names if name in self.offered}
         for name in taken:
             root = self._root_of(name)
@@ -238,7 +238,7 @@ class Roots:
         return root is not None and root.changed
 
     def put(self, state: Any, loaded: Mapping[str, Any], paths: Mapping[str, StatePath]) -> None:
-        """Rebuild the containers that change. ``loaded`` has what was loaded, by name, in the checkpoint's order."""
+        """Rebuild the containers that change. ``loaded`` has the loaded items by name, in the checkpoint's order."""
         rows: dict[str, Rows] = {stem: [] for stem, root in self._roots.items() if root.changed}
         kept: dict[str, Rows] = {stem: [] for stem in rows}
         for name, value in loaded.items():
@@ -247,10 +247,10 @@ class Roots:
                 root = self._roots[stem]
                 saved = None if root.kind is ContainerKind.PLAIN else rooted(self.saved_paths[name], stem, root.path)
                 rows[stem].append((saved or paths[name], value))
-        made = {stem for name in loaded for stem in stems(name)}
+        loaded_stems = {stem for name in loaded for stem in stems(name)}
         for name, value in self.flat.items():
             stem = next((stem for stem in stems(name) if stem in rows), None)
-            if stem is None or name in self.dropped or name in made:
+            if stem is None or name in self.dropped or name in loaded_stems:
                 continue
             exact = next((stem for stem in stems(name) if stem in self.exact), None)
             if exact is None:
@@ -284,11 +284,11 @@ class _Fit:
         self._selected, self._entries = selected, entries
         self._whole = root.kind is not ContainerKind.PLAIN
         self._targets = {name for name in root.targets if name in roots.flat}
-        """Without the names that a target for a whole subtree stands for."""
-        self._containers: dict[str, ContainerPlace] = {}
+        """The names of targets, without entries below a target that stands for a whole subtree."""
+        self._containers: dict[str, ContainerLocation] = {}
 
     def run(self) -> None:
-        """Note what is added, offered and dropped; give tensors of a Stateful that do not fit new memory."""
+        """Determine the added, offered and dropped names. Tensors of a Stateful that do not fit get new memory."""
         root, entries = self._root, self._entries
         root.changed = self._whole
         if root.kind is ContainerKind.STATEFUL:
@@ -318,15 +318,15 @@ class _Fit:
             if name.startswith(f"{self._stem}.") and (path := self._roots.paths.get(name)) is not None:
                 for depth in range(len(self._root.path), len(path)):
                     stem = ".".join(map(str, path[:depth]))
-                    self._containers[stem] = ContainerPlace(path.keys[:depth], path.containers[: depth + 1])
+                    self._containers[stem] = ContainerLocation(path.keys[:depth], path.containers[: depth + 1])
 
     def _replace_lists(self) -> None:
-        """Let saved lists take the place of dicts, and dicts that of lists."""
+        """Replace dicts by saved lists, and lists by saved dicts."""
         for name in self._root.saved:
             saved = self._roots.saved_paths[name]
             for stem in stems(name):
                 own = self._containers.get(stem)
-                path = None if own is None else rooted(saved, stem, ContainerPlace(own.keys, own.containers[:-1]))
+                path = None if own is None else rooted(saved, stem, ContainerLocation(own.keys, own.containers[:-1]))
                 if own is None or path is None or len(path) == len(own.keys):
                     continue
                 if (own.containers[-1] == LIST) != (path.containers[len(own.keys)] == LIST):
@@ -335,7 +335,7 @@ class _Fit:
                     break
 
     def _drop_below(self, stem: str) -> bool:
-        """Drop all targets at and below a name, unless they are tensors of the user's own; return whether it did."""
+        """Drop all targets at and below a name, and return True. In a plain root with tensors, only return False."""
         below = [name for name in self._targets if name == stem or name.startswith(f"{stem}.")]
         if not self._whole and any(isinstance(self._selected.get(name), torch.Tensor) for name in below):
             return False
@@ -385,7 +385,7 @@ class _Fit:
             for path in [self._roots.paths[name]]
         }
         known = len(own)
-        # keys= may have left out some: those behind a gap have no position.
+        # keys= may exclude items. Items after such a gap have no position, and are not loaded.
         for position in sorted({position for position, _, _ in found}):
             known += position == known
         for position, name, path in found:
@@ -393,13 +393,13 @@ class _Fit:
                 self._note(name, path)
 
     def _replace(self, name: str) -> None:
-        """Let a value or tensor take the place of a container."""
+        """Replace a container by a saved value or tensor."""
         if self._drop_below(name):
             own = self._containers[name]
             self._note(name, StatePath(own.keys, own.containers[:-1]))
 
     def _leave_out(self, name: str) -> None:
-        """Drop a target that the checkpoint lacks, if its container has the saved entries only."""
+        """Drop a target that the checkpoint lacks, if its container must equal the saved one."""
         target = self._selected[name]
         items = self._items(name)
         gone = next((item for item in items if item not in self._saved_stems), None)
@@ -412,11 +412,11 @@ class _Fit:
                 if isinstance(target, torch.Tensor):
                     self._roots.lost.append(name)
         elif items and not isinstance(target, torch.Tensor):
-            # A place in a list is no name: there may have been another item.
+            # A list index does not identify an item, because the saved list may have had a different item there.
             self._drop_below(name)
 
     def _items(self, name: str) -> list[str]:
-        """The items of lists that a target lies in, of those lists that the checkpoint has."""
+        """Return the names of the list items that contain a target, for lists that the checkpoint has."""
         path = self._roots.paths[name]
         return [
             ".".join(map(str, path[: depth + 1]))
@@ -425,10 +425,10 @@ class _Fit:
         ]
 
     def _is_value(self, name: str) -> bool:
-        """Whether a target is neither a tensor nor a place for whatever was saved: its root is not a module's state."""
+        """Whether a target is a value, not a tensor, a placeholder (None or empty) or the extra state of a module."""
         value = self._roots.flat[name]
-        is_place = value is None or isinstance(value, torch.Tensor) or (isinstance(value, Mapping | list) and not value)
-        return not is_place and not name.endswith("_extra_state")
+        is_empty = value is None or (isinstance(value, Mapping | list) and not value)
+        return not is_empty and not isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
 
 
 def _is_sharded(value: Any) -> bool:

@@ -1,10 +1,10 @@
-"""How the ranks of a save come to one plan: each describes its state, and each computes the whole plan.
+"""The agreement of all ranks on one save plan. Each rank describes its state and computes the whole plan.
 
-1. Digests of descriptions go up, and the name of a plan that a rank keeps from the last save of the same state. Where
-   all keep one plan, and what several hold is alike, it is used again.
-2. Descriptions go up, one for each different digest, and all of them come down.
-3. The digest of the plan that each rank has computed goes up, and digests of what several hold. Where contents differ,
-   details follow, and the lowest rank's count. Then the coordinator begins the attempt.
+1. Each rank sends the digest of its description, and the name of the plan that it kept from the last save of the same
+   state. If all ranks kept the same plan and their replicas are equal, this plan is used again.
+2. One rank per distinct digest sends its description. The coordinator sends all descriptions to all ranks.
+3. Each rank sends the digest of the plan that it computed, and digests of its replicas. If replicas differ, one more
+   round compares them part by part, and the lowest rank's contents are saved. Then the coordinator begins the attempt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zarrckpt._state.local_state import LocalState
 A = TypeVar("A")
 
 Replicas = Mapping[bytes, Sequence[ReplicaPart]]
-"""The parts that a rank and others hold, by the ranks that hold them (see ``replicas`` of the global state)."""
+"""The parts that this rank holds together with others, by the ranks that hold them (see ``GlobalState.replicas``)."""
 
 _NO_PLAN = bytes(8)
 _DIGEST_BYTES, _NAME_BYTES, _FOLD_BYTES = 16, 8, 8
@@ -39,21 +39,21 @@ _PRIME = (1 << 61) - 1
 
 @dataclass(frozen=True)
 class Agreed(Generic[A]):
-    """A plan that all ranks have, and the attempt that the coordinator has begun with it."""
+    """A plan that all ranks have computed, and the attempt that the coordinator began with it."""
 
     state: LocalState
     plan: SavePlan
     part: RankPlan
-    """What this rank does."""
+    """This rank's part of the plan."""
     attempt: A
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a rank keeps of a plan for the next save of the same state."""
+    """A plan that a rank keeps for the next save of the same state."""
 
     name: bytes
-    """8 bytes: the same on all ranks that have the plan."""
+    """8 bytes, equal on all ranks that have the plan."""
     digest: bytes
     """The digest of this rank's description."""
     options: PlanOptions
@@ -64,31 +64,32 @@ class _Kept:
 
 
 _kept_plans: dict[tuple[int, ...], tuple[Callable[[], object], _Kept]] = {}
-"""The last plan of each group, by its members, with the default group that they were in then."""
+"""The last plan of each process group, by its members, and the default process group at that time."""
 
 
 def _kept_of(rounds: Rounds) -> _Kept | None:
     known = _kept_plans.get(rounds.members)
-    # After ranks have joined anew, their plans may differ.
+    # Under a new default process group, the kept plans of the ranks may differ.
     return known[1] if known is not None and known[0] is rounds.world else None
 
 
 class _Hello(NamedTuple):
-    """What a rank says first, in 32 bytes."""
+    """The first message of a rank, 32 bytes."""
 
     digest: bytes
+    """The digest of the rank's description."""
     plan: bytes
-    """The name of the plan that it keeps for this description."""
+    """The name of the plan that the rank keeps for this description, or zeros."""
     balance: int
-    """Those of all ranks add up to 0 where the replicas that this plan knows are equal: see :func:`_balance`."""
+    """A number that sums to 0 over all ranks if the replicas in this plan are equal: see :func:`_balance`."""
 
     def packed(self) -> bytes:
-        """As it is sent."""
+        """Return the message as bytes."""
         return self.digest + self.plan + self.balance.to_bytes(8, "little")
 
     @classmethod
     def unpacked(cls, data: bytes) -> _Hello:
-        """What packed bytes stand for."""
+        """Return the message that these bytes encode."""
         plan = data[_DIGEST_BYTES : _DIGEST_BYTES + len(_NO_PLAN)]
         return cls(data[:_DIGEST_BYTES], plan, int.from_bytes(data[-8:], "little"))
 
@@ -96,7 +97,7 @@ class _Hello(NamedTuple):
 @record
 @dataclass(frozen=True)
 class _Begun(Generic[A]):
-    """The answer where there is a plan."""
+    """The coordinator's answer if the plan is agreed and the attempt has begun."""
 
     attempt: A
 
@@ -104,39 +105,42 @@ class _Begun(Generic[A]):
 @record
 @dataclass(frozen=True)
 class _Compare:
-    """What is compared between ranks, and what is known to differ."""
+    """The replicas that the next round compares, and those that are known to differ."""
 
-    wanted: frozenset[bytes] = frozenset()
-    """The names of the groups of ranks that are compared part by part; the others are compared by one digest each."""
+    in_detail: frozenset[bytes] = frozenset()
+    """The names of the groups of ranks that are compared part by part. Other groups are compared by one digest each."""
     only: Mapping[ReplicaPart, int] = field(default_factory=dict)
-    """Parts that differ, with the rank whose part counts."""
+    """The parts that differ, and the rank whose contents are saved."""
     differing: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """The names of these parts, with the ranks that hold them."""
+    """The fqns of these parts, and the ranks that hold them."""
     ended: bool = False
+    """Whether all replicas have been compared."""
 
 
 @record
 class _Checked(NamedTuple):
-    """What a rank says of the plan that it has computed."""
+    """The digests that a rank sends after it has computed the plan."""
 
     plan: bytes
     folds: bytes
+    """One digest per group of ranks, see :func:`_folded`."""
     details: Mapping[ReplicaPart, bytes]
+    """One digest per part, if the round compares parts."""
 
 
 def agree(
     rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions, begin: Callable[[Layout], A]
 ) -> Agreed[A]:
-    """Come to a plan. ``begin`` is called on the coordinator once there is one; all ranks get what it returns.
+    """Agree on a plan with all ranks. The coordinator then calls ``begin`` and sends its result to all ranks.
 
-    Raises on every rank what ``read_state`` and ``begin`` raise on one, and UnsupportedLayoutError where the parts of
-    ranks do not fit together. Warns, on the coordinator, of what ranks hold differently under one name.
+    An error of ``read_state`` or ``begin`` on one rank is raised on all. Raises UnsupportedLayoutError if the ranks'
+    parts of a tensor do not fit together. The coordinator warns if ranks hold different contents under one name.
     """
     return _Agreement(rounds, read_state, options, begin).reached()
 
 
 def plan_together(rounds: Rounds, read_state: Callable[[], LocalState], options: PlanOptions) -> Agreed[None]:
-    """Come to the plan of a save that is not made. Raises what :func:`agree` raises."""
+    """Agree on the plan of a save without making the save. Raises the errors of :func:`agree`."""
     if rounds.size > 1:
         return agree(rounds, read_state, options, lambda layout: None)
     state = read_state()
@@ -145,7 +149,10 @@ def plan_together(rounds: Rounds, read_state: Callable[[], LocalState], options:
 
 
 def plan_alone(state: LocalState, options: PlanOptions, members: tuple[int, ...]) -> SavePlan:
-    """The plan of a process alone. Raises UnsupportedLayoutError where it holds only parts of the state."""
+    """Return the plan of a process that saves alone.
+
+    Raises UnsupportedLayoutError if the process holds only parts of a tensor.
+    """
     state.refuse_parts()
     return plan_save(gather_state(AllDescriptions([state.description()], np.zeros(1, np.int64), members)), options)
 
@@ -203,13 +210,13 @@ class _Agreement(Generic[A]):
         return _Hello(digest, self._last.name, balance).packed()
 
     def _described(self, asked: Asked) -> tuple[str, bytes] | None:
-        """The version that packed the description, and the description."""
+        """Return the version that packed the description, and the description, if this rank is to send it."""
         own = self._description
         return (own.version, own.packed) if self._rounds.rank in asked.senders else None
 
     def _check(self, gathered: AllDescriptions, options: PlanOptions, compare: _Compare) -> _Checked:
-        if compare.wanted:
-            return _Checked(self._plan.digest, b"", _details(self._state, self._replicas, compare.wanted))
+        if compare.in_detail:
+            return _Checked(self._plan.digest, b"", _details(self._state, self._replicas, compare.in_detail))
         state = gather_state(gathered, compare.only)
         self._group_numbers = gathered.group_numbers(int(gathered.given[self._rounds.rank]))
         self._state.renumber_groups(self._group_numbers)
@@ -224,7 +231,7 @@ class _Agreement(Generic[A]):
     def _answer_to_hellos(self, packed: Sequence[bytes]) -> _Begun[A] | Asked:
         hellos, last = [_Hello.unpacked(data) for data in packed], self._last
         known = last is not None and last.options == self._options and {hello.plan for hello in hellos} == {last.name}
-        # Otherwise the ranks hold the same parts as before, but replicas differ.
+        # If the sum is not 0, the ranks hold the same parts as before, but replicas differ.
         if last is not None and known and sum(hello.balance for hello in hellos) % _PRIME == 0:
             return _Begun(self._begin(last.plan.layout))
         return Asked.by([hello.digest for hello in hellos])
@@ -233,7 +240,9 @@ class _Agreement(Generic[A]):
         found = [one for one in sent if one is not None]
         versions = sorted({version for version, _ in found})
         if len(versions) > 1:
-            raise CheckpointError(f"the ranks have different versions of zarrckpt, {versions}: install one")
+            raise CheckpointError(
+                f"the ranks have different versions of zarrckpt, {versions}: install the same version on all ranks"
+            )
         return [packed for _, packed in found], self._options
 
     def _answer_to_plans(
@@ -242,16 +251,16 @@ class _Agreement(Generic[A]):
         others = [rank for rank, checked in enumerate(found) if checked.plan != found[0].plan]
         if others:
             raise CheckpointError(
-                f"ranks {[self._rounds.members[rank] for rank in others]} have computed another plan than rank "
-                f"{self._rounds.members[0]} from the same descriptions; nothing was written: do they run the same "
-                "versions of Python, numpy and zarrckpt?"
+                f"ranks {[self._rounds.members[rank] for rank in others]} computed a different plan than rank "
+                f"{self._rounds.members[0]} from the same descriptions. Nothing was written. Install the same versions "
+                "of Python, numpy and zarrckpt on all ranks"
             )
         if not compare.ended:
-            if compare.wanted:
+            if compare.in_detail:
                 only, differing = differing_parts([checked.details for checked in found])
                 return _Compare(only=only, differing=differing, ended=True)
             if unlike := _unlike_groups([checked.folds for checked in found]):
-                return _Compare(wanted=unlike)
+                return _Compare(in_detail=unlike)
         contents: dict[str, Sequence[int]] = {**self._plan.state.differing, **compare.differing}
         _refuse_numbered(gathered, contents)
         warn_of(contents)
@@ -263,30 +272,31 @@ def _group_name(ranks: bytes) -> bytes:
 
 
 def _folded(state: LocalState, replicas: Replicas) -> bytes:
-    """For each group of ranks, its name and a digest of all that this rank holds alike with it: 16 bytes."""
+    """Return 16 bytes per group of ranks: its name, and a digest of all parts that the group holds in common."""
     return b"".join(_group_name(ranks) + state.fold(parts) for ranks, parts in replicas.items())
 
 
 def _balance(state: LocalState, replicas: Replicas, rank: int) -> int:
-    """This rank's share of a sum over all ranks, which is 0 where each group of ranks holds the same.
+    """Return this rank's summand of a sum over all ranks that is 0 if the replicas in each group are equal.
 
-    In a group of n ranks, the first counts its digest 1 - n times, the others count theirs once.
+    In a group of n ranks, the first multiplies its digest by 1 - n, and the others add theirs once.
     """
     balance = 0
     for ranks, parts in replicas.items():
-        said = hashlib.blake2b(_group_name(ranks) + state.fold(parts), digest_size=_FOLD_BYTES).digest()
+        digest = hashlib.blake2b(_group_name(ranks) + state.fold(parts), digest_size=_FOLD_BYTES).digest()
         positions = np.frombuffer(ranks, np.int64)
-        balance += int.from_bytes(said, "little") * (1 - len(positions) if positions[0] == rank else 1)
+        balance += int.from_bytes(digest, "little") * (1 - len(positions) if positions[0] == rank else 1)
     return balance % _PRIME
 
 
-def _details(state: LocalState, replicas: Replicas, wanted: frozenset[bytes]) -> dict[ReplicaPart, bytes]:
-    groups = [parts for ranks, parts in replicas.items() if _group_name(ranks) in wanted]
+def _details(state: LocalState, replicas: Replicas, names: frozenset[bytes]) -> dict[ReplicaPart, bytes]:
+    """Return the digest of each part that this rank holds as a member of the groups with these names."""
+    groups = [parts for ranks, parts in replicas.items() if _group_name(ranks) in names]
     return {part: state.digest(part) for parts in groups for part in parts}
 
 
 def _unlike_groups(folds: Iterable[bytes]) -> frozenset[bytes]:
-    """The names of the groups of ranks that do not all hold the same."""
+    """Return the names of the groups of ranks whose replicas differ."""
     known: dict[bytes, bytes] = {}
     unlike = set()
     for row in folds:
@@ -300,7 +310,10 @@ def _unlike_groups(folds: Iterable[bytes]) -> frozenset[bytes]:
 def differing_parts(
     details: Sequence[Mapping[ReplicaPart, bytes]],
 ) -> tuple[dict[ReplicaPart, int], dict[str, list[int]]]:
-    """The parts that are not alike, with the lowest rank that has each; their names, with all ranks that have them."""
+    """Compare the digests of parts between ranks.
+
+    Returns the parts that differ with the lowest rank that holds each, and their fqns with all ranks that hold them.
+    """
     found: dict[ReplicaPart, dict[int, bytes]] = {}
     for rank, own in enumerate(details):
         for part, digest in own.items():
@@ -315,14 +328,15 @@ def differing_parts(
 
 def _name_of(gathered: AllDescriptions, options: PlanOptions, plan: SavePlan) -> bytes:
     digests = [description.digest for description in gathered.descriptions]
-    said = repr((digests, gathered.given.tolist(), options)).encode()
-    return hashlib.blake2b(said + plan.digest, digest_size=len(_NO_PLAN)).digest()
+    inputs = repr((digests, gathered.given.tolist(), options)).encode()
+    return hashlib.blake2b(inputs + plan.digest, digest_size=len(_NO_PLAN)).digest()
 
 
 def _refuse_numbered(gathered: AllDescriptions, differing: Mapping[str, Sequence[int]]) -> None:
-    """Refuse optimizers that differ between ranks and whose parameters have only numbers.
+    """Raise UnsupportedLayoutError for optimizers that differ between ranks and identify parameters only by number.
 
-    State dicts of ranks that describe the same state may be replicas that have drifted: a warning is enough.
+    If all ranks describe the same state, their optimizer state dicts may be replicas that drifted. These get only a
+    warning.
     """
     by_number = {
         group.optimizer
@@ -335,19 +349,19 @@ def _refuse_numbered(gathered: AllDescriptions, differing: Mapping[str, Sequence
         if own:
             raise UnsupportedLayoutError(
                 f"{name!r}: {len(own)} entries of this optimizer differ between ranks: {_differing_shown(own)}. Its "
-                "parameters have only numbers, so those of different ranks cannot be told apart, and nothing was "
-                "written: put the module that it trains into the state, too, or keep every rank's optimizer: "
+                "parameters have only numbers, so the parameters of different ranks cannot be distinguished. Nothing "
+                "was written. Add the module that it trains to the state, or save every rank's optimizer with "
                 "zarrckpt.PerRank(optimizer)"
             )
 
 
 def warn_of(differing: Mapping[str, Sequence[int]]) -> None:
-    """Warn of names under which ranks hold different contents, if there are any."""
+    """Warn if ranks hold different contents under one fqn."""
     if not differing:
         return
     warn(
-        f"{len(differing)} entries differ between ranks, and each is saved once, as the lowest of these ranks has it: "
-        f"{_differing_shown(differing)}; to keep every rank's, wrap it: zarrckpt.PerRank(value)"
+        f"{len(differing)} entries differ between ranks: {_differing_shown(differing)}. Of each, only the lowest of "
+        "these ranks' contents is saved. To save every rank's value, wrap it in zarrckpt.PerRank(value)"
     )
 
 

@@ -30,9 +30,9 @@ from zarrckpt._store import Url
 
 
 class SaveFuture(Future[SaveReport]):
-    """The future of a background save: its report, and when the state may change.
+    """The future of a background save. Its result is the report, and :meth:`copied` waits until the state may change.
 
-    It cannot be cancelled: the other ranks would wait.
+    It cannot be cancelled, because the other ranks would wait.
     """
 
     def __init__(self, url: str) -> None:
@@ -45,15 +45,15 @@ class SaveFuture(Future[SaveReport]):
         _futures.add(self)
 
     def copied(self, timeout: float | None = None) -> None:
-        """Wait until the state has been copied, or the copy has failed: from then on the state may change.
+        """Wait until the state has been copied or the copy has failed. After that, the state may change.
 
-        Raises TimeoutError after ``timeout`` seconds, and nothing else: errors of the save come from ``result()``.
+        Raises TimeoutError after ``timeout`` seconds. Errors of the save are raised by ``result()`` only.
         """
         if not self._copied.wait(timeout):
             raise TimeoutError(f"the state of the background save to {self._url} was not copied within {timeout:g} s")
 
     def set_copied(self) -> None:
-        """From now on the state may change. Called by the save."""
+        """Allow changes of the state. Called by the save."""
         self._copied.set()
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -66,7 +66,7 @@ class SaveFuture(Future[SaveReport]):
         return error
 
     def run(self, save: Callable[[], SaveReport]) -> None:
-        """Make the save, in the background's thread."""
+        """Make the save and set its outcome. Called in the background thread."""
         try:
             outcome: SaveReport | BaseException = save()
         except BaseException as err:
@@ -82,20 +82,20 @@ class SaveFuture(Future[SaveReport]):
             self.set_result(outcome)
 
     def renew_in_child(self) -> None:
-        """End the future in a forked child, with an error if the parent's save is under way."""
+        """End the future in a forked child, with an error if the parent's save has not ended."""
         super().__init__()
         self._copied = threading.Event()
         self._asked = True
         outcome = self._outcome
         if outcome is None:
             outcome = CheckpointError(
-                f"the background save to {self._url} is made by another process, from which this one was forked: ask "
-                "its future there"
+                f"the background save to {self._url} runs in the process from which this one was forked. Wait for its "
+                "future there"
             )
         self._set_outcome(outcome)
 
     def unasked_failure(self) -> str | None:
-        """Wait for the end; return the error in one text, once, if no caller has asked the future for it."""
+        """Wait for the save, and return its error as text if no caller and no earlier call has asked for it."""
         if self._asked or (error := self.exception()) is None:
             return None
         return f"the background save to {self._url} failed: {type(error).__name__}: {error}"
@@ -113,7 +113,7 @@ os.register_at_fork(after_in_child=_renew_futures)
 
 
 class _Saver:
-    """The one background save of a process at a time, with what it keeps between saves."""
+    """The background saves of a process, one at a time, and the buffers and the thread that they share."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -135,12 +135,12 @@ class _Saver:
                 with in_thread(look) as looked:
                     copies = [self._copy_of(state, keep_buffers, copy_in_background)]
                 rounds.merge("their copies of the state", lambda: None, lambda _: looked())
-                # The background goes on with the same connections: the process group may be destroyed before it ends.
+                # The background save uses the same connections, because the process group may be destroyed meanwhile.
                 connected = stack.pop_all()
 
             def read_state() -> LocalState:
                 try:
-                    # The copier refers to the state, and must not outlive its call.
+                    # The callable refers to the state. Drop it after the call so that the state can be freed.
                     copied = copies.pop()()
                 finally:
                     future.set_copied()
@@ -155,15 +155,18 @@ class _Saver:
             self._last = future
             try:
                 self._thread.submit(future.run, save)
-            except RuntimeError:  # the interpreter is ending
+            except RuntimeError:  # The interpreter is shutting down.
                 with connected:
                     raise
             return future
 
     def _copy_of(self, state: Mapping[str, Any], keep: bool, in_background: bool) -> Callable[[], dict[Any, Any]]:
-        """What returns the copy of a state, or raises its error: in the background, where that reaches all ranks."""
+        """Return a callable that returns the copy of a state, or raises the error of the copy.
+
+        It is called in the background save, which raises the error on all ranks.
+        """
         try:
-            # In this thread: state dicts may be made with collectives.
+            # Take state dicts in this thread, because they may need collectives.
             plain = objects.for_save(state).state
             if in_background:
                 return partial(self._stager.stage, plain, keep=keep, streams=streams_in_use())
@@ -178,12 +181,12 @@ class _Saver:
         return fail
 
     def finish(self) -> None:
-        """Wait for the save under way, if any. Log its error if no caller has asked for it."""
+        """Wait for the current save, if any. Log its error if no caller has asked for it."""
         if self._last is not None and (failure := self._last.unasked_failure()) is not None:
             log.error("%s", failure)
 
     def wait(self) -> None:
-        """Wait for the save under way, if any."""
+        """Wait for the current save, if any."""
         if self._last is not None:
             Future.exception(self._last)
 
@@ -205,10 +208,10 @@ def _at_end(method: Callable[[_Saver], None]) -> None:
         method(saver)
 
 
-# Not atexit: that comes after concurrent.futures has stopped taking jobs, and a save under way has some to give.
-# Registered after the hook of concurrent.futures, this one runs before it.
+# atexit hooks run after concurrent.futures has stopped accepting jobs, but an unfinished save still submits jobs. This
+# hook runs before the hook of concurrent.futures, because it is registered later.
 threading._register_atexit(partial(_at_end, _Saver.wait))  # type: ignore[attr-defined]
-# Hooks that were registered later run before this one: its line is among the last.
+# Hooks that are registered later run earlier, so this line is among the last on stderr.
 atexit.register(_at_end, _Saver.report_end)
 
 
@@ -228,46 +231,46 @@ def async_save(
 ) -> SaveFuture:
     """Copy a state to CPU memory, return, and save the copy in the background.
 
-    Training is held up for the copy only, and for the end of the previous background save if that still runs: there are
-    never two at once. Beside its copy the coordinator asks the store whether a checkpoint is committed there (one
-    request, none with ``overwrite``), and all ranks wait for its answer. The background has connections of its own,
-    made by the first call and kept: no collective runs on the group that trains. At the end of the process a save under
-    way is finished. Requests and bytes are otherwise those of :func:`zarrckpt.save`; memory for the copy, as much as
-    this rank's part of the state takes, comes on top.
+    Training waits only for the copy, and for the previous background save if it has not ended. Two saves never run at
+    the same time. During the copy, the coordinator checks for a committed checkpoint (one request, none with
+    ``overwrite``), and all ranks wait for the result. The first call opens connections between the ranks and keeps them
+    for later calls. No collective runs on the training group. A process waits for an unfinished save before it exits.
+    Requests and bytes are otherwise those of :func:`zarrckpt.save`. The copy needs additional memory of the size of
+    this rank's part of the state.
 
     Args:
         state: a nested dict of modules, optimizers, other Stateful objects, tensors, DTensors, ShardedTensors and any
-            Python values, which are encoded in the call. It may change, and the process group may be destroyed, as soon
-            as the call returns; with ``copy_in_background``, as soon as ``future.copied()`` does.
-        url: where to: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, or any fsspec url; or a ready zarr or
-            obstore store, with ``zarr.storage.StorePath(store, "run/step-7")`` for a path in one.
-        overwrite: replace a committed checkpoint at that url; the old one stays readable until the new one is
-            committed. False, the default: CheckpointExistsError.
-        metadata: what to keep with the checkpoint, for people and programs that choose among several: a dict of JSON
-            types such as ``{"step": 7, "val_loss": 2.1}``, at most 64 KiB. Tensors and numpy values of one element are
-            taken as numbers. ``Checkpoint.metadata``, ``zarrckpt info`` and ``ls`` show it. The coordinator's counts.
-        process_group: the ranks that save together (default: all); each of them calls, the others do not.
-        no_dist: this process saves alone, as in :func:`zarrckpt.save`.
-        storage_options: options of the store by name, as fsspec or obstore take them, such as ``endpoint_url``
-            (``docs/how-to/stores.md``); default: what the environment says. ``credential_provider``, for tokens that
-            expire: a picklable callable that returns fresh credentials. An unknown name is a StorageError.
-        options: how bytes are laid out and moved, see :class:`SaveOptions`. Its ``timeout`` holds for this
-            call and for the background each.
-        progress: called on each rank as ``progress(bytes_done, bytes_total)``, in the background's threads.
-        keep_buffers: keep the memory of the copy for the next call, which then takes about a third of the time: new
-            memory is slow to touch, and slower to pin (default). False frees it, when this save is done.
-        copy_in_background: return before the state is copied. It must not change until ``future.copied()`` has
-            returned, which belongs before the optimizer's next step. False, the default: it is copied on return.
+            Python values. Values are encoded during the copy. After the call the state may change, and the process
+            group may be destroyed. With ``copy_in_background`` the state may change after ``future.copied()``.
+        url: the url of the new checkpoint: a local path, ``file://``, ``s3://``, ``gs://``, ``az://``, any fsspec url,
+            or a zarr or obstore store. ``zarr.storage.StorePath(store, "run/step-7")`` is a path in a store.
+        overwrite: replace a committed checkpoint at this url. The old one stays readable until the new one is
+            committed. Default False: raise CheckpointExistsError.
+        metadata: a dict of JSON types to store with the checkpoint, such as ``{"step": 7, "val_loss": 2.1}``, at most
+            64 KiB. Tensors and numpy values of one element are stored as numbers. ``Checkpoint.metadata``,
+            ``zarrckpt info`` and ``ls`` show it. If ranks pass different metadata, the coordinator's is saved.
+        process_group: the ranks that save together (default: all). Each rank of the group must call it.
+        no_dist: save this process alone, as in :func:`zarrckpt.save`.
+        storage_options: options of the store by name, as fsspec or obstore accept them, such as ``endpoint_url``
+            (``docs/how-to/stores.md``). Defaults come from the environment. For tokens that expire, pass
+            ``credential_provider``, a picklable callable that returns fresh credentials. Raises StorageError for an
+            unknown name.
+        options: the layout and the transfer of bytes, see :class:`SaveOptions`. Its ``timeout`` applies separately to
+            this call and to the background save.
+        progress: called on each rank as ``progress(bytes_done, bytes_total)``, in background threads.
+        keep_buffers: keep the memory of the copy for the next call (default). The next copy then takes about a third
+            of the time, because allocating and pinning memory is slow. False frees the memory after this save.
+        copy_in_background: return before the state is copied. Then call ``future.copied()`` before the next optimizer
+            step, because the state must not change until it returns. Default False: the state is copied on return.
 
-    Raises CheckpointExistsError at once, on all ranks, where a checkpoint is committed and ``overwrite`` is false.
+    Raises CheckpointExistsError at once, on all ranks, if a checkpoint is committed and ``overwrite`` is false. Raises
+    TypeError and ValueError for invalid arguments, such as a ``process_group`` without this rank. Raises StorageError
+    for an unknown option of the store, and CheckpointError if a rank does not join the call within the timeout.
 
-    Returns a :class:`SaveFuture` of :class:`SaveReport`; its ``result()`` raises what else :func:`zarrckpt.save` would,
-    the same on all ranks, what cannot be saved included. An error for which no one has asked the future is logged
-    (logger ``zarrckpt``) by the next call. At the end of the process it is logged and written to stderr, as one line;
-    the exit status stays as it is. The save cannot be cancelled.
-
-    The call itself raises TypeError and ValueError for arguments that make no sense, such as a ``process_group``
-    without this rank, StorageError for an unknown option of the store, and CheckpointError where a rank does not come.
+    Returns a :class:`SaveFuture` of a :class:`SaveReport`. Its ``result()`` raises the other errors of
+    :func:`zarrckpt.save`, equally on all ranks, including errors for entries that cannot be saved. If no caller asks
+    the future for its error, the next call logs it (logger ``zarrckpt``). At the end of the process it is logged and
+    written to stderr as one line, and the exit status does not change. The save cannot be cancelled.
     """
     objects.refuse_swapped(state, url, "async_save")
     ranks = Ranks(process_group, no_dist)
@@ -291,7 +294,7 @@ def save_in_background(
     keep_buffers: bool = True,
     copy_in_background: bool = False,
 ) -> SaveFuture:
-    """Copy a state, return, and save the copy: :func:`async_save` with its arguments checked."""
-    # By process: a forked child has neither the thread nor the group.
+    """Copy a state, return, and save the copy in the background, as :func:`async_save`, with checked arguments."""
+    # One saver per process, because a forked child has neither the thread nor the connections.
     saver = _savers.get(os.getpid()) or _savers.setdefault(os.getpid(), _Saver())
     return saver.save(state, request, ranks, keep_buffers, copy_in_background)

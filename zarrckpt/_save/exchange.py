@@ -1,4 +1,4 @@
-"""The exchange of pieces: send what others write, receive what this rank writes, within a bound of memory."""
+"""The exchange of pieces between ranks within a memory limit. Each piece moves to the owner of its chunk."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from zarrckpt._ranks.messages import Channel, Pending, cut, is_intact, message_b
 from zarrckpt._save.items import Items
 
 Received = Mapping[int, RawArray]
-"""A chunk's parts that came from other ranks, by their position in the chunk's plan: flat bytes."""
+"""The parts of a chunk that other ranks sent, as flat bytes, by their index in ``ChunkPlan.parts``."""
 
 
 @dataclass
 class _Moving:
-    """A bundle whose messages are on their way."""
+    """A bundle whose messages have been posted and have not all arrived."""
 
     bundle: Bundle
     nbytes: int
-    """The memory that it takes until its chunks are written and its messages sent."""
+    """The bytes of memory that the bundle needs until its chunks are written and its messages are sent."""
     sends: list[Pending] = field(default_factory=list)
     receives: dict[int, Pending] = field(default_factory=dict)
-    """The messages that arrive, by the rank that sends them."""
+    """The messages to receive, by sending rank."""
 
 
 class Exchange:
-    """One rank's side of an exchange. Used in one thread; the jobs that it counts run in others.
+    """One rank's side of an exchange. One thread uses it. Other threads run the jobs that :meth:`counted` returns.
 
-    All ranks move bundles in one order, so the first that is not done can always go on: nobody waits in a circle.
+    All ranks move bundles in the same order, so the first unfinished bundle can always continue. This excludes
+    deadlocks.
     """
 
     def __init__(self, channel: Channel, plan: RankPlan, items: Items, limit: int) -> None:
@@ -46,10 +47,10 @@ class Exchange:
         self._stopped = False
 
     def bundles(self) -> Iterator[list[tuple[ChunkPlan, Received]]]:
-        """Move one bundle after the other; give the chunks that can be written then.
+        """Move the bundles in order. After each bundle, yield its chunks, which can then be written.
 
-        Every chunk must become a job passed through :meth:`counted`. Bundles are on their way side by side while they
-        fit in memory. Raises PeerLost.
+        The caller must make each chunk a job with :meth:`counted`, which frees the chunk's memory. Several bundles move
+        at the same time if they fit into the memory limit. Raises PeerLost.
         """
         moving: deque[_Moving] = deque()
         for bundle in self._plan.bundles.values():
@@ -64,7 +65,7 @@ class Exchange:
             yield from self._ended(moving.popleft())
 
     def counted(self, nbytes: int, job: Callable[[], None]) -> Callable[[], None]:
-        """A job that writes a chunk, and frees ``nbytes`` of memory when it ends."""
+        """Return a job that runs ``job``, and counts ``nbytes`` of memory as free when it ends."""
 
         def run() -> None:
             try:
@@ -75,7 +76,7 @@ class Exchange:
         return run
 
     def stop(self) -> None:
-        """Do not wait for jobs any more: one has failed, perhaps of another kind, and queued ones never begin."""
+        """Stop waiting for jobs, because a job failed and the queued jobs will not run."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -86,7 +87,7 @@ class Exchange:
             self._changed.notify_all()
 
     def _wait_for_memory(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` fit, or all that was moved before is written: a bundle may be larger than the limit."""
+        """Wait until ``nbytes`` fit, or until no memory is used, because a bundle may be larger than the limit."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._used or self._used + nbytes <= self._limit)
 
@@ -95,12 +96,12 @@ class Exchange:
         return sent + sum(self.received_bytes(chunk) for chunk in bundle.chunks)
 
     def received_bytes(self, chunk: ChunkPlan) -> int:
-        """The bytes of a chunk that others send."""
+        """Return the bytes of a chunk that other ranks send."""
         itemsize = self._plan.arrays[chunk.fqn].dtype.itemsize
         return sum(part.box.size * itemsize for part in chunk.parts if part.source is not None)
 
     def _begun(self, moving: _Moving) -> _Moving:
-        """Post all messages of a bundle: whatever order they end in, none waits for another."""
+        """Post all messages of a bundle, so that they can arrive in any order."""
         for source, parts in self._receives(moving.bundle).items():
             moving.receives[source] = self._channel.recv(source, message_bytes(parts))
         for to, message in self._messages(moving.bundle):
@@ -120,7 +121,7 @@ class Exchange:
         self._free(moving.nbytes - sum(self.received_bytes(chunk) for chunk in moving.bundle.chunks))
 
     def _messages(self, bundle: Bundle) -> list[tuple[int, RawArray]]:
-        """One message to each receiver, the parts in the order of the plan."""
+        """Return one message per receiver, with the parts in the order of the plan."""
         parts: dict[int, list[tuple[int, Box]]] = {}
         for sending in bundle.sends:
             parts.setdefault(sending.to, []).append((sending.item, sending.box))
@@ -134,7 +135,7 @@ class Exchange:
         return seal(message)
 
     def _receives(self, bundle: Bundle) -> dict[int, list[int]]:
-        """The bytes of the parts that each rank sends in a bundle, in the order of this rank's chunks."""
+        """Return the sizes in bytes of a bundle's parts by sending rank, in the order of this rank's chunks."""
         sizes: dict[int, list[int]] = {}
         for chunk in bundle.chunks:
             itemsize = self._plan.arrays[chunk.fqn].dtype.itemsize
@@ -144,14 +145,14 @@ class Exchange:
         return sizes
 
     def _opened(self, rank: int, message: RawArray, sizes: list[int]) -> Iterator[RawArray]:
-        """The parts of a message. Raises CheckpointError where it has not arrived as it was sent."""
+        """Return the parts of a message. Raises CheckpointError if its checksum differs."""
         if not is_intact(message):
             raise CheckpointError(
-                f"what rank {rank} of the save sent has arrived altered: its checksum differs. Nothing is committed; "
-                "look at the network between the ranks, and save again"
+                f"a message of rank {rank} of the save was altered on the network: its checksum differs. Nothing was "
+                "committed. Check the network between the ranks, then save again"
             )
         return cut(message, sizes)
 
 
 def _taken(chunk: ChunkPlan, received: Mapping[int, Iterator[RawArray]]) -> Received:
-    return {place: next(received[part.source]) for place, part in enumerate(chunk.parts) if part.source is not None}
+    return {index: next(received[part.source]) for index, part in enumerate(chunk.parts) if part.source is not None}

@@ -1,4 +1,4 @@
-"""The coordinator's last part: count what was written, write the tables, build the root document."""
+"""The coordinator's last steps: check the ranks' results, write the tables, build the root document."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def finish_save(
     results: Sequence[Results],
     metadata: Mapping[str, Any],
 ) -> tuple[Root, SaveReport]:
-    """Check what was written, write the tables and the documents of blobs' groups, and make the root document.
+    """Compare the ranks' results with the layout, write the tables and the groups of blobs, and return the root.
 
-    Raises IncompleteSaveError naming an entry that is missing from what the ranks wrote.
+    The root document is returned, not written. Raises IncompleteSaveError with the fqn if an entry or chunk is missing.
     """
     values, blobs, written = _collect(results)
     _check_entries(layout, {*written, *values})
@@ -96,34 +96,34 @@ def _collect(
 
 
 def _check_entries(layout: Layout, written: set[str]) -> None:
-    """The entries that were planned and those that were written must be the same."""
+    """Raise IncompleteSaveError if the planned and the written entries differ. Tensors without chunks are skipped."""
     empty = {fqn for fqn, node in layout.tensors.items() if node.grid.num_chunks == 0}
     missing = sorted(layout.paths.keys() - written - empty)
     unknown = sorted(written - layout.paths.keys())
     if missing or unknown:
         raise IncompleteSaveError(
-            f"nothing was committed: {len(missing)} entries were not written ({missing[:5]}) and {len(unknown)} were "
-            f"not planned ({unknown[:5]}); save again"
+            f"{len(missing)} planned entries were not written ({missing[:5]}) and {len(unknown)} written entries were "
+            f"not planned ({unknown[:5]}). Nothing was committed. Save again"
         )
 
 
 def _check_paths(layout: Layout, paths: Mapping[str, str]) -> None:
-    """Values and blobs must be where they were planned to be: documents are put there."""
+    """Raise IncompleteSaveError if a rank wrote a value or blob at a different path than planned."""
     for fqn, path in paths.items():
         if path != layout.node_paths[fqn]:
             raise IncompleteSaveError(
-                f"nothing was committed: a rank has written {fqn!r} at {path!r:.200}, and {layout.node_paths[fqn]!r} "
-                "was planned; do all ranks run the same version of zarrckpt?"
+                f"a rank wrote {fqn!r} at {path!r:.200}, but the plan has {layout.node_paths[fqn]!r}. Nothing was "
+                "committed. Install the same version of zarrckpt on all ranks"
             )
 
 
 def _tables_of_results(
     nodes: dict[str, ArrayNode], written: dict[str, list[tuple[int, ArrayResult]]]
 ) -> dict[str, RawArray]:
-    """The checksum of every subchunk, the rank that wrote every chunk, and stored sizes; arrays sorted by path.
+    """Return the tables: the checksum of every subchunk, the writer of every chunk, and stored sizes.
 
-    The sizes are those of compressed arrays' subchunks, and absent where no array is compressed. Raises
-    IncompleteSaveError for a chunk that no rank, or more than one, has written.
+    Arrays are sorted by path. The sizes table has the subchunks of compressed arrays, and is absent if no array is
+    compressed. Raises IncompleteSaveError if not exactly one rank wrote each chunk.
     """
     parts: dict[str, list[RawArray]] = {CHECKSUMS: [], WRITERS: []}
     for fqn, node in sorted(nodes.items(), key=lambda item: item[1].path):
@@ -140,8 +140,8 @@ def _tables_of_results(
                 sizes[result.chunks] = result.sizes.reshape(-1, per_chunk)
         if (times != 1).any():
             raise IncompleteSaveError(
-                f"nothing was committed: of the {chunks} chunks of {fqn!r}, {int((times == 0).sum())} were not written "
-                f"and {int((times > 1).sum())} by more than one rank; save again"
+                f"of the {chunks} chunks of {fqn!r}, {int((times == 0).sum())} were not written and "
+                f"{int((times > 1).sum())} were written more than once. Nothing was committed. Save again"
             )
         parts[CHECKSUMS].append(crcs.reshape(-1))
         parts[WRITERS].append(ranks)
@@ -152,7 +152,7 @@ def _tables_of_results(
 
 
 def _spelled(path: StatePath) -> bool:
-    """Whether the keys are the components of the node path: strings that nothing escapes, and positions in lists."""
+    """Whether the keys equal the components of the node path: strings without escaped characters, and list indices."""
     return all(
         container == LIST or (type(key) is str and _names.escape(key) == key)
         for key, container in zip(path.keys, path.containers, strict=True)
@@ -164,9 +164,12 @@ def _containers_of(layout: Layout) -> dict[str, str]:
     for fqn, path in layout.paths.items():
         names = layout.node_paths[fqn].split("/")
         for depth, container in enumerate(path.containers):
-            where = "/".join(names[:depth])
+            parent = "/".join(names[:depth])
             if container == DICT:
                 continue
-            if found.setdefault(where, container) != container:
-                raise UnsupportedValueError(f"{where!r} is a {found[where]} on one rank and a {container} on another")
+            if found.setdefault(parent, container) != container:
+                raise UnsupportedValueError(
+                    f"{parent!r} is a {found[parent]} on one rank and a {container} on a different rank. Use the same "
+                    "container on all ranks"
+                )
     return dict(sorted(found.items()))

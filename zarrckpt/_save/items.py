@@ -1,4 +1,4 @@
-"""What one rank holds of the tensors that it writes or sends: cut, and copied out of wherever it is."""
+"""The parts of tensors that one rank writes or sends, as views or copies in CPU memory."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from zarrckpt._state.tensors import memory_fault, plain_tensor, raw_tensor, torc
 
 
 class Source(Protocol):
-    """Where a rank's tensors and values come from: its state, or a planner of DCP."""
+    """The source of a rank's tensors and values: its state, or a planner of DCP."""
 
     @property
     def own_memory(self) -> bool:
-        """Whether a tensor stays where it is for as long as the source does: parts of it may be views."""
+        """Whether the memory of each tensor stays valid as long as the source, so that views of it may be kept."""
 
     def tensor(self, fqn: str, box: Box) -> Any:
-        """The memory of a box of an array; without the first dimension, where it is one of a stack."""
+        """Return the tensor of a box of an array. A tensor of a stack lacks the first dimension."""
 
     def value(self, fqn: str) -> Any:
-        """A non-tensor entry."""
+        """Return the value of a non-tensor entry."""
 
 
 class Items:
-    """The tensors of one rank's items, by their position in its plan. Used by many threads."""
+    """The tensors of one rank's items, by their index in ``RankPlan.items``. Many threads use it."""
 
     def __init__(self, plan: RankPlan, source: Source) -> None:
         self._items = plan.items
@@ -37,82 +37,88 @@ class Items:
         self._source = source
         self._last: tuple[int, torch.Tensor | None] = (-1, None)
         self._in_memory: set[int] = set()
-        """Items whose tensors are in CPU memory: their parts are views."""
+        """The items whose tensors are in CPU memory, so that their parts are views."""
         self._raw: dict[int, RawArray] = {}
-        """The raw elements of items that lie in the state's own memory. Numpy cuts them: each call to torch releases
-        the interpreter's lock, and would then wait for it behind other threads."""
+        """The raw elements of items in the state's memory. They are sliced with numpy, because each torch call
+        releases the GIL and then waits until other threads release it."""
 
     def prepare(self) -> set[torch.device]:
-        """Compare every tensor with what was planned; return their devices. Call it once, before the methods below.
+        """Compare every tensor with the plan and return the tensors' devices. Call it once, before other methods.
 
-        Raises CheckpointError naming the fqn; UnsupportedValueError for a tensor without plain memory.
+        Raises CheckpointError with the fqn if a tensor differs, and UnsupportedValueError if it has no plain memory.
         """
         devices = set()
-        for place, (fqn, box) in enumerate(self._items):
-            tensor = self._resolve(place)
+        for index, (fqn, box) in enumerate(self._items):
+            tensor = self._resolve(index)
             if (fault := memory_fault(tensor)) is not None:
                 raise UnsupportedValueError(f"{fqn!r} {fault}")
             self._expect(fqn, box, tensor)
             devices.add(tensor.device)
             if tensor.device.type == "cpu":
-                self._in_memory.add(place)
+                self._in_memory.add(index)
                 if self._source.own_memory and not (tensor.is_conj() or tensor.is_neg()):
                     raw = raw_tensor(fqn, tensor)
-                    self._raw[place] = raw[None] if self._is_stacked(place, tensor) else raw
+                    self._raw[index] = raw[None] if self._is_stacked(index, tensor) else raw
         return devices
 
     def _expect(self, fqn: str, box: Box, tensor: torch.Tensor) -> None:
-        """What is written must be what was planned, or it would fill the wrong region, or be read as other numbers."""
+        """Raise CheckpointError if a tensor's shape or dtype is not the planned one."""
         dtype = torch_dtype(self._arrays[fqn])
         if tuple(tensor.shape) not in (box.shape, box.shape[1:]) or tensor.dtype != dtype:
             raise CheckpointError(
                 f"{fqn!r}: this rank planned a piece of shape {box.shape} and {dtype} at {box.offset}, but its "
-                f"tensor has shape {tuple(tensor.shape)} and {tensor.dtype}; was the state changed during the save?"
+                f"tensor has shape {tuple(tensor.shape)} and {tensor.dtype}. Do not change the state during the save"
             )
 
-    def nbytes(self, place: int, box: Box) -> int:
-        """The size of a part of an item."""
-        return box.size * self._arrays[self._items[place][0]].dtype.itemsize
+    def nbytes(self, index: int, box: Box) -> int:
+        """Return the size in bytes of a box of an item."""
+        return box.size * self._arrays[self._items[index][0]].dtype.itemsize
 
-    def view(self, place: int, box: Box) -> RawArray | None:
-        """A part of an item as raw elements: a view of its own memory, None where it is on another device."""
-        if place not in self._in_memory:
+    def view(self, index: int, box: Box) -> RawArray | None:
+        """Return a view of the raw elements of a box of an item, or None if its tensor is not in CPU memory."""
+        if index not in self._in_memory:
             return None
-        if (raw := self._raw.get(place)) is not None:
-            part: RawArray = raw[box.region(self._items[place][1].offset)]
+        if (raw := self._raw.get(index)) is not None:
+            part: RawArray = raw[box.region(self._items[index][1].offset)]
             return part
-        return raw_tensor(self._items[place][0], self._part(place, box))
+        return raw_tensor(self._items[index][0], self._part(index, box))
 
-    def copy(self, place: int, box: Box, out: RawArray) -> None:
-        """Copy a part of an item, as raw elements, to memory of its shape; directly, where it is on another device."""
-        if (view := self.view(place, box)) is not None:
+    def copy(self, index: int, box: Box, out: RawArray) -> None:
+        """Copy the raw elements of a box of an item to ``out``, which has the shape of the box.
+
+        From a GPU to contiguous memory, this is one direct copy.
+        """
+        if (view := self.view(index, box)) is not None:
             out[...] = view
             return
-        part = self._part(place, box)
+        part = self._part(index, box)
         if out.flags.c_contiguous:
             host = torch.from_numpy(out.reshape(-1).view(np.uint8)).view(part.dtype).reshape(part.shape)
             host.copy_(part.resolve_conj().resolve_neg())
         else:
-            out[...] = raw_tensor(self._items[place][0], part)
+            out[...] = raw_tensor(self._items[index][0], part)
 
-    def _part(self, place: int, box: Box) -> torch.Tensor:
-        tensor = self._resolve(place)
-        tensor = tensor[None] if self._is_stacked(place, tensor) else tensor
-        return tensor[box.slices(self._items[place][1].offset)]
+    def _part(self, index: int, box: Box) -> torch.Tensor:
+        tensor = self._resolve(index)
+        tensor = tensor[None] if self._is_stacked(index, tensor) else tensor
+        return tensor[box.slices(self._items[index][1].offset)]
 
-    def _is_stacked(self, place: int, tensor: torch.Tensor) -> bool:
+    def _is_stacked(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether an item's tensor is one of several along the first axis of its array."""
-        return tensor.ndim < len(self._items[place][1].shape)
+        return tensor.ndim < len(self._items[index][1].shape)
 
-    def _resolve(self, place: int) -> torch.Tensor:
-        """An item's tensor. The last one is kept, since a planner may make it anew, for each of an item's chunks."""
+    def _resolve(self, index: int) -> torch.Tensor:
+        """Return an item's tensor. The last one is kept, because a planner may compute it again on each call."""
         last, kept = self._last
-        if last == place and kept is not None:
+        if last == index and kept is not None:
             return kept
-        fqn, box = self._items[place]
+        fqn, box = self._items[index]
         tensor = self._source.tensor(fqn, box)
         if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(f"{fqn!r} was planned as a tensor, but is a {type(tensor).__name__}")
+            raise CheckpointError(
+                f"{fqn!r} was planned as a tensor, but is a {type(tensor).__name__}. Do not change the state during "
+                "the save"
+            )
         tensor = plain_tensor(tensor)
-        self._last = (place, tensor)
+        self._last = (index, tensor)
         return tensor

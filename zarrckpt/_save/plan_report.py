@@ -1,4 +1,4 @@
-"""``plan_report``: what a save would write, move and cost, before it is made."""
+"""``plan_report``: a forecast of the bytes, objects and messages of a save."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from zarrckpt._save.write import blob_node, encode_value
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._state.objects import refuse_objects_of_ranks
 
-_BESIDE = 3
-"""Documents beside those of nodes: marker, root, and the claim or, in an overwrite, the group of the new tree."""
+_OTHER_DOCUMENTS = 3
+"""The documents that belong to no node: marker, root, and the claim (with overwrite: the group of the new tree)."""
 
 _ROUNDS = 5
-"""The rounds of a save: digests, descriptions, plans, what was written, the commit."""
+"""The number of rounds of a save: digests, descriptions, plans, written chunks, commit."""
 
 
 def plan_report(
@@ -41,12 +41,12 @@ def plan_report(
     options: SaveOptions | None = None,
     ranks_per_host: int | None = None,
 ) -> PlanReport:
-    """What :func:`save` would do with a state: objects, bytes by rank, bytes between ranks, cost of the puts.
+    """Return a forecast of a :func:`save`: objects, bytes per rank, bytes between ranks, cost of the puts.
 
-    Every rank of the process group calls it. Plans as a save does, encodes the values that are not tensors, and stops
-    there: no request, no data moves. The arguments are those of :func:`save`; raises what it raises for them, and for
-    a state that cannot be saved. ``ranks_per_host`` (default: torchrun's ``LOCAL_WORLD_SIZE``) is the number of
-    consecutive ranks on one host.
+    Every rank of the process group calls it. It plans the save and encodes the values that are not tensors. It makes no
+    request and moves no tensor data. The arguments are those of :func:`save`. Raises the same errors for these
+    arguments and for a state that cannot be saved. ``ranks_per_host`` (default: torchrun's ``LOCAL_WORLD_SIZE``) is the
+    number of consecutive ranks on one host.
     """
     if ranks_per_host is None:
         ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
@@ -67,7 +67,10 @@ def _joined_blobs(found: list[list[ArrayNode]]) -> list[ArrayNode]:
 
 
 def _own_blobs(agreed: Agreed[None]) -> list[ArrayNode]:
-    """Return the arrays of the values that this rank would store as blobs. Raises UnsupportedValueError."""
+    """Return the arrays of the values that this rank would store as blobs.
+
+    Raises UnsupportedValueError if a value cannot be saved.
+    """
     paths = agreed.part.object_paths.items()
     stored = ((path, encode_value(agreed.state, fqn).stored(fqn)) for fqn, path in paths)
     return [blob_node(path, len(blob.payload)) for path, blob in stored if blob is not None]
@@ -76,21 +79,22 @@ def _own_blobs(agreed: Agreed[None]) -> list[ArrayNode]:
 def report_of(
     plan: SavePlan, members: Sequence[int], ranks_per_host: int | None = None, blobs: Sequence[ArrayNode] = ()
 ) -> PlanReport:
-    """The report of a whole plan of these ranks, given by their numbers in the default process group."""
+    """Return the report of a plan. ``members`` are the ranks' numbers in the default process group."""
     nodes, dealt = plan.layout.tensors.values(), plan.dealt
     arrays = [*nodes, *blobs]
     blob_chunks = sum(node.grid.num_chunks for node in blobs)
-    # Tables of checksums, writers and, if anything is compressed, sizes: a document, and a chunk unless it is empty.
+    # Tables of checksums and writers, and of sizes if an array is compressed. Each has a document, and a chunk unless
+    # the table is empty.
     compressed = [node for node in nodes if node.compression is not None]
-    beside = _BESIDE + 2 * (1 + any(node.grid.num_chunks for node in arrays))
-    beside += bool(compressed) + any(node.grid.num_chunks for node in compressed)
+    other = _OTHER_DOCUMENTS + 2 * (1 + any(node.grid.num_chunks for node in arrays))
+    other += bool(compressed) + any(node.grid.num_chunks for node in compressed)
     hosts = None if ranks_per_host is None else np.array(members, np.int64) // ranks_per_host
     return PlanReport(
         ranks=plan.layout.world_size,
         tensors=len(nodes),
         nbytes=int(dealt.nbytes.sum()),
         objects=len(dealt.owner),
-        documents=len(arrays) + len(parent_groups(node.path for node in arrays)) + blob_chunks + beside,
+        documents=len(arrays) + len(parent_groups(node.path for node in arrays)) + blob_chunks + other,
         rank_bytes=tuple(dealt.rank_bytes()),
         moved_bytes=dealt.moved_bytes(),
         merged=dealt.merged(),
@@ -102,7 +106,7 @@ def report_of(
 
 
 def connections(plan: SavePlan) -> Numbers:
-    """With how many others each rank of a save is connected: in the tree, and to hand over pieces."""
+    """Return the number of connections of each rank of a save: those of the tree of rounds, and those for pieces."""
     peers = plan.dealt.peers()
     for rank in range(1, len(peers)):
         parent = (rank - 1) // FANOUT

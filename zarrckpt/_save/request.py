@@ -1,4 +1,4 @@
-"""What a save is asked to do: the arguments of ``save``, checked."""
+"""The checked arguments of ``save``."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from zarrckpt._store import StoreSpec, Url
 
 
 class Run(Protocol):
-    """The run that a save belongs to. Used on the coordinator only; any of these may raise why it may not save."""
+    """The run that a save belongs to. Only the coordinator calls it. Each method raises if the run may not save."""
 
     def wait_for_room(self) -> None:
-        """Called before the first :meth:`begin` that puts something follows; may wait."""
+        """Wait until the run may store one more checkpoint. Called before the :meth:`begin` of the attempt."""
 
     def begin(self) -> str:
-        """Called before anything is put, more than once. Returns the run's id."""
+        """Return the run's id. Called before the first put, and possibly more than once per save."""
 
     def metadata(self) -> Mapping[str, Any]:
-        """What the run adds to the checkpoint's metadata."""
+        """Return the entries that the run adds to the checkpoint's metadata."""
 
     def check(self) -> None:
-        """Called right before the commit."""
+        """Raise if the run may not commit. Called right before the commit."""
 
     def committed(self) -> None:
-        """Called right after the commit. Raises RunTakenOverError if another job may have removed the checkpoint."""
+        """Raise RunTakenOverError if another job may have deleted the checkpoint. Called right after the commit."""
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Where to save, and how. Pickles without clients and without secrets."""
+    """The target and the options of a save. It is pickled without clients and secrets."""
 
     spec: StoreSpec
     overwrite: bool
@@ -56,16 +56,15 @@ class SaveRequest:
         storage_options: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> SaveRequest:
-        """From the arguments of :func:`zarrckpt.save`. Raises TypeError and ValueError naming the argument."""
+        """Check the arguments of :func:`zarrckpt.save`. Raises TypeError or ValueError with the argument's name."""
         options = checked_options(options, SaveOptions)
         spec = StoreSpec(url, storage_options, options.durable, options.concurrency)
         return cls(spec, overwrite, checked_metadata(metadata), options, progress)
 
     def refuse_committed(self) -> None:
-        """Raise what a save would where a checkpoint is committed that it must not overwrite. One request.
+        """Raise CheckpointExistsError if the save would fail because a checkpoint is committed. One request.
 
-        Or where its run may not go on. A store that does not answer is left for the save to meet: it may be there again
-        by then.
+        Also raises if the run may not save. Ignores StorageError: the store may answer again when the save begins.
         """
         with suppress(StorageError):
             if self.run is not None:

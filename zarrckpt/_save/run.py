@@ -32,30 +32,32 @@ from zarrckpt._state.local_state import LocalState
 @record
 @dataclasses.dataclass(frozen=True)
 class AttemptName:
-    """Which attempt a save is, as all ranks know it."""
+    """The ids of an attempt, as the coordinator sends them to all ranks."""
 
     save_id: str
     tree: str
+    """The key prefix of the attempt's objects."""
     base_id: str
+    """The save id of the checkpoint that this one replaces, or ''."""
     host: str
     """The name of the coordinator's host."""
 
     def __post_init__(self) -> None:
         if not is_save_id(self.save_id) or self.tree not in ("", f"@{self.save_id}"):
-            raise ValueError(f"no tree of the attempt {self.save_id!r:.100}: {self.tree!r:.100}")
+            raise ValueError(f"the tree {self.tree!r:.100} does not belong to the attempt {self.save_id!r:.100}")
 
 
 record(SaveReport)
 
 
 def run_save(read_state: Callable[[], LocalState], request: SaveRequest, ranks: Ranks) -> SaveReport:
-    """Save what ``read_state`` returns on each rank, and commit. An error on one rank is raised on all."""
+    """Save the states that ``read_state`` returns on the ranks, and commit. An error on one rank is raised on all."""
     with joined(ranks, f"the save to {request.spec.url}", request.options.timeout) as rounds:
         return save_in_rounds(rounds, read_state, RankSave(request))
 
 
 def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: RankSave) -> SaveReport:
-    """Make the rounds of a save: :func:`run_save` for ranks that are connected. Makes no use of torch.distributed."""
+    """Make a save with connected ranks, as in :func:`run_save`, without a call to torch.distributed."""
     if rounds.size == 1:
         return _save_alone(read_state(), save, rounds)
     agreed = agree(rounds, read_state, save.request.options.plan, save.begin)
@@ -75,7 +77,7 @@ def save_in_rounds(rounds: Rounds, read_state: Callable[[], LocalState], save: R
 
 
 def _save_alone(state: LocalState, save: RankSave, rounds: Rounds) -> SaveReport:
-    """Save without other ranks: there is nothing to agree on. The attempt begins while the first chunks are made."""
+    """Save with a single rank. The attempt begins in a thread while the first chunks are encoded."""
     plan = plan_alone(state, save.request.options.plan, rounds.members)
     try:
         with in_thread(partial(save.begin, plan.layout), at_once=save.is_local) as begun:
@@ -87,7 +89,10 @@ def _save_alone(state: LocalState, save: RankSave, rounds: Rounds) -> SaveReport
 
 
 def _commit_together(rounds: Rounds, save: RankSave, name: AttemptName, report: SaveReport) -> SaveReport:
-    """The last round. A rank that has lost the coordinator checks whether it has put the root document."""
+    """Make the last round, in which the coordinator commits.
+
+    A rank that lost its connections in this round reads the root document, and returns the report if it was committed.
+    """
     try:
         return rounds.merge("the commit", lambda: None, lambda _: save.commit(report))
     except CheckpointError:
@@ -97,12 +102,12 @@ def _commit_together(rounds: Rounds, save: RankSave, name: AttemptName, report: 
 
 
 class RankSave:
-    """The steps of one save on one rank. The middle ones, from :meth:`begin` on, are the coordinator's."""
+    """The steps of one save on one rank. The methods from :meth:`begin` to :meth:`abandon` act on rank 0 only."""
 
     def __init__(self, request: SaveRequest, *, background: bool = False) -> None:
         self.request = request
         self._store = request.spec.open()
-        # A concurrency that the caller chose stays as it is.
+        # A concurrency that the caller chose is not reduced.
         self._store.beside_training = background and request.options.concurrency is None
         self._started = time.monotonic()
         self._work: RankWork | None = None
@@ -112,7 +117,7 @@ class RankSave:
 
     @property
     def is_local(self) -> bool:
-        """Whether it goes to local files."""
+        """Whether the checkpoint is saved to local files."""
         return self._store.is_local
 
     # -- all ranks
@@ -125,10 +130,11 @@ class RankSave:
         channel: Channel | None,
         progressed: Callable[[], None],
     ) -> Results:
-        """Write this rank's chunks, values and documents, many at a time, and sync them. One put per object.
+        """Write this rank's chunks, values and documents in parallel, and sync them. One put per object.
 
-        ``name`` tells the attempt, once it has begun. Raises before the first put where a tensor is not as planned,
-        and StorageError, once it has removed what it wrote, if the coordinator writes to another storage.
+        ``name`` returns the attempt's ids. It may block until the attempt has begun. Raises CheckpointError before the
+        first put if a tensor does not match the plan. Raises StorageError if the coordinator writes to a different
+        storage, and deletes the written objects first.
         """
         self._work = RankWork(self._store, lambda: name().tree, part, source, self.request, progressed)
         if self._stopped:
@@ -145,7 +151,7 @@ class RankSave:
         return results
 
     def stop(self) -> None:
-        """End :meth:`write` soon. Called in another thread."""
+        """Make :meth:`write` end soon, with an error. Called in a different thread."""
         self._stopped = True
         if self._work is not None:
             self._work.stop()
@@ -153,7 +159,7 @@ class RankSave:
     # -- the coordinator
 
     def begin(self, layout: Layout) -> AttemptName:
-        """Look for what is there, claim the url, mark the attempt. About 9 requests.
+        """Check for a checkpoint, claim the url, write the marker. About 9 requests.
 
         Raises CheckpointExistsError, ForeignObjectsError.
         """
@@ -166,9 +172,9 @@ class RankSave:
         return AttemptName(self._attempt.save_id, self._attempt.tree, self._attempt.base_id, host_name())
 
     def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
-        """Count what was written against the plan, write the tables.
+        """Compare the written chunks with the plan, and write the tables.
 
-        Raises IncompleteSaveError where a chunk is missing, CheckpointExistsError where another save committed first.
+        Raises IncompleteSaveError if a chunk is missing, CheckpointExistsError if another save committed first.
         """
         assert self._attempt is not None
         store, attempt = self._store, self._attempt
@@ -184,34 +190,34 @@ class RankSave:
             raise
 
     def commit(self, report: SaveReport) -> SaveReport:
-        """Put the root document, then clean up what it replaces. Raises CheckpointExistsError."""
+        """Put the root document, then delete the checkpoint that it replaces. Raises CheckpointExistsError."""
         assert self._attempt is not None and self._root is not None
         if self.request.run is not None:
             self.request.run.check()
-        # From here on abandon() removes nothing: the root may have been put, even where the put raises an error.
+        # From here on abandon() deletes nothing: the root may be in the store even if its put raises an error.
         attempt, self._attempt = self._attempt, None
         protocol.commit(self._store, attempt, self._root)
         protocol.clean_after(self._store, attempt)
         if self.request.run is not None:
             self.request.run.committed()
         if not self._root.entries:
-            warn(f"the checkpoint saved to {self._store.url} has no entry: the state was empty")
+            warn(f"the checkpoint saved to {self._store.url} has no entries, because the state was empty")
         return dataclasses.replace(report, seconds=time.monotonic() - self._started)
 
     def abandon(self) -> None:
-        """Remove what all ranks of a failed save wrote; nothing once the root document may have been put.
+        """Delete the objects of all ranks of a failed save, unless the root document may have been put.
 
-        Does nothing on the other ranks, which have no attempt. Raises no CheckpointError.
+        Only the coordinator has an attempt, so this does nothing on other ranks. Raises no CheckpointError.
         """
         attempt, self._attempt = self._attempt, None
-        # Each request to a store that does not answer takes minutes, and the error waits for them.
+        # Each request to a store that does not answer takes minutes, and would delay the error of the save.
         if attempt is not None and (self._work is None or self._work.could_remove):
             protocol.abandon(self._store, attempt)
 
     # -- the other ranks
 
     def is_committed(self, save_id: str) -> bool:
-        """Whether the root document is that of a save. One request."""
+        """Whether the root document has this save id. One request."""
         with suppress(CheckpointError):
             return protocol.read_root(self._store).save_id == save_id
         return False

@@ -1,7 +1,7 @@
-"""Copies of a state in CPU memory, made quickly: training waits for them.
+"""Fast copies of a state in CPU memory. Training waits until they are made.
 
-Nothing is planned or checked here. The copy of a state has its containers, and is planned as the state would be;
-what cannot be saved stands in it as it is, for the save to refuse.
+Nothing is planned or checked here. The copy has the same containers as the state, so its plan is the state's plan.
+Entries that cannot be saved are kept without a copy, and the save raises the error.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from zarrckpt._state.torch_kinds import is_dtensor, is_sharded_tensor
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
 
-_MOST_THREADS = 4
-"""A few threads of copying are as fast as the memory."""
+_MAX_COPY_THREADS = 4
+"""The number of copying threads that saturate the memory bandwidth."""
 
 _BATCH_BYTES = 16 << 20
-"""What a thread copies at a time."""
+"""The number of bytes that a thread copies per job."""
 
 _SHARED_BYTES = 1 << 20
-"""From this size on it is worth looking whether a tensor is the same memory as another one, as tied weights are."""
+"""Tensors of at least this size are checked for shared memory (tied weights). Smaller ones are copied once per name."""
 
 
 class Stager:
-    """Copies states, one after the other. The buffers of a copy are used again by the next one."""
+    """A copier of states that reuses the buffers of the last copy for the next one."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, _Buffer] = {}
-        """What the last copy is in, by flat name."""
+        """The buffers of the last copy, by flat name."""
 
     def stage(
         self, state: Mapping[Any, Any], *, keep: bool = True, streams: Sequence[torch.cuda.Stream] = ()
     ) -> dict[Any, Any]:
-        """A copy of a state of plain containers, tensors and values, valid until the next call.
+        """Return a copy of a state of plain containers, tensors and values. It is valid until the next call.
 
-        Tensors are copied into buffers of their layout, pinned where they come from CUDA; DTensors and other sharded
-        tensors become holders of what this rank has of them. Values are encoded as they are saved. Waits for the
-        devices. Takes the time of one copy of all bytes, and about 2 us a tensor.
+        Tensors are copied into buffers with the same strides, in pinned memory for CUDA tensors. DTensors and other
+        sharded tensors become objects that hold this rank's parts. Other values are encoded for the save. Waits until
+        the devices have copied. Takes the time of one copy of all bytes, plus about 2 us per tensor.
 
         Args:
-            keep: use the buffers again for the next copy. Otherwise they are freed with the returned state.
-            streams: those that fill the state, where that is not this thread: the copies come after what they do.
+            keep: reuse the buffers for the next copy. Otherwise they are freed with the returned state.
+            streams: the streams that write the state, if another thread's. The copies are queued on these streams.
         """
         copies = _Copies(self.buffers)
         self.buffers = {}
         with contextlib.ExitStack() as modes:
             for stream in streams:
                 modes.enter_context(torch.cuda.stream(stream))
-            # In inference mode the buffers could be filled only in that mode again.
+            # Buffers made in inference mode can be written only in inference mode.
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())
             staged: dict[Any, Any] = copies.of(state, "")
@@ -75,11 +75,11 @@ class Stager:
 _Tensors = list[torch.Tensor]
 
 _Buffer = tuple[tuple[object, ...], torch.Tensor]
-"""Shape, strides, dtype and device of what it was made for, and a buffer."""
+"""The shape, strides, dtype and device of the tensor that the buffer was made for, and the buffer."""
 
 
 class _Copies:
-    """One staging: takes a state apart, finds a buffer for each tensor, then copies all at once."""
+    """One copy of a state: first choose a buffer for each tensor, then copy all tensors."""
 
     def __init__(self, kept: dict[str, _Buffer]) -> None:
         self._kept = kept
@@ -90,7 +90,7 @@ class _Copies:
         self._from_devices: dict[torch.device, tuple[_Tensors, _Tensors]] = {}
 
     def of(self, value: Any, name: str) -> Any:
-        """What stands for a value in the copy. Its tensors are filled by :meth:`run`."""
+        """Return the copy of a value. :meth:`run` fills its tensors."""
         kind = type(value)
         if kind in _PLAIN and not has_box_attributes(value):
             return self._tensor(value, name)
@@ -100,11 +100,11 @@ class _Copies:
             copied = {key: self.of(item, f"{name}.{key}") for key, item in value.items()}
             return kind(copied) if kind in (OrderedDict, OwnRank) else copied
         if isinstance(value, list) and entered(value):
-            return [self.of(item, f"{name}.{place}") for place, item in enumerate(value)]
+            return [self.of(item, f"{name}.{index}") for index, item in enumerate(value)]
         if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
             return self._other_tensor(value, name)
         if isinstance(value, list) and is_parameter_list(name[1:]):
-            return copy.copy(value)  # for the description, which compares the groups of all ranks
+            return copy.copy(value)  # The description compares the parameter groups of all ranks.
         return EncodedValue.of(name[1:], value)
 
     def _other_tensor(self, tensor: torch.Tensor, name: str) -> Any:
@@ -117,7 +117,7 @@ class _Copies:
 
     def _sharded(self, tensor: Any, name: str) -> Any:
         if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
-            return tensor  # for the save to refuse
+            return tensor  # The save raises the error.
         held = held_of(name[1:], tensor)
         if isinstance(held, HeldPieces):
             return held.copied(lambda box, piece: self._tensor(piece, f"{name}@{box.offset}"))
@@ -126,9 +126,9 @@ class _Copies:
         return tensor if copied is local else HeldDTensor(name[1:], tensor, copied)
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The buffer that a tensor is copied into: one for all names of the same memory."""
+        """Return the buffer for a tensor: a single one for all names of the same memory."""
         if memory_fault(tensor) is not None:
-            return tensor  # for the save to refuse
+            return tensor  # The save raises the error.
         form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         memory: object = None
         if tensor.nbytes >= _SHARED_BYTES:
@@ -137,8 +137,8 @@ class _Copies:
                 return self._shared[memory]
         kept = self._kept.pop(name, None)
         if kept is None or kept[0] != form:
-            kept = None  # free it before there is another one
-            # With the same strides, a copy is one run through memory.
+            kept = None  # Free the old buffer before the new one is allocated.
+            # With equal strides, the copy is one pass over contiguous memory.
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
             kept = (form, buffer)
         self.buffers[name] = kept
@@ -150,26 +150,26 @@ class _Copies:
         return kept[1]
 
     def _on(self, device: torch.device) -> tuple[_Tensors, _Tensors]:
-        """The copies to make from a device."""
+        """Return the lists of targets and sources of a device."""
         return self._from_devices.setdefault(device, ([], []))
 
     def run(self, copy_on_cpu: Callable[[_Tensors, _Tensors], None]) -> None:
-        """Fill the buffers; they are filled on return."""
+        """Fill the buffers, and wait until they are filled."""
         for device, (targets, sources) in self._from_devices.items():
-            # Only CUDA's copies are waited for.
+            # Only copies from CUDA are waited for below.
             _copy(targets, sources, non_blocking=device.type == "cuda")
         if self._targets:
             copy_on_cpu(self._targets, self._sources)
         for device in self._from_devices:
             if device.type == "cuda":
-                # Not the stream: others may have given it more to do.
+                # An event ends before work that other threads queue on the stream later.
                 torch.cuda.current_stream(device).record_event().synchronize()
 
 
 def _copy_in_threads(targets: _Tensors, sources: _Tensors) -> None:
-    """Copy between CPU tensors, with several threads where that is faster: torch copies without the interpreter."""
-    threads = min(_MOST_THREADS, _cpus())
-    # Otherwise torch has threads of its own for each copy.
+    """Copy between CPU tensors, with several threads if that is faster. Torch releases the GIL during a copy."""
+    threads = min(_MAX_COPY_THREADS, _cpus())
+    # With more torch threads, torch itself splits each copy over threads.
     alone = torch.get_num_threads() == 1
     if not alone or threads == 1 or sum(target.nbytes for target in targets) < 2 * _BATCH_BYTES:
         _copy(targets, sources)
@@ -178,13 +178,13 @@ def _copy_in_threads(targets: _Tensors, sources: _Tensors) -> None:
 
 
 def _copy(targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False) -> None:
-    with torch.no_grad():  # each thread has its own mode
+    with torch.no_grad():  # The mode is per thread.
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=non_blocking)
 
 
 def _batches(targets: _Tensors, sources: _Tensors) -> Iterator[tuple[_Tensors, _Tensors]]:
-    """Copies of about ``_BATCH_BYTES`` each; what is larger and lies in one run of memory is cut."""
+    """Yield batches of copies of about ``_BATCH_BYTES`` each. Larger contiguous tensors are cut."""
     to: _Tensors = []
     of: _Tensors = []
     size = 0
@@ -204,12 +204,12 @@ def _batches(targets: _Tensors, sources: _Tensors) -> Iterator[tuple[_Tensors, _
 
 
 def streams_in_use() -> list[torch.cuda.Stream]:
-    """The streams of the calling thread, of each GPU, where it uses any."""
+    """Return the calling thread's current stream of each GPU."""
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.current_stream(device) for device in range(torch.cuda.device_count())]
 
 
 def _cpus() -> int:
-    """How many processors this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What one rank writes: its tensors' chunks, its values and blobs, its share of the node documents."""
+"""The writes of one rank: chunks of tensors, values, blobs, and its part of the node documents."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from zarrckpt._save.request import SaveRequest
 from zarrckpt._state.tensors import transfer_memory
 from zarrckpt._store import Store
 
-_LITTLE_BYTES = 64 << 10
-"""One small tensor is in a local file before another thread has started."""
+_SINGLE_THREAD_BYTES = 64 << 10
+"""Up to this size, one tensor is written to a local file without threads, because starting a thread takes longer."""
 
 
 @record
 @dataclass(frozen=True)
 class ArrayResult:
-    """What one rank wrote of one array: chunk numbers (int64), and their subchunks' checksums (uint32, C order).
+    """The chunks of one array that one rank wrote: chunk numbers (int64) and subchunk checksums (uint32, C order).
 
-    ``sizes`` are the stored sizes of these subchunks (uint32), of a compressed array only.
+    ``sizes`` has the stored sizes of these subchunks (uint32). It is empty if the array is not compressed.
     """
 
     chunks: np.ndarray[Any, Any]
@@ -54,7 +54,7 @@ class ArrayResult:
 @record
 @dataclass(frozen=True)
 class ObjectResult:
-    """What became of a non-tensor entry: its JSON value, or a blob and the chunks that hold it."""
+    """The stored form of a non-tensor entry: a JSON value, or a blob and the chunks that hold it."""
 
     value: ValueEntry | None = None
     blob: BlobEntry | None = None
@@ -62,13 +62,13 @@ class ObjectResult:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its chunk objects."""
+        """The size in bytes of the entry's chunk objects."""
         return 0 if self.array is None else self.array.nbytes
 
 
 @dataclass
 class _Written:
-    """Results of one tensor, gathered from its chunk jobs in whatever order they end."""
+    """The results of one tensor's chunk jobs, in the order in which the jobs ended."""
 
     chunks: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
@@ -88,11 +88,11 @@ class _Written:
 
 
 Results = Mapping[str, ObjectResult | ArrayResult]
-"""What one rank has written, by fqn."""
+"""The results of one rank, by fqn."""
 
 
 class PartElements:
-    """The elements of a chunk that lie in several places: in this rank's own items, and in what others sent."""
+    """The elements of a chunk that has several parts: items of this rank, and pieces that other ranks sent."""
 
     def __init__(self, chunk: Box, parts: Sequence[ChunkPiece], items: Items, received: Received) -> None:
         self.shape = chunk.shape
@@ -100,57 +100,58 @@ class PartElements:
         self._parts = parts
         self._items = items
         self._received = received
-        # A chunk may have hundreds of parts, and as many subchunks.
+        # Arrays instead of loops, because a chunk may have hundreds of parts and of subchunks.
         self._begins = np.array([part.box.offset for part in parts], np.int64) - self._origin
         self._ends = self._begins + np.array([part.box.shape for part in parts], np.int64)
         self._memory: dict[int, RawArray | None] = {}
-        """The elements of each part that was looked at, by its place; None where they are on another device."""
+        """The elements of each part that was used, by part index, or None if they are not in CPU memory."""
 
     def view(self, box: Box) -> RawArray | None:
-        places = self._sharing(box)
-        if len(places) != 1 or (memory := self._elements(places[0])) is None:
+        indices = self._sharing(box)
+        if len(indices) != 1 or (memory := self._elements(indices[0])) is None:
             return None
-        view: RawArray = memory[self._in_array(box).region(self._parts[places[0]].box.offset)]
+        view: RawArray = memory[self._in_array(box).region(self._parts[indices[0]].box.offset)]
         return view
 
     def copy(self, box: Box, out: RawArray) -> None:
-        wanted = self._in_array(box)
-        for place in self._sharing(box):
-            part, memory = self._parts[place], self._elements(place)
-            shared = intersect(part.box, wanted)
+        target = self._in_array(box)
+        for index in self._sharing(box):
+            part, memory = self._parts[index], self._elements(index)
+            shared = intersect(part.box, target)
             assert shared is not None
-            region = out[shared.region(wanted.offset)]
+            region = out[shared.region(target.offset)]
             if memory is not None:
                 region[...] = memory[shared.region(part.box.offset)]
             elif part.item is not None:
                 self._items.copy(part.item, shared, region)
 
     def _sharing(self, box: Box) -> list[int]:
-        """The places of the parts that have elements of a box."""
+        """Return the indices of the parts that have elements of a box."""
         end = np.add(box.offset, box.shape)
         found = np.flatnonzero(((self._begins < end) & (self._ends > box.offset)).all(axis=1))
-        places: list[int] = found.tolist()
-        return places
+        indices: list[int] = found.tolist()
+        return indices
 
     def _in_array(self, box: Box) -> Box:
         return Box(tuple((self._origin + box.offset).tolist()), box.shape)
 
-    def _elements(self, place: int) -> RawArray | None:
-        if place not in self._memory:
-            part = self._parts[place]
+    def _elements(self, index: int) -> RawArray | None:
+        if index not in self._memory:
+            part = self._parts[index]
             if part.item is not None:
-                self._memory[place] = self._items.view(part.item, part.box)
+                self._memory[index] = self._items.view(part.item, part.box)
             else:
-                data = self._received[place]
+                data = self._received[index]
                 cells = data.view(raw_dtype(len(data) // part.box.size)).reshape(part.box.shape)
-                self._memory[place] = cells
-        return self._memory[place]
+                self._memory[index] = cells
+        return self._memory[index]
 
 
 class RankWork:
     """The writes of one rank in one save.
 
-    ``tree`` tells the tree that they go to, and may wait for that: until then chunks are made, and nothing is put.
+    ``tree`` returns the key prefix, and may block until the attempt has begun. Until then chunks are encoded, but not
+    put.
     """
 
     def __init__(
@@ -167,26 +168,26 @@ class RankWork:
         self._plan = plan
         self._source = source
         self._items = Items(plan, source)
-        # What moves between ranks may take the other half.
+        # If pieces move between ranks, the exchange uses the other half.
         limit = request.options.max_inflight_bytes
         self._limit = max(1, limit // 2 if plan.bundles else limit)
         self._progress = request.progress
         self._progressed = progressed
         self._lock = threading.Lock()
         self._keys: dict[str, None] = {}
-        """The keys of all that was put, or may have been."""
+        """The keys of all objects that were put or may have been put, in order."""
         self._written: dict[str, _Written] = {}
         self._done = self._total = 0
         self._exchange: Exchange | None = None
         self._stopped = False
         self.could_remove = True
-        """False where what was put could not be deleted after a failure."""
+        """False if the objects could not be deleted after a failure."""
 
     def write(self, channel: Channel | None) -> Results:
-        """Write everything and make it durable; return what was written of each entry.
+        """Write all objects of this rank, sync them, and return the result of each entry.
 
-        ``channel`` carries pieces between ranks; None where none move. Raises PeerLost. What was put is deleted where
-        anything fails here: the commit waits for all ranks.
+        ``channel`` moves pieces between ranks. It is None if no piece moves. Raises PeerLost. After any error the
+        written objects are deleted. This is safe, because the commit needs the results of all ranks.
         """
         try:
             return self._write(channel)
@@ -195,16 +196,16 @@ class RankWork:
             raise
 
     def stop(self) -> None:
-        """End soon, with an error: another rank has failed. Called in another thread."""
+        """Make :meth:`write` end soon, with an error, because another rank failed. Called in a different thread."""
         self._stopped = True
         if self._exchange is not None:
             self._exchange.stop()
 
     def remove(self) -> None:
-        """Delete what was put: this save will never be committed, and its threads have ended."""
+        """Delete the written objects. Call it only if the save cannot be committed and its threads have ended."""
         try:
             self._store.delete(self._keys)
-        except CheckpointError:  # the error that ended the save matters more
+        except CheckpointError:  # The caller raises the error that ended the save.
             self.could_remove = False
 
     def _write(self, channel: Channel | None) -> dict[str, ObjectResult | ArrayResult]:
@@ -213,23 +214,23 @@ class RankWork:
         chunks = [*self._plan.chunks, *(chunk for bundle in bundles for chunk in bundle.chunks)]
         self._written = {chunk.fqn: _Written() for chunk in chunks}
         self._total = sum(self._chunk_bytes(chunk) for chunk in chunks)
-        # Values first: what can't be kept is found before gigabytes are on their way.
+        # Write values first, so that a value that cannot be saved raises before tensors are written.
         paths = self._plan.object_paths
         written = run_jobs((partial(self._write_object, *row) for row in paths.items()), self._store.max_concurrency)
         concurrency = self._store.useful_concurrency
         if channel is None:
-            little = self._total <= _LITTLE_BYTES and len(chunks) + len(self._plan.documents) <= 2
-            run_jobs(self._jobs(), 1 if little and self._store.is_local else concurrency)
+            small = self._total <= _SINGLE_THREAD_BYTES and len(chunks) + len(self._plan.documents) <= 2
+            run_jobs(self._jobs(), 1 if small and self._store.is_local else concurrency)
         else:
             self._exchange = Exchange(channel, self._plan, self._items, self._limit)
             run_jobs(self._jobs(), concurrency, drawn_here=True, stopping=self._exchange.stop)
-        # Also where nothing was put: what is synced is there only once the attempt has begun.
+        # Wait for the attempt even without a put, because sync needs the folder that it creates.
         self._tree()
         self._store.sync(self._keys)
         return {**dict(zip(paths, written, strict=True)), **{fqn: part.result() for fqn, part in self._written.items()}}
 
     def _jobs(self) -> Iterator[Callable[[], None]]:
-        """Jobs for the threads, until this rank is to stop."""
+        """Yield the jobs of this rank. Raises StoppedByOthers after :meth:`stop`."""
         for job in self._all_jobs():
             if self._stopped:
                 raise StoppedByOthers
@@ -238,12 +239,12 @@ class RankWork:
             raise StoppedByOthers
 
     def _all_jobs(self) -> Iterator[Callable[[], None]]:
-        """With an exchange, whoever draws the jobs moves pieces in between: other ranks wait for those."""
-        # The largest first, so that no large one is left alone at the end.
+        """Yield the jobs of this rank. With an exchange, the generator also moves pieces that other ranks wait for."""
+        # Put the largest chunks first, so that no large one runs alone at the end.
         ordered = sorted(self._plan.chunks, key=self._chunk_bytes, reverse=True)
         own = (partial(self._put_chunk, chunk, {}) for chunk in ordered)
         some = self._store.useful_concurrency()
-        # The first are made while documents are on their way, and before it is known where to.
+        # The first chunks are encoded before the attempt has begun and while documents are put.
         yield from itertools.islice(own, some // 2)
         for path, document in self._plan.documents.items():
             yield partial(self._put_document, path, document)
@@ -251,7 +252,7 @@ class RankWork:
         if self._exchange is not None:
             for chunks in self._exchange.bundles():
                 while chunks:
-                    # Not kept here: what was received is freed with its job.
+                    # Keep no reference here, so that the received pieces are freed with their job.
                     chunk, received = chunks.pop()
                     nbytes = self._exchange.received_bytes(chunk)
                     yield self._exchange.counted(nbytes, partial(self._put_chunk, chunk, received))
@@ -275,7 +276,7 @@ class RankWork:
                 self._progress(self._done, self._total)
 
     def _elements(self, node: ArrayNode, chunk: ChunkPlan, received: Received) -> Elements:
-        """Where a chunk's elements are; most are one item of this rank, in its memory."""
+        """Return the elements of a chunk. Most chunks are one part of an item in this rank's CPU memory."""
         if len(chunk.parts) == 1 and (item := chunk.parts[0].item) is not None:
             memory = self._items.view(item, chunk.parts[0].box)
             if memory is not None:
@@ -292,7 +293,7 @@ class RankWork:
         self._store.put_parts(lambda: self._noted(join(self._tree(), path, NODE)), lambda: [[document]])
 
     def _noted(self, key: str) -> str:
-        """A key that is about to be put."""
+        """Record a key that is about to be put, and return it."""
         with self._lock:
             self._keys[key] = None
         return key
@@ -314,11 +315,11 @@ class RankWork:
 
 
 def encode_value(source: Source, fqn: str) -> EncodedValue:
-    """Return a value of a rank in the form in which it is saved."""
+    """Return a value of a rank in its stored form."""
     value = source.value(fqn)
     return value if isinstance(value, EncodedValue) else EncodedValue.of(fqn, value)
 
 
 def blob_node(path: str, nbytes: int) -> ArrayNode:
-    """Return the array of a blob: one dimension, one chunk as long as that is not too large."""
+    """Return the array of a blob: one dimension, chunks of at most ``MAX_CHUNK_BYTES``."""
     return ArrayNode(path, Grid((nbytes,), (min(max(nbytes, 1), MAX_CHUNK_BYTES),)), by_name("uint8"))
