@@ -121,8 +121,8 @@ COMMIT = [
     Fault(
         "_commit/protocol.py",
         "a pinned checkpoint is replaced",
-        "        if seen.base is not None:\n            # After",
-        "        if seen.base is None:\n            # After",
+        "        if seen.base is not None:\n            # Checked",
+        "        if seen.base is None:\n            # Checked",
         ("test_pins.py -k a_pinned_checkpoint_stays",),
     ),
     Fault(
@@ -200,8 +200,8 @@ COMMIT = [
     Fault(
         "_commit/protocol.py",
         "a failed clean-up fails the save",
-        "    except CheckpointError as err:\n        # It is committed",
-        "    except CheckpointNotFoundError as err:\n        # It is committed",
+        "    except CheckpointError as err:\n        # The save has",
+        "    except CheckpointNotFoundError as err:\n        # The save has",
         ("test_guard.py -k clean_up_that_fails",),
     ),
     Fault(
@@ -221,8 +221,8 @@ COMMIT = [
     Fault(
         "_commit/protocol.py",
         "the claim is looked for before the record of a removal",
-        "return REMOVED in _attempt_ids(store) or not is_stored(store, CLAIM_KEY)",
-        "return not is_stored(store, CLAIM_KEY) or REMOVED in _attempt_ids(store)",
+        "return REMOVED in _list_attempt_ids(store) or not is_stored(store, CLAIM_KEY)",
+        "return not is_stored(store, CLAIM_KEY) or REMOVED in _list_attempt_ids(store)",
         ("test_removal.py -k interleaving",),
     ),
     Fault(
@@ -249,9 +249,9 @@ COMMIT = [
     Fault(
         "_commit/pins.py",
         "a pin is put after the look for removals",
-        "        place.create(key, own.to_bytes())\n        place.sync([key])\n",
-        "        _refuse_endangered(place, root)\n        place.create(key, own.to_bytes())\n"
-        "        place.sync([key])\n        return own.pin_id\n",
+        "        store.create(key, own.to_bytes())\n        store.sync([key])\n",
+        "        _refuse_endangered(store, root)\n        store.create(key, own.to_bytes())\n"
+        "        store.sync([key])\n        return own.pin_id\n",
         ("test_pins.py -k one_sees_the_other",),
     ),
     Fault(
