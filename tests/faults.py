@@ -1214,7 +1214,7 @@ RUNS = [
     Fault(
         "_runs/retention.py",
         "damaged checkpoints count as the newest",
-        "for name, known in self._own.items() if name not in self._spared}",
+        "for name, known in self._own.items() if name not in self._ignored}",
         "for name, known in self._own.items()}",
         ("test_manager.py -k never_deleted_for_a_damaged_one",),
     ),
@@ -1291,7 +1291,7 @@ RUNS = [
     Fault(
         "_runs/signals.py",
         "an earlier handler is not called",
-        "            self.before(number, frame)\n",
+        "            self.previous(number, frame)\n",
         "            pass\n",
         ("test_preemption.py -k handlers_come_back",),
     ),
@@ -1319,7 +1319,7 @@ RUNS = [
     Fault(
         "_runs/manager.py",
         "a save before pre-emption waits for a lost rank as long as any save",
-        "            timeout = min(self._options.timeout, max(self._preemption.left(), LEAST_SECONDS))\n",
+        "            timeout = min(self._options.timeout, max(self._preemption.seconds_left(), MIN_TIMEOUT_SECONDS))\n",
         "            timeout = self._options.timeout\n",
         ("test_preemption.py -k lost_before",),
     ),
