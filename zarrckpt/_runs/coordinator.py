@@ -361,8 +361,8 @@ class RunSave:
         self._name = name
         self._metadata = metadata
 
-    def wait_for_room(self) -> None:
-        self._coordinator.retention.wait_for_room(self._patience)
+    def wait_for_deletions(self) -> None:
+        self._coordinator.retention.wait_for_deletions(self._patience)
 
     def begin(self) -> str:
         return self._coordinator.begin(self._step, self._name, self._metadata if self._check_metric else None)

@@ -165,7 +165,7 @@ class RankSave:
         """
         run_id = ""
         if self.request.run is not None:
-            self.request.run.wait_for_room()
+            self.request.run.wait_for_deletions()
             run_id = self.request.run.begin()
         marker = dataclasses.replace(layout.marker(protocol.new_id(), now()), run=run_id)
         self._attempt = protocol.begin(self._store, marker, overwrite=self.request.overwrite)
