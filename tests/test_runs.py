@@ -72,7 +72,7 @@ def test_a_path_inside_a_checkpoint_names_that_and_the_part(place: Callable[[str
         zarrckpt.save({"model": {"a": {"w": torch.ones(2)}}}, **outer.options, overwrite=True)
         tree = zarrckpt.open(**outer.options).tree
         for inner, part in {"model": "model", "model/a/w": r"model\.a\.w", "none": None}.items():
-            said = r"inside the checkpoint .*run/out; name that" + (f".*keys='{part}'" if part else "$")
+            said = r"inside the checkpoint .*run/out: use that url" + (f".*keys='{part}'" if part else "$")
             for read in (zarrckpt.open, lambda **where: zarrckpt.load({}, **where)):
                 with pytest.raises(zarrckpt.CheckpointError, match=said):
                     read(**place(f"run/out/{tree}/{inner}".replace("//", "/")).options)
