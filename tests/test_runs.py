@@ -311,13 +311,13 @@ def test_folders_that_cannot_be_read_hide_no_checkpoint(tmp_path: Path, monkeypa
     assert [row["newest"] for row in json.loads(run("ls", tmp_path, "--json").stdout)] == [newest.name]
     for words in (["doctor"], ["rm", "--yes"], ["info"]):
         found = run(words[0], runs, *words[1:])
-        assert found.exit_code == 3 and f"the newest is {newest};" in found.stderr
+        assert found.exit_code == 3 and f"the newest is {newest}." in found.stderr
         assert "'private' there cannot be read" in found.stderr
     report = zarrckpt.recover(runs, stopped=True)
     parts = {part.url.rpartition("/")[2]: part.error for part in report.checkpoints}
     assert [name for name, error in parts.items() if error] == [".Trash-1000", "nowhere", "private"]
     assert "Permission denied" in parts["private"] and parts["step-00000002"] == parts["step-00000003"] == ""
-    with pytest.raises(zarrckpt.ForeignObjectsError, match=f"the newest is {newest};"):
+    with pytest.raises(zarrckpt.ForeignObjectsError, match=f"the newest is {newest}."):
         zarrckpt.save(STATE, runs)
 
 
