@@ -121,8 +121,8 @@ COMMIT = [
     Fault(
         "_commit/protocol.py",
         "a pinned checkpoint is replaced",
-        "        if seen.base is not None:\n            # After",
-        "        if seen.base is None:\n            # After",
+        "        if seen.base is not None:\n            # Checked",
+        "        if seen.base is None:\n            # Checked",
         ("test_pins.py -k a_pinned_checkpoint_stays",),
     ),
     Fault(
@@ -200,8 +200,8 @@ COMMIT = [
     Fault(
         "_commit/protocol.py",
         "a failed clean-up fails the save",
-        "    except CheckpointError as err:\n        # It is committed",
-        "    except CheckpointNotFoundError as err:\n        # It is committed",
+        "    except CheckpointError as err:\n        # The save has",
+        "    except CheckpointNotFoundError as err:\n        # The save has",
         ("test_guard.py -k clean_up_that_fails",),
     ),
     Fault(
@@ -221,8 +221,8 @@ COMMIT = [
     Fault(
         "_commit/protocol.py",
         "the claim is looked for before the record of a removal",
-        "return REMOVED in _attempt_ids(store) or not is_stored(store, CLAIM_KEY)",
-        "return not is_stored(store, CLAIM_KEY) or REMOVED in _attempt_ids(store)",
+        "return REMOVED in _list_attempt_ids(store) or not is_stored(store, CLAIM_KEY)",
+        "return not is_stored(store, CLAIM_KEY) or REMOVED in _list_attempt_ids(store)",
         ("test_removal.py -k interleaving",),
     ),
     Fault(
@@ -249,9 +249,9 @@ COMMIT = [
     Fault(
         "_commit/pins.py",
         "a pin is put after the look for removals",
-        "        place.create(key, own.to_bytes())\n        place.sync([key])\n",
-        "        _refuse_endangered(place, root)\n        place.create(key, own.to_bytes())\n"
-        "        place.sync([key])\n        return own.pin_id\n",
+        "        store.create(key, own.to_bytes())\n        store.sync([key])\n",
+        "        _refuse_endangered(store, root)\n        store.create(key, own.to_bytes())\n"
+        "        store.sync([key])\n        return own.pin_id\n",
         ("test_pins.py -k one_sees_the_other",),
     ),
     Fault(
@@ -1214,7 +1214,7 @@ RUNS = [
     Fault(
         "_runs/retention.py",
         "damaged checkpoints count as the newest",
-        "for name, known in self._own.items() if name not in self._spared}",
+        "for name, known in self._own.items() if name not in self._ignored}",
         "for name, known in self._own.items()}",
         ("test_manager.py -k never_deleted_for_a_damaged_one",),
     ),
@@ -1291,7 +1291,7 @@ RUNS = [
     Fault(
         "_runs/signals.py",
         "an earlier handler is not called",
-        "            self.before(number, frame)\n",
+        "            self.previous(number, frame)\n",
         "            pass\n",
         ("test_preemption.py -k handlers_come_back",),
     ),
@@ -1319,7 +1319,7 @@ RUNS = [
     Fault(
         "_runs/manager.py",
         "a save before pre-emption waits for a lost rank as long as any save",
-        "            timeout = min(self._options.timeout, max(self._preemption.left(), LEAST_SECONDS))\n",
+        "            timeout = min(self._options.timeout, max(self._preemption.seconds_left(), MIN_TIMEOUT_SECONDS))\n",
         "            timeout = self._options.timeout\n",
         ("test_preemption.py -k lost_before",),
     ),

@@ -247,7 +247,7 @@ class Save:
         try:
             # One after the other, as ranks do it. A single process would begin in a thread.
             name = save.begin(self.layout)
-            with protocol.losing_is_named(store, lambda: name.save_id, lambda: name.base_id):
+            with protocol.report_lost_commit(store, lambda: name.save_id, lambda: name.base_id):
                 self._put(store, name.tree)
             save.commit(save.finish(self.layout, [self.results]))
         except zarrckpt.CheckpointError as err:

@@ -288,14 +288,14 @@ def lost_root_and_run(folder: Path) -> None:
     shutil.rmtree(folder.parent / "@run", ignore_errors=True)
 
 
-@pytest.mark.filterwarnings("ignore:.* is passed over:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* is damaged and was skipped:UserWarning")
 @pytest.mark.parametrize("damage", [foreign_root, lost_root, lost_root_and_run, damage_root])
 def test_a_run_begins_anew_only_if_none_was_committed(damage: Callable[[Path], None], tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30)
     damage(tmp_path / name(30))
-    with manager(tmp_path) as job, pytest.warns(UserWarning, match=rf"{name(30)} is passed over"):
+    with manager(tmp_path) as job, pytest.warns(UserWarning, match=rf"{name(30)} is damaged and was skipped"):
         assert restored(job) == 20
-    with pytest.warns(UserWarning, match=rf"{name(30)} is passed over"):
+    with pytest.warns(UserWarning, match=rf"{name(30)} is damaged and was skipped"):
         assert zarrckpt.latest(tmp_path) == str(tmp_path / name(20))
     damage(tmp_path / name(10))
     damage(tmp_path / name(20))
@@ -331,7 +331,7 @@ def test_a_step_without_its_root_is_saved_anew(damage: Callable[[Path], None], t
     assert folders(tmp_path) == {name(20)} and sound(tmp_path) == [20]
 
 
-@pytest.mark.filterwarnings("ignore:.* is passed over:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* is damaged and was skipped:UserWarning")
 def test_a_save_that_was_killed_right_before_its_commit(tmp_path: Path) -> None:
     """Without a sound checkpoint, the run begins. Later jobs never delete what the killed saves left."""
     for step in (10, 20):
@@ -490,7 +490,7 @@ def test_a_stale_listing_loses_nothing(keep: Keep | None, tmp_path: Path, monkey
         assert restored(job) == 21
 
 
-@pytest.mark.filterwarnings("ignore:.*step-00000020 is passed over:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*step-00000020 is damaged and was skipped:UserWarning")
 def test_an_unfinished_save_is_none(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     with watched(tmp_path) as watch, manager(tmp_path) as job:

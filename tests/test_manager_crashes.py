@@ -91,7 +91,7 @@ WHAT: dict[Fault, Callable[[Path, Watched], None]] = {
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.filterwarnings("ignore:.* is passed over:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* is damaged and was skipped:UserWarning")
 @pytest.mark.parametrize("fault", WHAT, ids=lambda fault: fault.value)
 def test_every_operation(fault: Fault, before: Path, tmp_path: Path) -> None:
     # Each fault at a fourth of all operations, and each operation with one fault.

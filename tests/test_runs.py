@@ -72,7 +72,7 @@ def test_a_path_inside_a_checkpoint_names_that_and_the_part(place: Callable[[str
         zarrckpt.save({"model": {"a": {"w": torch.ones(2)}}}, **outer.options, overwrite=True)
         tree = zarrckpt.open(**outer.options).tree
         for inner, part in {"model": "model", "model/a/w": r"model\.a\.w", "none": None}.items():
-            said = r"inside the checkpoint .*run/out; name that" + (f".*keys='{part}'" if part else "$")
+            said = r"inside the checkpoint .*run/out: use that url" + (f".*keys='{part}'" if part else "$")
             for read in (zarrckpt.open, lambda **where: zarrckpt.load({}, **where)):
                 with pytest.raises(zarrckpt.CheckpointError, match=said):
                     read(**place(f"run/out/{tree}/{inner}".replace("//", "/")).options)
@@ -264,7 +264,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
     monkeypatch.setattr(os, "scandir", refusing(os.scandir))
 
 
-@pytest.mark.filterwarnings("ignore:.* is passed over:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*was skipped:UserWarning")
 def test_folders_that_cannot_be_read_hide_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "run"
     with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
@@ -290,9 +290,9 @@ def test_folders_that_cannot_be_read_hide_no_checkpoint(tmp_path: Path, monkeypa
     assert zarrckpt.recover(runs, stopped=True).checkpoints == () and not list(runs.glob("@zarrckpt/*"))
 
     newest = runs / "step-00000002"
-    with pytest.warns(UserWarning, match="Trash-1000 is passed over, since it cannot be read"):
+    with pytest.warns(UserWarning, match="Trash-1000 cannot be read and was skipped"):
         assert zarrckpt.latest(runs) == str(newest)
-    with pytest.warns(UserWarning, match="nowhere is passed over, since it cannot be read"):
+    with pytest.warns(UserWarning, match="nowhere cannot be read and was skipped"):
         assert zarrckpt.best(runs, "loss") == str(newest)
     with zarrckpt.CheckpointManager(runs, signals=()) as job:
         assert job.steps() == [1, 2] and job.restore(dict(STATE)) == 2
@@ -311,13 +311,13 @@ def test_folders_that_cannot_be_read_hide_no_checkpoint(tmp_path: Path, monkeypa
     assert [row["newest"] for row in json.loads(run("ls", tmp_path, "--json").stdout)] == [newest.name]
     for words in (["doctor"], ["rm", "--yes"], ["info"]):
         found = run(words[0], runs, *words[1:])
-        assert found.exit_code == 3 and f"the newest is {newest};" in found.stderr
+        assert found.exit_code == 3 and f"the newest is {newest}." in found.stderr
         assert "'private' there cannot be read" in found.stderr
     report = zarrckpt.recover(runs, stopped=True)
     parts = {part.url.rpartition("/")[2]: part.error for part in report.checkpoints}
     assert [name for name, error in parts.items() if error] == [".Trash-1000", "nowhere", "private"]
     assert "Permission denied" in parts["private"] and parts["step-00000002"] == parts["step-00000003"] == ""
-    with pytest.raises(zarrckpt.ForeignObjectsError, match=f"the newest is {newest};"):
+    with pytest.raises(zarrckpt.ForeignObjectsError, match=f"the newest is {newest}."):
         zarrckpt.save(STATE, runs)
 
 
@@ -336,11 +336,11 @@ def test_a_newest_one_that_cannot_be_read_is_named(how: str, tmp_path: Path, mon
             last.symlink_to(tmp_path / "missing" / "disk")
         job = zarrckpt.CheckpointManager(runs, signals=())
         for action in (lambda: zarrckpt.latest(runs), lambda: job.restore(dict(STATE)), lambda: job.pin(3)):
-            with pytest.raises(zarrckpt.StorageError, match=f"{last} cannot be read, and may hold.* move it elsewhere"):
+            with pytest.raises(zarrckpt.StorageError, match=f"{last} cannot be read, but may have.* move it elsewhere"):
                 action()
-        with pytest.warns(UserWarning, match=f"{last} is passed over"):
+        with pytest.warns(UserWarning, match=f"{last} cannot be read and was skipped"):
             assert job.steps() == [1, 2]
-        with pytest.warns(UserWarning, match=f"{last} is passed over"):
+        with pytest.warns(UserWarning, match=f"{last} cannot be read and was skipped"):
             assert zarrckpt.best(runs, "loss") == str(runs / "step-00000001")
         found = run("ls", runs)
         assert found.exit_code == 0 and str(last) in found.stderr and f"{last.name}\t\t\tnot readable" in found.stdout

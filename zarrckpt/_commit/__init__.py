@@ -1,1 +1,1 @@
-"""The commit protocol: begin an attempt, put chunks, commit, clean. Knows stores and documents, no state. No torch."""
+"""The commit protocol: begin an attempt, put chunks, commit, clean up. Uses stores and documents only. No torch."""

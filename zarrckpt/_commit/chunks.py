@@ -1,4 +1,4 @@
-"""Chunks of an attempt: encoded and put, within a memory bound. No torch."""
+"""Encode and put the chunks of an attempt within a memory limit. No torch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from zarrckpt._store import Buffer, Store
 def put_chunk(
     store: Store, key: Callable[[], str], node: ArrayNode, elements: Elements, memory: BytesBudget
 ) -> ChunkEncoder:
-    """Encode a chunk's elements and put it; what encoded it has its checksums and sizes.
+    """Encode and put a chunk. Return the encoder, which has the chunk's checksums and sizes.
 
-    ``key`` returns the key. It is called once, when the key is needed, and may wait.
+    ``key`` returns the key. It is called once, when the key is needed, and may block.
     """
     encoder: ChunkEncoder | None = None
     with ExitStack() as held:
 
         def groups() -> Iterable[Sequence[Buffer]]:
-            # The store calls this once for each try.
+            # The store calls this once for each try, after it has freed the memory of earlier chunks.
             nonlocal encoder
-            # Taken when the store asks for the bytes: by then it has freed the memory of the chunks before.
             held.close()
             encoder = ChunkEncoder(node, elements)
             scratch = held.enter_context(memory.take(*encoder.memory(in_parts=store.is_local)))

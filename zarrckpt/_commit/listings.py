@@ -1,4 +1,4 @@
-"""Listings of folders, checked as far as that goes: a page that is no listing looks like an empty one to clients."""
+"""Listings of folders, with a check of empty ones: to clients, an HTML page looks like an empty listing."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ _OF_FILESYSTEMS = "lost+found"
 
 @dataclass(frozen=True)
 class FolderListing:
-    """The content of a folder that may hold checkpoints, or be one."""
+    """The content of a folder that may have checkpoints, or be a checkpoint."""
 
     folders: list[str]
     """The names of the folders that may be checkpoints or runs, sorted."""
     has_root: bool
-    """Whether a root document is there, of a checkpoint or of another program."""
+    """Whether a root document exists, of a checkpoint or of another program."""
     has_save: bool
-    """Whether documents of a save are there, so that it is, or is to be, a checkpoint itself."""
+    """Whether documents of a save exist, so that the folder is a checkpoint, or a save to it has begun."""
     is_run: bool
-    """Whether a run has a document there."""
+    """Whether the document of a run exists."""
 
 
 def list_below(store: Store) -> FolderListing:
-    """List the folder of a url: the one way for all that look for checkpoints below it.
+    """List the folder of a url. All searches for checkpoints below a url use this function.
 
-    The pages of one listing; one more request if it is empty, or holds documents of a save. Raises StorageError if
-    nothing is listed although the run's own document is there.
+    One listing, and one more request if it is empty or has documents of a save. Raises StorageError if the listing is
+    empty although the run's own document exists.
     """
     objects, folders = store.list_dir()
     if not objects and not folders and not store.is_local:
         refuse_false_listing(store, RUN_KEY)
     names = [name for name in folders if not name.startswith("@") and name != _OF_FILESYSTEMS]
-    # A removal may have left the folder, empty.
+    # A removal may have left an empty folder.
     has_save = RESERVED_GROUP in folders and store.holds(RESERVED_GROUP)
     return FolderListing(names, NODE in objects, has_save, RUN_GROUP in folders)
 
 
 def refuse_false_listing(store: Store, key: str) -> None:
-    """Raise StorageError if an object that a listing lacks is there. One request."""
+    """Raise StorageError if an object exists that the listing did not contain. One request."""
     try:
         store.get(key)
     except ObjectNotFoundError:
         return
     raise StorageError(
-        f"listing {store.url} failed: the server's answer lacks {key!r}, which is there. It was no listing, but "
-        "perhaps the page of a login or of a proxy: check the endpoint"
+        f"listing {store.url} failed: the server's answer does not contain {key!r}, but that object exists. The answer "
+        "may be the page of a login or of a proxy: check the endpoint"
     )

@@ -1,4 +1,7 @@
-"""What a save, a removal or a pin leaves beside the root document, so that others can tell what is whose. No I/O."""
+"""Documents beside the root document: markers of attempts, the claim, the record of a removal, and pins. No I/O.
+
+From them, other processes find out which attempt has written an object and whether it may be deleted.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from zarrckpt._format.root import CHECKSUMS, RESERVED_GROUP, SIZES, WRITERS, Roo
 from zarrckpt._format.sealed import Members, nesting_bounded, now, parse_sealed, sealed_bytes
 
 REMOVED = "removed"
-"""The group beside those of the attempts whose document records that everything at the url is being removed."""
+"""The group whose document records that everything at the url is being removed, beside the groups of the attempts."""
 
 PINS = "pins"
-"""The group beside those of the attempts that holds the pins: they keep a checkpoint from being removed or replaced."""
+"""The group of the pins, which protect a checkpoint from removal and replacement, beside the groups of the attempts."""
 
 PROBE = "probe-"
-"""Prefix of the names of the objects on which a store's conditional puts are tried."""
+"""Prefix of the names of the objects with which a store's conditional puts are tested."""
 
 CLAIM_KEY = f"{RESERVED_GROUP}/{NODE}"
 REMOVAL_KEY = f"{RESERVED_GROUP}/{REMOVED}/{NODE}"
@@ -30,33 +33,36 @@ _TABLE_KEY = re.compile(rf"{RESERVED_GROUP}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS
 
 
 def marker_key(save_id: str) -> str:
-    """Where an attempt puts its marker."""
+    """Return the key of an attempt's marker."""
     return f"{RESERVED_GROUP}/{save_id}/{NODE}"
 
 
 def pin_key(pin_id: str) -> str:
-    """Where a pin is put."""
+    """Return the key of a pin."""
     return f"{RESERVED_GROUP}/{PINS}/{pin_id}/{NODE}"
 
 
 def pin_id_of(owner: str) -> str:
-    """Return the id of the pin that an owner puts on a checkpoint: the same at every call, in every process."""
+    """Return the id of an owner's pin. It is the same in every process."""
     return hashlib.sha256(f"zarrckpt {owner}".encode()).hexdigest()[:32]
 
 
 def is_pin_key(key: str) -> bool:
-    """Whether a key is that of a pin, or of the group of all pins."""
+    """Whether a key belongs to a pin or to the group of all pins."""
     return _PIN_KEY.fullmatch(key) is not None
 
 
 def is_table_key(key: str) -> bool:
-    """Whether a key is one of an attempt's tables."""
+    """Whether a key belongs to an attempt's tables."""
     return _TABLE_KEY.fullmatch(key) is not None
 
 
 @dataclass(frozen=True)
 class Marker:
-    """What an attempt is going to write, put before its first chunk, so that others can clean up after it."""
+    """A list of the nodes that an attempt is going to write, put before its first chunk.
+
+    From it, other processes can delete the objects of an attempt that did not commit.
+    """
 
     save_id: str
     tree: str
@@ -64,14 +70,14 @@ class Marker:
     groups: tuple[str, ...]
     started: str
     base: str = ""
-    """The save that it is to replace, or "" where none was committed. It can commit while that is still so."""
+    """The save that the attempt replaces, or "" if none was committed. It can commit only while this is unchanged."""
     failed: bool = False
-    """Whether it has ended without a commit, and will never make one."""
+    """Whether the attempt has ended without a commit and will never commit."""
     run: str = ""
-    """The id of the run that it saves for, or "": what that run's own clean-up may delete."""
+    """The id of the run that the attempt belongs to, or "". A run deletes only folders whose attempts have its id."""
 
     def to_bytes(self) -> bytes:
-        """The marker as it is stored."""
+        """Return the stored form of the marker."""
         own: Json = {
             "attempt": self.save_id,
             "tree": self.tree,
@@ -84,20 +90,20 @@ class Marker:
         return sealed_bytes(own | failed | ({"run": self.run} if self.run else {}))
 
     def top_names(self) -> set[str]:
-        """The names right below the checkpoint's url that this attempt writes under."""
+        """Return the names directly below the checkpoint's url under which this attempt writes."""
         if self.tree:
             return {self.tree}
         return {path.partition("/")[0] for path in (*self.arrays, *self.groups)}
 
     def folders(self) -> set[str]:
-        """The folders that this attempt may have made, below the checkpoint's url."""
+        """Return the folders below the checkpoint's url that this attempt may have created."""
         nodes = {join(self.tree, path) for path in (*self.arrays, *self.groups)}
         own = f"{RESERVED_GROUP}/{self.save_id}"
         tables = {own, *(f"{own}/{name}" for name in (CHECKSUMS, WRITERS, SIZES))}
         return nodes | tables | ({self.tree} if self.tree else set())
 
     def names_key(self, key: str) -> bool:
-        """Whether a key is one that this attempt may have written (its marker and tables excepted)."""
+        """Whether this attempt may have written a key. False for its marker and tables."""
         relative = key.removeprefix(f"{self.tree}/") if self.tree else key
         if self.tree and relative == key:
             return False
@@ -116,14 +122,14 @@ class Marker:
 
 
 def marker_of(root: Root) -> Marker:
-    """What the marker of a committed save says, as far as its root knows it."""
+    """Return a marker of a committed save with the fields that its root has."""
     arrays = tuple(node.path for node in root.arrays())
     return Marker(root.save_id, root.tree, arrays, tuple(sorted(parent_groups(arrays))), root.created)
 
 
 @nesting_bounded
 def parse_marker(data: bytes, where: str) -> Marker:
-    """Validate a stored marker; errors as in :func:`zarrckpt._format.sealed.parse_sealed`."""
+    """Parse and validate a stored marker. Raises the errors of :func:`zarrckpt._format.sealed.parse_sealed`."""
     members = parse_sealed(data, where)[1]
     save_id, base = members.save_id("attempt"), members.text("base")
     return Marker(
@@ -146,40 +152,40 @@ def _tree(members: Members, save_id: str) -> str:
 
 
 def claim_bytes(save_id: str) -> bytes:
-    """The claim on the canonical tree as it is stored: put once, by the first attempt at a url."""
+    """Return the stored form of the claim on the canonical tree. The first attempt at a url puts it, once."""
     return sealed_bytes({"claim": save_id})
 
 
 @nesting_bounded
 def parse_claim(data: bytes, where: str) -> str:
-    """The id of the attempt that put a stored claim; errors as for a marker."""
+    """Return the id of the attempt that put a stored claim. Raises the errors of :func:`parse_marker`."""
     return parse_sealed(data, where)[1].save_id("claim")
 
 
 def removal_bytes(save_id: str, removal_id: str) -> bytes:
-    """The record of a removal as it is stored; ``save_id`` names the committed save, "" where there is none.
+    """Return the stored form of the record of a removal. ``save_id`` is the committed save, or "" if there is none.
 
-    ``removal_id`` is random: by its record a removal knows that it still is the one that goes on.
+    ``removal_id`` is random, so that a removal notices if the record of another removal has replaced its own.
     """
     return sealed_bytes({"removed": save_id, "removal": removal_id, "started": now()})
 
 
 @dataclass(frozen=True)
 class Pin:
-    """What keeps a checkpoint from being removed or replaced, until it is deleted itself."""
+    """A protection of a checkpoint from removal and replacement, until the pin is deleted."""
 
     pin_id: str
     note: str
-    """Who needs the checkpoint, and what for: shown to whoever would remove it."""
+    """The reason for the pin, and who needs the checkpoint. It is shown in CheckpointPinnedError."""
     created: str
 
     def to_bytes(self) -> bytes:
-        """The pin as it is stored."""
+        """Return the stored form of the pin."""
         return sealed_bytes({"pin": self.pin_id, "note": self.note, "created": self.created})
 
 
 @nesting_bounded
 def parse_pin(data: bytes, where: str) -> Pin:
-    """Validate a stored pin; errors as for a marker."""
+    """Parse and validate a stored pin. Raises the errors of :func:`parse_marker`."""
     members = parse_sealed(data, where)[1]
     return Pin(members.save_id("pin"), members.text("note"), members.time("created"))

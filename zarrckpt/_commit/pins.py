@@ -1,4 +1,4 @@
-"""``pin`` and ``unpin``: keep a checkpoint from being removed or replaced. No torch."""
+"""``pin`` and ``unpin``: protect a checkpoint from removal and replacement. No torch."""
 
 from __future__ import annotations
 
@@ -22,56 +22,68 @@ def pin(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Keep the checkpoint at a url from being removed or replaced; return the pin's id, for :func:`unpin`.
+    """Protect the checkpoint at a url from removal and replacement. Return the pin's id, for :func:`unpin`.
 
-    A removal, or a save with ``overwrite=True``, raises CheckpointPinnedError as long as any pin is there. Pins are
-    objects beside the checkpoint, so they hold for every process that uses this package; nothing holds back who deletes
-    objects in another way.
+    A removal or a save with ``overwrite=True`` raises CheckpointPinnedError while the checkpoint has a pin. Pins are
+    objects beside the checkpoint, so all processes that use this package respect them. They do not stop other programs
+    that delete objects.
 
     Args:
-        url: of a committed checkpoint.
-        note: who needs it, and what for: shown to whoever would remove it.
+        url: the url of a committed checkpoint.
+        note: the reason for the pin, and who needs the checkpoint. It is shown in CheckpointPinnedError.
 
-    The other arguments are those of :func:`open`. About 12 requests. Raises CheckpointNotFoundError where nothing is
-    committed; CheckpointRemovedError where the checkpoint is being removed, and CheckpointReplacedError where a save
-    has been begun that may replace it: it is not pinned then.
+    The other arguments are those of :func:`open`. About 12 requests. Raises CheckpointNotFoundError if no checkpoint is
+    committed, CheckpointRemovedError if it is being removed, and CheckpointReplacedError if a save that may replace it
+    has begun. After an error, the checkpoint is not pinned.
     """
     if not isinstance(note, str):
         raise TypeError(f"note must be a str, got a {type(note).__name__}")
-    place = StoreSpec(url, storage_options).open()
+    store = StoreSpec(url, storage_options).open()
     pin_id = protocol.new_id()
-    put_pin(place, protocol.load_root(place), pin_id, note)
+    put_pin(store, protocol.load_root(store), pin_id, note)
     return pin_id
 
 
-def put_pin(place: Store, root: Root, pin_id: str, note: str) -> None:
-    """Pin the checkpoint whose root was read just now, under an id; a pin with that id is no error."""
+def put_pin(store: Store, root: Root, pin_id: str, note: str) -> None:
+    """Pin the checkpoint at the store's url. An existing pin with this id is no error.
+
+    ``root`` is the root that the caller has read. Raises CheckpointRemovedError or CheckpointReplacedError as
+    :func:`pin` does.
+    """
     own = Pin(pin_id, note, now())
     key = pin_key(pin_id)
     try:
         with suppress(ObjectExistsError):
-            place.create(key, own.to_bytes())
-        place.sync([key])
-        # A removal puts its record, and a replacing save its marker, before it looks for pins: one sees the other.
-        _refuse_endangered(place, root)
-        # Only now, when no removal is running: it would leave this document behind.
-        place.put(join(RESERVED_GROUP, PINS, NODE), [dumps(group_document())])
+            store.create(key, own.to_bytes())
+        store.sync([key])
+        # A removal puts its record, and a replacing save its marker, before it lists pins. So one of the two processes
+        # finds the object of the other.
+        _refuse_endangered(store, root)
+        # Put last: a removal that runs at the same time would not delete this document.
+        store.put(join(RESERVED_GROUP, PINS, NODE), [dumps(group_document())])
     except BaseException:
         with suppress(CheckpointError):
-            place.delete([key])
+            store.delete([key])
         raise
 
 
-def _refuse_endangered(place: Store, root: Root) -> None:
-    found = protocol.leftovers(place)
+def _refuse_endangered(store: Store, root: Root) -> None:
+    """Raise an error if the checkpoint is being removed, was replaced, or may be replaced by a save that has begun."""
+    found = protocol.leftovers(store)
     if found.removal or found.root_bytes is None:
-        raise CheckpointRemovedError(f"the checkpoint at {place.url} is being removed, or is gone: pin another one")
+        raise CheckpointRemovedError(
+            f"the checkpoint at {store.url} was not pinned, because it was removed or is being removed: pin another "
+            "checkpoint"
+        )
     if found.root is None or found.root.save_id != root.save_id:
-        raise CheckpointReplacedError(f"the checkpoint at {place.url} was replaced meanwhile: pin it again")
+        raise CheckpointReplacedError(
+            f"the checkpoint at {store.url} was not pinned, because another save replaced it: pin the new checkpoint"
+        )
     if rivals := [marker for marker in found.others if found.may_commit(marker)]:
         raise CheckpointReplacedError(
-            f"save {rivals[0].save_id}, begun {rivals[0].started}, is to replace the checkpoint at {place.url}: pin it "
-            f"when that has ended, or, if no save is running: zarrckpt recover {place.url} --stopped"
+            f"the checkpoint at {store.url} was not pinned, because save {rivals[0].save_id}, begun "
+            f"{rivals[0].started}, may replace it: pin it after that save. If no save is running: zarrckpt recover "
+            f"{store.url} --stopped"
         )
 
 
@@ -81,10 +93,10 @@ def unpin(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Delete a pin of the checkpoint at a url; one that is gone is no error. One request.
+    """Delete a pin of the checkpoint at a url. A missing pin is no error. One request.
 
-    ``pin_id`` is what :func:`pin` returned. The other arguments are those of :func:`open`.
+    ``pin_id`` is the id that :func:`pin` returned. The other arguments are those of :func:`open`.
     """
     if not is_save_id(pin_id):
-        raise CheckpointError(f"{pin_id!r:.80} is no pin's id: zarrckpt.pin returns 32 hexadecimal digits")
+        raise CheckpointError(f"{pin_id!r:.80} is no pin's id: pass the 32 hexadecimal digits from zarrckpt.pin")
     StoreSpec(url, storage_options).open().delete([pin_key(pin_id)])

@@ -1,7 +1,7 @@
-"""A check that the ranks of a save write to one storage: each looks for the marker that the coordinator has put.
+"""Check that all ranks of a save write to one storage: each rank reads the marker that the coordinator has put.
 
-Hosts may have a disk each at the same path, or a server each at ``localhost``. The chunks of the other hosts would then
-be missing from the checkpoint, and no error would show it before a load.
+Hosts may have separate disks at the same path, or separate servers at ``localhost``. The chunks of the other hosts
+would then be missing from the checkpoint, and no error would be raised before a load.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ if TYPE_CHECKING:
     from zarrckpt._store import Store
 
 PATIENCE_SECONDS = 10.0
-"""Seconds for which a rank looks for the marker: network filesystems show a new file late."""
+"""Seconds for which a rank tries to read the marker: network filesystems show a new file late."""
 
 _PAUSE_SECONDS = 0.25
 
 
 def host_name() -> str:
-    """Return the name of this host, as other ranks show it in errors."""
+    """Return the name of this host, as it is shown in errors of other ranks."""
     return socket.gethostname()
 
 
 def refuse_separate_storage(
     store: Store, save_id: str, coordinator_host: str, progressed: Callable[[], None], stopped: Callable[[], bool]
 ) -> None:
-    """Raise StorageError if this rank does not see what the coordinator has put at the url.
+    """Raise StorageError if this rank cannot read the marker that the coordinator has put at the url.
 
-    Called on the other ranks after their own writes, which also refresh what a network filesystem has cached of the
-    folder. A read of one byte on local files; on object stores the same, only for a rank on another host than the
-    coordinator. Returns early, without an error, once ``stopped`` returns True: another rank has failed.
+    Called on all ranks but the coordinator after their own writes, which also make a network filesystem refresh its
+    cache of the folder. Reads one byte. On an object store, a rank on the coordinator's host skips the check. Returns
+    early, without an error, when ``stopped`` returns True, because another rank has failed.
     """
     host = host_name()
     if not store.is_local and host == coordinator_host:
         return
     until = time.monotonic() + PATIENCE_SECONDS
-    while not _sees(store, marker_key(save_id)):
+    while not _is_readable(store, marker_key(save_id)):
         if stopped():
             return
         if time.monotonic() > until:
             raise StorageError(
-                f"the save to {store.url} failed, and nothing was committed: a rank on host {host} finds nothing there "
-                f"of what the coordinator has written from host {coordinator_host}. The url must be one storage for "
-                "all ranks: save to a folder that all hosts share, or to an object store whose endpoint is the same "
+                f"the save to {store.url} failed, and nothing was committed: a rank on host {host} cannot read the "
+                f"marker that the coordinator has written from host {coordinator_host}. All ranks must use the same "
+                "storage. Save to a folder that all hosts share, or to an object store whose endpoint is the same "
                 "server for all hosts"
             )
         progressed()
@@ -57,7 +57,7 @@ def refuse_separate_storage(
         store.refresh(RESERVED_GROUP)
 
 
-def _sees(store: Store, key: str) -> bool:
+def _is_readable(store: Store, key: str) -> bool:
     try:
         store.read_into(key, 0, memoryview(bytearray(1)))
     except ObjectNotFoundError:

@@ -49,7 +49,7 @@ def copy_checkpoint(
     root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
     copy = _Copy(source, root, target, max_inflight_bytes, progress)
     try:
-        with protocol.losing_is_named(target, lambda: attempt.save_id, lambda: attempt.base_id):
+        with protocol.report_lost_commit(target, lambda: attempt.save_id, lambda: attempt.base_id):
             copy.run()
             root = copy.finish()
     except BaseException as err:

@@ -1,1 +1,1 @@
-"""A folder of checkpoints as one run: which is the newest, which are kept, whose they are; saves before pre-emption."""
+"""Runs: folders of checkpoints of one training. Finds, keeps and deletes checkpoints, and saves before pre-emption."""

@@ -1,4 +1,4 @@
-"""What only the coordinator of a run does: look, take the run, refuse steps, remove later ones. No torch."""
+"""Operations of a run that only the coordinator does: choose checkpoints, take over, refuse steps, rewind. No torch."""
 
 from __future__ import annotations
 
@@ -29,52 +29,52 @@ from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership, RunRecord
 from zarrckpt._runs.retention import Retention
-from zarrckpt._runs.steps import Found, WithoutRoot, newest_first, passed_over, step_of
+from zarrckpt._runs.steps import Found, WithoutRoot, newest_first, skip_warning, step_of
 from zarrckpt._store import Store, StoreSpec
 
-_FIRST_SAVES = 5
-"""From so many saves with other metrics on, a save without that of the rules is refused."""
+_MAX_SAVES_WITHOUT_METRIC = 5
+"""Number of saves without the metric of the rules at which a save is refused, if no checkpoint has the metric."""
 
 
 @record
 @dataclass(frozen=True)
 class Chosen:
-    """What the ranks restore."""
+    """The checkpoint that the ranks restore."""
 
     name: str
-    """The folder of the checkpoint; "" for none, and for one of another run."""
+    """The folder of the checkpoint, or "" if there is none or it belongs to another run."""
     step: int | None
     damaged: tuple[str, ...]
-    """The folders of damaged checkpoints: a save to one of them replaces it."""
+    """The folders of damaged checkpoints. A save to one of them replaces it."""
     from_source: bool = False
-    """Whether it is the checkpoint of another run that this one begins from."""
+    """Whether it is the checkpoint of another run from which this run begins."""
     others: bool = False
-    """Whether another folder has the same step: its name has another number of zeros."""
+    """Whether another folder has the same step, with a different number of leading zeros."""
 
     def __post_init__(self) -> None:
         if self.name and step_of(self.name) is None:
-            raise ValueError(f"no folder of a step: {self.name!r:.100}")
+            raise ValueError(f"the name of a step's folder was expected, got {self.name!r:.100}")
 
 
 class Coordinator:
-    """A run as its coordinator sees it. One thread at a time; the clean-up has its own."""
+    """The coordinator's side of a run. Used by one thread at a time. Deletions run in another thread."""
 
     def __init__(self, spec: StoreSpec, keep: Keep | None, source: StoreSpec) -> None:
-        """``source``: the checkpoint that the run begins from, or how to reach one."""
+        """``source`` is the checkpoint from which the run begins. Its url is "" if ``init_from`` was not given."""
         self._spec = spec
         self._keep = keep
         self._source = source
         self.ownership = Ownership(spec.open(), keep)
-        self.retention = Retention(spec, keep, self.ownership, self._release_source)
+        self.retention = Retention(spec, keep, self.ownership, self._unpin_source)
         self._released = False
-        """Whether this job has removed the pin of the checkpoint that the run began from."""
+        """Whether this job has deleted the pin of the checkpoint from which the run began."""
         self._metric_is_known = False
         """Whether a checkpoint has the metric of the rules."""
         self._without_metric: set[int] = set()
-        """The steps of saves whose metrics lacked it."""
+        """The steps of saves without the metric of the rules."""
         self._warned = False
         self._greatest = -1
-        """The step of the newest sound checkpoint: no save may have this step, or an earlier one."""
+        """The step of the newest sound checkpoint. Saves up to this step are refused."""
 
     # -- to restore
 
@@ -86,17 +86,18 @@ class Coordinator:
         timeout: float,
         progressed: Callable[[], None],
     ) -> Chosen:
-        """The checkpoint to restore: that of a step, or the newest sound one; and take the run.
+        """Choose the checkpoint of a step, or the newest sound one, and take over the run.
 
-        ``unreadable`` are folders whose checkpoints are known to be damaged. Deletions under way are waited for, at
-        most ``timeout`` seconds: they could be of what is chosen. ``progressed`` is called for each checkpoint that is
-        removed. Costs the pages of one listing and three requests, where the newest is sound and no step is asked for.
+        ``unreadable`` are folders with checkpoints that are known to be damaged. First waits at most ``timeout``
+        seconds for running deletions, which may delete the chosen checkpoint. Calls ``progressed`` for each checkpoint
+        that it removes. Costs all pages of one listing and three requests if the newest checkpoint is sound and
+        ``step`` is None.
         """
         self.retention.settle(timeout)
         names = self._folders()
         newest, damaged = self._newest(names, unreadable)
         chosen = newest if step is None else self._of_step(step, names, unreadable)
-        known = self.ownership.look()
+        known = self.ownership.read()
         if chosen is None:
             self._refuse_to_begin_anew(known, damaged)
         try:
@@ -105,25 +106,27 @@ class Coordinator:
             if rewind:
                 raise
             warn(
-                f"the run {self._spec.url} cannot be taken over by this job: it reads checkpoints, and saves will fail "
-                f"as long as that is so: {err}"
+                f"this job cannot take over the run {self._spec.url}. It can read checkpoints, but its saves will fail "
+                f"until this is fixed: {err}"
             )
         if rewind and chosen is not None:
             self._remove_after(chosen, names, progressed)
         elif chosen is not None and chosen.step < self._greatest:
             warn(
-                f"the run {self._spec.url} goes on from step {chosen.step}, and has step {self._greatest}: saves up to "
-                "that are refused. restore(..., rewind=True) removes the later ones"
+                f"the run {self._spec.url} continues from step {chosen.step}, but has a checkpoint of step "
+                f"{self._greatest}: saves up to that step are refused. restore(..., rewind=True) removes the later "
+                "checkpoints"
             )
         if chosen is not None:
             others = any(step_of(name) == chosen.step and name not in {chosen.name, *unreadable} for name in names)
             return Chosen(chosen.name, chosen.step, tuple(below.name for below in damaged), others=others)
-        return Chosen("", self._hold_source(), (), from_source=True) if self._source.url else Chosen("", None, ())
+        return Chosen("", self._pin_source(), (), from_source=True) if self._source.url else Chosen("", None, ())
 
     def _folders(self) -> list[str]:
-        """The folders of steps, in their order. The pages of one listing, and a few requests if there is no run yet.
+        """Return the folders of steps, in the order of their steps.
 
-        Raises ForeignObjectsError for the url of a checkpoint, or of a part of one.
+        All pages of one listing, and a few requests if there is no run yet. Raises ForeignObjectsError if the url is a
+        checkpoint or inside one.
         """
         store = self._spec.open()
         listed = list_below(store)
@@ -134,18 +137,21 @@ class Coordinator:
             protocol.refuse_inside(store)
         if listed.folders and not names:
             shown = ", ".join(map(repr, listed.folders[:3]))
-            warn(f"{self._spec.url} holds no folder of a step, such as 'step-100', but {shown}: nothing is restored")
+            warn(
+                f"no checkpoint is restored, because {self._spec.url} has no folder of a step such as 'step-100'. It "
+                f"has {shown}"
+            )
         return sorted(names, key=lambda name: (step_of(name), name))
 
     def _newest(self, names: list[str], unreadable: frozenset[str]) -> tuple[Found | None, list[Below]]:
-        """The newest sound checkpoint, and the damaged ones after it, which are warned of, and are not deleted."""
+        """Return the newest sound checkpoint and the damaged ones after it. Warn of these, and never delete them."""
         store = self._spec.open()
         damage = CorruptCheckpointError("its data are damaged")
         damaged = [Below(name, damage=damage) for name in sorted(unreadable, reverse=True)]
         try:
             return self._first_sound(store, names, unreadable, damaged), damaged
         finally:
-            self.retention.spare(below.name for below in damaged)
+            self.retention.ignore(below.name for below in damaged)
 
     def _first_sound(
         self, store: Store, names: list[str], unreadable: frozenset[str], damaged: list[Below]
@@ -158,13 +164,13 @@ class Coordinator:
             if below.root is not None:
                 return Found(step, below.name, below.root)
             damaged.append(below)
-            warn(passed_over(store, below))
+            warn(skip_warning(store, below))
         return None
 
     def _refuse_to_begin_anew(self, known: RunRecord | None, damaged: list[Below]) -> None:
-        """Raise unless nothing was ever committed in the run, as far as its record and its folders show.
+        """Raise an error if the run's record or folders show that a checkpoint was committed.
 
-        A save of the run may have been killed right before its commit, and then it is no checkpoint.
+        A save of this run that was killed directly before its commit does not count as a checkpoint.
         """
         if damaged and not (
             known is not None
@@ -174,12 +180,13 @@ class Coordinator:
             shown = ", ".join(below.name for below in damaged)
             url = self._spec.child(damaged[0].name).url
             raise CorruptCheckpointError(
-                f"every checkpoint of the run {self._spec.url} is damaged ({shown}); the newest: {damaged[0].damage}. "
-                f"See what is: zarrckpt verify {url}. To begin anew: use another url, or remove them: zarrckpt rm {url}"
+                f"every checkpoint of the run {self._spec.url} is damaged ({shown}). The newest: {damaged[0].damage}. "
+                f"List the damage: zarrckpt verify {url}. To begin anew: use another url, or remove all of them: "
+                f"zarrckpt rm {url}"
             )
         if known is not None and known.committed and not damaged:
             raise CheckpointNotFoundError(
-                f"the run {self._spec.url} has no checkpoint any more, and its document {RUN_KEY} records that one was "
+                f"the run {self._spec.url} has no checkpoint, but its document {RUN_KEY} records that one was "
                 "committed. Check the path and the storage. To begin anew: use another url, or delete the document"
             )
 
@@ -189,14 +196,14 @@ class Coordinator:
             if below.root is not None:
                 return Found(step, below.name, below.root)
             if isinstance(below, WithoutRoot):
-                unfinished = f"; {below.damage}"
+                unfinished = f". {below.damage}"
             else:
                 damage = damage or below.damage
         if damage is not None:
             raise damage
         known = ", ".join(str(step_of(name)) for name in names[-8:])
-        there = f"the last steps that were begun there: {known}" if known else "no step is there"
-        raise CheckpointNotFoundError(f"the run {self._spec.url} has no checkpoint of step {step}; {there}{unfinished}")
+        there = f"The folders of the last steps: {known}" if known else "It has no folder of a step"
+        raise CheckpointNotFoundError(f"the run {self._spec.url} has no checkpoint of step {step}. {there}{unfinished}")
 
     def _take(self, known: RunRecord | None, chosen: Found | None, names: list[str], newest: Found | None) -> None:
         self._greatest = -1 if newest is None else newest.step
@@ -205,13 +212,14 @@ class Coordinator:
         inherited = "" if chosen is None else run_of(chosen.root.metadata)
         source = self._source.url
         self.ownership.take(known, inherited, source, begins=chosen is None, committed=newest is not None)
-        self.retention.found(names)
+        self.retention.note_folders(names)
 
     def _remove_after(self, chosen: Found, names: list[str], progressed: Callable[[], None]) -> None:
         """Remove all checkpoints of later steps, the last one first.
 
-        Unfinished saves stay: this job has taken the run, so those of the run fail at their commit. Their leftovers are
-        deleted after the commit of a later step. The one of anybody else is refused.
+        Unfinished saves of this run stay: this job has taken over the run, so they fail at their commit. Their
+        leftovers are deleted after the commit of a later step. Raises ForeignObjectsError for a checkpoint or an
+        unfinished save that does not belong to this run, CheckpointPinnedError for a pinned checkpoint.
         """
         later = [self._spec.child(name) for name in names if _after(name, chosen.step)]
         found = [(spec, protocol.leftovers(spec.open(), damaged=True)) for spec in later]
@@ -224,42 +232,43 @@ class Coordinator:
                 foreign = left.root_bytes is not None and any(marker.run != run for marker in left.markers)
             if foreign:
                 raise ForeignObjectsError(
-                    f"{spec.url} is a later checkpoint, but not of the run {run} that goes back to step {chosen.step}. "
-                    f"Nothing was removed: remove it, if it is not needed: zarrckpt rm {spec.url}"
+                    f"the run {self._spec.url} cannot return to step {chosen.step}: the later checkpoint {spec.url} "
+                    f"does not belong to the run {run}. Nothing was removed. If you do not need it: zarrckpt rm "
+                    f"{spec.url}"
                 )
             others = [marker for marker in left.others if left.may_commit(marker) and marker.run != run]
             if others:
                 raise ForeignObjectsError(
-                    f"the run {self._spec.url} cannot go back to step {chosen.step}: the save {others[0].save_id} of "
-                    f"a later step, begun {others[0].started} at {spec.url}, is not of the run {run} and may still "
-                    "commit. Nothing was removed: wait for it, or, if no save there is running: "
+                    f"the run {self._spec.url} cannot return to step {chosen.step}: the save {others[0].save_id} of "
+                    f"a later step, begun {others[0].started} at {spec.url}, does not belong to the run {run} and may "
+                    "still commit. Nothing was removed. Wait for that save. If no save there is running: "
                     f"zarrckpt recover {spec.url} --stopped"
                 )
         for spec, left in reversed(found):
             progressed()
             if left.root_bytes is not None or left.removal:
                 remove_found(spec.open(), left)
-                self.retention.gone(spec.url.rpartition("/")[2])
+                self.retention.forget(spec.url.rpartition("/")[2])
         self._greatest = chosen.step
 
-    # -- the checkpoint of another run that this one begins from
+    # -- the checkpoint of another run from which this run begins
 
-    def _hold_source(self) -> int | None:
-        """Pin the checkpoint that the run begins from; return its step, as far as it is known."""
-        place = self._source.open()
-        root = protocol.load_root(place)
+    def _pin_source(self) -> int | None:
+        """Pin the checkpoint from which the run begins. Return its step, or None if it is not known."""
+        store = self._source.open()
+        root = protocol.load_root(store)
         try:
             if self.ownership.taken:
-                put_pin(place, root, self.ownership.record.pin, f"the run {self._spec.url} begins from it")
+                put_pin(store, root, self.ownership.record.pin, f"the run {self._spec.url} begins from it")
         except StorageError as err:
-            warn(f"{place.url} cannot be pinned, and may be removed before {self._spec.url} has a checkpoint: {err}")
-        step = root.metadata.get("step", protocol.number_in(place.url))
+            warn(f"{store.url} cannot be pinned, and may be removed before {self._spec.url} has a checkpoint: {err}")
+        step = root.metadata.get("step", protocol.number_in(store.url))
         return step if type(step) is int else None
 
-    def _release_source(self) -> None:
-        """Unpin it, unless an earlier job has done so. Three requests.
+    def _unpin_source(self) -> None:
+        """Unpin the checkpoint from which the run began, unless an earlier job has done so. Three requests.
 
-        Only what this job's own ``init_from`` names is opened, never a url from the run's document.
+        Opens only this job's ``init_from``, never a url from the run's document.
         """
         if self._released or not self.ownership.record.pin:
             return
@@ -270,28 +279,29 @@ class Coordinator:
     # -- to save
 
     def begin(self, step: int, name: str, metric_names: Collection[str] | None) -> str:
-        """Refuse a save that may not be made; return the run's id. Three requests for the first save, then one.
+        """Check that a save of a step is allowed, and return the run's id. Three requests for the first save, then one.
 
-        ``metric_names`` are compared with the metric of the rules; None: they are not.
+        ``metric_names`` are the names of the save's metrics. The metric of the rules must be among them. None disables
+        this check. Raises CheckpointExistsError, RunTakenOverError, or CheckpointError for a missing metric.
         """
         if self.ownership.taken:
             self.ownership.check()
         else:
             names = self._folders()
             newest, _ = self._newest(names, frozenset())
-            self._take(self.ownership.look(), newest, names, newest)
+            self._take(self.ownership.read(), newest, names, newest)
         if step <= self._greatest:
             raise CheckpointExistsError(
                 f"the run {self._spec.url} has a checkpoint of step {self._greatest}, so step {step} is not saved. To "
-                "go on from an earlier step: restore(state, step=..., rewind=True); for a new run: another url"
+                "continue from an earlier step: restore(state, step=..., rewind=True). For a new run, use another url"
             )
         if metric_names is not None:
             self._check_metric(step, metric_names)
-        self.retention.begun(name, step)
+        self.retention.note_begin(name, step)
         return self.ownership.record.run
 
     def _check_metric(self, step: int, names: Collection[str]) -> None:
-        """Warn once of metrics without that of the rules; refuse the save if no checkpoint has it after some saves."""
+        """Warn once of a save without the metric of the rules. Raises CheckpointError after several such saves."""
         if self._keep is None or not self._keep.best or self._metric_is_known:
             return
         metric = self._keep.metric or ""
@@ -300,36 +310,38 @@ class Coordinator:
             return
         given = ", ".join(map(repr, sorted({*names} - {"step"})[:8]))
         text = (
-            f"the run {self._spec.url} keeps the best by the metric {metric!r}, and the save of step {step} has only "
-            f"{given}. Pass {metric!r} in metrics, as None if it is not known yet, or name another one in Keep(metric=)"
+            f"the run {self._spec.url} keeps the best by the metric {metric!r}, but the save of step {step} has only "
+            f"{given}. Pass {metric!r} in metrics (None if it is not known yet), or another name in Keep(metric=)"
         )
         self._without_metric.add(step)
-        if len(self._without_metric) >= _FIRST_SAVES:
-            raise CheckpointError(f"{text}. None of the first {_FIRST_SAVES} saves has it: nothing was saved")
+        if len(self._without_metric) >= _MAX_SAVES_WITHOUT_METRIC:
+            raise CheckpointError(
+                f"{text}. No checkpoint has it after {_MAX_SAVES_WITHOUT_METRIC} saves, so step {step} was not saved"
+            )
         if len(self._without_metric) == 1 and not self._warned:
             self._warned = True
             warn(text)
 
     def committed(self, step: int, name: str, metadata: Mapping[str, Any]) -> None:
-        """Count a checkpoint that was committed just now. One request.
+        """Record a checkpoint that has just been committed. One request.
 
-        Raises RunTakenOverError if another job has taken the run since the look before the commit: it may have seen
-        no checkpoint, and delete the objects of this one.
+        Raises RunTakenOverError if another job has taken over the run since the check before the commit. That job may
+        have listed an unfinished save here, and may delete the objects of this checkpoint.
         """
         try:
             self.ownership.check()
         except RunTakenOverError as err:
             url = self._spec.child(name).url
-            raise RunTakenOverError(f"{err}. {url} was committed, and may lack objects: zarrckpt verify {url}") from err
+            raise RunTakenOverError(f"{err}. {url} was committed but may lack objects: zarrckpt verify {url}") from err
         except StorageError:
-            pass  # it is committed, and the next save looks again
+            pass  # The checkpoint is committed, and the next save checks again.
         self._greatest = step
         self.ownership.note_commit()
-        self.retention.committed(name, step, metadata)
+        self.retention.note_commit(name, step, metadata)
 
 
 class RunSave:
-    """One save of a run, as the steps of a save use it."""
+    """The run's part in one save. It implements :class:`zarrckpt._save.request.Run`."""
 
     def __init__(
         self,
@@ -341,7 +353,7 @@ class RunSave:
         *,
         check_metric: bool,
     ) -> None:
-        """``patience``: how many seconds it waits for deletions at most."""
+        """``patience`` is the maximum number of seconds that the save waits for deletions."""
         self._coordinator = coordinator
         self._patience = patience
         self._check_metric = check_metric
@@ -349,8 +361,8 @@ class RunSave:
         self._name = name
         self._metadata = metadata
 
-    def wait_for_room(self) -> None:
-        self._coordinator.retention.wait_for_room(self._patience)
+    def wait_for_deletions(self) -> None:
+        self._coordinator.retention.wait_for_deletions(self._patience)
 
     def begin(self) -> str:
         return self._coordinator.begin(self._step, self._name, self._metadata if self._check_metric else None)
@@ -366,28 +378,29 @@ class RunSave:
 
 
 def _refuse_checkpoint(store: Store, rooted: bool, is_run: bool) -> None:
-    """Raise ForeignObjectsError if a run's url is that of a checkpoint. One request at most.
+    """Raise ForeignObjectsError if a run's url is the url of a checkpoint. At most two requests.
 
-    ``rooted``: a root document is there; ``is_run``: so are folders of steps, or the document of a run. A save that was
-    begun by mistake in the folder of a run, and did not commit, is no obstacle.
+    ``rooted`` is true if a root document exists, ``is_run`` if folders of steps or the document of a run exist. A save
+    that was begun by mistake in the folder of a run, and did not commit, raises no error.
     """
     if rooted:
         try:
             protocol.read_root(store)
         except ForeignObjectsError:
-            # Beside a run, somebody's document of a group; else a checkpoint whose root another program replaced.
+            # In a run's folder it is a group of another program. Otherwise, if there is a claim, another program has
+            # replaced the root document of a checkpoint.
             if is_run or not protocol.is_stored(store, CLAIM_KEY):
                 return
         except (CorruptCheckpointError, UnsupportedFormatError):
             pass
-        what = "is a checkpoint"
+        state = "is a checkpoint"
     elif is_run:
         return
     else:
-        what = "is where a save was begun"
+        state = "has an unfinished save"
     raise ForeignObjectsError(
-        f"{store.url} {what}, and not the folder of a run: expected a folder that holds checkpoints, such as "
-        f"{join(store.url, 'step-100')}. Nothing was changed; pass the folder above it, or a new one"
+        f"{store.url} {state} and is not the folder of a run: expected a folder of checkpoints such as "
+        f"{join(store.url, 'step-100')}. Nothing was changed. Pass the folder above it, or a new one"
     )
 
 

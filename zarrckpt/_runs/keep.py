@@ -1,4 +1,4 @@
-"""``Keep``: which checkpoints of a run are kept, and the metrics that tell. No I/O, no torch."""
+"""``Keep``: rules that choose the checkpoints of a run to keep, and the metrics that they use. No I/O, no torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Which checkpoints of a run are kept: each that any of these rules names. The others are deleted.
+    """Rules that choose the checkpoints of a run to keep. A checkpoint is deleted if no rule keeps it.
 
     Args:
-        newest: the newest so many (default 1): those with the greatest steps.
-        best: so many with the best ``metric`` (default 0). A checkpoint without it, or with None or NaN, is never among
-            them; of equal ones the later is better.
-        metric: the name of a metric that :meth:`CheckpointManager.step` is given.
-        mode: whether the best is the least (``"min"``, the default: a loss) or the greatest (``"max"``: an accuracy).
-        every_steps: each whose step is a multiple of this is kept for ever (default: none).
+        newest: the number of newest checkpoints to keep, by step (default 1).
+        best: the number of checkpoints with the best ``metric`` to keep (default 0). Checkpoints without the metric, or
+            with None or NaN, are not counted. If two are equal, the later one is better.
+        metric: the name of a metric that is passed to :meth:`CheckpointManager.step`.
+        mode: ``"min"`` if the smallest metric is the best, as for a loss (default), or ``"max"`` if the greatest is, as
+            for an accuracy.
+        every_steps: keep every checkpoint whose step is a multiple of this number (default: none).
 
-    A pinned checkpoint is always kept. Raises TypeError and ValueError that name the argument which makes no sense.
+    A pinned checkpoint is always kept. Raises TypeError and ValueError that name the invalid argument.
     """
 
     newest: int = 1
@@ -47,14 +48,14 @@ class Keep:
             raise ValueError(f"best={self.best} needs a metric: metric='val_loss'")
 
     def reasons(self, metrics: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
-        """Why each checkpoint is kept that is, by step. ``metrics`` has what is known of each checkpoint, by step."""
+        """Return the reasons to keep each kept checkpoint, by step. ``metrics`` has the metadata of each checkpoint."""
         steps = sorted(metrics, reverse=True)
         reasons: dict[int, list[str]] = {step: ["newest"] for step in steps[: self.newest]}
         sign = -1 if self.mode == "max" else 1
         numbers = {step: comparable_metric(metrics[step].get(self.metric or "")) for step in steps}
         ranked = [(sign * value, -step) for step, value in numbers.items() if value is not None]
-        for place, (_, negative) in enumerate(sorted(ranked)[: self.best], 1):
-            reasons.setdefault(-negative, []).append("best" if self.best == 1 else f"best {place}")
+        for rank, (_, negative) in enumerate(sorted(ranked)[: self.best], 1):
+            reasons.setdefault(-negative, []).append("best" if self.best == 1 else f"best {rank}")
         if self.every_steps is not None:
             for step in steps:
                 if step % self.every_steps == 0:
@@ -63,17 +64,17 @@ class Keep:
 
 
 def comparable_metric(value: object) -> int | float | None:
-    """A metric that may be compared; None for what is none."""
+    """Return a metric if it is a number that can be compared, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the metrics of a step, unchanged: numbers, None, and tensors and NumPy values of one element.
+    """Check the metrics of a step, and return them unchanged.
 
-    Looks at the types of tensors only, since to read one would wait for its device. Raises TypeError and ValueError
-    that name the metric.
+    Numbers, None, and tensors and NumPy values of one element are allowed. Only the types of tensors are checked,
+    because reading a value would wait for its device. Raises TypeError and ValueError that name the metric.
     """
     if metrics is None:
         return {}
@@ -84,11 +85,11 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
             raise TypeError(f"metrics: the name {name!r} must be a str")
         check_name(name, "metrics")
         if name == "step":
-            raise ValueError("'step' is given twice: as the step and as a metric")
+            raise ValueError("'step' was passed twice: as the step and as a metric")
         if not (value is None or type(value) in (float, int) or _is_one_number(value)):
             raise TypeError(
-                f"metrics[{name!r}] is a {type(value).__name__}, which is no number: metrics take numbers, tensors and "
-                "NumPy values of one element, and None; what else describes a checkpoint belongs into metadata"
+                f"metrics[{name!r}] is a {type(value).__name__}, expected a number, a tensor or NumPy value of one "
+                "element, or None. Pass other descriptions of a checkpoint as metadata"
             )
         if isinstance(value, int):
             check_int(value, f"metrics[{name!r}]")
@@ -107,4 +108,4 @@ def _is_one_number(value: object) -> bool:
 
 
 _NO_NUMBERS = ("bool", "complex", "str", "<U", "|S", "object", "datetime", "timedelta")
-"""In the names of dtypes whose values cannot be compared as metrics."""
+"""Substrings of the names of dtypes whose values are not valid metrics."""

@@ -1,4 +1,4 @@
-"""``latest`` and ``best``: one of the checkpoints below a prefix. Torch only if the process is one of several ranks."""
+"""``latest`` and ``best`` choose a checkpoint below a prefix. They use torch only in a process of several ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zarrckpt._errors import CheckpointError, warn
 from zarrckpt._format.matching import hint
 from zarrckpt._format.metadata import RESERVED
 from zarrckpt._runs.keep import Keep, Mode, comparable_metric
-from zarrckpt._runs.steps import newest_below, passed_over, refuse_unreadable
+from zarrckpt._runs.steps import newest_below, refuse_unreadable, skip_warning
 from zarrckpt._store import Store, StoreSpec, Url, join_url
 
 if TYPE_CHECKING:
@@ -29,30 +29,30 @@ def latest(
     no_dist: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """The url of the newest checkpoint below a prefix, or None where there is none: for resuming.
+    """Return the url of the newest checkpoint below a prefix, or None if there is none.
 
-    Of a ready store in place of the url: the path below it.
+    If ``prefix`` is a store object instead of a url, return the path below it.
 
-    The newest is the one whose folder, right below the prefix, ends in the greatest number: its step, as in
-    ``<prefix>/step-100``. Unfinished saves, and what is no checkpoint, are skipped. So are damaged root documents,
-    those of other programs, and missing ones beside the tables of a save: a warning names them. If no folder with a
-    number has a checkpoint: the one that was committed last among the others.
+    The newest checkpoint is in the folder directly below the prefix whose name ends with the greatest number. This
+    number is its step, as in ``<prefix>/step-100``. Unfinished saves and other folders are skipped. Checkpoints whose
+    root document is damaged, missing or written by another program are skipped with a warning. If no folder with a
+    number has a checkpoint, the one that was committed last among the others is returned.
 
-    If a folder that may hold a newer checkpoint cannot be read, StorageError names it. Folders without a number only
-    cause a warning if another checkpoint is found, and those whose names begin with a dot cause no more in any case.
-    ``lost+found`` is not looked into.
+    If a folder that may have a newer checkpoint cannot be read, StorageError names it. If a checkpoint is found,
+    unreadable folders without a number only cause a warning. Unreadable folders whose names begin with a dot never
+    raise an error. ``lost+found`` is not read.
 
-    Under ``torch.distributed`` every rank of the group calls it; the coordinator (rank 0 of the group) looks, and tells
-    the others. Costs the pages of one listing, a request for each folder that is skipped, and one for the checkpoint
-    that is found.
+    Under ``torch.distributed`` every rank of the group calls it. The coordinator (rank 0 of the group) reads the
+    folders, and all ranks return the same. Costs all pages of one listing, one request for each skipped folder, and one
+    for the returned checkpoint.
 
     Args:
-        prefix: the folder that holds the checkpoints.
+        prefix: the folder that contains the checkpoints.
         process_group: the ranks that call (default: all).
-        no_dist: this process looks for itself, and no other rank need call.
+        no_dist: read the folders in this process only. Other ranks need not call.
         storage_options: as in :func:`open`.
 
-    Raises StorageError; CheckpointError where a rank does not come.
+    Raises StorageError, and CheckpointError if a rank does not call it.
     """
     return _find(prefix, "latest", newest_below, process_group, no_dist, storage_options)
 
@@ -68,32 +68,33 @@ def best(
 ) -> str | None:
     """Return the url of the checkpoint below a prefix with the best metric, or None if none has a finite one.
 
-    The metric is a member of the checkpoints' metadata, as :meth:`CheckpointManager.step` saves ``metrics``. The rule
-    is that of :class:`Keep`: None, NaN and infinities do not count; of equal ones the newest is returned. Damaged and
+    The metric is a member of the checkpoints' metadata, as :meth:`CheckpointManager.step` saves ``metrics``. None, NaN
+    and infinities do not count. If several checkpoints have the best value, the newest of them is returned. Damaged and
     unfinished checkpoints are skipped as in :func:`latest`, and folders that cannot be read cause a warning. If there
-    are checkpoints and none has a member of this name, a UserWarning lists the names that they have.
+    are checkpoints but none has a member of this name, a UserWarning lists the names that they have.
 
-    Under ``torch.distributed`` every rank of the group calls it, as :func:`latest`. Costs the pages of one listing, and
-    a request for each folder below the prefix.
+    Under ``torch.distributed`` every rank of the group calls it, as :func:`latest`. Costs all pages of one listing, and
+    one request for each folder below the prefix.
 
     Args:
-        prefix: the folder that holds the checkpoints.
+        prefix: the folder that contains the checkpoints.
         metric: the name of the metric.
-        mode: whether the best is the least (``"min"``, the default: a loss) or the greatest (``"max"``: an accuracy).
+        mode: ``"min"`` if the smallest metric is the best, as for a loss (default), or ``"max"`` if the greatest is, as
+            for an accuracy.
         process_group: as in :func:`latest`.
         no_dist: as in :func:`latest`.
         storage_options: as in :func:`open`.
 
-    Raises TypeError and ValueError for a metric or mode that makes no sense; StorageError, also if no checkpoint is
-    found and a folder cannot be read; CheckpointError if a rank does not come.
+    Raises TypeError and ValueError for an invalid metric or mode, StorageError (also if no checkpoint is found and a
+    folder cannot be read), and CheckpointError if a rank does not call it.
     """
-    Keep(best=1, metric=metric, mode=mode)  # raises for wrong arguments
+    Keep(best=1, metric=metric, mode=mode)  # Raises for invalid arguments.
     choose = partial(_best_below, metric=metric, mode=mode)
     return _find(prefix, "best", choose, process_group, no_dist, storage_options)
 
 
 _ChooseBelow = Callable[[Store, list[str]], tuple[str | None, list[Below]]]
-"""Returns the chosen one of some folders, and the damaged checkpoints among them."""
+"""A function that returns the chosen folder and the damaged checkpoints of a list of folders."""
 
 
 def _find(
@@ -104,35 +105,35 @@ def _find(
     no_dist: bool,
     storage_options: Mapping[str, Any] | None,
 ) -> str | None:
-    """Choose one of the checkpoints below a prefix, on the coordinator; return its url on all ranks."""
+    """Choose a checkpoint below a prefix on the coordinator. Return its url on all ranks."""
     spec = StoreSpec(prefix, storage_options)
     distributed = sys.modules.get("torch.distributed")
     if no_dist or distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        name = _look_below(spec, caller, choose)
+        name = _choose_name(spec, caller, choose)
     else:
         from zarrckpt._options import TIMEOUT
         from zarrckpt._ranks.group import Ranks
         from zarrckpt._ranks.rounds import joined
 
         with joined(Ranks(process_group), f"{caller}({spec.url!r})", TIMEOUT) as rounds:
-            name = rounds.merge(f"the {caller} checkpoint", lambda: None, lambda _: _look_below(spec, caller, choose))
+            name = rounds.merge(f"the {caller} checkpoint", lambda: None, lambda _: _choose_name(spec, caller, choose))
             if name is not None and (type(name) is not str or name in ("", ".", "..") or "/" in name or "\\" in name):
                 raise CheckpointError(
-                    f"{caller}({spec.url!r}): rank 0 names {name!r:.200}, which is no folder right there"
+                    f"{caller}({spec.url!r}): rank 0 sent {name!r:.200}, expected the name of a folder at this url"
                 )
     if name is None:
         return None
     return join_url(prefix, name) if isinstance(prefix, str | os.PathLike) else name
 
 
-def _look_below(spec: StoreSpec, caller: str, choose: _ChooseBelow) -> str | None:
+def _choose_name(spec: StoreSpec, caller: str, choose: _ChooseBelow) -> str | None:
     store = spec.open()
     listed = list_below(store)
     if listed.has_save:
-        warn(f"{caller}({store.url!r}) looks below a checkpoint: pass the folder that holds it")
+        warn(f"{caller}({store.url!r}) was called with the url of a checkpoint: pass the folder that holds it")
     name, damaged = choose(store, listed.folders)
     for below in damaged:
-        warn(passed_over(store, below))
+        warn(skip_warning(store, below))
     return name
 
 

@@ -1,4 +1,4 @@
-"""``CheckpointManager``: keep a run's checkpoints, find the newest, resume, and save before pre-emption."""
+"""``CheckpointManager``: save and delete a run's checkpoints, resume from the newest, and save before pre-emption."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from zarrckpt._runs import signals as process_signals
 from zarrckpt._runs.coordinator import Chosen, Coordinator, RunSave
 from zarrckpt._runs.keep import Keep, checked_metrics
 from zarrckpt._runs.preemption import Preemption
-from zarrckpt._runs.steps import name_of, passed_over, refuse_unreadable, step_of
+from zarrckpt._runs.steps import name_of, refuse_unreadable, skip_warning, step_of
 from zarrckpt._save.background import SaveFuture, save_in_background
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.run import run_save
@@ -47,18 +47,18 @@ from zarrckpt._state import objects
 from zarrckpt._state.local_state import LocalState
 from zarrckpt._store import Store, StoreSpec, Url
 
-LEAST_SECONDS = 5.0
-"""The ranks of a save before pre-emption wait for each other at least so long."""
+MIN_TIMEOUT_SECONDS = 5.0
+"""Minimum timeout in seconds between the ranks of a save before pre-emption."""
 
 _PIN = pin_id_of("CheckpointManager.pin")
 
 
 class CheckpointManager:
-    """The checkpoints of one training run, in one folder: saved, kept, found, and resumed from.
+    """A manager of the checkpoints of one training run in one folder: it saves, deletes, finds and restores them.
 
-    Every rank makes one, after ``init_process_group``, and they make the same calls in the same order; without
-    ``torch.distributed`` one process does. The folder has one checkpoint for each step that was saved,
-    ``step-00000500`` and so on, made by :func:`save` or :func:`async_save`, and the run's document, ``@run/zarr.json``.
+    Every rank creates a manager, after ``init_process_group``, and all ranks make the same calls in the same order.
+    Without ``torch.distributed``, one process creates it. The folder has one checkpoint for each saved step, named
+    ``step-00000500`` and so on, and the run's document, ``@run/zarr.json``.
 
     .. code-block:: python
 
@@ -72,32 +72,34 @@ class CheckpointManager:
         manager.close()
 
     Args:
-        url: the run's folder, as :func:`save` takes a url.
-        keep: which checkpoints are kept, see :class:`Keep`; the others are deleted after the save that makes them
-            superfluous, in the background. Default: all are kept. Only checkpoints of this run are ever deleted, and
-            none that is pinned. A save waits for deletions before it begins if more than two checkpoints would be
-            superfluous after it.
-        save_every: :meth:`step` saves each time a multiple of this is reached. Default: only before pre-emption.
-        signals: names of signals that announce pre-emption (default: ``SIGTERM``). One on any rank leads to one save of
-            one step on all ranks. A second one, more than a second later, ends its process at once. Handlers that were
-            there before are called, too; :meth:`close` puts them back. The manager is made in the main thread then.
-            ``()``: none is handled.
-        notice: a callable without arguments that says, by returning True, that this machine is to be taken away: for a
-            cloud's notice. Asked about once a second, in a thread of each rank.
-        grace: the seconds after a signal or notice within which the save is to have ended (default 25: torchrun kills
-            after 30). They must hold two steps of training and a save.
-        background: save with :func:`async_save` (default), or with :func:`save`: no copy in memory, training waits.
-        init_from: the url of a checkpoint of another run to begin from, where this run has none: a fork. It is pinned
-            until this run has a checkpoint of its own; a restarted job that has another ``init_from``, or none, leaves
-            the pin, with a warning. ``storage_options`` are used for it, too.
-        init_keys: load only these keys of it, as ``keys`` of :func:`load`: ``"model"`` for the weights. Default: all.
+        url: the url of the run's folder, as for :func:`save`.
+        keep: the rules that choose the checkpoints to keep, see :class:`Keep`. The others are deleted in the
+            background, after the save that makes them superfluous. Default: all are kept. Only checkpoints of this run
+            are deleted, and no pinned ones. If more than two checkpoints would be superfluous after a save, the save
+            first waits for deletions.
+        save_every: :meth:`step` saves each time it reaches a multiple of this number. Default: only before pre-emption.
+        signals: names of the signals that announce pre-emption (default: ``SIGTERM``). A signal on any rank leads to a
+            save of the same step on all ranks. A second signal, more than a second after the first, ends its process at
+            once. The previous handlers are called too, and :meth:`close` restores them. The manager must be created in
+            the main thread, except with ``()``, which handles no signals.
+        notice: a callable without arguments that returns True if this machine will be taken away, as a cloud announces
+            it. A thread of each rank calls it about once a second.
+        grace: the seconds after a signal or notice within which the save must end (default 25, because torchrun kills
+            after 30). They must suffice for two steps of training and a save.
+        background: whether to save with :func:`async_save` (default) or with :func:`save`, which needs no copy in
+            memory but blocks the training.
+        init_from: the url of another run's checkpoint from which this run begins if it has no checkpoint (a fork). It
+            is pinned until this run has a checkpoint. A restarted job with another ``init_from``, or without one,
+            leaves the pin and warns. ``storage_options`` apply to this url too.
+        init_keys: the keys to load from ``init_from``, as ``keys`` of :func:`load`, for example ``"model"`` for the
+            weights. Default: all.
         process_group: the ranks that save together (default: all).
-        no_dist: this process is alone, as in :func:`save`.
+        no_dist: save from this process only, as in :func:`save`.
         storage_options: as in :func:`save`.
-        options: how bytes are laid out and moved in all saves, see :class:`SaveOptions`.
+        options: the layout and the transfer of bytes in all saves, see :class:`SaveOptions`.
 
-    Used in a ``with`` block, it is closed at the end. Makes no request. Raises TypeError and ValueError for arguments
-    that make no sense.
+    A ``with`` block closes the manager at its end. The constructor makes no request. Raises TypeError and ValueError
+    for invalid arguments.
     """
 
     def __init__(
@@ -122,9 +124,9 @@ class CheckpointManager:
         if save_every is not None:
             check_limits(save_every=save_every)
         if isinstance(signals, str):
-            raise TypeError(f"signals must be a sequence of names: ({signals!r},)")
+            raise TypeError(f"signals must be a sequence of names, got a str: pass ({signals!r},)")
         if not grace > 0:
-            raise ValueError(f"grace must be more than 0 seconds, got {grace}")
+            raise ValueError(f"grace must be greater than 0 seconds, got {grace}")
         self._options = checked_options(options, SaveOptions)
         self._spec = StoreSpec(url, storage_options, self._options.durable, self._options.concurrency)
         self._source, self._source_keys = StoreSpec(init_from, storage_options), init_keys
@@ -135,9 +137,9 @@ class CheckpointManager:
         self._last_step = -1
         """The greatest step that was saved or passed to :meth:`step`."""
         self._step_before = -1
-        """The same before the last call of :meth:`step`."""
+        """The value of ``_last_step`` before the last call of :meth:`step`."""
         self._done_step = -1
-        """The step of the last call of :meth:`step` that raised nothing."""
+        """The step of the last call of :meth:`step` that raised no error."""
         self._last_report: LoadReport | None = None
         self._damaged: frozenset[str] = frozenset()
         self._saving: SaveFuture | None = None
@@ -153,8 +155,8 @@ class CheckpointManager:
             self._preemption = watch
             try:
                 if signals:
-                    self._watch = process_signals.dispatcher.watch(signals, watch.tell)
-                    # A manager that is replaced before it is closed handles no signal any more.
+                    self._watch = process_signals.dispatcher.watch(signals, watch.note_notice)
+                    # A manager that is garbage-collected without close() must not handle signals any more.
                     weakref.finalize(self, _end_watch, self._watch).atexit = False
             except BaseException:
                 watch.close()
@@ -176,9 +178,10 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> bool:
-        """Whether the save before pre-emption was made, or has failed: the loop is to end. The same on all ranks.
+        """Whether the save before pre-emption has ended or failed, so that the training loop should end.
 
-        It changes only in :meth:`step`, and in :meth:`close` on a rank that had a notice after its last step.
+        The same on all ranks. It changes only in :meth:`step`, and in :meth:`close` on a rank that received a notice
+        after its last step.
         """
         return self._preempted
 
@@ -186,7 +189,7 @@ class CheckpointManager:
 
     @property
     def last_report(self) -> LoadReport | None:
-        """The :class:`LoadReport` of this rank's last :meth:`restore`; None if nothing was loaded."""
+        """The :class:`LoadReport` of this rank's last :meth:`restore`, or None if it loaded no checkpoint."""
         return self._last_report
 
     def restore(
@@ -202,45 +205,49 @@ class CheckpointManager:
         allow_cast: bool = False,
         options: LoadOptions | None = None,
     ) -> int | None:
-        """Load the run's newest checkpoint into a state, in place; return its step, None if nothing was committed yet.
+        """Load the run's newest checkpoint into a state in place. Return its step, or None if no checkpoint exists yet.
 
-        Called on all ranks, which get the same. The newest is the one with the greatest step. If it is damaged, or its
-        root document is missing, the next older one is loaded instead, with a warning; if all are,
-        CorruptCheckpointError lists them. From now on this job goes on with the run: another one that still does saves
-        and deletes nothing there any more. If nothing can be put into the folder, the checkpoint is loaded all the
-        same, with a warning. To read one of a run that a job goes on with, use :func:`latest` and :func:`load`.
+        All ranks call it and get the same result. The newest checkpoint has the greatest step. If it is damaged, or its
+        root document is missing, the next older one is loaded with a warning. If all are damaged,
+        CorruptCheckpointError lists them.
 
-        Where the run has no checkpoint and was given ``init_from``, that is loaded: the step is that checkpoint's, or
-        None where ``init_keys`` chose a part of it.
+        This job takes over the run: another job that still uses the run can no longer save or delete there. If the
+        folder is not writable, the checkpoint is loaded with a warning. To read a checkpoint of a run that another job
+        uses, call :func:`latest` and :func:`load` instead.
 
-        The coordinator looks, and tells the others: the pages of one listing and three requests, a few more for
-        each checkpoint that is passed over, and for a run that has none. The load itself costs what :func:`load` costs.
+        If the run has no checkpoint and ``init_from`` was given, that checkpoint is loaded. The result is its step, or
+        None if ``init_keys`` selected a part of it.
+
+        Only the coordinator reads the folder: all pages of one listing and three requests. A few more are needed for
+        each skipped checkpoint, and for a run without checkpoints. The load costs the same as :func:`load`.
 
         Args:
             state: as for :func:`load`.
-            step: load the checkpoint of this step, not the newest, and no other one if it is damaged. Saves up to
-                the newest step are refused then.
-            rewind: with ``step``: remove all later checkpoints first, so that the run goes on from there. Where one of
-                them is pinned, or not of this run, or a save of a later step that is not of this run may still commit,
-                an error is raised and none is removed.
+            step: load the checkpoint of this step instead of the newest. If it is damaged, no other step is loaded.
+                Saves up to the newest step are then refused.
+            rewind: with ``step``: first remove all later checkpoints, so that the run continues from this step. If one
+                of them is pinned or does not belong to this run, an error is raised and none is removed. The same
+                happens if a save of a later step that does not belong to this run may still commit.
             keys: load a part, as in :func:`load`. Default: everything that has a target.
             rename: load entries under other names, as in :func:`load`.
-            strict: as in :func:`load`: targets that the checkpoint lacks, and entries without a target, are an error.
-            allow_pickle: also load values that were saved pickled, which can run any code. Default: UnsafeValueError.
-            allow_cast: convert where dtypes differ, instead of raising (default False).
-            options: how bytes are moved, see :class:`LoadOptions`.
+            strict: raise an error for targets that the checkpoint lacks and for entries without a target, as in
+                :func:`load`.
+            allow_pickle: also load values that were saved with pickle, which can run any code. Default:
+                UnsafeValueError.
+            allow_cast: convert dtypes that differ instead of raising an error (default False).
+            options: the transfer of bytes, see :class:`LoadOptions`.
 
-        Raises CheckpointNotFoundError for a ``step`` that is not there, for an ``init_from`` that is not, and if all
-        checkpoints of the run are gone; ForeignObjectsError for the url of a checkpoint, or of a part of one;
-        with ``rewind`` CheckpointPinnedError and ForeignObjectsError; RunTakenOverError where another job has taken
-        the run since an earlier call; StorageError for a folder of a later step that cannot be read; and what
-        :func:`load` raises. An error on one rank is raised on all.
+        Raises CheckpointNotFoundError if ``step`` or ``init_from`` does not exist, or all checkpoints of the run are
+        gone. Raises ForeignObjectsError if the url is a checkpoint or inside one, RunTakenOverError if another job has
+        taken over the run since an earlier call, StorageError if the folder of a later step cannot be read, and the
+        errors of :func:`load`. With ``rewind`` also CheckpointPinnedError and ForeignObjectsError. An error on one rank
+        is raised on all.
         """
         objects.refuse_swapped(state, self._spec.url, "restore")
         references = sys.getrefcount(state)
         droppable = objects.droppable_keys(state, references)
         if rewind and step is None:
-            raise ValueError("rewind=True needs the step to go back to: restore(state, step=..., rewind=True)")
+            raise ValueError("rewind=True needs a step to return to: restore(state, step=..., rewind=True)")
         step = None if step is None else operator.index(step)
         self.wait()
         self._last_report = None
@@ -250,10 +257,10 @@ class CheckpointManager:
         request = dataclasses.replace(request, droppable=droppable)
         unreadable: frozenset[str] = frozenset()
         while True:
-            chosen = self._chosen(step, rewind, unreadable, request.options.timeout)
+            chosen = self._choose(step, rewind, unreadable, request.options.timeout)
             if not chosen.name:
                 found = self._restore_source(state, request, chosen)
-                self._go_on_from(found, chosen)
+                self._continue_from(found, chosen)
                 return found
             spec = self._spec.child(chosen.name)
             try:
@@ -263,21 +270,21 @@ class CheckpointManager:
                     raise
                 unreadable |= {chosen.name, *(chosen.damaged if step is None else ())}
                 which = "the checkpoint before it" if step is None else "another one of this step"
-                warn(f"{spec.url} is not restored, but {which}: {type(err).__name__}: {err}")
+                warn(f"{spec.url} cannot be restored, so {which} is restored instead: {type(err).__name__}: {err}")
                 continue
-            self._go_on_from(chosen.step, chosen)
+            self._continue_from(chosen.step, chosen)
             return chosen.step
 
-    def _go_on_from(self, step: int | None, chosen: Chosen) -> None:
+    def _continue_from(self, step: int | None, chosen: Chosen) -> None:
         self._damaged = frozenset(chosen.damaged)
-        # A step that is done anew is saved anew.
+        # A step that is repeated after a restore is saved again.
         self._last_step = self._step_before = self._done_step = -1 if step is None else step
         self._saved = None
 
-    def _chosen(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> Chosen:
+    def _choose(self, step: int | None, rewind: bool, unreadable: frozenset[str], timeout: float) -> Chosen:
         with joined(self._ranks, f"the restore of {self._spec.url}", timeout) as rounds:
             return rounds.merge(
-                "which checkpoint they restore",
+                "the checkpoint to restore",
                 lambda: None,
                 lambda _: self._coordinator.choose(step, rewind, unreadable, timeout, rounds.progressed),
             )
@@ -300,30 +307,32 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> SaveFuture | None:
-        """Say that a step is done: saves it where that is due, or where the ranks are to be pre-empted.
+        """Save a step that is done if a save is due, or if the ranks will be pre-empted.
 
-        Called on all ranks, after each step, with ascending numbers that are the same on all of them. If nothing is
-        saved, it takes microseconds, and makes no request. The step that :meth:`save` has saved just now is not saved
-        again. A step whose call raised an error may be passed again.
+        All ranks call it after each step, with ascending numbers that are the same on all ranks. If it saves no
+        checkpoint, it takes microseconds and makes no request. A step that :meth:`save` has just saved is not saved
+        again. If the call raises an error, the same step may be passed again.
 
         Args:
-            step: the number of steps that are done.
+            step: the number of completed steps.
             state: as for :func:`save`.
-            metrics: numbers by name, such as ``{"val_loss": 2.1}``: they go into the checkpoint's metadata, and
-                :class:`Keep` chooses the best by one of them. Tensors and NumPy values of one element are numbers, too;
-                they are read only where the step is saved. None is a metric that is not known. The coordinator's count.
-            metadata: what else is to be kept with the checkpoint, as in :func:`save`. It has a member ``step`` and the
-                metrics anyway.
+            metrics: numbers by name, such as ``{"val_loss": 2.1}``. They are stored in the checkpoint's metadata, and
+                :class:`Keep` selects the best checkpoints by one of them. Tensors and NumPy values of one element are
+                allowed too, and are read only if the step is saved. None means that a metric is not known. If ranks
+                pass different metrics, the coordinator's are saved.
+            metadata: further metadata of the checkpoint, as in :func:`save`. The member ``step`` and the metrics are
+                added to it.
 
-        Returns the future of the save of this step, None if it was not saved. When ``preempted`` is true after the
+        Returns the future of the save of this step, or None if it was not saved. If ``preempted`` is true after the
         call, the save has ended.
 
-        Raises TypeError for a metric that is no number, ValueError for one that cannot be stored, and for a step that
-        is not greater than the last one. If a save is due: what went wrong in the one before, since that is the first
-        moment that is the same on all ranks. Nothing is saved then, and the same call, made once more, saves the step.
-        RunTakenOverError where another job goes on with the run; CheckpointExistsError where the run has a
-        checkpoint of this step, or of a later one; and what :func:`save` raises, with ``background`` in the future.
-        CheckpointError where the save before pre-emption failed, or did not end within the grace period.
+        Raises TypeError for a metric that is not a number, and ValueError for a metric that cannot be stored or a step
+        that is not greater than the last one. If a save is due, raises the error of the previous save, because this is
+        the first call at which all ranks can raise it. The step is not saved then. The same call, made again, saves it.
+
+        Raises RunTakenOverError if another job has taken over the run, CheckpointExistsError if the run has a
+        checkpoint of this step or a later one, and the errors of :func:`save` (with ``background``, in the future).
+        Raises CheckpointError if the save before pre-emption failed or did not end within the grace period.
         """
         again = step == self._last_step > self._done_step
         step = self._checked_step(step, self._last_step + (not again))
@@ -331,7 +340,7 @@ class CheckpointManager:
         if not again:
             self._step_before, self._last_step = self._last_step, step
         future = None
-        if self._preemption is not None and not self._preempted and self._preemption.came_to(step):
+        if self._preemption is not None and not self._preempted and self._preemption.reach_step(step):
             future = self._save_preempted(step, state, metrics, metadata)
         elif (saved := self._future_of(step)) is not None:
             future = saved
@@ -340,15 +349,15 @@ class CheckpointManager:
         self._done_step = step
         return future
 
-    def _checked_step(self, step: int, least: int) -> int:
+    def _checked_step(self, step: int, minimum: int) -> int:
         self._refuse_other_process()
         step = operator.index(step)
         if self._closed:
-            raise ValueError(f"the manager of the run {self._spec.url} is closed: make another one")
-        if step < max(least, 0):
+            raise ValueError(f"the manager of the run {self._spec.url} is closed: create another one")
+        if step < max(minimum, 0):
             raise ValueError(
-                f"step {step} comes after step {self._last_step}: steps must ascend from 0 on. To go back in a run: "
-                "restore(state, step=..., rewind=True)"
+                f"step must be at least {max(minimum, 0)}, got {step}, because steps must ascend. To return to an "
+                "earlier step: restore(state, step=..., rewind=True)"
             )
         return step
 
@@ -359,15 +368,15 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> SaveFuture:
-        """Save a step, due or not; arguments, errors and callers as for :meth:`step`.
+        """Save a step, whether or not a save is due. All ranks call it, with arguments and errors as in :meth:`step`.
 
-        A step that this manager has saved already, or is saving, is not saved again: this waits for the save, and
-        returns its future. With ``background=False`` the save has ended when the call returns. Four requests more than
-        :func:`save` makes, and two for the first checkpoint of a run.
+        If this manager has saved the step already, or is saving it, wait for that save and return its future. With
+        ``background=False``, the save has ended when the call returns. Four more requests than :func:`save`, and two
+        more for the first checkpoint of a run.
         """
         step = self._checked_step(step, self._last_step)
         if self._saved is not None and self._saved[0] == step:
-            # Before it has ended, a failure may be known on some ranks only, and all must do the same.
+            # Until the save has ended, some ranks may not know of a failure, but all ranks must do the same.
             Future.exception(self._saved[1])
             if not _failed(self._saved[1]):
                 return self._saved[1]
@@ -375,11 +384,11 @@ class CheckpointManager:
         return self._begin(step, state, metrics, metadata)
 
     def _future_of(self, step: int) -> SaveFuture | None:
-        """Return the future of a step's save; None if there is none, or if :meth:`wait` has raised its error."""
+        """Return the future of a step's save, or None if there is none or :meth:`wait` has raised its error."""
         if self._saved is None or self._saved[0] != step:
             return None
         future = self._saved[1]
-        # Under way, a failure may be known on some ranks only, and all must do the same.
+        # Until the save has ended, some ranks may not know of a failure, but all ranks must do the same.
         return None if self._saving is not future and _failed(future) else future
 
     def _begin(
@@ -393,8 +402,8 @@ class CheckpointManager:
         request = self._request(step, metrics, metadata, in_time)
         if in_time:
             assert self._preemption is not None
-            # No rank is waited for longer, be it that it is lost.
-            timeout = min(self._options.timeout, max(self._preemption.left(), LEAST_SECONDS))
+            # Do not wait for a lost rank beyond the grace period.
+            timeout = min(self._options.timeout, max(self._preemption.seconds_left(), MIN_TIMEOUT_SECONDS))
             options = dataclasses.replace(self._options, timeout=timeout)
             request = dataclasses.replace(request, options=options, progress=lambda _, __: self._refuse_late(step))
         objects.refuse_swapped(state, request.spec.url, "save")
@@ -415,11 +424,11 @@ class CheckpointManager:
         own = {"step": step, **checked_metrics(metrics)}
         others = checked_metadata(metadata)
         if twice := sorted({"step", *(metrics or {})} & {*others}):
-            raise ValueError(f"{twice[0]!r} is given twice: as the step or a metric, and in metadata")
+            raise ValueError(f"{twice[0]!r} was passed twice: as the step or a metric, and in metadata")
         known = checked_metadata({**own, **others}, MAX_RUN_METADATA)
-        # Deletions get half the time for which the other ranks wait for the coordinator.
+        # Half of the time for which the other ranks wait for the coordinator.
         patience = self._options.timeout / 2
-        # Before pre-emption a checkpoint is worth more than its metric.
+        # A missing metric must not prevent the save before pre-emption.
         check_metric = bool(metrics) and not in_time
         run = RunSave(self._coordinator, step, name, known, patience, check_metric=check_metric)
         return SaveRequest(self._spec.child(name), name in self._damaged, known, self._options, None, run)
@@ -431,62 +440,64 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None,
     ) -> SaveFuture:
-        """Save within the grace period, after the save under way, if any."""
+        """Save within the grace period. Waits for a save that is still running first."""
         assert self._preemption is not None
         self._preempted = True
-        self._coordinator.retention.hurry_saves()
+        self._coordinator.retention.skip_waits()
         if self._saving is not None:
-            self._end_in_time(self._saving, step)
+            self._wait_in_time(self._saving, step)
             if (error := self._saving.exception()) is not None:
-                # It is no reason not to save now.
-                log.error("the run %s: the save before failed: %s: %s", self._spec.url, type(error).__name__, error)
+                # Logged only, so that this step is saved.
+                log.error("the run %s: the previous save failed: %s: %s", self._spec.url, type(error).__name__, error)
             self._saving = None
         if (saved := self._future_of(step)) is not None:
             return saved
         future = self._begin(step, state, metrics, metadata, in_time=True)
-        self._end_in_time(future, step)
+        self._wait_in_time(future, step)
         self._saving = None
         future.result()
         return future
 
-    def _end_in_time(self, future: SaveFuture, step: int) -> None:
+    def _wait_in_time(self, future: SaveFuture, step: int) -> None:
         assert self._preemption is not None
-        # Not SaveFuture's own: whoever is to ask for its error has not done so yet.
+        # SaveFuture.exception would count as a report of the error to the caller.
         with suppress(TimeoutError):
-            Future.exception(future, max(0.0, self._preemption.left()))
+            Future.exception(future, max(0.0, self._preemption.seconds_left()))
         if not future.done():
             self._refuse_late(step)
 
     def _refuse_late(self, step: int) -> None:
         assert self._preemption is not None
-        if self._preemption.left() <= 0:
+        if self._preemption.seconds_left() <= 0:
             raise CheckpointError(
                 f"the run {self._spec.url}: the save of step {step} before pre-emption did not end within the grace "
-                "period. If there is more time than that, say so by grace=...; or let checkpoints be smaller"
+                "period. Pass a greater grace=... if there is more time, or save smaller checkpoints"
             )
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save under way; return its report, None where there is none. Called on all ranks.
+        """Wait for the running save, and return its report, or None if there is no save. All ranks call it.
 
-        Raises what went wrong in the save, once: as soon as :meth:`step`, :meth:`save`, :meth:`restore` or this has
-        raised it, it is over.
+        Raises the error of the save, once: if :meth:`step`, :meth:`save` or :meth:`restore` has raised it, this method
+        does not raise it again.
         """
         self._refuse_other_process()
         if (saving := self._saving) is None:
             return None
-        # An interrupt ends the wait, not the save: it is forgotten only when it is over.
+        # Ctrl-C interrupts this wait but not the save, so the save is kept until it has ended.
         saving.exception()
         self._saving = None
         return saving.result()
 
     def close(self) -> None:
-        """Wait for the save under way, and for deletions; put back the signals' handlers. Called on all ranks.
+        """Wait for the running save and for deletions, and restore the signal handlers. All ranks call it.
 
-        Raises what went wrong in the save. Signals are handled until the save has ended: the first one does not end the
-        process. If one came after the last :meth:`step`, no further step is saved: a warning is logged, and
-        :attr:`preempted` is true. Ctrl-C ends the wait; the save goes on, and another ``close`` waits for it.
-        Deletions are waited for as long as ``options.timeout`` says, and not at all after pre-emption: the next job, or
-        ``recover``, finishes one that was broken off.
+        Raises the error of the save. Signals are handled until the save has ended, so that the first signal does not
+        end the process. If a signal arrives after the last :meth:`step`, no further step is saved. Then a warning is
+        logged and :attr:`preempted` is true.
+
+        Ctrl-C ends the wait but not the save, and another ``close`` waits for it. The wait for deletions takes at most
+        ``options.timeout`` seconds, and 0 after pre-emption. The next job, or ``recover``, finishes an interrupted
+        deletion.
         """
         self._refuse_other_process()
         if self._ended:
@@ -494,8 +505,8 @@ class CheckpointManager:
         self._closed = True
         if self._preemption is not None:
             self._preemption.close()
-        # A signal that comes now leaves the save under way little time, and no save follows it.
-        self._coordinator.retention.hurry_saves()
+        # A signal that arrives now leaves little time for the running save.
+        self._coordinator.retention.skip_waits()
         try:
             self.wait()
         finally:
@@ -503,7 +514,7 @@ class CheckpointManager:
                 self._end()
 
     def _end(self) -> None:
-        """Give up what the manager holds, after its last save."""
+        """Restore the signal handlers and wait for deletions, after the last save."""
         self._ended = True
         if self._watch is not None:
             _end_watch(self._watch)
@@ -511,8 +522,8 @@ class CheckpointManager:
             self._preempted = True
             newest = f"of step {self._saved[0]}" if self._saved is not None else "from before this job"
             log.warning(
-                "the run %s: a notice of pre-emption came after step %d, the last call of step(), so nothing was saved "
-                "for it: the newest checkpoint is %s",
+                "the run %s: a notice of pre-emption arrived after step %d, the last call of step(), so no checkpoint "
+                "was saved for it. The newest checkpoint is %s",
                 self._spec.url,
                 self._last_step,
                 newest,
@@ -522,20 +533,21 @@ class CheckpointManager:
     def _refuse_other_process(self) -> None:
         if self._process != os.getpid():
             raise CheckpointError(
-                f"this manager of the run {self._spec.url} was made in another process ({self._process}), from which "
-                "this one was forked: make a manager in this process"
+                f"this manager of the run {self._spec.url} was created in another process ({self._process}), from "
+                "which this one was forked: create a manager in this process"
             )
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a CheckpointManager cannot be pickled: make one in each process that saves or restores")
+        raise TypeError("a CheckpointManager cannot be pickled: create one in each process that saves or restores")
 
-    # -- to look, and to keep
+    # -- to list and to pin
 
     def steps(self) -> list[int]:
-        """The steps whose checkpoints are there and complete, ascending. Any one rank may call it.
+        """Return the steps of all committed checkpoints in the folder, ascending. A single rank may call it.
 
-        The pages of one listing, and a request for each folder of a step. Those of other runs in the folder are among
-        them. A folder that cannot be read is left out, with a warning. Raises StorageError if no folder can be read.
+        Checkpoints of other runs in the folder are included. A folder that cannot be read is skipped with a warning.
+        Costs all pages of one listing, and one request for each folder of a step. Raises StorageError if no folder can
+        be read.
         """
         store = self._spec.open()
         names = [name for name in list_below(store).folders if step_of(name) is not None]
@@ -544,28 +556,28 @@ class CheckpointManager:
         if len(unreadable) == len(found):
             refuse_unreadable(store, unreadable)
         for below in unreadable:
-            warn(passed_over(store, below))
+            warn(skip_warning(store, below))
         return sorted({step for below in found if below.root and (step := step_of(below.name)) is not None})
 
     def pin(self, step: int, note: str = "") -> None:
-        """Keep the checkpoint of a step from being deleted and replaced, until :meth:`unpin`. Any one rank may call it.
+        """Protect the checkpoint of a step from deletion and replacement, until :meth:`unpin`.
 
-        ``note`` says what for. The pages of one listing, and about 14 requests. Raises as :func:`pin`; a second pin of
-        the same step is no error.
+        A single rank may call it. ``note`` is the reason for the pin. Costs all pages of one listing, and about 14
+        requests. Raises the errors of :func:`pin`. A second pin of the same step is no error.
         """
-        place = self._place(step)
-        put_pin(place, protocol.load_root(place), _PIN, note or "pinned in its run")
+        store = self._store_of(step)
+        put_pin(store, protocol.load_root(store), _PIN, note or "pinned in its run")
 
     def unpin(self, step: int) -> None:
-        """Take back :meth:`pin`; pins that others have put stay. Any one rank may call it.
+        """Delete the pin that :meth:`pin` has put. Other pins stay. A single rank may call it.
 
-        The checkpoint is deleted after the next save, where no rule keeps it. The pages of one listing, and two
+        If no rule keeps the checkpoint, it is deleted after the next save. Costs all pages of one listing, and two
         requests.
         """
-        self._place(step).delete([pin_key(_PIN)])
+        self._store_of(step).delete([pin_key(_PIN)])
 
-    def _place(self, step: int) -> Store:
-        """The store of a step's checkpoint, whose name may have been made without zeros in front."""
+    def _store_of(self, step: int) -> Store:
+        """Return the store of a step's checkpoint. The step in its name need not have leading zeros."""
         step = operator.index(step)
         padded = self._spec.child(name_of(step)).open()
         store = self._spec.open()
@@ -581,5 +593,5 @@ def _end_watch(watch: process_signals.Watch) -> None:
 
 
 def _failed(future: SaveFuture) -> bool:
-    # Not SaveFuture's own: whoever is to ask for its error has not done so yet.
+    # SaveFuture.exception would count as a report of the error to the caller.
     return future.done() and Future.exception(future) is not None

@@ -1,7 +1,7 @@
-"""All ranks learn that one of them is to be pre-empted, and agree on the step to save, while they train.
+"""Agree with all ranks on the step to save before pre-emption, after one rank has received a notice.
 
-A thread of each rank is in a call of its own, over its own connections: no collective, and no request, is made in the
-thread that trains. That one only says which step it has come to, and waits where all have agreed to.
+A thread of each rank takes part in a separate call of all ranks, over separate connections. The training thread makes
+no collective call and no request. It only records its current step, and waits at a step that is not agreed on yet.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from zarrckpt._ranks.mesh import is_ending, started
 from zarrckpt._ranks.rounds import Rounds, joined
 
 NOTICE_SECONDS = 1.0
-"""How often the user's callable is asked whether this machine is to be taken away."""
+"""Seconds between two calls of the user's callable for notices."""
 
-_BEAT = 2.0
-"""How often a rank says, while it waits for a notice, that it is still there."""
+_ALIVE_SECONDS = 2.0
+"""Seconds between two signs of life that a rank sends while it waits for a notice."""
 
-_PAUSE = 30.0
-"""After the ranks could not be connected, or have lost each other, they try again so many seconds later."""
+_RETRY_SECONDS = 30.0
+"""Seconds until the ranks try to connect again after a failed or lost connection."""
 
 
 class _Noticed(Exception):
-    """This rank was told that it is to be pre-empted. Its text crosses the ranks."""
+    """This rank will be pre-empted. The message is sent to all ranks."""
 
 
 class Preemption:
-    """One rank's part in agreeing on the step that is saved before the ranks are pre-empted."""
+    """One rank's side of the agreement on the step to save before pre-emption."""
 
     def __init__(
         self, ranks: Ranks, run: str, timeout: float, grace: float, notice: Callable[[], bool] | None = None
     ) -> None:
         """Args:
-        run: names the run in messages.
-        timeout: after so many seconds without a sign of another rank, it counts as lost.
-        grace: within so many seconds of a notice the ranks must have agreed.
-        notice: the user's callable.
+        run: the name of the run in messages.
+        timeout: seconds without a message from another rank after which it counts as lost.
+        grace: seconds after a notice within which the ranks must agree.
+        notice: the user's callable, which returns True if this machine will be taken away.
         """
         self._ranks = ranks
         self._grace = grace
@@ -51,29 +51,29 @@ class Preemption:
         self._changed = threading.Condition()
         self._woken = threading.Event()
         self._reason: str | None = None
-        """Why this rank itself is to be pre-empted."""
+        """The reason for this rank's own pre-emption, or None."""
         self.noticed: float | None = None
-        """When this rank learned that some rank is, by the monotonic clock."""
+        """The monotonic time at which this rank learned of a notice on any rank, or None."""
         self._current = -1
         self._at: int | None = None
-        """The first step from here on is the one to save, if all agree."""
+        """The proposed step: the first step that is not smaller is saved if all ranks agree."""
         self._agreed = False
         self._error: CheckpointError | None = None
         self._closed = False
         self._process = os.getpid()
-        # If it is not closed, the end of the process would wait for its thread.
+        # Without this, the end of the process would wait for the thread if close() was not called.
         atexit.register(self._close_at_exit)
         started("zarrckpt-preemption", self._watch)
         if notice is not None:
-            threading.Thread(target=self._ask, args=(notice,), name="zarrckpt-notice", daemon=True).start()
+            threading.Thread(target=self._poll_notice, args=(notice,), name="zarrckpt-notice", daemon=True).start()
 
-    # -- the thread that trains
+    # -- the training thread
 
-    def came_to(self, step: int) -> bool:
-        """Note that this rank has come to a step; return whether it is the one to save before pre-emption.
+    def reach_step(self, step: int) -> bool:
+        """Record this rank's current step. Return whether it is the step to save before pre-emption.
 
-        Waits where ranks are still agreeing on this step: a moment, or until a rank is lost, and within the grace
-        period. Raises CheckpointError where they don't agree.
+        While the ranks are still agreeing on this step, waits until they agree or fail, at most for the rest of the
+        grace period. Raises CheckpointError if they do not agree.
         """
         with self._changed:
             self._current = step
@@ -89,21 +89,21 @@ class Preemption:
             self._refuse_late()
             return False
 
-    def left(self) -> float:
-        """How many seconds of the grace period are left, once there was a notice."""
+    def seconds_left(self) -> float:
+        """Return the seconds that are left of the grace period. Called after a notice."""
         assert self.noticed is not None
         return self.noticed + self._grace - time.monotonic()
 
     def _refuse_late(self) -> None:
-        if self.left() < 0 and not self._agreed:
+        if self.seconds_left() < 0 and not self._agreed:
             raise CheckpointError(
                 f"{self._run}: the ranks did not agree on a step to save within {self._grace:g} s after a notice of "
-                "pre-emption: a rank is lost, or has not come to its next step. The newest checkpoint is the last that "
-                "was committed"
+                "pre-emption, because a rank is lost or has not reached its next step. The newest checkpoint is the "
+                "last committed one"
             )
 
     def close(self) -> None:
-        """Leave the agreement: this rank comes to no further step."""
+        """End the agreement, because this rank will not reach another step."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -117,8 +117,8 @@ class Preemption:
 
     # -- any thread
 
-    def tell(self, reason: str) -> None:
-        """This rank is to be pre-empted."""
+    def note_notice(self, reason: str) -> None:
+        """Record that this rank will be pre-empted."""
         with self._changed:
             if self._reason is not None:
                 return
@@ -147,27 +147,27 @@ class Preemption:
                 if self.noticed is not None:
                     self._fail(err)
                     return
-                # Training may go on all the same; if it does not, its own errors say more.
-                log.info("%s: a signal on one rank is not seen by the others for now: %s", self._run, err)
+                # Only logged, because training may continue. If it fails, its own errors are more precise.
+                log.info("%s: notices of pre-emption do not reach other ranks at present: %s", self._run, err)
                 self._woken.clear()
-                self._woken.wait(_PAUSE)
+                self._woken.wait(_RETRY_SECONDS)
 
     def _wait_for_notice(self, rounds: Rounds) -> bool:
-        """Wait until some rank is told, or all have closed. Whether one was."""
+        """Wait for a notice on any rank, or until all ranks have closed. Return whether there was a notice."""
 
         def wait() -> None:
-            while not self._woken.wait(_BEAT):
+            while not self._woken.wait(_ALIVE_SECONDS):
                 rounds.progressed()
             if self._reason is not None and not self._closed:
                 raise _Noticed(self._reason)
 
         try:
-            rounds.merge("a signal", wait, lambda _: None, self._woken.set)
+            rounds.merge("a notice of pre-emption", wait, lambda _: None, self._woken.set)
             return False
         except _Noticed:
             return True
         except CheckpointError:
-            # The error of a rank's own work, which all have: only a notice is one.
+            # If the rounds are in step, a rank's wait() has raised this error, and it raises only notices.
             if not rounds.in_step:
                 raise
             return True
@@ -177,19 +177,19 @@ class Preemption:
             self.noticed = self.noticed or time.monotonic()
         ahead = 1
         while True:
-            steps: list[int | None] = rounds.merge("the steps they have come to", self._step, list)
+            steps: list[int | None] = rounds.merge("the current steps", self._step, list)
             known = [step for step in steps if step is not None]
             if len(known) < len(steps):
                 raise CheckpointError(
                     f"{self._run}: a rank has closed its manager, so no step can be saved on all ranks before "
-                    "pre-emption. The newest checkpoint is the last that was committed"
+                    "pre-emption. The newest checkpoint is the last committed one"
                 )
             if rounds.merge("a step to save", partial(self._promise, max(known) + ahead), all):
                 with self._changed:
                     self._agreed = True
                     self._changed.notify_all()
                 return
-            # A rank has come to it meanwhile: steps are short.
+            # Steps are short, and a rank has reached that step in the meantime.
             ahead *= 2
 
     def _step(self) -> int | None:
@@ -197,7 +197,7 @@ class Preemption:
             return None if self._closed else self._current
 
     def _promise(self, at: int) -> bool:
-        """Promise to wait at a step, or at the first one after it; not possible once this rank has come to it."""
+        """Promise to wait at a step or at the first later one. Return False if this rank has already reached it."""
         with self._changed:
             self._at = at if self._current < at and not self._closed else None
             self._changed.notify_all()
@@ -205,21 +205,21 @@ class Preemption:
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            # Raised at the next step: nobody is to wait in vain.
+            # Raised at the next step, so that no rank waits for this one.
             own = error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
             self._error = own
             self._changed.notify_all()
 
-    def _ask(self, notice: Callable[[], bool]) -> None:
-        """Ask the user's callable, until it says that this machine is to be taken away."""
-        said = False
+    def _poll_notice(self, notice: Callable[[], bool]) -> None:
+        """Call the user's callable until it returns True or this rank is closed."""
+        logged = False
         while not self._closed:
             try:
                 if notice():
-                    self.tell("the notice says that this process is to be pre-empted")
+                    self.note_notice("notice() returned True, so this process will be pre-empted")
                     return
             except Exception as err:
-                if not said:
-                    said = True
-                    log.warning("the notice of a pre-emption could not be asked for: %s: %s", type(err).__name__, err)
+                if not logged:
+                    logged = True
+                    log.warning("notice() failed and is called again: %s: %s", type(err).__name__, err)
             time.sleep(NOTICE_SECONDS)

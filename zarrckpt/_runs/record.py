@@ -1,7 +1,7 @@
-"""The document of a run: which run a folder's checkpoints belong to, and which job goes on with it. No torch.
+"""The document of a run. It has the run's id, and the id of the job that owns the run. No torch.
 
 Each job replaces the document when it begins, and reads it before it commits or deletes anything. So a job that was
-thought dead, and lives, finds that another one has taken its place.
+considered dead but still runs notices that another job has taken over the run.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from zarrckpt._store import Store
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the document of a run says."""
+    """The content of a run's document."""
 
     run: str
     job: str
-    """The job that goes on with the run: an id that it has made for itself."""
+    """The random id of the job that owns the run."""
     host: str
-    """Where that job's coordinator runs, for people."""
+    """The host and process of that job's coordinator, for messages."""
     started: str
     keep: Keep | None = None
-    """Which checkpoints it keeps; None for all."""
+    """The job's rules for the checkpoints to keep, or None if all are kept."""
     source: str = ""
-    """The checkpoint that the run begins from, until it has its own; "" for none. A text that is never opened."""
+    """The url of the checkpoint from which the run begins, until it has its own, or "". This url is never opened."""
     pin: str = ""
-    """The id of the pin on it, "" for none: of this run in this folder, so a copy of the folder has another one."""
+    """The id of the pin on that checkpoint, or "". It depends on the run and the folder, so a copy has another pin."""
     committed: bool = False
-    """Whether a checkpoint of the run was committed: afterwards the run never begins anew unnoticed."""
+    """Whether a checkpoint of the run was committed. Then a run without checkpoints is an error."""
 
     def to_bytes(self) -> bytes:
-        """The record as it is stored."""
+        """Return the stored form of the record."""
         own: Json = {"run": self.run, "job": self.job, "host": self.host, "started": self.started}
         keep: Json = {} if self.keep is None else {"keep": dataclasses.asdict(self.keep)}
         source: Json = {"source": self.source, "pin": self.pin} if self.pin else {}
@@ -61,12 +61,12 @@ class RunRecord:
 
 @nesting_bounded
 def parse_record(data: bytes, where: str) -> RunRecord:
-    """Validate a stored record; errors as in :func:`zarrckpt._format.sealed.parse_sealed`."""
+    """Parse and validate a stored record. Raises the errors of :func:`zarrckpt._format.sealed.parse_sealed`."""
     members = parse_sealed(data, where)[1]
     keep = None
     if "keep" in members.own:
         try:
-            # A newer version may have more rules: they are its jobs' own.
+            # A newer version may have more rules. They are ignored here.
             known = {field.name for field in dataclasses.fields(Keep)}
             keep = Keep(**{name: rule for name, rule in members.mapping("keep").items() if name in known})
         except (TypeError, ValueError) as err:
@@ -84,7 +84,7 @@ def parse_record(data: bytes, where: str) -> RunRecord:
 
 
 def read_record(store: Store) -> RunRecord | None:
-    """The record of the run in a folder; None where there is none. One request."""
+    """Return the record of the run in a folder, or None if there is none. One request."""
     try:
         return parse_record(store.get(RUN_KEY), f"the run's document {join(store.url, RUN_KEY)}")
     except ObjectNotFoundError:
@@ -92,31 +92,31 @@ def read_record(store: Store) -> RunRecord | None:
 
 
 class Ownership:
-    """This job's hold of a run. Lives on the coordinator; used from any of its threads."""
+    """This job's ownership of a run. Only the coordinator has it. Its threads may share it."""
 
     def __init__(self, store: Store, keep: Keep | None) -> None:
         self._store = store
         self._keep = keep
         self._record: RunRecord | None = None
         self._updating = ForkSafeLock()
-        """Held while the record is changed: the thread that deletes does so, too."""
+        """Held while the record changes, because the thread that deletes checkpoints changes it too."""
 
     @property
     def taken(self) -> bool:
-        """Whether this job has taken the run."""
+        """Whether this job has taken over the run."""
         return self._record is not None
 
     @property
     def record(self) -> RunRecord:
-        """What this job has put; after :meth:`take`."""
+        """The record that this job has put. Only after :meth:`take`."""
         assert self._record is not None
         return self._record
 
-    def look(self) -> RunRecord | None:
-        """Return the run's record, None if there is none. One request.
+    def read(self) -> RunRecord | None:
+        """Return the run's record, or None if there is none. One request.
 
-        Raises RunTakenOverError as :meth:`check`, once this job has taken the run; CorruptCheckpointError for a damaged
-        record, StorageError.
+        Raises RunTakenOverError if this job had taken over the run and another job has taken it since. Raises
+        CorruptCheckpointError for a damaged record, and StorageError.
         """
         if self._record is not None:
             self.check()
@@ -124,7 +124,7 @@ class Ownership:
         try:
             return read_record(self._store)
         except CorruptCheckpointError as err:
-            raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job makes it anew") from err
+            raise CorruptCheckpointError(f"{err}. Restore it, or delete it: the next job creates a new one") from err
 
     def take(
         self,
@@ -135,21 +135,20 @@ class Ownership:
         begins: bool = False,
         committed: bool = False,
     ) -> None:
-        """Go on with the run in the place of whoever did before. One request.
+        """Take over the run from the job that owned it. One request.
 
-        A plain put: of jobs that take it at the same time the last one goes on, and the others find that when they look
-        again, as they do before they commit or delete anything.
+        An unconditional put. If several jobs take over the run at the same time, the last one owns it. The others
+        notice it, because every job reads the record before it commits or deletes anything.
 
         Args:
-            known: the record as it was read just now.
-            inherited: the run of the checkpoint that this job goes on from, for a folder without a record.
-            source: the url of the checkpoint of another run that this job was given to begin from.
-            begins: whether the run has no checkpoint, so that it begins from there.
-            committed: whether a checkpoint of the run was found.
+            known: the record that the caller has read, or None.
+            inherited: the run of the checkpoint from which this job continues, for a folder without a record.
+            source: the url of another run's checkpoint, from ``init_from``, or "".
+            begins: whether the run has no checkpoint, so that it begins from ``source``.
+            committed: whether the run has a committed checkpoint.
 
-        Warns of a pin that an earlier job may have left elsewhere, and that this one does not remove.
-
-        Raises StorageError, also if the folder may only be read.
+        Warns of a pin that an earlier job may have left and that this job does not remove. Raises StorageError, also
+        if the folder is not writable.
         """
         run = known.run if known is not None else inherited or new_id()
         pin = pin_id_of(f"{run} {self._store.url}") if source else ""
@@ -165,14 +164,17 @@ class Ownership:
             self._store.put(RUN_KEY, [own.to_bytes()])
         except StorageError as err:
             raise type(err)(
-                f"{err}. A manager writes to its run when it restores or saves; to read it only: "
+                f"{err}. A manager writes to its run when it restores or saves. To read only: "
                 f"zarrckpt.load(state, zarrckpt.latest({self._store.url!r}))"
             ) from err
         self._store.sync([RUN_KEY])
         self._record = own
 
     def forget_source(self) -> None:
-        """Record that the run's source is not pinned any more. Two requests; raises ObjectExistsError after a take."""
+        """Record that the run's source is no longer pinned. Two requests.
+
+        Raises ObjectExistsError if another job takes over the run between them.
+        """
         with self._updating:
             stored = self._store.get_versioned(RUN_KEY)
             if parse_record(stored.data, join(self._store.url, RUN_KEY)).job == self.record.job:
@@ -183,7 +185,8 @@ class Ownership:
     def note_commit(self) -> None:
         """Record that a checkpoint of the run was committed. Two requests, at the first commit of a run.
 
-        Conditional, since another job may take the run at the same moment. If it fails, the next commit tries again.
+        The put is conditional, because another job may take over the run at the same time. If it fails, the next commit
+        tries again.
         """
         if self.record.committed:
             return
@@ -196,26 +199,26 @@ class Ownership:
                 self._record = own
 
     def check(self) -> None:
-        """Raise RunTakenOverError where another job has taken the run. One request."""
+        """Raise RunTakenOverError if another job has taken over the run. One request."""
         found = read_record(self._store)
         if found is None or found.job != self.record.job:
             what = "has lost its document"
             if found is not None:
                 what = f"was taken over by another job, on {found.host}, at {found.started}"
             raise RunTakenOverError(
-                f"the run {self._store.url} {what}. This job (on {self.record.host}, begun {self.record.started}) "
-                "saves and deletes nothing there any more: stop it, or stop the other one and start this one again"
+                f"the run {self._store.url} {what}. This job (on {self.record.host}, begun {self.record.started}) can "
+                "no longer save or delete there. Stop it, or stop the other job and start this one again"
             )
 
     def metadata(self) -> dict[str, Any]:
-        """What the metadata of the run's checkpoints has."""
+        """Return the members that the run adds to the metadata of its checkpoints."""
         return {RUN_METADATA: {"id": self.record.run, "job": self.record.job}}
 
 
 def _warn_of_pin(store: Store, source: str, pin: str) -> None:
-    # Texts of a stored document: repr leaves no control characters in them.
+    # These texts are read from a document, and repr escapes control characters.
     warn(
-        f"the run {store.url} was begun from {source[:1000]!r} by another job, which pinned that checkpoint. This job "
-        "was not given it as init_from, or the run's folder was moved or copied: so the pin stays. If no run needs it: "
-        f"zarrckpt.unpin({source[:1000]!r}, {pin!r})"
+        f"the run {store.url} was begun from {source[:1000]!r} by another job, which pinned that checkpoint. The pin "
+        "stays, because this job has a different init_from or none, or the run's folder was moved or copied. If no run "
+        f"needs the pin: zarrckpt.unpin({source[:1000]!r}, {pin!r})"
     )

@@ -20,12 +20,12 @@ from zarrckpt._runs.wakeup import Wakeup
 class Watch:
     """The signals that one manager handles."""
 
-    def __init__(self, numbers: frozenset[int], came: Callable[[str], None]) -> None:
-        """``came`` is called with the signal's name, in any thread."""
+    def __init__(self, numbers: frozenset[int], on_signal: Callable[[str], None]) -> None:
+        """``on_signal`` is called with the signal's name, in any thread."""
         self.numbers = numbers
-        self.came = came
+        self.on_signal = on_signal
         self.first: float | None = None
-        """The time of the first signal."""
+        """The monotonic time of the first signal, or None."""
 
 
 class Watches:
@@ -38,18 +38,18 @@ class Watches:
         self._open.append(watch)
 
     def remove(self, watch: Watch) -> None:
-        """Remove a watch; one that is not open is no error."""
+        """Remove a watch. A watch that is not open is no error."""
         with suppress(ValueError):
             self._open.remove(watch)
 
     def numbers(self) -> set[int]:
-        """Return the signals that some watch handles."""
+        """Return the numbers of the signals that at least one watch handles."""
         return {number for watch in [*self._open] for number in watch.numbers}
 
     def arrive(self, number: int, now: float) -> tuple[list[Watch], bool]:
-        """Return the watches that get their first signal, and whether the process must end.
+        """Return the watches for which this is the first signal, and whether the process must end.
 
-        It ends at a watch's second signal, later than ``SAME_SECONDS`` after its first.
+        The process ends at a watch's second signal if it arrives more than ``SAME_SECONDS`` after the first.
         """
         concerned = [watch for watch in [*self._open] if number in watch.numbers]
         must_end = any(watch.first is not None and now - watch.first > SAME_SECONDS for watch in concerned)
@@ -64,36 +64,36 @@ class Handler:
 
     def __init__(self, dispatcher: Dispatcher, number: int) -> None:
         self._dispatcher = dispatcher
-        self.before: Any = signal.getsignal(number)
+        self.previous: Any = signal.getsignal(number)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        passes_on = self._dispatcher.handle(number)
-        # Python's own handler of Ctrl-C would end the loop that is to save.
-        if passes_on and callable(self.before) and self.before is not signal.default_int_handler:
-            self.before(number, frame)
+        call_previous = self._dispatcher.handle(number)
+        # Python's own handler of Ctrl-C would end the training loop before it saves.
+        if call_previous and callable(self.previous) and self.previous is not signal.default_int_handler:
+            self.previous(number, frame)
 
 
 class Dispatcher:
-    """Handles the signals of all watches of this process, and stops when the last one is closed."""
+    """The signal handlers of this process, shared by all watches. They are removed with the last watch."""
 
     def __init__(self) -> None:
         self._watches = Watches()
         self._wakeup: Wakeup | None = None
 
-    def watch(self, names: Sequence[str], came: Callable[[str], None]) -> Watch:
-        """Call ``came`` with the name of the first of these signals, in any thread.
+    def watch(self, names: Sequence[str], on_signal: Callable[[str], None]) -> Watch:
+        """Handle these signals: call ``on_signal`` with the name of the first one that arrives, in any thread.
 
         Raises ValueError for an unknown signal, and outside the main thread.
         """
         unknown = [name for name in names if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP")]
         if unknown:
-            raise ValueError(f"signals must be names such as 'SIGTERM', got {unknown[0]!r}, which cannot be handled")
+            raise ValueError(f"signals must be names that can be handled, such as 'SIGTERM', got {unknown[0]!r}")
         if not _is_main_thread():
             raise ValueError(
-                "signals can be handled only if the manager is made in the main thread: make it there, or pass "
+                "signals can be handled only if the manager is created in the main thread: create it there, or pass "
                 "signals=()"
             )
-        watch = Watch(frozenset(signal.Signals[name].value for name in names), came)
+        watch = Watch(frozenset(signal.Signals[name].value for name in names), on_signal)
         if self._wakeup is None:
             self._wakeup = Wakeup(self._arrived)
         self._watches.add(watch)
@@ -105,9 +105,10 @@ class Dispatcher:
         return watch
 
     def close(self, watch: Watch) -> None:
-        """End a watch, and put back the handlers that no other one needs.
+        """End a watch, and restore the previous handlers of signals that no other watch handles.
 
-        Outside the main thread they are put back by the next call in the main thread, or when the signal comes.
+        Outside the main thread, they are restored later, by the next call in the main thread or when the signal
+        arrives.
         """
         self._watches.remove(watch)
         child_signals.set_handled(self._watches.numbers())
@@ -117,12 +118,12 @@ class Dispatcher:
                 self._wakeup.end()
 
     def handle(self, number: int) -> bool:
-        """Take a signal in the main thread; return whether to call the handler of before."""
+        """Process a signal in the main thread. Return whether the previous handler must be called."""
         if number in self._watches.numbers():
             if self._wakeup is not None and not self._wakeup.is_set():
                 self._arrived(number)
         elif self._is_ours(number):
-            # Its last watch was closed in another thread: only now the handler of before can be put back.
+            # The last watch was closed in another thread, which cannot restore the previous handler.
             self._put_back(number)
             if not self._is_ours(number):
                 signal.raise_signal(number)
@@ -130,7 +131,7 @@ class Dispatcher:
         return True
 
     def leave_in_child(self) -> set[int]:
-        """Put back the handlers in a forked child; return the signals that the parent handles."""
+        """Restore the previous handlers in a forked child. Return the signals that the parent handles."""
         handled = self._watches.numbers()
         if self._wakeup is not None:
             self._wakeup.leave_in_child()
@@ -146,25 +147,26 @@ class Dispatcher:
             self._put_back(number)
 
     def _put_back(self, number: int) -> None:
-        # A handler that was set after ours stays. None is one that was not made in Python.
+        # A handler that was set after ours stays. None stands for a handler that was not set by Python.
         while number not in self._watches.numbers() and isinstance(handler := signal.getsignal(number), Handler):
-            if handler.before is None:
+            if handler.previous is None:
                 return
-            signal.signal(number, handler.before)
+            signal.signal(number, handler.previous)
 
     def _arrived(self, number: int) -> None:
         now = time.monotonic()
         fresh, must_end = self._watches.arrive(number, now)
         if must_end:
             name = signal.Signals(number).name
-            log.warning("%s came again: the process ends at once", name)
+            log.warning("%s arrived a second time: the process ends at once", name)
             child_signals.set_handled(set())
-            # As a shell reports a process that a signal has ended. The main thread may be in C, and never come back.
+            # Not by an exception, because the main thread may never return from C code. The exit status is the one that
+            # a shell reports for a process that was ended by a signal.
             os._exit(128 + number)
         if number in self._watches.numbers():
             child_signals.note_arrival(number, now)
         for watch in fresh:
-            watch.came(signal.Signals(number).name)
+            watch.on_signal(signal.Signals(number).name)
 
 
 def _is_main_thread() -> bool:

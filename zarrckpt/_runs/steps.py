@@ -18,25 +18,25 @@ from zarrckpt._store import Store
 
 _STEP = re.compile(r"step-(\d+)", re.ASCII)
 
-_FOLDER_LOOKS = 5
-"""How often a folder is read until it has not changed meanwhile."""
+_FOLDER_TRIES = 5
+"""Maximum number of reads of a folder, repeated while saves change it."""
 
 WIDTH = 8
-"""Digits of a step in a name, with zeros in front: then listings of a store are in the order of steps."""
+"""Number of digits of a step in a name, with leading zeros, so that listings of a store are in the order of steps."""
 
 
 def name_of(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """Return the name of the folder of a step's checkpoint."""
     return f"step-{step:0{WIDTH}d}"
 
 
 def is_name_of(name: str, step: object) -> bool:
-    """Whether a manager has given this name to the checkpoint of a step, as its metadata says it."""
+    """Whether a manager would use this name for a checkpoint with this ``step`` in its metadata."""
     return type(step) is int and step >= 0 and name == name_of(step)
 
 
 def step_of(name: str) -> int | None:
-    """The step of a folder that a :class:`CheckpointManager` has made, padded or not; None for others."""
+    """Return the step of a folder named ``step-`` and a number, with or without leading zeros, or None."""
     match = _STEP.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -51,28 +51,29 @@ class Found:
 
 
 def is_own(name: str, root: Root, run: str) -> bool:
-    """Whether a checkpoint is one that a run has saved, and no copy of one under another name."""
+    """Whether a run has saved a checkpoint under this name. A copy under another name does not count."""
     return run_of(root.metadata) == run and is_name_of(name, root.metadata.get("step"))
 
 
 @dataclass(frozen=True)
 class WithoutRoot(Below):
-    """A folder with the tables of a save, and no root document.
+    """A folder with the tables of a save but no root document.
 
-    The save was killed right before its commit, or the root of a checkpoint was lost.
+    The save was killed directly before its commit, or the root of a checkpoint was lost.
     """
 
     run: str = ""
-    """The run that the save belongs to, as its marker says, or ""."""
+    """The id of the run in the save's marker, or ""."""
 
 
-def look_into(store: Store, name: str) -> Below | None:
-    """Return the content of a step's folder; None if no save has left anything there.
+def read_folder(store: Store, name: str) -> Below | None:
+    """Return the checkpoint or the unfinished save in a step's folder, or None if there are no objects of a save.
 
-    A root document of another program is damage, and so is a missing one beside the tables of a save. The result for an
-    unfinished save, or removal, has neither root nor damage. One request for a committed checkpoint, else some more.
+    A root document of another program counts as damage, and so does a missing one if there are tables of a save. The
+    result for an unfinished save or removal has neither root nor damage. One request for a committed checkpoint, and
+    some more otherwise.
     """
-    for _ in range(_FOLDER_LOOKS):
+    for _ in range(_FOLDER_TRIES):
         try:
             return Below(name, protocol.parse_committed(store.get(f"{name}/{NODE}"), join(store.url, name)))
         except ObjectNotFoundError:
@@ -83,11 +84,12 @@ def look_into(store: Store, name: str) -> Below | None:
             return Below(name, damage=err)
         store.refuse_broken_link(name)
         found = _without_root(store, name)
-        # A save that goes on may have committed since its root was looked for.
+        # A running save may have committed after the first read of its root document.
         if found is None or found.damage is None or not protocol.is_stored(store, f"{name}/{NODE}"):
             return found
     raise StorageError(
-        f"{join(store.url, one_line(name))} changes whenever it is read: try again when its saves have ended"
+        f"reading {join(store.url, one_line(name))} failed: saves changed it during each of {_FOLDER_TRIES} tries. Try "
+        "again when they have ended"
     )
 
 
@@ -101,8 +103,8 @@ def _without_root(store: Store, name: str) -> Below | None:
             marker = _stored_marker(store, name, save_id)
             if marker is None or not marker.failed:
                 error = CorruptCheckpointError(
-                    f"{join(store.url, one_line(name))} has the tables of the save {save_id} and no root document "
-                    f"{NODE}: the save was killed right before its commit, or the root was deleted since"
+                    f"{join(store.url, one_line(name))} has the tables of the save {save_id} but no root document "
+                    f"{NODE}: the save was killed directly before its commit, or the root was deleted later"
                 )
                 return WithoutRoot(name, damage=error, run="" if marker is None else marker.run)
     return Below(name) if objects or folders else None
@@ -120,16 +122,16 @@ def _stored_marker(store: Store, name: str, save_id: str) -> Marker | None:
 
 
 def newest_first(store: Store, names: Iterable[str]) -> Iterator[Below]:
-    """Yield the checkpoints in folders with these names that end in a step, the greatest step first.
+    """Yield the checkpoints in the folders whose names end with a step, the greatest step first.
 
-    Damaged ones are among them, see :func:`look_into`; unfinished saves are passed over. A request for each checkpoint.
-    Raises StorageError at a folder that cannot be read, since its checkpoint would come next.
+    Damaged ones are included, see :func:`read_folder`. Unfinished saves are skipped. One request for each checkpoint.
+    Raises StorageError at a folder that cannot be read, because its checkpoint may be the next one.
     """
     numbered = [(number, name) for name in names if (number := number_in(name)) is not None]
     for _, name in sorted(numbered, reverse=True):
         found: Below | None
         try:
-            found = look_into(store, name)
+            found = read_folder(store, name)
         except StorageError as err:
             found = Below(name, damage=err)
             refuse_unreadable(store, [found])
@@ -138,10 +140,10 @@ def newest_first(store: Store, names: Iterable[str]) -> Iterator[Below]:
 
 
 def newest_below(store: Store, names: Iterable[str]) -> tuple[str | None, list[Below]]:
-    """The folder of the newest sound checkpoint, or None; and those passed over on the way, damaged or not readable.
+    """Return the folder of the newest sound checkpoint, or None, and the damaged or unreadable ones that were skipped.
 
-    The newest has the greatest step in its name. Where none with a step is sound, it is the one that was committed last
-    among those without.
+    The newest has the greatest step in its name. If no checkpoint with a step is sound, it is the one that was
+    committed last among those without a step.
     """
     damaged: list[Below] = []
     for below in newest_first(store, names):
@@ -157,17 +159,17 @@ def newest_below(store: Store, names: Iterable[str]) -> tuple[str | None, list[B
 
 
 def refuse_unreadable(store: Store, found: Iterable[Below]) -> None:
-    """Raise StorageError for a folder that could not be read, unless its name is hidden, as those of trash cans are."""
+    """Raise StorageError for a folder that could not be read, unless its name begins with a dot, as of a trash can."""
     for below in found:
         if below.unreadable and not below.name.startswith("."):
             raise StorageError(
-                f"{join(store.url, one_line(below.name))} cannot be read, and may hold the checkpoint that is looked "
-                f"for: {below.damage}. Make it readable, move it elsewhere, or name another checkpoint"
+                f"{join(store.url, one_line(below.name))} cannot be read, but may have the requested checkpoint: "
+                f"{below.damage}. Make it readable, move it elsewhere, or name another checkpoint"
             ) from below.damage
 
 
-def passed_over(store: Store, below: Below) -> str:
-    """Return the warning that a checkpoint was passed over that is damaged or cannot be read."""
+def skip_warning(store: Store, below: Below) -> str:
+    """Return the text of the warning that a damaged or unreadable checkpoint was skipped."""
     if below.unreadable:
-        return f"{join(store.url, one_line(below.name))} is passed over, since it cannot be read: {below.damage}"
-    return f"the checkpoint {join(store.url, one_line(below.name))} is passed over, since it is damaged: {below.damage}"
+        return f"{join(store.url, one_line(below.name))} cannot be read and was skipped: {below.damage}"
+    return f"the checkpoint {join(store.url, one_line(below.name))} is damaged and was skipped: {below.damage}"

@@ -1,7 +1,7 @@
-"""Signals as soon as they come. No torch.
+"""Immediate notice of signals. No torch.
 
-Python calls a handler only when the main thread is back from C, where it may wait for a collective for minutes. The
-number of a signal is written to a file descriptor at once, and read here in a thread.
+Python calls a handler only when the main thread returns from C code, which may wait for a collective call for minutes.
+But Python writes the number of a signal to a file descriptor at once, and a thread of this module reads it.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from contextlib import suppress
 
 
 class Wakeup:
-    """Signal numbers as soon as they come, read in a thread, and forwarded to the wake-up descriptor of before.
+    """A thread that reads the numbers of signals at once, and forwards them to the previous wake-up descriptor.
 
-    The socket lives as long as the process. A library that puts this descriptor back later than we close ours must not
-    make Python write to a file that the user has opened since.
+    The socket stays open until the process ends. Otherwise a library that restores our descriptor after we have closed
+    it could make Python write to a file that the user has opened since.
     """
 
     def __init__(self, arrived: Callable[[int], None]) -> None:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._arrived = arrived
-        self._before = -1
+        self._previous = -1
         self._copy = -1
-        """A duplicate of the descriptor of before: its owner may close it, and its number may be used again."""
+        """A duplicate of the previous descriptor, because its owner may close it and its number may be reused."""
         self._copying = threading.RLock()
         threading.Thread(target=self._read, name="zarrckpt-signals", daemon=True).start()
 
     def begin(self) -> None:
-        """Take over the wake-up descriptor. In the main thread."""
+        """Replace the wake-up descriptor. Call it in the main thread."""
         now = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if now not in (-1, self._writer.fileno()):
-            self._forget_before()
+            self._forget_previous()
             with suppress(OSError):
-                self._before, self._copy = now, os.dup(now)
+                self._previous, self._copy = now, os.dup(now)
 
     def end(self) -> None:
-        """Put back the descriptor of before, unless another one is set or its owner has closed it."""
+        """Restore the previous descriptor, unless another one is set or the owner of the previous one has closed it."""
         now = signal.set_wakeup_fd(-1)
         if now == self._writer.fileno():
-            now = self._before if self._is_before_open() else -1
+            now = self._previous if self._is_previous_open() else -1
         if now != -1:
             with suppress(ValueError, OSError):
                 signal.set_wakeup_fd(now, warn_on_full_buffer=False)
-        self._forget_before()
+        self._forget_previous()
 
     def is_set(self) -> bool:
-        """Whether signals are written to this descriptor now. In the main thread."""
+        """Whether signals are written to this descriptor at present. Call it in the main thread."""
         now = signal.set_wakeup_fd(-1)
         if now != -1:
             with suppress(ValueError, OSError):
@@ -58,22 +58,22 @@ class Wakeup:
         return now == self._writer.fileno()
 
     def leave_in_child(self) -> None:
-        """Stop writing to the parent's socket. In a forked child."""
+        """Stop writing to the parent's socket. Call it in a forked child."""
         now = signal.set_wakeup_fd(-1)
         if now not in (-1, self._writer.fileno()):
             signal.set_wakeup_fd(now, warn_on_full_buffer=False)
         self._reader.close()
         self._writer.close()
 
-    def _is_before_open(self) -> bool:
+    def _is_previous_open(self) -> bool:
         try:
-            return self._copy != -1 and os.path.sameopenfile(self._before, self._copy)
+            return self._copy != -1 and os.path.sameopenfile(self._previous, self._copy)
         except OSError:
             return False
 
-    def _forget_before(self) -> None:
+    def _forget_previous(self) -> None:
         with self._copying:
-            copy, self._before, self._copy = self._copy, -1, -1
+            copy, self._previous, self._copy = self._copy, -1, -1
             if copy != -1:
                 os.close(copy)
 

@@ -18,7 +18,7 @@ from zarrckpt._store import StoreSpec, Url
 class Run(Protocol):
     """The run that a save belongs to. Only the coordinator calls it. Each method raises if the run may not save."""
 
-    def wait_for_room(self) -> None:
+    def wait_for_deletions(self) -> None:
         """Wait until the run may store one more checkpoint. Called before the :meth:`begin` of the attempt."""
 
     def begin(self) -> str:

@@ -139,7 +139,7 @@ class RankSave:
         self._work = RankWork(self._store, lambda: name().tree, part, source, self.request, progressed)
         if self._stopped:
             self._work.stop()
-        with protocol.losing_is_named(self._store, lambda: name().save_id, lambda: name().base_id):
+        with protocol.report_lost_commit(self._store, lambda: name().save_id, lambda: name().base_id):
             results = self._work.write(channel)
         if self._attempt is None:
             try:
@@ -165,7 +165,7 @@ class RankSave:
         """
         run_id = ""
         if self.request.run is not None:
-            self.request.run.wait_for_room()
+            self.request.run.wait_for_deletions()
             run_id = self.request.run.begin()
         marker = dataclasses.replace(layout.marker(protocol.new_id(), now()), run=run_id)
         self._attempt = protocol.begin(self._store, marker, overwrite=self.request.overwrite)
@@ -179,7 +179,7 @@ class RankSave:
         assert self._attempt is not None
         store, attempt = self._store, self._attempt
         try:
-            with protocol.losing_is_named(store, lambda: attempt.save_id, lambda: attempt.base_id):
+            with protocol.report_lost_commit(store, lambda: attempt.save_id, lambda: attempt.base_id):
                 run = {} if self.request.run is None else self.request.run.metadata()
                 metadata = {**self.request.metadata, **run}
                 self._root, report = finish_save(store, attempt, layout, results, metadata)
