@@ -149,23 +149,23 @@ def disc(x: float, y: float, step: Step) -> list[str]:
 def save_drawing() -> str:
     rank, lead, store = 0, 1, 2
     plan = [
-        Step("1", rank, rank, "flatten the state, refuse"),
+        Step("1", rank, rank, "flatten, check the state"),
         Step("2", rank, lead, "digest, description"),
         Step("", lead, rank, "all descriptions"),
         Step("3", rank, rank, "the whole plan, its own part"),
         Step("4", rank, lead, "digests of plan and contents"),
     ]
-    begin = [Step("", lead, store, "root? claim, marker"), Step("", lead, rank, "the save's id")]
+    begin = [Step("", lead, store, "root, claim, marker"), Step("", lead, rank, "the save's id")]
     write = [
         Step("5", rank, rank, "pieces to owners"),
         Step("", rank, store, "values, chunks, node documents: every rank its own"),
         Step("6", rank, lead, "numbers, checksums"),
     ]
     commit = [
-        Step("", lead, lead, "count against the plan"),
+        Step("", lead, lead, "compare with the plan"),
         Step("", lead, store, "tables of checksums"),
         Step("7", lead, store, "THE ROOT DOCUMENT"),
-        Step("", lead, store, "clean what is replaced"),
+        Step("", lead, store, "delete the replaced one"),
     ]
     phases: list[Phase] = [("plan", plan), ("begin", begin), ("write", write), ("commit", commit)]
     return sequence("A save, step by step", ("every rank", "coordinator", "store"), phases)
@@ -176,13 +176,13 @@ def load_drawing() -> str:
     find = [Step("1", store, lead, "the root document"), Step("", lead, rank, "to all ranks")]
     plan = [
         Step("2", rank, rank, "match keys, shapes, dtypes"),
-        Step("", rank, lead, "what found no target"),
-        Step("3", rank, rank, "who fetches what several need"),
+        Step("", rank, lead, "entries without a target"),
+        Step("3", rank, rank, "divide the shared reads"),
     ]
     read = [
         Step("", store, rank, "the table of checksums"),
         Step("4", store, rank, "ranges of chunks, checked, into the targets"),
-        Step("", rank, rank, "hand on what others need"),
+        Step("", rank, rank, "parts for other ranks"),
     ]
     done = [Step("5", rank, rank, "values, then objects take state")]
     phases: list[Phase] = [("find", find), ("plan", plan), ("read", read), ("restore", done)]

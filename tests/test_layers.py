@@ -15,7 +15,7 @@ import zarrckpt
 PACKAGE = Path(zarrckpt.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
 ROOM = re.compile(r"^\| (\d+) \| `(\w+)/` \| (torch)? ?\|", re.MULTILINE)
-MODULE = re.compile(r"`(\w+)` \(floor (\d+)(?:, (torch))?\): ")
+MODULE = re.compile(r"`(\w+)` \(layer (\d+)(?:, (torch))?\): ")
 
 CLIENTS = {
     "zarr": {"_read.zarr_view", "_read.zarr_dtypes", "_store._zarr", "_store._zarr_readers"},
