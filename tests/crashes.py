@@ -120,15 +120,15 @@ def _clean() -> tuple[frozenset[str], frozenset[str]]:
     """
     place = in_memory()
     own = f"@zarrckpt/{place.save(0).save_id}/"
-    house = {key for key in place.keys() if key.startswith("@zarrckpt/")}  # noqa: SIM118 - it is no mapping
-    tree = frozenset(place.keys() - house - {"zarr.json"})
-    return frozenset(key.replace(own, "@zarrckpt/ID/") for key in house), tree
+    reserved = {key for key in place.keys() if key.startswith("@zarrckpt/")}  # noqa: SIM118 - it is no mapping
+    tree = frozenset(place.keys() - reserved - {"zarr.json"})
+    return frozenset(key.replace(own, "@zarrckpt/ID/") for key in reserved), tree
 
 
 def needed(place: Place) -> set[str]:
     """Return exactly the keys of the committed checkpoint, derived from one clean save to an empty place."""
-    checkpoint, (house, tree) = zarrckpt.open(**place.options), _clean()
-    keys = {key.replace("/ID/", f"/{checkpoint.save_id}/") for key in house} | {"zarr.json"}
+    checkpoint, (reserved, tree) = zarrckpt.open(**place.options), _clean()
+    keys = {key.replace("/ID/", f"/{checkpoint.save_id}/") for key in reserved} | {"zarr.json"}
     if not checkpoint.tree:
         return keys | tree
     return keys | {f"{checkpoint.tree}/{key}" for key in (*tree, "zarr.json")}

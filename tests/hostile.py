@@ -693,7 +693,7 @@ def markers(watch: Watch, sandbox: Path, count: int, seed: int) -> Result:
 
 def _plant(mutator: Mutator, work: Path, own: str) -> None:
     """Put changed markers, and sometimes a changed claim."""
-    rand, house = mutator.random, work / "@zarrckpt"
+    rand, reserved = mutator.random, work / "@zarrckpt"
     for _ in range(rand.choice((1, 1, 3))):
         attempt = f"{rand.getrandbits(128):032x}"
         tree = rand.choice(("", f"@{attempt}", f"@{own}", "@zarrckpt", "..", "/"))
@@ -717,11 +717,11 @@ def _plant(mutator: Mutator, work: Path, own: str) -> None:
         data = text_of(document)
         if rand.random() < 0.3:
             data = mutator.changed(document, ("attributes", "zarrckpt"))
-        folder = house / rand.choice((attempt, attempt, attempt, "x", "probe-1"))
+        folder = reserved / rand.choice((attempt, attempt, attempt, "x", "probe-1"))
         folder.mkdir(exist_ok=True)
         (folder / "zarr.json").write_bytes(sealed(data))
     if rand.random() < 0.3:
-        claim = house / "zarr.json"
+        claim = reserved / "zarr.json"
         document = json.loads(claim.read_bytes())
         claim.write_bytes(sealed(mutator.changed(document, ("attributes", "zarrckpt"))))
 

@@ -357,7 +357,7 @@ class Rounds:
 
 
 @contextlib.contextmanager
-def _joined(ranks: Ranks, call: str, timeout: float, *, lane: str = "foreground") -> Iterator[Rounds]:
+def _joined(ranks: Ranks, call: str, timeout: float, *, queue: str = "foreground") -> Iterator[Rounds]:
     assert ranks.group is None and not ranks.no_dist
     calls = _here.calls = _here.calls + 1
     yield Rounds(f"{call}, call {calls}")

@@ -364,7 +364,9 @@ def test_hostile_sizes(tmp_path: Path, size: int) -> None:
         lambda: zarrckpt.load({"w": torch.zeros(N)}, tmp_path / "ck"),
         lambda: zarrckpt.open(tmp_path / "ck")["w"][:],
     ):
-        with pytest.raises(CorruptCheckpointError, match=rf"has a size of {size} bytes for a subchunk of array 'w', expected 5 to"):
+        with pytest.raises(
+            CorruptCheckpointError, match=rf"has a size of {size} bytes for a subchunk of array 'w', expected 5 to"
+        ):
             read()
 
 

@@ -148,8 +148,8 @@ def subject(kind: str, url: str, storage_options: dict[str, Any] | None = None) 
 
 
 def _belongs(key: str, save_id: str, tree: str) -> bool:
-    house = key in (ROOT, CLAIM) or key.startswith(f"@zarrckpt/{save_id}/")
-    return house or (key.startswith(tree) and (bool(tree) or not key.startswith("@")))
+    reserved = key in (ROOT, CLAIM) or key.startswith(f"@zarrckpt/{save_id}/")
+    return reserved or (key.startswith(tree) and (bool(tree) or not key.startswith("@")))
 
 
 def flat(state: Any, prefix: str = "") -> dict[str, Any]:

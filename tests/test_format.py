@@ -262,15 +262,15 @@ def test_an_overwritten_checkpoint(tmp_path: Path) -> None:
     assert reader.value("step") == 2
     # Exactly the keys of the format page are stored.
     stored = {str(path.relative_to(tmp_path / "ck")) for path in (tmp_path / "ck").rglob("*") if path.is_file()}
-    tree, house = reader.tree, "@zarrckpt"
-    assert {key for key in stored if not key.startswith(house)} == {
+    tree, reserved = reader.tree, "@zarrckpt"
+    assert {key for key in stored if not key.startswith(reserved)} == {
         *["zarr.json", f"{tree}/zarr.json", f"{tree}/model/zarr.json"],
         *[f"{tree}/model/{name}/{key}" for name, key in (("w", "c.0.0"), ("b", "c.0"))],
         *[f"{tree}/model/{name}/zarr.json" for name in "wb"],
     }
-    assert {key for key in stored if key.startswith(house)} == {
-        *[f"{house}/zarr.json", f"{house}/{saves[2]}/zarr.json"],
-        *[f"{house}/{saves[2]}/{table}/{key}" for table in ("checksums", "writers") for key in ("zarr.json", "c.0")],
+    assert {key for key in stored if key.startswith(reserved)} == {
+        *[f"{reserved}/zarr.json", f"{reserved}/{saves[2]}/zarr.json"],
+        *[f"{reserved}/{saves[2]}/{table}/{key}" for table in ("checksums", "writers") for key in ("zarr.json", "c.0")],
     }
 
 

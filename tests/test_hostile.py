@@ -136,7 +136,7 @@ REFUSED: dict[str, Callable[[Forgery], Any]] = {
     ),
     "a position far away": lambda f: put(f, "layers.999999999", "layers/999999999", ["layers", "999999999"]),
     "a position before the first": lambda f: put(f, "layers.-1", "layers/-1", ["layers", -1]),
-    "a path into the house": lambda f: put(f, "x", "@zarrckpt/x", ["x"]),
+    "a path into the reserved group": lambda f: put(f, "x", "@zarrckpt/x", ["x"]),
     "a value deeper than any": lambda f: put(f, "x", "x", ["x"], nest(200)),
     "a value that Python can just parse": lambda f: put(f, "x", "x", ["x"], "__deep_950__"),
     "software as deep": lambda f: f.own["software"].update(torch="__deep_950__"),

@@ -14,7 +14,7 @@ import zarrckpt
 
 PACKAGE = Path(zarrckpt.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
-ROOM = re.compile(r"^\| (\d+) \| `(\w+)/` \| (torch)? ?\|", re.MULTILINE)
+FOLDER_ROW = re.compile(r"^\| (\d+) \| `(\w+)/` \| (torch)? ?\|", re.MULTILINE)
 MODULE = re.compile(r"`(\w+)` \(layer (\d+)(?:, (torch))?\): ")
 
 CLIENTS = {
@@ -72,18 +72,18 @@ def _inside(tree: ast.AST, is_outer: object) -> set[int]:
 
 def test_the_page_on_the_architecture_has_the_rooms_of_the_contracts() -> None:
     layers, without_torch = contracts()[0]["layers"], contracts()[1]["source_modules"]
-    rooms = {room: floor for floor, row in enumerate(reversed(layers)) for room in row.split(" | ")}
+    packages = {package: layer for layer, row in enumerate(reversed(layers)) for package in row.split(" | ")}
     page = PAGE.read_text()
-    folders = ROOM.findall(page)
-    told = [*folders, *((floor, module, torch) for module, floor, torch in MODULE.findall(page))]
-    assert len(told) == len(rooms) and {room: int(floor) for floor, room, _ in told} == rooms
-    assert {room for _, room, _ in folders} == {room for room in rooms if (PACKAGE / room).is_dir()}
-    assert {name.partition(".")[0] for name in modules()} == {*rooms, "__init__"}
+    folders = FOLDER_ROW.findall(page)
+    told = [*folders, *((layer, module, torch) for module, layer, torch in MODULE.findall(page))]
+    assert len(told) == len(packages) and {package: int(layer) for layer, package, _ in told} == packages
+    assert {package for _, package, _ in folders} == {package for package in packages if (PACKAGE / package).is_dir()}
+    assert {name.partition(".")[0] for name in modules()} == {*packages, "__init__"}
     # A package that needs torch may have modules that do not.
     whole = {name for name in without_torch if name.count(".") == 1}
-    assert {f"zarrckpt.{room}" for _, room, torch in told if not torch} == whole
-    of_rooms = {name.split(".")[1] for name in without_torch if name not in whole}
-    assert of_rooms <= {room for _, room, torch in told if torch}
+    assert {f"zarrckpt.{package}" for _, package, torch in told if not torch} == whole
+    of_packages = {name.split(".")[1] for name in without_torch if name not in whole}
+    assert of_packages <= {package for _, package, torch in told if torch}
 
 
 def test_clients_are_imported_by_the_modules_that_are_about_them() -> None:

@@ -653,7 +653,7 @@ def _side_by_side() -> Any:
 
     def background() -> None:
         for _ in range(10):
-            with call("in the background", lane="background") as rounds:
+            with call("in the background", queue="background") as rounds:
                 ended.append(one_round(rounds, lambda: me()) == [0, 1, 2])
 
     thread = threading.Thread(target=background)

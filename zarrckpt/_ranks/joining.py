@@ -34,7 +34,7 @@ class CallGroup:
 
     members: tuple[int, ...]
     position: int
-    lane: str
+    queue: str
     """The name of a queue. Calls of the same ranks in one queue run one after the other, in several concurrently."""
     call: str
     timeout: float
@@ -74,7 +74,7 @@ class _Rendezvous:
         self._call_group = call_group
         self._store = store
         self._cancelled = cancelled
-        who = repr((call_group.members, call_group.lane))
+        who = repr((call_group.members, call_group.queue))
         self._base = f"zarrckpt/{hashlib.sha256(who.encode()).hexdigest()[:16]}"
         self._token = uuid.uuid4().hex
         self._places = [f"{self._base}/{position}" for position in range(len(call_group.members))]

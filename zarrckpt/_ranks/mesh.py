@@ -316,7 +316,7 @@ def place_of(call_group: CallGroup) -> Iterator[MeshPlace]:
     with _places_lock:
         if _ending.is_set():
             raise CheckpointError(f"{call_group.call}: the process is ending. Save and load earlier")
-        place = _places.setdefault((call_group.members, call_group.lane), MeshPlace())
+        place = _places.setdefault((call_group.members, call_group.queue), MeshPlace())
         others = [other for other in _places.values() if other is not place]
     if not place.turn.acquire(timeout=min(call_group.timeout, threading.TIMEOUT_MAX)):
         raise CheckpointError(

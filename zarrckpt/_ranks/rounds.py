@@ -42,18 +42,18 @@ B = TypeVar("B")
 
 
 @contextlib.contextmanager
-def joined(ranks: Ranks, call: str, timeout: float, *, lane: str = "foreground") -> Iterator[Rounds]:
+def joined(ranks: Ranks, call: str, timeout: float, *, queue: str = "foreground") -> Iterator[Rounds]:
     """Yield the rounds of one call ('save to s3://..'), which all these ranks must make.
 
-    ``timeout`` is the maximum time in seconds without an arrival or progress. Calls with different ``lane`` names run
+    ``timeout`` is the maximum time in seconds without an arrival or progress. Calls with different ``queue`` names run
     concurrently. Raises CheckpointError.
     """
     members = ranks.members
     if len(members) == 1:
         with errors_as_ours():
-            yield Alone(CallGroup(members, 0, lane, call, timeout))
+            yield Alone(CallGroup(members, 0, queue, call, timeout))
         return
-    call_group = CallGroup(members, members.index(global_rank()), lane, call, timeout)
+    call_group = CallGroup(members, members.index(global_rank()), queue, call, timeout)
     with place_of(call_group) as place:
         rounds = Rounds(call_group)
         try:

@@ -137,7 +137,7 @@ class Preemption:
                 self._woken.set()
             try:
                 call = f"the watch over {self._run}"
-                with joined(self._ranks, call, self._timeout, lane=call) as rounds:
+                with joined(self._ranks, call, self._timeout, queue=call) as rounds:
                     if self._wait_for_notice(rounds):
                         self._agree(rounds)
                     return

@@ -128,7 +128,7 @@ class _Saver:
             self.finish()
             url = request.spec.url
             future = SaveFuture(url)
-            call = joined(ranks, f"the background save to {url}", request.options.timeout, lane="background")
+            call = joined(ranks, f"the background save to {url}", request.options.timeout, queue="background")
             with contextlib.ExitStack() as stack:
                 rounds = stack.enter_context(call)
                 look = request.refuse_committed if rounds.rank == 0 else lambda: None
