@@ -200,7 +200,7 @@ def test_errors_name_the_options_of_the_command(saved: Path, tmp_path: Path) -> 
         (("report", saved, "-o", tmp_path / "x.pt"), "pass --overwrite"),
         (("export", tmp_path / "pickled", tmp_path / "y.pt"), "--allow-pickle"),
         (("ls", "s3://bucket/run", "-o", "anon=true", "-o", "typo=1"), "--storage-option backend=fsspec"),
-        (("ls", saved, "-o", "key=1"), "takes no --storage-option"),
+        (("ls", saved, "-o", "key=1"), "has no --storage-option"),
         (("cat", tmp_path / "pickled", "date"), "in Python"),
     ]:
         found = run(*command)
@@ -569,7 +569,7 @@ def test_wrong_names_and_urls_are_answered_with_right_ones(saved: Path) -> None:
     found = run("cat", saved, "model")
     assert found.exit_code == 3 and "a group with 2 entries: model.w, model.b" in found.stderr
     found = run("ls", saved / "model")
-    said = f"inside the checkpoint {saved}; name that: zarrckpt ls {saved} model"
+    said = f"inside the checkpoint {saved}: use that url: zarrckpt ls {saved} model"
     assert found.exit_code == 3 and said in found.stderr
     for unknown, said in {"foo://b/run": "s3, gs, az and file", "gdrive://x/y": "pip install gdrive_fsspec"}.items():
         assert said in run("ls", unknown).stderr
@@ -579,10 +579,10 @@ def test_wrong_names_and_urls_are_answered_with_right_ones(saved: Path) -> None:
 
 def test_an_option_of_the_wrong_store_is_named_as_it_was_given(saved: Path) -> None:
     found = run("cp", saved, "s3://b/x", "-o", "endpoint_url=http://127.0.0.1:9")
-    assert "takes no --storage-option" in found.stderr and "-t for the second" in found.stderr
+    assert "has no --storage-option" in found.stderr and "-t for the second" in found.stderr
     for words in (["diff", saved, saved], ["cp", saved, saved.parent / "two"]):
         found = run(*words, "-t", "foo=1")
-        assert found.exit_code == 3 and "takes no --target-option" in found.stderr
+        assert found.exit_code == 3 and "has no --target-option" in found.stderr
 
 
 def test_a_copy_to_where_nothing_listens(saved: Path) -> None:

@@ -70,7 +70,8 @@ def test_absent_and_short_objects(s3_stub: S3Stub) -> None:
     for nbytes in (1 << 20, 10):
         for begin in (len(DATA) - 5, len(DATA), len(DATA) + 5):
             s3_stub.requests.clear()
-            with pytest.raises(CorruptCheckpointError, match=rf"a b/c\.0.*{begin + nbytes} bytes.*{len(DATA)} "):
+            sizes = rf"found {len(DATA)} bytes, expected at least {begin + nbytes}"
+            with pytest.raises(CorruptCheckpointError, match=rf"a b/c\.0.*{sizes}"):
                 store.read("a b/c.0", begin, nbytes)
             assert len(s3_stub.requests) <= 4
     assert part(store)

@@ -109,11 +109,11 @@ def _save_nothing(url: str) -> list[str]:
         warnings.simplefilter("always")
         zarrckpt.save({}, url)
         zarrckpt.save({"rank": dist.get_rank() if dist.is_initialized() else 0}, f"{url}-some")
-    return [str(item.message) for item in caught if "no entry" in str(item.message)]
+    return [str(item.message) for item in caught if "no entries" in str(item.message)]
 
 
 def test_a_state_without_any_entry_is_saved_with_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="no entry") as caught:
+    with pytest.warns(UserWarning, match="no entries") as caught:
         zarrckpt.save({}, tmp_path / "zero")
     assert caught[0].filename == __file__
     (said,) = _save_nothing(str(tmp_path / "one"))

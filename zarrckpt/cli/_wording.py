@@ -26,6 +26,6 @@ def in_options(message: str, command: click.Command | None) -> str:
 
     text = re.sub(r"storage_options\['(\w+)'\]", r"--storage-option \1", _OPTIONS.sub(options, message))
     text = text.replace("storage_options", "--storage-option").replace("zarrckpt.remove", "zarrckpt rm")
-    if "which takes no --storage-option" in text and "target_options" in names:
+    if "--storage-option" in text and "target_options" in names:
         text += ". -o is for the first url, -t for the second"
     return _FLAGS.sub(flag, text)
