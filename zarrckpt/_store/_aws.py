@@ -41,6 +41,11 @@ class S3Settings:
     """Whether the bucket is a part of the host name."""
 
 
+def first_variable(*names: str) -> str | None:
+    """Return the first of these environment variables that is set and not empty, or None."""
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
+
 def has_keys_in_environment() -> bool:
     """Whether the environment contains an access key, which takes precedence over AWS_PROFILE."""
     return bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
@@ -86,7 +91,7 @@ def find_settings(profile: str | None, region: str | None, endpoint: str | None)
         sorted(item for item in os.environ.items() if item[0].startswith("AWS_") and item[0] not in _SECRET_VARIABLES)
     )
     names = {name for name, value in environment if value}
-    region = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or None
+    region = region or first_variable("AWS_REGION", "AWS_DEFAULT_REGION")
     special = names & {f"AWS_{name.upper()}" for name in _KINDS_OF_ENDPOINT} or not _is_usual(region)
     if profile is not None or any(files) or special:
         found = _ask_botocore(profile, region, endpoint, environment, files)
@@ -142,7 +147,7 @@ def _ask_client(session: Any, region: str | None, virtual: bool) -> tuple[str | 
 
 def _environment_endpoint(region: str | None, ignored: bool) -> str | None:
     """Return the endpoint in a variable. obstore reads these itself, so to ignore them another one must be set."""
-    found = next((os.environ[name] for name in _S3_ENDPOINT_VARIABLES if os.environ.get(name)), None)
+    found = first_variable(*_S3_ENDPOINT_VARIABLES)
     return _usual_endpoint(region) if found and ignored else found
 
 

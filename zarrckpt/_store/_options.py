@@ -341,10 +341,6 @@ def is_true(value: Any) -> bool:
     return value is True or str(value).strip().lower() in ("1", "true", "yes", "on")
 
 
-def _variable(*names: str) -> str | None:
-    return next((os.environ[name] for name in names if os.environ.get(name)), None)
-
-
 def _is_plain_http(endpoint: str | None) -> bool:
     """Whether requests to an endpoint are sent without TLS. Without an endpoint they use the cloud's own, with TLS."""
     return (endpoint or "").lower().startswith("http://")
@@ -385,9 +381,9 @@ def _complete_s3(out: Translated, bucket: str, profile: str | None) -> None:
     # TLS protects the payload, and so does the loopback interface. Hashing the payload for the signature would cost one
     # core per GB/s. Over plain HTTP to another machine the signed payload is the only protection: an attacker on the
     # network could otherwise put other bytes with the same signature.
-    if not _variable("AWS_UNSIGNED_PAYLOAD") and (not _is_plain_http(endpoint) or _is_here(endpoint)):
+    if not _aws.first_variable("AWS_UNSIGNED_PAYLOAD") and (not _is_plain_http(endpoint) or _is_here(endpoint)):
         config.setdefault("unsigned_payload", True)
-    bundle = _variable("AWS_CA_BUNDLE")
+    bundle = _aws.first_variable("AWS_CA_BUNDLE")
     if bundle and "root_certificate" not in out.client:
         out.client["root_certificate"] = _pem(bundle)
 
@@ -448,7 +444,7 @@ def _complete_gs(out: Translated, token: Any) -> None:
             "storage_options['token'] for gs:// must be 'anon', a service account's dict, or the path of its JSON "
             "file. For a raw access token pass bearer_token=. For the machine's own account pass no token"
         )
-    _allow_plain_http(out, out.config.get("base_url") or _variable("GOOGLE_BASE_URL"))
+    _allow_plain_http(out, out.config.get("base_url") or _aws.first_variable("GOOGLE_BASE_URL"))
 
 
 def _complete_az(out: Translated, account: str) -> None:
@@ -456,5 +452,5 @@ def _complete_az(out: Translated, account: str) -> None:
     if named != account:
         raise StorageError(f"the url names the account {account!r} but the option account_name is {named!r}: pass one")
     emulator = is_true(out.config.get("use_emulator", os.environ.get("AZURE_STORAGE_USE_EMULATOR")))
-    endpoint = out.config.get("endpoint") or _variable("AZURE_STORAGE_ENDPOINT")
+    endpoint = out.config.get("endpoint") or _aws.first_variable("AZURE_STORAGE_ENDPOINT")
     _allow_plain_http(out, "http://127.0.0.1" if emulator else endpoint)
