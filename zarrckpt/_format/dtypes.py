@@ -20,6 +20,9 @@ Kind = Literal["bool", "int", "uint", "float", "complex"]
 FillValue = bool | int | str | list[str]
 """A fill value as in ``zarr.json``."""
 
+MAX_E4M3FN = 448.0
+"""The largest number of float8_e4m3fn, to which casts saturate."""
+
 
 @dataclass(frozen=True)
 class DType:

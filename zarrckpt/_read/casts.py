@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
-from zarrckpt._format.dtypes import DType, by_torch_name
+from zarrckpt._format.dtypes import MAX_E4M3FN, DType, by_torch_name
 from zarrckpt._format.matching import matches, select
 from zarrckpt._format.root import Root
 
@@ -23,8 +23,6 @@ SCALES = "float8_e8m0fnu"
 _SATURATING = "float8_e4m3fn"
 """A type without infinity. As in torch, values beyond its range and infinities become its largest number."""
 
-_GREATEST = np.float32(448)
-"""The largest number of ``_SATURATING``."""
 
 _COUNTERS = ("step", "global_step", "iteration")
 """The last parts of the names of counters. In bfloat16 a counter stops at 256."""
@@ -135,5 +133,5 @@ def cast_elements(cells: RawArray, old: DType, new: DType) -> tuple[RawArray, in
     lost = int(np.count_nonzero(np.isfinite(values))) - int(np.count_nonzero(np.isfinite(cast)))
     if new.name == _SATURATING:
         beyond = np.isnan(cast) & ~np.isnan(values)
-        np.copyto(cast, np.copysign(_GREATEST, narrow).astype(new.numpy), where=beyond)
+        np.copyto(cast, np.copysign(np.float32(MAX_E4M3FN), narrow).astype(new.numpy), where=beyond)
     return cast.view(raw_dtype(new.itemsize)), lost

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.dtypes import MAX_E4M3FN
 from zarrckpt._jobs import Bytes, BytesBudget
 from zarrckpt._ranks.torch_private import INNER_TENSORS, detached_without_subclass, is_in_transform
 
@@ -138,7 +139,7 @@ class CopiedTensor:
         part = torch.from_numpy(plain.reshape(-1).view(np.uint8)).view(self._saved).reshape(plain.shape)
         if self._tensor.dtype == torch.float8_e4m3fn and not part.is_complex():
             # As torch 2.13 does on CPUs: the result must not depend on the version or the device.
-            part = part.float().clamp(-448, 448)
+            part = part.float().clamp(-MAX_E4M3FN, MAX_E4M3FN)
         # Inference mode is set per thread, and inference tensors can only be changed within it.
         with torch.inference_mode(self._tensor.is_inference()):
             self._tensor[place].copy_(part)
