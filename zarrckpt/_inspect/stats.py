@@ -63,11 +63,12 @@ class Moments:
         """Return the moments of values, which are as :func:`as_reals` returns them."""
         found = cls()
         for (block,) in blocks(values):
-            found.add(cls._of_block(block))
+            found.add(cls.of_block(block))
         return found
 
     @classmethod
-    def _of_block(cls, values: NumberArray) -> Moments:
+    def of_block(cls, values: NumberArray) -> Moments:
+        """Return the moments of one block of values, which are as :func:`as_reals` returns them."""
         finite, nan, integers = values, 0, values.dtype.kind != "f"
         if not integers and np.count_nonzero(is_finite := np.isfinite(values)) < len(values):
             finite, nan = values[is_finite], int(np.count_nonzero(np.isnan(values)))
@@ -113,7 +114,7 @@ def tensor_stats(catalog: Catalog, fqns: Iterable[str], progress: Progress | Non
     def look(fqn: str, box: Box) -> Moments:
         moments = Moments()
         for (block,) in blocks(read_part(catalog, fqn, box)):
-            moments.add(Moments.of(as_reals(block)))
+            moments.add(Moments.of_block(as_reals(block)))
         return moments
 
     found = {fqn: Moments() for fqn in fqns}
