@@ -52,7 +52,7 @@ def list_checkpoints(url: str, storage_options: Any) -> CheckpointTable:
         listing.rows.append(row)
     _add_reasons(spec, listing)
     unread = [row for row in listing.rows if row["state"] == "not readable"]
-    rows = [row for row in listing.rows if row not in unread]
+    rows = [row for row in listing.rows if row["state"] != "not readable"]
     numbers = {row["name"]: number_in(row["name"]) for row in rows}
     if None not in numbers.values():
         rows.sort(key=lambda row: (numbers[row["name"]], row["name"]))
