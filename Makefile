@@ -20,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install -qq $(PIP_ARGS) -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # What reads checkpoints, and what that stands on; only servers are left out.
-READERS := $(addprefix tests/test_,readers.py dtypes.py codec.py names.py store.py store_fsspec.py store_local.py)
+READERS := $(addprefix tests/,read/test_readers.py $(addprefix format/test_,dtypes.py codec.py names.py) $(addprefix store/test_,store.py store_fsspec.py store_local.py))
 
 .PHONY: demo test test-readers test-integrations zarrita lint docs bench clean
 .DEFAULT_GOAL := demo

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import store_servers
-from ranks import stop_ranks
-from s3_stub import Faults, S3Stub
-from store_servers import S3Place, shared_server
+from harness import store_servers
+from harness.ranks import stop_ranks
+from harness.s3_stub import Faults, S3Stub
+from harness.store_servers import S3Place, shared_server
 
 if TYPE_CHECKING:
-    from hub_gateway import HubGateway
+    from harness.hub_gateway import HubGateway
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -80,7 +80,7 @@ def s3_stub() -> Iterator[S3Stub]:
 @pytest.fixture
 def hub_gateway() -> Iterator[HubGateway]:
     """A stand-in for the S3 gateway of Hugging Face's Storage Buckets."""
-    from hub_gateway import HubGateway  # botocore, which readers do not have
+    from harness.hub_gateway import HubGateway  # botocore, which readers do not have
 
     with HubGateway() as gateway:
         yield gateway

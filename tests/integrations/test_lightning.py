@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from fabric_run import load_raw_with_fabric, load_with_fabric, save_with_fabric
+from harness.ranks import RankError, all_ranks_raise, run_ranks
+from harness.store_servers import S3Place
 from launched import launch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
@@ -26,8 +28,6 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 from lightning_run import DATA, Tiny, saved_state, train_on_ranks
-from ranks import RankError, all_ranks_raise, run_ranks
-from store_servers import S3Place
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import zarrckpt

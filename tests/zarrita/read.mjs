@@ -1,4 +1,4 @@
-// Reads parts of arrays with zarrita, for tests/test_zarrita.py.
+// Reads parts of arrays with zarrita, for tests/read/test_zarrita.py.
 //
 // stdin: JSON of [{place, path, box}, ...]; a place is an http url, a zip file or a folder.
 // stdout: JSON of [{dtype, shape, data (base64)} or {error}, ...] in the same order.

@@ -1,0 +1,403 @@
+"""Folders of checkpoints, and checkpoints inside checkpoints: refused calls, their messages, and listings."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zarr
+from click.testing import CliRunner, Result
+from harness.crashes import Place
+from harness.store_servers import S3Place
+
+import zarrckpt
+from zarrckpt.cli import main
+from zarrckpt.testing import FAIL, STOP, Call, Fault, FaultyStore, Stopped, at
+
+STATE = {"model": {"w": torch.arange(6.0)}, "step": 7}
+
+
+def run(*words: Any) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.fixture(params=["local", "memory", "s3", "fsspec"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Place]:
+    """Return a function that makes places from paths below one folder."""
+    if request.param == "local":
+        return lambda path: Place(str(tmp_path / path))
+    if request.param == "memory":
+        store = zarr.storage.MemoryStore()
+        return lambda path: Place(zarr.storage.StorePath(store, path))
+    if request.param == "fsspec":
+        return lambda path: Place(f"memory://{tmp_path.name}/{path}")
+    bucket: S3Place = request.getfixturevalue("moto_bucket")
+    return lambda path: Place(bucket.url(path), storage_options=bucket.storage_options)
+
+
+# -- inside a checkpoint
+
+
+def test_a_save_inside_a_checkpoint_is_refused_before_anything_is_put(place: Callable[[str], Place]) -> None:
+    outer = place("run/out")
+    zarrckpt.save(STATE, **outer.options)
+    before = outer.keys()
+    for inner in ("run/out/best", "run/out/best/step-3", "run/out/a/b/c"):
+        for overwrite in (False, True):
+            with pytest.raises(zarrckpt.ForeignObjectsError, match=r"lies inside .*run/out\b") as raised:
+                zarrckpt.save(STATE, **place(inner).options, overwrite=overwrite)
+            assert "run/out/" in str(raised.value)  # its own url
+    with pytest.raises(zarrckpt.ForeignObjectsError, match="lies inside"):
+        zarrckpt.open(**outer.options).copy_to(**place("run/out/copy").options)
+    assert outer.keys() == before
+    # Calls beside it, and calls on it, work as usual.
+    zarrckpt.save(STATE, **place("run/other").options)
+    zarrckpt.save(STATE, **outer.options, overwrite=True)
+    assert zarrckpt.remove(**outer.options) > 0
+    zarrckpt.save(STATE, **place("run/out/best").options)
+
+
+def test_a_path_inside_a_checkpoint_names_that_and_the_part(place: Callable[[str], Place]) -> None:
+    outer = place("run/out")
+    for _ in range(2):
+        # The second time the arrays are below "@...".
+        zarrckpt.save({"model": {"a": {"w": torch.ones(2)}}}, **outer.options, overwrite=True)
+        tree = zarrckpt.open(**outer.options).tree
+        for inner, part in {"model": "model", "model/a/w": r"model\.a\.w", "none": None}.items():
+            said = r"inside the checkpoint .*run/out: use that url" + (f".*keys='{part}'" if part else "$")
+            for read in (zarrckpt.open, lambda **where: zarrckpt.load({}, **where)):
+                with pytest.raises(zarrckpt.CheckpointError, match=said):
+                    read(**place(f"run/out/{tree}/{inner}".replace("//", "/")).options)
+
+
+def test_a_save_by_mistake_in_the_folder_of_a_run(place: Callable[[str], Place]) -> None:
+    """It does not commit: the run continues, and becomes a plain folder again."""
+    folder, steps = place("run"), [place(f"run/step-{number}") for number in (1, 2)]
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, folder.faulty(at(9, STOP)))
+    for step in steps:
+        zarrckpt.save(STATE, **step.options)
+        zarrckpt.save(STATE, **step.options, overwrite=True)
+    for action in (zarrckpt.remove, zarrckpt.recover):
+        with pytest.raises(zarrckpt.ForeignObjectsError, match=r"save was begun.*zarrckpt recover .*run --stopped"):
+            action(**folder.options)
+    report = zarrckpt.recover(**folder.options, stopped=True)
+    assert len(report.removed) == 1 and report.kept == ()
+    assert len(zarrckpt.recover(**folder.options).checkpoints) == 2
+    assert all(zarrckpt.open(**step.options).verify() for step in steps)
+    assert {key.partition("/")[0] for key in folder.objects()} == {"step-1", "step-2"}
+
+
+def test_a_save_below_a_name_that_an_unfinished_one_writes(tmp_path: Path) -> None:
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, FaultyStore(tmp_path / "run", at(9, STOP)))
+    for inner in ("model", "model/best"):
+        with pytest.raises(zarrckpt.ForeignObjectsError, match=f"zarrckpt recover {tmp_path / 'run'} --stopped"):
+            zarrckpt.save(STATE, tmp_path / "run" / inner)
+    zarrckpt.recover(tmp_path / "run", stopped=True)
+    zarrckpt.save(STATE, tmp_path / "run" / "model")
+
+
+def test_a_clean_up_spares_a_checkpoint_below_a_name_of_its_own(tmp_path: Path) -> None:
+    """Both saves began at the same moment. A group's document has the name of the other one's root."""
+    outer, inner = tmp_path / "run", tmp_path / "run" / "model"
+
+    def rule(call: Call) -> Fault | None:
+        if call.verb == "create" and call.key == "@zarrckpt/zarr.json":
+            zarrckpt.save(STATE, inner)
+        return STOP if call.verb == "put" and call.key.startswith("model/") else None
+
+    with pytest.raises(Stopped):
+        zarrckpt.save({"model": {"w": torch.zeros(6)}}, FaultyStore(outer, rule))
+    zarrckpt.recover(outer, stopped=True)
+    assert zarrckpt.open(inner).verify()
+
+
+def test_a_folder_above_that_may_not_be_read_does_not_fail_a_save(tmp_path: Path) -> None:
+    def rule(call: Call) -> Fault | None:
+        return FAIL if call.key.startswith("../") else None
+
+    store = FaultyStore(tmp_path / "run" / "step-1", rule)
+    zarrckpt.save(STATE, store)
+    assert [call.key for call in store.calls if call.key.startswith("../")]
+    assert zarrckpt.open(tmp_path / "run" / "step-1")["step"] == 7
+
+
+def test_at_the_top_of_a_store(moto_bucket: S3Place) -> None:
+    store = zarr.storage.MemoryStore()
+    for options in ({"url": store}, {"url": moto_bucket.url(), "storage_options": moto_bucket.storage_options}):
+        zarrckpt.save(STATE, **options)
+        assert zarrckpt.open(**options)["step"] == 7
+    with pytest.raises(zarrckpt.ForeignObjectsError, match="lies inside"):
+        zarrckpt.save(STATE, zarr.storage.StorePath(store, "run"))
+    with pytest.raises(zarrckpt.ForeignObjectsError, match="lies inside"):
+        zarrckpt.save(STATE, moto_bucket.url("run"), storage_options=moto_bucket.storage_options)
+
+
+def test_a_checkpoint_with_another_one_inside_says_what_to_do(tmp_path: Path) -> None:
+    """Moved folders, or saves before that was refused, create such checkpoints."""
+    outer, inner = tmp_path / "out", tmp_path / "out" / "best"
+    zarrckpt.save(STATE, outer)
+    zarrckpt.save({"step": 8}, tmp_path / "elsewhere")
+    shutil.move(tmp_path / "elsewhere", inner)
+    actions: list[Callable[[], Any]] = [
+        lambda: zarrckpt.save(STATE, outer, overwrite=True),
+        lambda: zarrckpt.remove(outer),
+        lambda: zarrckpt.recover(outer),
+    ]
+    for action in actions:
+        with pytest.raises(zarrckpt.ForeignObjectsError, match=f"zarrckpt cp {inner}.*zarrckpt rm {inner}"):
+            action()
+    for words in (["doctor", outer], ["rm", outer, "--yes"], ["recover", outer]):
+        found = run(*words)
+        assert found.exit_code == 3 and f"zarrckpt rm {inner}" in found.stderr
+    assert zarrckpt.open(outer).verify() and zarrckpt.open(inner).verify()
+    assert run("cp", inner, tmp_path / "moved").exit_code == 0
+    assert run("rm", inner, "--yes").exit_code == 0
+    assert zarrckpt.remove(outer) and zarrckpt.open(tmp_path / "moved")["step"] == 8
+
+
+# -- a folder of checkpoints
+
+
+def test_a_folder_of_checkpoints_is_known_as_one(place: Callable[[str], Place]) -> None:
+    run_, newest = place("runs/one"), place("runs/one/step-10")
+    for step in (10, 9):
+        zarrckpt.save({**STATE, "step": step}, **place(f"runs/one/step-{step}").options)
+    before = run_.keys()
+    actions: dict[str, Callable[[], Any]] = {
+        "save": lambda: zarrckpt.save(STATE, **run_.options),
+        "overwrite": lambda: zarrckpt.save(STATE, **run_.options, overwrite=True),
+        "load": lambda: zarrckpt.load({"step": 0}, **run_.options),
+        "open": lambda: zarrckpt.open(**run_.options),
+        "remove": lambda: zarrckpt.remove(**run_.options),
+        "copy onto it": lambda: zarrckpt.open(**newest.options).copy_to(**run_.options),
+    }
+    for name, action in actions.items():
+        with pytest.raises(zarrckpt.CheckpointError, match=r"folder of \d checkpoints?.*the newest is .*step-10\b"):
+            action()
+        assert run_.keys() == before, name
+    if isinstance(run_.url, str) and not run_.storage_options:
+        for words in (["rm", "--yes"], ["doctor"], ["info"], ["tree"], ["verify"]):
+            found = run(words[0], run_.url, *words[1:])
+            assert found.exit_code == 3 and f"the newest is {newest.url}" in found.stderr
+
+
+def test_a_file_beside_checkpoints_changes_nothing(tmp_path: Path) -> None:
+    zarrckpt.save(STATE, tmp_path / "step-1")
+    (tmp_path / "config.yaml").write_text("lr: 1")
+    with pytest.raises(zarrckpt.ForeignObjectsError, match=r"folder of \d checkpoints?.*step-1"):
+        zarrckpt.remove(tmp_path)
+    (tmp_path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {}}')
+    with pytest.raises(zarrckpt.ForeignObjectsError, match=r"folder of \d checkpoints?.*step-1"):
+        zarrckpt.open(tmp_path)
+
+
+def test_ls_lists_the_checkpoints_of_a_folder(tmp_path: Path) -> None:
+    for step in (10, 9):
+        zarrckpt.save({**STATE, "step": step}, tmp_path / f"step-{step}")
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, FaultyStore(tmp_path / "step-11", at(9, STOP)))
+    zarrckpt.save(STATE, tmp_path / "step-12")
+    (tmp_path / "step-12" / "zarr.json").write_text("{")
+    (tmp_path / "logs").mkdir()
+    rows = [line.split("\t") for line in run("ls", tmp_path).stdout.splitlines()]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("step-9", "9", "24 B"),
+        ("step-10", "10", "24 B"),
+        ("step-11", "", "unfinished"),
+        ("step-12", "", "damaged"),
+    ]
+    listed = json.loads(run("ls", tmp_path, "--json").stdout)
+    assert [item["url"] for item in listed] == [str(tmp_path / f"step-{step}") for step in (9, 10, 11, 12)]
+    assert listed[0]["created"] == zarrckpt.open(tmp_path / "step-9").created and listed[1]["nbytes"] == 24
+    assert [item["state"] for item in listed] == ["committed", "committed", "unfinished", "damaged"]
+    # The output for a checkpoint is unchanged, and a pattern cannot match in a folder.
+    assert run("ls", tmp_path / "step-9").stdout.startswith("model.w\t")
+    assert run("ls", tmp_path, "model.*").exit_code == 3
+
+
+def test_ls_lists_the_runs_of_a_folder(tmp_path: Path) -> None:
+    for name, steps in {"a": (9, 10), "b": (3,)}.items():
+        for step in steps:
+            zarrckpt.save({**STATE, "step": step}, tmp_path / name / f"step-{step}", metadata={"loss": 1 / step})
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, FaultyStore(tmp_path / "a" / "step-11", at(9, STOP)))
+    begun = zarrckpt.CheckpointManager(tmp_path / "c", signals=())
+    begun.restore(dict(STATE))
+    (tmp_path / "logs" / "tensorboard").mkdir(parents=True)
+    rows = [line.split("\t") for line in run("ls", tmp_path, "--header").stdout.splitlines()]
+    assert [[row[0], row[1], row[2], row[4], row[5]] for row in rows] == [
+        ["run", "newest", "step", "size", "loss"],
+        ["a", "step-10", "10", "24 B", "0.1"],
+        ["b", "step-3", "3", "24 B", "0.333333"],
+        ["c", "", "", "no checkpoint", ""],
+    ]
+    listed = json.loads(run("ls", tmp_path, "--json").stdout)
+    assert listed[0]["url"] == str(tmp_path / "a") and listed[0]["metadata"] == {"loss": 0.1}
+    assert run("ls", tmp_path, "model.*").exit_code == run("ls", tmp_path / "logs").exit_code == 3
+
+
+# -- folders that cannot be read
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """Make some folders unreadable, also for root."""
+
+    def refusing(call: Any) -> Any:
+        def refuse(path: Any, *rest: Any, **more: Any) -> Any:
+            if isinstance(path, str) and any(f"{path}/".startswith(f"{folder}/") for folder in folders):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return call(path, *rest, **more)
+
+        return refuse
+
+    monkeypatch.setattr(os, "open", refusing(os.open))
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
+
+
+@pytest.mark.filterwarnings("ignore:.*was skipped:UserWarning")
+def test_folders_that_cannot_be_read_hide_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "run"
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, FaultyStore(runs, at(9, STOP)))
+    zarrckpt.save(STATE, runs / "step-00000001")
+    with zarrckpt.CheckpointManager(runs, signals=()) as job:
+        assert job.restore(dict(STATE)) == 1
+        job.save(2, STATE, metrics={"loss": 1})
+    hidden = ("lost+found", "private", ".Trash-1000")
+    for name in hidden:
+        (runs / name).mkdir()
+    (runs / "loop").symlink_to("loop")
+    (runs / "step-9").symlink_to("step-9")
+    (runs / "nowhere").symlink_to("/nowhere/at/all")
+    (runs / "self").symlink_to(".")
+    (runs / "step-7").write_text("a file")
+    os.mkfifo(runs / "step-8")
+    with socket.socket(socket.AF_UNIX) as bound:
+        monkeypatch.chdir(runs)
+        bound.bind("step-10")
+    forbid(monkeypatch, *(runs / name for name in hidden))
+    # The save by mistake in their folder is removed.
+    assert zarrckpt.recover(runs, stopped=True).checkpoints == () and not list(runs.glob("@zarrckpt/*"))
+
+    newest = runs / "step-00000002"
+    with pytest.warns(UserWarning, match="Trash-1000 cannot be read and was skipped"):
+        assert zarrckpt.latest(runs) == str(newest)
+    with pytest.warns(UserWarning, match="nowhere cannot be read and was skipped"):
+        assert zarrckpt.best(runs, "loss") == str(newest)
+    with zarrckpt.CheckpointManager(runs, signals=()) as job:
+        assert job.steps() == [1, 2] and job.restore(dict(STATE)) == 2
+        job.save(3, STATE)
+    newest = runs / "step-00000003"
+    listed = json.loads(run("ls", runs, "--json").stdout)
+    assert {row["name"]: row["state"] for row in listed} == {
+        "step-00000001": "committed",
+        "step-00000002": "committed",
+        "step-00000003": "committed",
+        ".Trash-1000": "not readable",
+        "nowhere": "not readable",
+        "private": "not readable",
+    }
+    assert str(runs / "private") in run("ls", runs).stderr
+    assert [row["newest"] for row in json.loads(run("ls", tmp_path, "--json").stdout)] == [newest.name]
+    for words in (["doctor"], ["rm", "--yes"], ["info"]):
+        found = run(words[0], runs, *words[1:])
+        assert found.exit_code == 3 and f"the newest is {newest}." in found.stderr
+        assert "'private' there cannot be read" in found.stderr
+    report = zarrckpt.recover(runs, stopped=True)
+    parts = {part.url.rpartition("/")[2]: part.error for part in report.checkpoints}
+    assert [name for name, error in parts.items() if error] == [".Trash-1000", "nowhere", "private"]
+    assert "Permission denied" in parts["private"] and parts["step-00000002"] == parts["step-00000003"] == ""
+    with pytest.raises(zarrckpt.ForeignObjectsError, match=f"the newest is {newest}."):
+        zarrckpt.save(STATE, runs)
+
+
+@pytest.mark.parametrize("how", ["forbidden", "a link to a disk that is missing"])
+def test_a_newest_one_that_cannot_be_read_is_named(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, last = tmp_path / "run", tmp_path / "run" / "step-00000003"
+    with zarrckpt.CheckpointManager(runs, signals=()) as job:
+        job.restore(dict(STATE))
+        for step in (1, 2, 3):
+            job.save(step, STATE, metrics={"loss": step})
+    with monkeypatch.context() as patch:
+        if how == "forbidden":
+            forbid(patch, last)
+        else:
+            last.rename(runs / "disk")
+            last.symlink_to(tmp_path / "missing" / "disk")
+        job = zarrckpt.CheckpointManager(runs, signals=())
+        for action in (lambda: zarrckpt.latest(runs), lambda: job.restore(dict(STATE)), lambda: job.pin(3)):
+            with pytest.raises(zarrckpt.StorageError, match=f"{last} cannot be read, but may have.* move it elsewhere"):
+                action()
+        with pytest.warns(UserWarning, match=f"{last} cannot be read and was skipped"):
+            assert job.steps() == [1, 2]
+        with pytest.warns(UserWarning, match=f"{last} cannot be read and was skipped"):
+            assert zarrckpt.best(runs, "loss") == str(runs / "step-00000001")
+        found = run("ls", runs)
+        assert found.exit_code == 0 and str(last) in found.stderr and f"{last.name}\t\t\tnot readable" in found.stdout
+        assert "not readable" in run("ls", tmp_path).stdout and f"{last.name}'" in run("doctor", runs).stderr
+        job.close()
+    if how != "forbidden":
+        last.unlink()
+        (runs / "disk").rename(last)
+    assert zarrckpt.latest(runs) == str(last)
+
+
+def test_none_is_the_answer_only_if_none_can_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lost+found", ".Trash-0", "final"):
+        (tmp_path / name).mkdir()
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="Trash-0"):
+        forbid(patch, tmp_path / "lost+found", tmp_path / ".Trash-0")
+        assert zarrckpt.latest(tmp_path) is None
+        assert zarrckpt.best(tmp_path, "loss") is None
+    forbid(monkeypatch, tmp_path / "final")
+    for find in (zarrckpt.latest, lambda folder: zarrckpt.best(folder, "loss")):
+        with pytest.raises(zarrckpt.StorageError, match="final cannot be read"):
+            find(tmp_path)
+
+
+# -- recover
+
+
+def test_recover_takes_a_folder_of_checkpoints(place: Callable[[str], Place], tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        zarrckpt.save({**STATE, "step": step}, **place(f"run/step-{step}").options)
+
+    def stops(call: Call) -> Fault | None:
+        return STOP if call.verb == "replace" else None
+
+    broken = FaultyStore(**place("run/step-2").options, rule=stops)
+    with pytest.raises(Stopped):
+        zarrckpt.save(STATE, broken, overwrite=True)
+    report = zarrckpt.recover(**place("run").options)
+    assert [part.url.rpartition("/")[2] for part in report.checkpoints] == ["step-1", "step-2", "step-3"]
+    assert len(report.kept) == 1 and report.checkpoints[1].kept == report.kept and report.objects == 0
+    report = zarrckpt.recover(**place("run").options, stopped=True)
+    assert report.objects == report.checkpoints[1].objects > 0 and report.kept == ()
+    for step in (1, 2, 3):
+        assert zarrckpt.open(**place(f"run/step-{step}").options)["step"] == step
+        keys = place(f"run/step-{step}").keys()
+        assert not [key for key in keys if key.startswith("@") and not key.startswith("@zarrckpt/")]
+
+
+def test_recover_goes_on_where_one_of_them_is_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        zarrckpt.save(STATE, tmp_path / f"step-{step}")
+    (tmp_path / "step-1" / "zarr.json").write_text("{")
+    with pytest.raises(BaseException):  # noqa: B017 - DCP wraps what stops it
+        zarrckpt.save(STATE, FaultyStore(tmp_path / "step-2", at(12, STOP)), overwrite=True)
+    report = zarrckpt.recover(tmp_path, stopped=True)
+    assert "zarrckpt.remove deletes it" in report.checkpoints[0].error and not report.checkpoints[1].error
+    assert report.objects > 0 and len(report.removed) == 1
+    found = run("recover", tmp_path)
+    assert found.exit_code == 3 and found.stderr.startswith("step-1: ")
+    assert found.stdout == "step-2: nothing to delete\n"

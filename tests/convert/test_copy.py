@@ -1,0 +1,208 @@
+"""Copies have the same bits at another url, and are committed like a save, or do not exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from harness.store_servers import S3Place
+
+import zarrckpt
+from zarrckpt import testing
+from zarrckpt.cli import main
+
+
+def _state(value: float = 1.0) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "model": {"w": torch.randn(800, 600) * value, "b": torch.randn(7).bfloat16(), "empty": torch.zeros(0, 3)},
+        "list": [torch.tensor(value), {"x": 1}],
+        3: "three",
+        "blob": b"bytes" * 50_000,
+    }
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        zarrckpt.save,
+        partial(zarrckpt.save, options=zarrckpt.SaveOptions(compression="zstd")),
+        partial(zarrckpt.save, options=zarrckpt.SaveOptions(portable_dtypes=True)),
+    ],
+    ids=["", "zstd", "portable"],
+)
+def test_a_copy_is_what_it_is_a_copy_of(tmp_path: Path, save: Callable[..., Any]) -> None:
+    save(_state(), tmp_path / "one")
+    one = zarrckpt.open(tmp_path / "one")
+    seen: list[tuple[int, int]] = []
+    report = one.copy_to(tmp_path / "two", progress=lambda *done: seen.append(done))
+    two = zarrckpt.open(tmp_path / "two")
+    assert two.verify() and one.diff(two) and list(one) == list(two)
+    assert seen[-1] == (report.nbytes, report.nbytes) and two.save_id == report.save_id != one.save_id
+    assert str(one.load()) == str(two.load())
+    target = {**_state(0.0), "blob": None, 3: None}
+    zarrckpt.load(target, tmp_path / "two")
+    assert torch.equal(target["model"]["w"], _state()["model"]["w"]) and target[3] == "three"
+    assert (two.writers("model.w") == one.writers("model.w")).all()
+
+
+def test_a_part_and_to_s3_and_back(tmp_path: Path, moto_bucket: S3Place) -> None:
+    zarrckpt.save(_state(), tmp_path / "one")
+    zarrckpt.save(_state(2.0), tmp_path / "one", overwrite=True)  # a tree that is not the canonical one
+    url, options = moto_bucket.url("copied"), moto_bucket.storage_options
+    part = zarrckpt.open(tmp_path / "one").select("model", "list", exclude=["*.b"])
+    part.copy_to(url, storage_options=options)
+    there = zarrckpt.open(url, storage_options=options)
+    assert list(there) == ["model.w", "model.empty", "list.0", "list.1.x"] and there.verify() and part.diff(there)
+    assert there.load()["list"][1] == {"x": 1}
+    there.copy_to(tmp_path / "back")
+    assert zarrckpt.open(tmp_path / "back").verify() and part.diff(zarrckpt.open(tmp_path / "back"))
+
+
+def test_what_is_there_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    zarrckpt.save(_state(), tmp_path / "one")
+    zarrckpt.save(_state(2.0), tmp_path / "two")
+    one = zarrckpt.open(tmp_path / "one")
+    with pytest.raises(zarrckpt.CheckpointExistsError):
+        one.copy_to(tmp_path / "two")
+    one.copy_to(tmp_path / "two", overwrite=True)
+    assert one.diff(zarrckpt.open(tmp_path / "two")) and zarrckpt.open(tmp_path / "two").verify()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(zarrckpt.ForeignObjectsError):
+        one.copy_to(tmp_path / "other")
+
+
+def test_damage_is_not_copied(tmp_path: Path) -> None:
+    zarrckpt.save(_state(), tmp_path / "one")
+    chunk = tmp_path / "one" / "model" / "b" / "c.0"
+    chunk.write_bytes(b"\0" * chunk.stat().st_size)
+    with pytest.raises(zarrckpt.CorruptCheckpointError):
+        zarrckpt.open(tmp_path / "one").copy_to(tmp_path / "two")
+    with pytest.raises(zarrckpt.CheckpointNotFoundError):
+        zarrckpt.open(tmp_path / "two")
+
+
+def _one_at_a_time(store: testing.FaultyStore) -> testing.FaultyStore:
+    """Make operations run in one order, and always the same number of them."""
+    store.max_concurrency = 1
+    return store
+
+
+def _files(place: Path) -> set[str]:
+    return {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> zarrckpt.Checkpoint:
+    """A checkpoint of some tensors in several chunks, and a blob."""
+    torch.manual_seed(0)
+    state = {"m": {"w": torch.randn(60, 100), "i": torch.arange(3000)}, "b": b"x" * 100_000, "step": 3}
+    zarrckpt.save(state, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1000))
+    return zarrckpt.open(tmp_path / "one")
+
+
+MADE_ANEW: dict[str, Any] = {"dtype": "bfloat16", "compression": "zstd"}
+
+
+@pytest.mark.parametrize("changes", [{}, MADE_ANEW], ids=["as it is", "made anew"])
+def test_a_copy_that_dies_anywhere_leaves_the_old_or_the_new_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+    small = {"w": torch.ones(3), "b": {"c": torch.zeros(2)}}
+    zarrckpt.save(small, tmp_path / "one")
+    one = zarrckpt.open(tmp_path / "one")
+    counted = _one_at_a_time(testing.FaultyStore(tmp_path / "count"))
+    one.copy_to(counted, **changes)
+    (commit,) = (call.number for call in counted.calls if (call.verb, call.key) == ("create", "zarr.json"))
+    for number in range(len(counted.calls)):
+        place, fault = tmp_path / str(number), (testing.STOP, testing.STOP_AFTER)[number % 2]
+        with pytest.raises(testing.Stopped):
+            one.copy_to(_one_at_a_time(testing.FaultyStore(place, testing.at(number, fault))), **changes)
+        if number < commit or (number == commit and fault == testing.STOP):
+            with pytest.raises(zarrckpt.CheckpointNotFoundError):
+                zarrckpt.open(place)
+            one.copy_to(place, **changes)
+        two = zarrckpt.open(place)
+        assert zarrckpt.open(tmp_path / "count").diff(two) and two.verify()
+        assert zarrckpt.recover(place, stopped=True).objects == 0
+
+
+@pytest.mark.parametrize("over", ["nothing", "a checkpoint"])
+@pytest.mark.parametrize("changes", [{}, MADE_ANEW], ids=["as it is", "made anew"])
+def test_a_copy_that_fails_removes_what_it_wrote(
+    tmp_path: Path, one: zarrckpt.Checkpoint, over: str, changes: dict[str, Any]
+) -> None:
+    place = tmp_path / "two"
+    if over != "nothing":
+        zarrckpt.save({"w": torch.ones(3)}, place)
+    before, writes = _files(place), 0
+    for number in (8, 20, 30):
+        store = testing.FaultyStore(place, testing.writes(number, testing.FAIL))
+        with pytest.raises(zarrckpt.StorageError):
+            one.copy_to(store, overwrite=True, **changes)
+        writes += sum(call.verb == "put" and "/c" in call.key for call in store.calls)
+        left = _files(place) - before - {"@zarrckpt/zarr.json"}
+        assert all(key.startswith("@zarrckpt/") and key.count("/") == 2 for key in left), left  # markers
+    assert writes > 3
+    one.copy_to(place, overwrite=True, **changes)
+    assert zarrckpt.open(place).verify() and "w/c.0" not in _files(place)
+
+
+def test_a_save_that_commits_while_a_copy_runs_wins(tmp_path: Path, one: zarrckpt.Checkpoint) -> None:
+    begun: list[testing.Call] = []
+
+    def rule(call: testing.Call) -> None:
+        if call.verb == "put" and call.key.startswith("m/w/c") and not begun:
+            begun.append(call)
+            zarrckpt.save({"w": torch.ones(3)}, tmp_path / "two")
+
+    with pytest.raises(zarrckpt.CheckpointExistsError):
+        one.copy_to(testing.FaultyStore(tmp_path / "two", rule))
+    assert begun and zarrckpt.open(tmp_path / "two").verify() and list(zarrckpt.open(tmp_path / "two")) == ["w"]
+    # Objects that it wrote after the winner's clean-up are gone as well.
+    assert not list((tmp_path / "two").glob("m/**/c*"))
+
+
+SLOW = """
+import sys, time
+import zarrckpt
+from zarrckpt import testing
+
+slow = testing.FaultyStore(sys.argv[2], lambda call: time.sleep(0.02))
+zarrckpt.open(sys.argv[1]).copy_to(slow)
+"""
+
+
+def test_a_copy_that_is_killed_is_made_again(tmp_path: Path, one: zarrckpt.Checkpoint) -> None:
+    place = tmp_path / "two"
+    process = subprocess.Popen([sys.executable, "-c", SLOW, one.url, str(place)])
+    while len(list(place.glob("m/w/c*"))) < 4 and process.poll() is None:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    with pytest.raises(zarrckpt.CheckpointNotFoundError):
+        zarrckpt.open(place)
+    helper = place / "m" / "w" / f".zarrckpt-{'0' * 16}.part"
+    helper.write_bytes(b"half a chunk")
+    assert CliRunner().invoke(main, ["cp", one.url, str(place)]).exit_code == 0
+    assert zarrckpt.open(place).verify() and one.diff(zarrckpt.open(place))
+    assert not (place / "m").exists() and zarrckpt.recover(place, stopped=True).objects == 0
+
+
+def test_from_the_terminal(tmp_path: Path) -> None:
+    zarrckpt.save(_state(), tmp_path / "one")
+    arguments = ["cp", str(tmp_path / "one"), str(tmp_path / "two"), "--include", "model", "--exclude", "*.b", "--json"]
+    found = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    assert json.loads(found.stdout)["objects"] == 1 and found.exit_code == 0
+    assert list(zarrckpt.open(tmp_path / "two")) == ["model.w", "model.empty"]
+    assert CliRunner().invoke(main, arguments).exit_code == 3

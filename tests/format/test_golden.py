@@ -1,0 +1,329 @@
+"""Checkpoints that the first version of the format wrote open forever. Newer formats are refused with their number.
+
+The files in ``golden/`` are never written again. ``make_golden.py`` describes their contents.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import make_golden as golden
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import ROOT
+from harness.independent_reader import Reader
+from harness.ranks import run_ranks
+
+import zarrckpt
+from zarrckpt import CheckpointError, UnsafeValueError, UnsupportedFormatError
+
+_RANKS = {
+    "rows": golden.bits("float32", golden.ROWS),
+    "columns": golden.bits("bfloat16", golden.COLUMNS),
+    "replica": golden.bits("int64", (3,)),
+    "step": 3,
+    "rng": {
+        "0": {"seed": 0},
+        "ranks": {"state": torch.stack([golden.bits("uint8", (6,), rank) for rank in range(golden.WORLD_SIZE)])},
+        **{str(rank): {"seed": rank} for rank in range(1, golden.WORLD_SIZE)},
+    },
+    "read": {str(rank): golden.bits("int32", (rank + 1,)) for rank in range(golden.WORLD_SIZE)},
+}
+_OWN = [golden.own_state(rank) for rank in range(12)]
+_MANY = {
+    "0": {"seed": 0},
+    "1": {"seed": 1},
+    "ranks": {"state": torch.stack([own["state"] for own in _OWN if "state" in own])},
+    **{str(rank): {"seed": rank} for rank in range(2, 12)},
+}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "plain": {
+        **{"tensors": golden.tensors(), "values": golden.values(), "nested": golden.nested()},
+        **{"pickle": golden.pickled(), "order": golden.ordered()},
+    },
+    "part": golden.part(),
+    "portable": golden.portable(),
+    "subchunks": golden.large(),
+    "chunks": {"w": golden.bits("float32", (9, 7)), "x": golden.bits("uint8", (100,))},
+    "zstd": golden.compressible(),
+    "blosc": golden.compressible(),
+    "overwritten": golden.trained(2),
+    "many_ranks": {"rng": _MANY, "w": golden.pattern(701, 1024) + 1},
+    "shuffled": golden.ordered(),
+    "ranks": _RANKS,
+    "ranks_merged": _RANKS,
+}
+METADATA: dict[str, Any] = {"plain": golden.METADATA, "part": golden.METADATA, "overwritten": {"step": 2}}
+PAGE = ROOT / "docs/reference/format.md"
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.contiguous().reshape(-1)
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(torch.uint8).numpy().tobytes()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal to the last bit and in type, including containers and their order."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and raw(one) == raw(other)
+    if isinstance(one, np.ndarray | np.generic):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and one.tobytes() == other.tobytes()
+    if isinstance(one, io.BytesIO):
+        return one.getvalue() == other.getvalue()
+    if isinstance(one, Mapping):
+        pairs = zip(one.items(), other.items(), strict=False)
+        return len(one) == len(other) and all(same(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
+
+
+def blank(value: Any) -> Any:
+    """Return a target like a state, with empty tensors and other values."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, Mapping) and value:
+        return type(value)((key, blank(item)) for key, item in value.items())
+    if isinstance(value, list) and any(isinstance(item, torch.Tensor | Mapping) for item in value):
+        return [blank(item) for item in value]
+    return "unloaded"
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    with zipfile.ZipFile(golden.GOLDEN / f"{name}.zip") as archive:
+        archive.extractall(folder / name)
+    return folder / name
+
+
+def flat(value: Any, keys: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """Return the leaves of a state by fqn. A list of only values is one leaf, like an empty dict."""
+    nested = isinstance(value, Mapping) and value
+    if isinstance(value, list) and any(isinstance(item, torch.Tensor | Mapping | list) for item in value):
+        nested, value = True, dict(enumerate(value))
+    if not nested:
+        return {".".join(map(str, keys)): value}
+    return {fqn: leaf for key, below in value.items() for fqn, leaf in flat(below, (*keys, key)).items()}
+
+
+def description(name: str) -> dict[str, Any]:
+    """Return the JSON file beside a golden checkpoint."""
+    found: dict[str, Any] = json.loads((golden.GOLDEN / f"{name}.json").read_bytes())
+    return found
+
+
+class PageReader:
+    """The reader at the top of the format page, or the same with a text of it replaced."""
+
+    def __init__(self, folder: Path, old: str = "", new: str = "") -> None:
+        code = re.search("```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+        assert code is not None and code[1].count("\n") <= 60 and old in code[1]
+        names: dict[str, Any] = {}
+        exec(code[1].replace(old, new) if old else code[1], names)
+        self._reader: Any = names["Reader"](folder)
+
+    def tensors(self) -> dict[str, tuple[str, list[int], str]]:
+        """Return the name of the dtype, the shape and the SHA-256 of each tensor."""
+        found = {}
+        for fqn, entry in self._reader.own["entries"].items():
+            if not {"value", "encoding"} & entry.keys():
+                array = self._reader.read(entry["path"])
+                found[fqn] = array.dtype.name, list(array.shape), golden.sha256(array.tobytes())
+        return found
+
+
+def test_there_is_one_of_each_kind() -> None:
+    assert {file.stem for file in golden.GOLDEN.glob("*.zip")} == set(golden.CHECKPOINTS) == set(EXPECTED)
+    assert {file.stem for file in golden.GOLDEN.glob("*.json")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_it_opens_reads_loads_and_verifies(name: str, tmp_path: Path) -> None:
+    folder, expected = unpacked(name, tmp_path), EXPECTED[name]
+    ckpt = zarrckpt.open(folder, allow_pickle=True)
+    assert (ckpt.verify(), ckpt.verify(quick=True)) and not ckpt.verify().damages
+    assert same(ckpt.metadata, METADATA.get(name, {}))
+    # The whole state as new objects: names, keys, containers, order.
+    target: dict[str, Any] = dict.fromkeys(expected)
+    zarrckpt.load(target, folder, allow_pickle=True)
+    assert same(target, expected)
+    # Into existing targets, and each entry separately. (A list that has closed its gaps has other positions.)
+    target = {key: blank(value) for key, value in expected.items()}
+    if name != "part":
+        zarrckpt.load(target, folder, allow_pickle=True)
+        assert same(target, expected)
+    arrays = ckpt.read()
+    reader = Reader(folder)  # it follows only the format page
+    assert arrays and list(reader.entries) == list(ckpt) and same(reader.metadata, ckpt.metadata)
+    for fqn, array in arrays.items():
+        assert (array.dtype.name, list(array.shape), array.tobytes()) == reader.tensor(fqn), fqn
+        lazy = np.asarray(ckpt[fqn][...])  # portable ones as the integers that hold them
+        assert (lazy.shape, lazy.tobytes()) == (array.shape, array.tobytes()), fqn
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_json_beside_it_says_what_is_in_it(name: str, tmp_path: Path) -> None:
+    folder, described = unpacked(name, tmp_path), description(name)
+    assert golden.description(folder) == described  # the library finds the same
+    tensors, reader = PageReader(folder).tensors(), Reader(folder)
+    # A part of a list closes its gaps. Fqns keep the positions.
+    expected = flat(EXPECTED[name]) if name != "part" else {}
+    for fqn, said in described["entries"].items():
+        keys = tuple(key for _, key in reader.keys(fqn))
+        assert same(keys, zarrckpt.open(folder).path(fqn)) and ".".join(map(str, keys)) == fqn
+        assert [container for container, _ in reader.keys(fqn)] == said["containers"]
+        assert reader.ranks(fqn) == said.get("ranks", [])
+        if "dtype" in said:
+            assert (said["dtype"], said["shape"], said["sha256"]) == tensors[fqn]
+        if isinstance(value := expected.pop(fqn, None), torch.Tensor):
+            assert said["dtype"] == str(value.dtype).removeprefix("torch.")
+            assert (said["shape"], said["sha256"]) == (list(value.shape), golden.sha256(raw(value)))
+        elif value is not None and "sha256" not in said:
+            assert same(reader.value(fqn), value)
+    assert not expected
+
+
+WRONG_ORDERS = {
+    "chunks in Fortran order": (
+        "for cell in itertools.product(*map(range, counts)):",
+        "for cell in sorted(itertools.product(*map(range, counts)), key=lambda cell: cell[::-1]):",
+    ),
+    "subchunks from the last": ("data + decode(part)", "decode(part) + data"),
+    "elements in Fortran order": (".reshape(chunk)", '.reshape(chunk, order="F")'),
+    "arrays as the root has them": ("in sorted(self.arrays)", "in self.arrays"),
+    "arrays from the last": ("in sorted(self.arrays)", "in sorted(self.arrays, reverse=True)"),
+    "arrays by component": ("in sorted(self.arrays)", 'in sorted(self.arrays, key=lambda path: path.split("/"))'),
+    "arrays by UTF-16": ("in sorted(self.arrays)", 'in sorted(self.arrays, key=lambda path: path.encode("utf-16-be"))'),
+    "arrays by lower case": ("in sorted(self.arrays)", "in sorted(self.arrays, key=str.lower)"),
+    "big-endian": ("np.frombuffer(data, out.dtype)", "np.frombuffer(data, out.dtype).byteswap()"),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG_ORDERS])
+def test_a_reader_with_another_order_fails(wrong: str | None, tmp_path: Path) -> None:
+    unequal = []
+    for name in EXPECTED:
+        folder = unpacked(name, tmp_path)
+        said = description(name)["entries"].items()
+        saved = {fqn: (one["dtype"], one["shape"], one["sha256"]) for fqn, one in said if "dtype" in one}
+        try:
+            if PageReader(folder, *WRONG_ORDERS.get(wrong or "", ())).tensors() != saved:
+                unequal.append(name)
+        except (AssertionError, OSError):
+            unequal.append(name)
+    assert bool(unequal) == (wrong is not None)
+
+
+def test_roots_have_the_published_schema(tmp_path: Path) -> None:
+    schema = json.loads(PAGE.with_name("zarrckpt.schema.json").read_bytes())
+    validator: Any = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    for name in EXPECTED:
+        root = json.loads((unpacked(name, tmp_path) / "zarr.json").read_bytes())
+        validator.validate(root)
+        for member in ("save_id", "entries", "tables"):
+            less = json.loads(json.dumps(root))
+            del less["attributes"]["zarrckpt"][member]
+            assert not validator.is_valid(less)
+
+
+def test_pickles_load_only_on_request(tmp_path: Path) -> None:
+    folder = unpacked("plain", tmp_path)
+    with pytest.raises(UnsafeValueError, match=r"pickle\.day"):
+        zarrckpt.open(folder)["pickle.day"]
+    assert zarrckpt.open(folder, allow_pickle=True)["pickle.day"] == golden.pickled()["day"]
+
+
+def _load_on_two_ranks(folder: str) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    shapes = {"rows": (golden.ROWS, torch.float32), "columns": (golden.COLUMNS, torch.bfloat16)}
+    state: dict[str, Any] = {
+        name: distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [Shard(0)])
+        for name, (shape, dtype) in shapes.items()
+    }
+    state |= {"replica": torch.zeros(3, dtype=torch.int64), "step": 0}
+    state |= {"rng": zarrckpt.PerRank(None), "read": zarrckpt.PerRank(None)}
+    zarrckpt.load(state, folder)
+    whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()}
+    return whole | {"rng": state["rng"].value, "read": state["read"].value}
+
+
+def test_what_four_ranks_saved_loads_on_two(tmp_path: Path) -> None:
+    for name in ("ranks", "ranks_merged"):
+        for rank, loaded in enumerate(run_ranks(_load_on_two_ranks, str(unpacked(name, tmp_path)), world_size=2)):
+            rng = {"seed": rank, "state": golden.bits("uint8", (6,), rank)}
+            assert same(loaded, {**{k: _RANKS[k] for k in loaded}, "rng": rng, "read": _RANKS["read"][str(rank)]})
+
+
+def edited(folder: Path, change: dict[str, Any]) -> Path:
+    """Put another root document, with a valid checksum."""
+    document = json.loads((folder / "zarr.json").read_bytes())
+    document["attributes"]["zarrckpt"].update(change)
+    return golden.seal(folder, document)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"format": 2}, "format 2"),
+        ({"format": 1.0}, r"format 1\.0"),
+        ({"format": True}, "format True"),
+        ({"features": ["bricks"]}, "bricks"),
+        ({"format": 2, "entries": [], "save_id": 5}, "format 2"),
+    ],
+)
+def test_newer_ones_are_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    folder = edited(unpacked("overwritten", tmp_path), change)
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    refused = pytest.raises(UnsupportedFormatError, match=f"{named}.*Upgrade zarrckpt")
+    with refused:
+        zarrckpt.open(folder)
+    with refused:
+        zarrckpt.load({"step": None}, folder)
+    for overwrite in (False, True):
+        with refused:
+            zarrckpt.save({"step": 1}, folder, overwrite=overwrite)
+    for clean in (zarrckpt.recover, zarrckpt.remove):
+        with refused:
+            clean(folder)
+    with pytest.warns(UserWarning, match=named):
+        assert zarrckpt.latest(tmp_path) is None
+    with pytest.raises(dcp.api.CheckpointException, match=named):
+        dcp.load({"step": torch.zeros(1)}, storage_reader=zarrckpt.ZarrStorageReader(folder), no_dist=True)
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+
+
+def test_the_edit_is_what_is_refused(tmp_path: Path) -> None:
+    assert zarrckpt.open(edited(unpacked("overwritten", tmp_path), {"later": "addition"})).verify()
+
+
+def test_an_existing_one_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(golden.GOLDEN, tmp_path / "golden")
+    (tmp_path / "golden/chunks.zip").unlink()
+    (tmp_path / "golden/zstd.zip").write_bytes(b"kept")
+    monkeypatch.setattr(golden, "GOLDEN", tmp_path / "golden")
+    monkeypatch.setattr(golden, "stop_ranks", lambda: None)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "golden").iterdir()}
+    with warnings.catch_warnings():
+        golden.main()
+    after = {file.name: file.read_bytes() for file in (tmp_path / "golden").iterdir()}
+    assert after.pop("chunks.zip") and after == before
+    try:
+        zarrckpt.open(unpacked("chunks", tmp_path)).verify().raise_if_damaged()
+    except CheckpointError as err:
+        raise AssertionError("what it writes does not verify") from err

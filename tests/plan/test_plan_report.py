@@ -1,0 +1,387 @@
+"""``plan_report`` predicts a save: it is compared with the objects, the requests and the messages of one."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ROOT
+from harness.models import make_run
+from harness.ranks import all_ranks_raise, run_ranks
+from harness.s3_stub import S3Stub
+from harness.uneven_states import distributed, full, sharded, uneven_state
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+import zarrckpt
+from zarrckpt import PlanReport, SaveOptions, SaveReport, UnsupportedLayoutError, UnsupportedValueError
+from zarrckpt._format.chunk_layout import chunk_object_bytes
+from zarrckpt._plan import owners
+from zarrckpt._ranks.mesh import _places
+from zarrckpt._ranks.pieces import Pieces
+from zarrckpt._ranks.rounds import Rounds
+from zarrckpt._read.catalog import Catalog
+from zarrckpt._save import agree
+from zarrckpt._store import StoreSpec
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+BENCHMARK = ROOT / "benchmarks" / "plan_sizes.py"
+
+
+def plain() -> dict[str, Any]:
+    """Return tensors of all kinds at several depths, and values that need no separate object."""
+    return {
+        "model": {"w": full((70, 33), 1), "deep": {"er": {"b": full((5,), 2)}}, "e": torch.zeros(0, 3)},
+        "scalar": torch.tensor(7),
+        "half": torch.ones(9, 2, dtype=torch.bfloat16),
+        "step": 3,
+        "names": ["a", {"b": None}],
+    }
+
+
+def test_chunks_fit_into_the_memory_for_them() -> None:
+    """A chunk whose pieces move is in memory as a whole."""
+    state = {"w": torch.zeros(48 << 20, dtype=torch.uint8)}
+    assert planned(state).objects == 1 and planned(state, max_inflight_bytes=16 << 20).objects > 2
+
+
+def _no_requests(*args: Any) -> Any:
+    raise AssertionError("a store was opened")
+
+
+def planned(
+    state: Mapping[str, Any], ranks_per_host: int | None = None, process_group: Any = None, **sizes: Any
+) -> PlanReport:
+    """Return a report. Fail if that opens a store or moves a piece."""
+    with patch.object(StoreSpec, "open", _no_requests), patch.object(Rounds, "pieces", _no_requests):
+        return zarrckpt.plan_report(
+            state, process_group=process_group, options=SaveOptions(**sizes), ranks_per_host=ranks_per_host
+        )
+
+
+def files(url: str) -> tuple[int, int]:
+    """Return the numbers of files below a committed checkpoint: chunks of tensors, and others."""
+    chunks = {
+        f"{node.path}/{path.name}"
+        for node in Catalog(StoreSpec(url)).root.tensors.values()
+        for path in Path(url, node.path).glob("c*")
+    }
+    return len(chunks), sum(path.is_file() for path in Path(url).rglob("*")) - len(chunks)
+
+
+def check_ranks(url: str, report: PlanReport, saved: SaveReport) -> None:
+    """Check the bytes per rank with the table of writers: elements as reported, stored bytes as saved."""
+    catalog = Catalog(StoreSpec(url))
+    writers = catalog.writers()
+    elements, stored = Counter[int](), Counter[int]()
+    for node in catalog.root.tensors.values():
+        for index in node.grid.chunks_of(
+            node.grid.chunk_box((0,) * len(node.grid.shape))._replace(shape=node.grid.shape)
+        ):
+            writer = int(writers[node.path][index])
+            elements[writer] += node.grid.chunk_box(index).size * node.dtype.itemsize
+            stored[writer] += chunk_object_bytes(node)
+    assert report.rank_bytes == tuple(elements[rank] for rank in range(report.ranks))
+    assert saved.rank_bytes == tuple(stored[rank] for rank in range(report.ranks))
+
+
+# -- one process
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_chunk_bytes": 500}, {"max_chunk_bytes": 64, "fill_bytes": 32}], ids=str)
+def test_without_a_process_group(sizes: dict[str, Any], tmp_path: Path) -> None:
+    url, state = str(tmp_path / "run"), plain()
+    report = planned(state, **sizes)
+    saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))
+    assert (report.objects, report.documents) == files(url)
+    assert report.objects == saved.objects > (3 if not sizes else 30)
+    assert (report.ranks, report.tensors, report.merged, report.moved_bytes, report.bundles) == (1, 5, 0, 0, 0)
+    assert (report.control_rounds, report.rank_connections, report.host_bytes) == (0, (0,), None)
+    assert report.nbytes == sum(report.rank_bytes) == 70 * 33 * 8 + 5 * 8 + 8 + 9 * 2 * 2
+    assert report.balance == 1.0
+    check_ranks(url, report, saved)
+
+
+@pytest.mark.parametrize("state", [{}, {"step": 3}, {"w": torch.zeros(0, 4)}], ids=["nothing", "value", "no elements"])
+def test_states_without_elements(state: dict[str, Any], tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    report = planned(state)
+    zarrckpt.save(state, url)
+    assert (report.objects, report.documents) == files(url)
+    assert report.nbytes == 0 and report.balance == 1.0 and str(report)
+
+
+def test_modules_and_optimizers(tmp_path: Path) -> None:
+    run, url = make_run("plain"), str(tmp_path / "run")
+    run.train(1)
+    state = {"model": run.model, "optim": run.optim}
+    report = planned(state)
+    saved = zarrckpt.save(state, url)
+    assert (report.objects, report.documents) == files(url) and report.objects == saved.objects
+    check_ranks(url, report, saved)
+
+
+def blobs() -> dict[str, Any]:
+    """Values that become arrays, two in groups of their own, and one of several MiB beside a tensor."""
+    values = {"numpy": np.arange(9), "deep": {"er": {"nothing": b""}}, "text": "x" * 100_000}
+    return {"model": {"w": full((5,), 1), "bytes": b"x" * 5_000_000}, "set": {"of": {1, 2}}, **values}
+
+
+STATES_OF_ONE: dict[str, dict[str, Any]] = {
+    "plain": plain(),
+    "blobs": blobs(),
+    "only blobs": {"a": {"b": np.arange(3)}},
+    "per rank": {"w": torch.ones(3), "own": zarrckpt.PerRank({"t": torch.ones(4), "n": 3, "b": b"own"})},
+    "nothing": {},
+    "no elements": {"w": torch.zeros(0, 4)},
+    "many chunks": {"w": torch.arange(5_000.0).reshape(50, 100)},
+}
+
+
+@pytest.mark.parametrize("state", STATES_OF_ONE.values(), ids=STATES_OF_ONE)
+def test_puts_are_those_that_a_server_gets(s3_stub: S3Stub, state: dict[str, Any]) -> None:
+    place = s3_stub.bucket()
+    # The first create and the first replace of a process test the server's conditional puts.
+    zarrckpt.save({"step": 1}, place.url("first"), storage_options=place.storage_options)
+    zarrckpt.save({"step": 1}, place.url("first"), overwrite=True, storage_options=place.storage_options)
+    sizes: list[dict[str, Any]] = [{}, {"compression": "zstd"}, {"compression": "blosc", "max_chunk_bytes": 300}]
+    for number, options in enumerate([*sizes, {"portable_dtypes": True}]):
+        report = planned(state, **options)
+        for overwrite in (False, True):
+            begin = len(s3_stub.requests)
+            zarrckpt.save(
+                state,
+                place.url(f"run{number}"),
+                overwrite=overwrite,
+                storage_options=place.storage_options,
+                options=SaveOptions(**options),
+            )
+            requests = s3_stub.requests[begin:]
+            puts = [request.target for request in requests if request.method == "PUT"]
+            assert report.puts == len(puts) == len({*puts}) == report.objects + report.documents, (options, overwrite)
+
+
+def test_puts_have_a_price_and_a_duration() -> None:
+    report = planned(plain())
+    puts = range(report.puts)
+    assert report.put_cost() == pytest.approx(len(puts) * 0.005 / 1000)
+    assert report.put_cost(usd_per_1000=2) == pytest.approx(len(puts) / 500)
+    assert report.put_seconds(per_second=len(puts) / 2) == pytest.approx(2)
+    assert f"{report.objects} chunk objects" in str(report) and f"{report.documents} documents" in str(report)
+
+
+def test_balance_is_the_largest_part_over_the_mean() -> None:
+    report = PlanReport(4, 1, 8, 1, 9, (4, 2, 2, 0), 0, 0, 0)
+    assert report.balance == 2.0
+
+
+# -- four ranks
+
+
+def _fsdp(number: float) -> dict[str, Any]:
+    """Return pieces of 1.5 MiB, smaller ones, replicas, and a tensor that is cut unevenly."""
+    line = DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False, _rank=dist.get_rank())
+    square = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False, _rank=dist.get_rank())
+    norm, w = full((64,), number), full((10, 4), number + 1)
+    mine = w[5 * (dist.get_rank() % 2) :][:5].clone()
+    return {
+        "large": sharded(full((768, 1024), number), line),
+        "small": {str(n): sharded(full((n, 8), number), line) for n in (13, 32, 1024)},
+        "norm": distributed(norm, tuple(norm.shape), line, [Replicate()]),
+        "hsdp": distributed(mine, tuple(w.shape), square, [Replicate(), Shard(0)]),
+        "replicas": {str(n): full((n, 3), number) for n in range(40, 50)},
+    }
+
+
+STATES: dict[str, Callable[[float], dict[str, Any]]] = {"fsdp": _fsdp, "uneven": uneven_state}
+
+
+class _Traffic:
+    """The messages of this rank to others in a save."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.sent: Counter[int] = Counter()
+        """Bytes of pieces, by the rank that gets them."""
+        self.peers: set[int] = set()
+        self._merge, self._posted = Rounds.merge, Pieces._posted
+
+    def merge(self, *args: Any) -> Any:
+        self.rounds += 1
+        return self._merge(*args)
+
+    def posted(self, pieces: Any, way: str, peer: int, data: Any) -> Any:
+        self.peers.add(peer)
+        if way == "send":
+            self.sent[peer] += data.nbytes - 4  # each message ends with its checksum
+        return self._posted(pieces, way, peer, data)
+
+
+Said = tuple[int, Counter[int], set[int]]
+
+
+def _plan_and_save(url: str, name: str, sizes: dict[str, Any]) -> tuple[PlanReport, SaveReport, Said]:
+    """Return the report, the save's report, and this rank's rounds, bytes sent by rank, and connections."""
+    state, traffic = STATES[name](1), _Traffic()
+    with patch.object(owners, "BUNDLE_BYTES", 512):
+        report = planned(state, ranks_per_host=3, **sizes)
+        agree._kept_plans.clear()  # as if nothing had been planned
+        with (
+            patch.object(Rounds, "merge", lambda *args: traffic.merge(*args)),
+            patch.object(Pieces, "_posted", lambda *args: traffic.posted(*args)),
+        ):
+            saved = zarrckpt.save(state, url, options=SaveOptions(**sizes))
+    (mesh,) = (place.mesh for place in _places.values() if place.mesh is not None and place.mesh.usable(None))
+    return report, saved, (traffic.rounds, traffic.sent, traffic.peers | {*mesh.edges})
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("fsdp", {}),
+        ("fsdp", {"min_piece_bytes": 0}),
+        ("fsdp", {"max_inflight_bytes": 4096, "fill_bytes": 1024, "max_chunk_bytes": 1 << 19}),
+        ("uneven", {}),
+        ("uneven", {"min_piece_bytes": 0, "max_chunk_bytes": 100}),
+    ],
+    ids=str,
+)
+def test_four_ranks(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    answers = run_ranks(_plan_and_save, url, name, sizes)
+    reports, saves = [answer[0] for answer in answers], [answer[1] for answer in answers]
+    report, saved = reports[0], saves[0]
+    assert all(other == report for other in reports) and report.ranks == 4
+    blobs = saved.objects - report.objects
+    assert blobs == (1 if name == "uneven" else 0)
+    assert (report.objects, report.documents) == files(url)
+    tensors = Catalog(StoreSpec(url)).root.tensors.values()
+    assert report.tensors == len(tensors)
+    assert report.nbytes == sum(math.prod(node.grid.shape) * node.dtype.itemsize for node in tensors)
+    if not blobs:
+        check_ranks(url, report, saved)
+    rounds, sent, peers = zip(*(answer[2] for answer in answers), strict=True)
+    assert {*rounds} == {report.control_rounds}
+    assert report.moved_bytes == sum(count.total() for count in sent)
+    # Ranks 0 to 2 are on one host, rank 3 on another.
+    assert report.host_bytes == sum(count[3] for count in sent) + sent[3].total()
+    assert report.rank_connections == tuple(map(len, peers))
+    assert (report.merged > 0) == (report.bundles > 0) == (report.moved_bytes > 0)
+    assert report.bundles > 1 or name == "uneven" or sizes == {"min_piece_bytes": 0}
+
+
+def _with_and_without_merging() -> list[PlanReport]:
+    return [planned(_fsdp(1), min_piece_bytes=least) for least in (0, None, 1 << 40)]
+
+
+def test_merging_trades_objects_for_bytes_between_ranks() -> None:
+    never, default, always = run_ranks(_with_and_without_merging)[0]
+    assert never.objects > default.objects > always.objects
+    assert 0 == never.moved_bytes < default.moved_bytes < always.moved_bytes
+    assert 0 == never.merged < default.merged < always.merged
+    assert never.nbytes == default.nbytes == always.nbytes and never.put_cost() > always.put_cost()
+    # Three tensors of four small pieces and one of two are a chunk each. The large one and the replicas stay.
+    assert default.merged == 4 and default.objects == never.objects - 3 * 3 - 1
+    # The owner of a chunk holds one of the largest pieces.
+    assert default.moved_bytes == (9 + 24 + 768) * 8 * 8 + 5 * 4 * 8
+
+
+def _of_some_ranks() -> PlanReport | None:
+    group = dist.new_group([1, 2, 3])
+    if dist.get_rank() == 0:
+        return None
+    return planned({"w": full((7,), 1), "v": full((8,), 1), "u": full((9,), 1)}, process_group=group)
+
+
+def test_a_process_group_of_some_ranks() -> None:
+    alone, *reports = run_ranks(_of_some_ranks)
+    assert alone is None and all(report == reports[0] for report in reports)
+    assert reports[0].ranks == 3 and sorted(reports[0].rank_bytes) == [56, 64, 72]
+
+
+# -- errors of plans
+
+
+def test_errors_are_those_of_a_save(tmp_path: Path) -> None:
+    for state in ({"s": torch.eye(3).to_sparse()}, 3):
+        with pytest.raises(UnsupportedValueError) as by_save:
+            zarrckpt.save(state, str(tmp_path / "run"))  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedValueError) as by_plan:
+            planned(state)  # type: ignore[arg-type]
+        assert str(by_plan.value) == str(by_save.value)
+    wrong = {"ranks_per_host": 0, "max_chunk_bytes": 0, "min_piece_bytes": -1, "fill_bytes": 0, "max_inflight_bytes": 0}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            planned({"w": torch.zeros(3)}, **{name: value})
+    with pytest.raises(TypeError, match="fill_bytes"):
+        planned({"w": torch.zeros(3)}, fill_bytes="1 MiB")
+    assert not (tmp_path / "run").exists()
+
+
+def _unsavable(url: str | None, what: str) -> None:
+    rank = dist.get_rank()
+    if what == "gap":
+        line = DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False, _rank=rank)
+        state: dict[str, Any] = {} if rank == 2 else {"w": sharded(full((8,), 1), line)}
+    elif what == "overlap":
+        shards = [LocalShard.from_tensor_and_offsets(torch.zeros(2, 2), [2 * rank, 0], rank)]
+        tensor = init_from_local_shards(shards, 8, 2)
+        tensor.local_shards()[0].metadata.shard_offsets[0] = 2 * max(rank, 1)
+        for shard in tensor.metadata().shards_metadata[:1]:
+            shard.shard_offsets[0] = 2
+        state = {"w": tensor}
+    else:
+        state = {"w": torch.zeros(3), **({"s": torch.eye(2).to_sparse()} if rank == 3 else {})}
+    if url is None:
+        planned(state)
+    else:
+        zarrckpt.save(state, url)
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("gap", UnsupportedLayoutError),
+        ("overlap", UnsupportedLayoutError),
+        ("sparse", UnsupportedValueError),
+    ],
+)
+def test_errors_reach_all_ranks(what: str, error: type[Exception], tmp_path: Path) -> None:
+    name = "'s'" if what == "sparse" else "'w'"
+    assert name in all_ranks_raise(error, _unsavable, None, what)
+    all_ranks_raise(error, _unsavable, str(tmp_path / "run"), what)
+
+
+# -- the benchmark
+
+
+def test_the_benchmark_counts_objects_of_a_large_model() -> None:
+    command = [sys.executable, str(BENCHMARK), "--models", "1B", "--ranks", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+    header, _, *rows = [re.split(r" *\| *", line.strip("| ")) for line in done.stdout.splitlines()]
+    assert header[:4] == ["model", "ranks", "merging", "objects"] and [row[:3] for row in rows] == [
+        ["1B", "8", "no"],
+        ["1B", "8", "default"],
+    ]
+    objects = [int(row[3].replace(",", "")) for row in rows]
+    # 146 weights and their moments, in 8 pieces each at least.
+    assert objects[0] >= 3 * 146 * 8 > objects[1]
+    assert rows[0][4] == "0.0 %" and 0 < float(rows[1][4].removesuffix(" %")) < 10
+    assert all(float(row[5]) < 1.01 for row in rows)

@@ -1,0 +1,644 @@
+"""``zarrckpt.open``: a mapping that is lazy, checks the bytes that it reads, and needs no torch."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pytest
+import torch
+import zarr
+from harness.store_servers import S3Place
+from zarr.storage import LocalStore, MemoryStore, WrapperStore
+
+import zarrckpt
+from zarrckpt import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    ForeignObjectsError,
+    KeyMismatchError,
+    UnsafeValueError,
+    UnsupportedFormatError,
+)
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "model": {"w.x": torch.randn(6, 4), "b": torch.randn(4).bfloat16(), "n": torch.tensor(3)},
+        "step": 7,
+        "rng": np.arange(4),
+        "a/b": torch.ones(2),
+        "cfg": {"lr": 0.1, "names": ["x", None]},
+        "empty": torch.zeros(0, 2),
+    }
+
+
+@pytest.fixture
+def url(tmp_path: Path, state: dict[str, Any]) -> str:
+    path = str(tmp_path / "ck")
+    zarrckpt.save(state, path, options=zarrckpt.SaveOptions(max_chunk_bytes=32))
+    return path
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Iterator[str]:
+    """Yield the path of two arrays: one of a chunk with subchunks, one of two plain chunks."""
+    path = str(tmp_path / "large")
+    zarrckpt.save(
+        {"w": torch.randn(4100, 1200), "v": torch.randn(8, 4)}, path, options=zarrckpt.SaveOptions(durable=False)
+    )
+    yield path
+    shutil.rmtree(path)
+
+
+class CountingStore(WrapperStore[Any]):
+    """Records every request: (key, bytes received)."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store)
+        self.log: list[tuple[str, int]] = []
+
+    def _with_store(self, store: Any) -> CountingStore:
+        other = CountingStore(store)
+        other.log = self.log
+        return other
+
+    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+        value = await super().get(key, prototype, byte_range)
+        self.log.append((key, 0 if value is None else len(value)))
+        return value
+
+
+NAMES = ["model.w.x", "model.b", "model.n", "step", "rng", "a/b", "cfg.lr", "cfg.names", "empty"]
+
+
+def test_it_is_a_mapping(url: str, state: dict[str, Any]) -> None:
+    opened = zarrckpt.open(url)
+    assert list(opened) == NAMES and len(opened) == len(NAMES)
+    assert list(opened.keys()) == NAMES and len(list(opened.items())) == len(NAMES)
+    assert "model.w.x" in opened and "model" not in opened and 3 not in opened
+    assert list(opened.tensors) == ["model.w.x", "model.b", "model.n", "a/b", "empty"]
+    assert list(opened.non_tensors) == ["step", "rng", "cfg.lr", "cfg.names"]
+    assert opened["step"] == 7 and opened["cfg.lr"] == 0.1 and opened["cfg.names"] == ["x", None]
+    assert np.array_equal(opened["rng"], state["rng"])
+    weight = opened["model.w.x"]
+    assert isinstance(weight, zarr.Array) and weight.shape == (6, 4) and weight.chunks == (2, 4)
+    assert np.array_equal(weight[1:5, ::2], state["model"]["w.x"][1:5, ::2])
+    assert opened["model.n"][()] == 3 and opened["model.n"].shape == ()
+    assert opened["empty"][...].shape == (0, 2)
+    assert opened["model.b"][...].tobytes() == state["model"]["b"].view(torch.int16).numpy().tobytes()
+    assert weight.attrs.asdict() == {} and weight.read_only
+
+
+def test_a_missing_key(url: str) -> None:
+    opened = zarrckpt.open(url)
+    with pytest.raises(KeyMismatchError, match=r"no entry 'model\.nothing'"):
+        opened["model.nothing"]
+    with pytest.raises(KeyError):
+        opened["model"]
+    assert opened.get("nothing", 5) == 5
+    for method in (opened.node_path, opened.writers):
+        with pytest.raises(KeyMismatchError, match="no tensor 'step'"):
+            method("step")
+
+
+def test_what_it_says_of_itself(url: str, tmp_path: Path) -> None:
+    opened = zarrckpt.open(url)
+    assert opened.url == url and opened.tree == "" and opened.world_size == 1
+    assert opened.nbytes == 6 * 4 * 4 + 4 * 2 + 8 + 2 * 4 + len(Path(url, "rng/c.0").read_bytes()) - 4
+    assert opened.node_path("a/b") == "a=2Fb"
+    assert opened.writers("model.w.x").tolist() == [[0], [0], [0]]
+    assert opened.writers("model.n").shape == () and opened.writers("empty").shape == (0, 1)
+    assert repr(opened).startswith(f"<zarrckpt.Checkpoint {url!r}: 5 tensors, 4 values, ")
+    for kind in (Path(url), f"file://{url}"):
+        assert zarrckpt.open(kind).save_id == opened.save_id
+    report = zarrckpt.save({"model": {"w": torch.zeros(2)}}, url, overwrite=True)
+    again = zarrckpt.open(url)
+    assert again.save_id == report.save_id != opened.save_id
+    assert again.tree == f"@{report.save_id}" and again.node_path("model.w") == f"@{report.save_id}/model/w"
+    assert again["model.w"][...].tolist() == [0, 0] and again.created > opened.created
+
+
+def test_opening_costs_one_request_and_reads_fetch_what_they_need(large: str) -> None:
+    store = CountingStore(LocalStore(large))
+    opened = zarrckpt.open(store)
+    list(opened), repr(opened), opened.node_path("w"), opened["w"].shape, opened["v"].metadata
+    assert [key for key, _ in store.log] == ["zarr.json"]
+    store.log.clear()
+    opened["w"][5:6, 300:301]
+    fetched = [(key, size) for key, size in store.log if key.startswith("w/")]
+    assert {key for key, _ in fetched} == {"w/c.0.0"} and sum(size for _, size in fetched) < 4 << 20
+    (table,) = {key for key, _ in store.log} - {"w/c.0.0"}
+    assert table == f"@zarrckpt/{opened.save_id}/checksums/c.0"
+    store.log.clear()
+    opened["v"][...]
+    assert [key for key, _ in store.log] == ["v/c.0.0"]
+
+
+def test_a_store_in_memory(state: dict[str, Any]) -> None:
+    store = MemoryStore()
+    zarrckpt.save(state, zarr.storage.StorePath(store, "runs/one"))
+    opened = zarrckpt.open(zarr.storage.StorePath(store, "runs/one"))
+    assert list(opened) == NAMES and np.array_equal(opened["model.w.x"][...], state["model"]["w.x"])
+
+
+def _first_rows(checkpoint: zarrckpt.Checkpoint, array: Any, connection: Any) -> None:
+    connection.send((checkpoint["model.weight"][:2].tolist(), array[:2].tolist(), len(checkpoint)))
+
+
+def test_it_goes_to_other_processes(tmp_path: Path) -> None:
+    weight = torch.randn(6, 4)
+    zarrckpt.save({"model": {"weight": weight}, "step": 3}, tmp_path / "one")
+    checkpoint = zarrckpt.open(tmp_path / "one")
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_first_rows, args=(checkpoint, checkpoint["model.weight"], there))
+    process.start()
+    assert here.poll(60)
+    assert here.recv() == (weight[:2].tolist(), weight[:2].tolist(), 2)
+    process.join()
+    assert copy.deepcopy(checkpoint)["step"] == 3
+    zarrckpt.save({"model": {"weight": weight + 1}}, tmp_path / "one", overwrite=True)
+    # A copy is the same checkpoint, not the one at the url now.
+    with pytest.raises(zarrckpt.CheckpointReplacedError):
+        pickle.loads(pickle.dumps(checkpoint))["model.weight"][:]
+
+
+def test_latest_says_that_it_was_given_a_checkpoint(url: str) -> None:
+    with pytest.warns(UserWarning, match="pass the folder that holds it"):
+        assert zarrckpt.latest(url) is None
+
+
+def test_pickled_values_load_only_on_request(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="'where'"):
+        zarrckpt.save({"where": Path("a/b"), "n": 1}, tmp_path / "ck")
+    opened = zarrckpt.open(tmp_path / "ck")
+    assert opened["n"] == 1
+    with pytest.raises(UnsafeValueError, match="'where'"):
+        opened["where"]
+    assert zarrckpt.open(tmp_path / "ck", allow_pickle=True)["where"] == Path("a/b")
+
+
+# -- urls without a checkpoint
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file.txt").write_text("x")
+    for path in (tmp_path / "absent", tmp_path / "folder"):
+        for call in (zarrckpt.open, lambda path: zarrckpt.load({}, path)):
+            with pytest.raises(CheckpointNotFoundError, match="nothing is committed") as error:
+                call(path)
+            assert isinstance(error.value, FileNotFoundError)
+
+
+def test_an_unfinished_save(url: str) -> None:
+    os.unlink(f"{url}/zarr.json")
+    with pytest.raises(CheckpointNotFoundError, match="never committed"):
+        zarrckpt.open(url)
+    with pytest.raises(CheckpointNotFoundError, match="never committed"):
+        zarrckpt.load({}, url)
+
+
+def test_another_program_s_group_and_array(tmp_path: Path) -> None:
+    zarr.create_group(tmp_path / "group", attributes={"zarrckpt": "no object"})
+    zarr.create_array(tmp_path / "array", shape=(3,), dtype="int8")
+    for name in ("group", "array"):
+        with pytest.raises(ForeignObjectsError, match="not written by zarrckpt"):
+            zarrckpt.open(tmp_path / name)
+
+
+def edit_root(url: str, change: Any, *, seal: bool = True) -> None:
+    """Change the root's attribute. With ``seal``, update the checksum as a writer would."""
+    document = json.loads(Path(url, "zarr.json").read_bytes())
+    change(document["attributes"]["zarrckpt"])
+    own = document["attributes"]["zarrckpt"]
+    if seal:
+        own["crc32c"] = "00000000"
+    data = json.dumps(document, separators=(",", ":")).encode()
+    if seal:
+        data = data.replace(b"00000000", b"%08x" % google_crc32c.value(data), 1)
+    Path(url, "zarr.json").write_bytes(data)
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"format": "1"}, {"features": ["bricks"]}, {"features": {}}])
+def test_a_newer_format_or_an_unknown_feature(url: str, change: dict[str, Any]) -> None:
+    edit_root(url, lambda own: own.update(change))
+    with pytest.raises(UnsupportedFormatError, match="Upgrade zarrckpt"):
+        zarrckpt.open(url)
+
+
+def test_unknown_members_are_ignored(url: str) -> None:
+    edit_root(url, lambda own: own.update(later="addition"))
+    assert list(zarrckpt.open(url)) == NAMES
+
+
+CONTRADICTIONS: dict[str, Any] = {
+    "tree outside": lambda own: own.update(tree="../other"),
+    "tree of another save": lambda own: own.update(tree="@" + "0" * 32),
+    "save id": lambda own: own.update(save_id="X" * 32),
+    "no entries": lambda own: own.update(entries=[]),
+    "array without entry": lambda own: own["entries"].pop("model.b"),
+    "entry without array": lambda own: own["entries"].update(new={"path": "model/new"}),
+    "array of two entries": lambda own: own["entries"].update(new={"path": "model/b"}),
+    "blob that is a matrix": lambda own: own["entries"].update({"model.w.x": {"path": "model/w.x", "encoding": "raw"}}),
+    "unknown encoding": lambda own: own["entries"]["rng"].update(encoding="exec"),
+    "kind": lambda own: own["entries"]["rng"].update(kind=3),
+    "path upwards": lambda own: own["entries"]["step"].update(path="../../etc/passwd"),
+    "another name's path": lambda own: own["entries"].update(step2=own["entries"].pop("step")),
+    "table too long": lambda own: own["tables"]["checksums"].update(length=2**40),
+    "table missing": lambda own: own["tables"].pop("checksums"),
+    "another table": lambda own: own["tables"].update(writers={"length": 7, "crc32c": 0}),
+    "another member of a table": lambda own: own["tables"]["checksums"].update(chunks=1),
+    "another member of an entry": lambda own: own["entries"]["step"].update(dtype="int64"),
+    "another member of a tensor": lambda own: own["entries"]["model.b"].update(shape=[1]),
+    "encoding that is no string": lambda own: own["entries"]["rng"].update(encoding=[]),
+    "misspelled encoding": lambda own: own["entries"]["rng"].update(encodng=own["entries"]["rng"].pop("encoding")),
+    "kind left out": lambda own: own["entries"]["rng"].pop("kind"),
+    "no time": lambda own: own.update(created="yesterday"),
+    "software": lambda own: own.update(software={"torch": 2.13}),
+    "no ranks": lambda own: own.update(world_size=0),
+    "world size": lambda own: own.update(world_size=1.0),
+    "too long a history": lambda own: own.update(history=["0" * 32] * 17),
+    "metadata": lambda own: own.update(metadata=[]),
+    "ranks of no stack": lambda own: own["entries"]["model.b"].update(ranks=[[0, 9]], level=0),
+    "path of a document": lambda own: own["entries"]["step"].update(path="zarr.json"),
+    "crc no integer": lambda own: own["tables"]["checksums"].update(crc32c=True),
+    "keys": lambda own: own["keys"].update({"step": ["a", "b"]}),
+    "keys of nothing": lambda own: own["keys"].update({"nothing": ["a"]}),
+    "container": lambda own: own["containers"].update({"model": "set"}),
+    "list of names": lambda own: own["containers"].update({"model": "list"}),
+    "history": lambda own: own.update(history=["x"]),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_root_that_contradicts_itself(url: str, name: str) -> None:
+    edit_root(url, CONTRADICTIONS[name])
+    with pytest.raises(CorruptCheckpointError, match=r"zarr\.json|entry"):
+        zarrckpt.open(url)
+
+
+def test_the_edits_are_what_is_refused(url: str) -> None:
+    """The same procedure without a change opens."""
+    edit_root(url, lambda own: None)
+    assert list(zarrckpt.open(url)) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("shape", [6, 5]),
+        ("codecs", [{"name": "bytes"}]),
+        ("chunk_grid", None),
+        ("shape", [2**63, 1]),
+        ("fill_value", 0),
+    ],
+)
+def test_an_array_document_of_another_form(url: str, field: str, value: Any) -> None:
+    file = Path(url, "zarr.json")
+    document = json.loads(file.read_bytes())
+    document["consolidated_metadata"]["metadata"]["model/w.x"][field] = value
+    document["attributes"]["zarrckpt"]["crc32c"] = "00000000"
+    data = json.dumps(document, separators=(",", ":")).encode()
+    file.write_bytes(data.replace(b"00000000", b"%08x" % google_crc32c.value(data), 1))
+    with pytest.raises((CorruptCheckpointError, UnsupportedFormatError), match=r"model/w\.x|tables?"):
+        zarrckpt.open(url)
+
+
+# -- damage
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(bytes(data))
+
+
+def test_every_flipped_byte_of_the_root_is_found(url: str) -> None:
+    """Each byte in turn. Most changes would read as another name, number or value."""
+    file = Path(url, "zarr.json")
+    whole = file.read_bytes()
+    for position in range(0, len(whole), 7):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(CheckpointError):
+            zarrckpt.open(url)
+    # A value, whose change only the checksum can show.
+    file.write_bytes(whole.replace(b'"value":7', b'"value":6'))
+    with pytest.raises(CorruptCheckpointError, match="checksum"):
+        zarrckpt.open(url)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 200, -1])
+def test_a_short_root_is_found(url: str, kept: int) -> None:
+    file = Path(url, "zarr.json")
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CorruptCheckpointError, match=r"zarr\.json"):
+        zarrckpt.open(url)
+
+
+def read_all(url: str) -> None:
+    for value in zarrckpt.open(url).values():
+        if isinstance(value, zarr.Array):
+            value[...]
+
+
+def load_all(url: str, state: dict[str, Any]) -> None:
+    zarrckpt.load({"model": {name: torch.zeros_like(item) for name, item in state["model"].items()}, "rng": None}, url)
+
+
+DAMAGE: dict[str, Any] = {
+    "missing": lambda path: path.unlink(),
+    "short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "first byte": lambda path: flip(path, 0, 7),
+    "last byte": lambda path: flip(path, -1),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("key", ["model/w.x/c.1.0", "model/b/c.0", "model/n/c", "rng/c.0", "checksums"])
+def test_a_damaged_object_is_named(url: str, state: dict[str, Any], key: str, kind: str) -> None:
+    if key == "checksums":
+        key = f"@zarrckpt/{zarrckpt.open(url).save_id}/checksums/c.0"
+    DAMAGE[kind](Path(url, key))
+    for read in (lambda: read_all(url), lambda: load_all(url, state)):
+        with pytest.raises(CorruptCheckpointError) as error:
+            read()
+        assert key in str(error.value)
+
+
+def test_a_damaged_table_of_writers_is_found_when_it_is_read(url: str, state: dict[str, Any]) -> None:
+    flip(Path(url, f"@zarrckpt/{zarrckpt.open(url).save_id}/writers/c.0"), 0)
+    read_all(url)
+    load_all(url, state)
+    with pytest.raises(CorruptCheckpointError, match="writers"):
+        zarrckpt.open(url).writers("model.b")
+
+
+def test_node_documents_are_not_needed(url: str, state: dict[str, Any]) -> None:
+    """They are for other Zarr readers: the root has all of them, under its checksum."""
+    for path in Path(url).rglob("zarr.json"):
+        if path.parent != Path(url):
+            path.write_bytes(b"{")
+    read_all(url)
+    load_all(url, state)
+
+
+def test_swapped_chunks_are_found(url: str, state: dict[str, Any]) -> None:
+    """Each of the two has a valid checksum."""
+    one, other = Path(url, "model/w.x/c.0.0"), Path(url, "model/w.x/c.1.0")
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    for read in (lambda: read_all(url), lambda: load_all(url, state)):
+        with pytest.raises(CorruptCheckpointError, match=r"c\.[01]\.0"):
+            read()
+
+
+@pytest.mark.parametrize("place", ["subchunk", "index", "index checksum"])
+@pytest.mark.parametrize("part", [np.s_[:2, :2], np.s_[...]])
+def test_damage_in_a_chunk_with_subchunks(large: str, place: str, part: Any) -> None:
+    file = Path(large, "w/c.0.0")
+    flip(file, {"subchunk": 5, "index": -30, "index checksum": -1}[place])
+    with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
+        zarrckpt.open(large)["w"][part]
+    # zarrckpt's reader computes the byte offsets, so it does not need the index.
+    target = {"w": torch.zeros(4100, 1200)}
+    if place == "subchunk":
+        with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
+            zarrckpt.load(target, large)
+    else:
+        zarrckpt.load(target, large)
+
+
+def test_a_part_without_the_damage_reads(large: str) -> None:
+    """Only the bytes that are read are checked."""
+    whole = zarrckpt.open(large)["w"][...]
+    flip(Path(large, "w/c.0.0"), 5)
+    assert np.array_equal(zarrckpt.open(large)["w"][600:], whole[600:])
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read(url: str, state: dict[str, Any]) -> None:
+    opened = zarrckpt.open(url)
+    weight, part = opened["model.w.x"], opened["model.b"][...]
+    zarrckpt.save(state, url, overwrite=True)
+    with pytest.raises(CheckpointReplacedError, match="open it again"):
+        weight[...]
+    for fqn in ("rng", "model.b"):
+        with pytest.raises(CheckpointReplacedError):
+            opened[fqn][...]
+    with pytest.raises(CheckpointReplacedError):
+        opened.writers("model.b")
+    assert opened["step"] == 7  # in the root, which was read before
+    assert np.array_equal(zarrckpt.open(url)["model.b"][...], part)
+
+
+def test_damage_in_a_store_in_memory(state: dict[str, Any]) -> None:
+    """The store's own calls wait on the event loop from which the check is called."""
+    store = MemoryStore()
+    zarrckpt.save(state, zarr.storage.StorePath(store, "one"))
+    opened = zarrckpt.open(zarr.storage.StorePath(store, "one"))
+    weight = opened["model.w.x"]
+    del store._store_dict["one/model/w.x/c.0.0"]
+    with pytest.raises(CorruptCheckpointError, match=r"model/w\.x/c\.0\.0"):
+        weight[...]
+    zarrckpt.save(state, zarr.storage.StorePath(store, "one"), overwrite=True)
+    with pytest.raises(CheckpointReplacedError):
+        weight[...]
+
+
+class _FailingStore(MemoryStore):
+    fails = False
+
+    async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        if self.fails and "/c." in key:
+            raise OSError("the network is down")
+        return await super().get(key, *args, **kwargs)
+
+
+def test_a_store_that_fails_says_why(state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _FailingStore()
+    zarrckpt.save(state, zarr.storage.StorePath(store, "one"))
+    weight = zarrckpt.open(zarr.storage.StorePath(store, "one"))["model.w.x"]
+    monkeypatch.setattr(_FailingStore, "fails", True)
+    with pytest.raises(zarrckpt.StorageError, match="the network is down"):
+        weight[...]
+    monkeypatch.setattr(_FailingStore, "fails", False)
+    assert np.array_equal(weight[...], state["model"]["w.x"].numpy())
+
+
+@pytest.mark.parametrize("fsspec", [False, True])
+def test_damage_on_s3(moto_bucket: S3Place, fsspec: bool) -> None:
+    url, client = moto_bucket.url("run"), moto_bucket.client()
+    options = moto_bucket.fsspec_options if fsspec else moto_bucket.storage_options
+    zarrckpt.save({"w": torch.randn(2100, 2400), "v": torch.randn(8, 4)}, url, storage_options=options)
+    opened = zarrckpt.open(url, storage_options=options)
+    for key in ("w/c.0.0", "v/c.0.0"):
+        name = {"Bucket": moto_bucket.bucket, "Key": f"run/{key}"}
+        whole = client.get_object(**name)["Body"].read()
+        for damaged in (whole[:-1], whole[:1], b"", bytes([whole[0] ^ 1]) + whole[1:], None):
+            client.delete_object(**name) if damaged is None else client.put_object(**name, Body=damaged)
+            for part in (np.s_[:2, :2], np.s_[...]):
+                with pytest.raises(CorruptCheckpointError) as error:
+                    opened[key[0]][part]
+                assert key in str(error.value)
+
+
+# -- the package itself
+
+
+def run_python(code: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+
+
+def test_it_needs_no_torch(url: str, tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None
+import zarrckpt
+opened = zarrckpt.open({url!r})
+assert opened["step"] == 7 and opened["model.w.x"][:].shape == (6, 4) and len(opened["rng"]) == 4
+assert zarrckpt.latest({os.path.dirname(url)!r}) == {url!r}
+for name in ("save", "load", "async_save", "ZarrStorageReader", "ZarrStorageWriter", "ZarrSavePlanner"):
+    try:
+        getattr(zarrckpt, name)
+    except ModuleNotFoundError as error:
+        assert "pip install 'zarrckpt[torch]'" in str(error), error
+    else:
+        raise AssertionError(name)
+"""
+    run_python(code, tmp_path)
+
+
+def test_open_never_imports_torch(url: str, tmp_path: Path) -> None:
+    code = f"""
+import sys, zarrckpt
+opened = zarrckpt.open({url!r})
+opened["model.w.x"][:], opened["rng"], opened.writers("model.b")
+assert "torch" not in sys.modules
+"""
+    run_python(code, tmp_path)
+
+
+def test_importing_the_package_is_light(tmp_path: Path) -> None:
+    code = """
+import sys, zarrckpt
+heavy = {"torch", "zarr", "numpy", "obstore", "fsspec", "ml_dtypes", "google_crc32c"} & set(sys.modules)
+assert not heavy, heavy
+assert sorted(dir(zarrckpt)) == sorted(zarrckpt.__all__)
+"""
+    run_python(code, tmp_path)
+
+
+def test_what_is_public() -> None:
+    assert zarrckpt.__all__ == sorted(zarrckpt.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(zarrckpt, name) is not None
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        getattr(zarrckpt, "nothing_of_this_name")  # noqa: B009 - mypy knows that it does not exist
+
+
+PUBLIC = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointManager",
+    "CheckpointNotFoundError",
+    "CheckpointPinnedError",
+    "CheckpointRemovedError",
+    "CheckpointReplacedError",
+    "CorruptCheckpointError",
+    "Damage",
+    "ForeignObjectsError",
+    "IncompleteSaveError",
+    "Keep",
+    "KeyMismatchError",
+    "LoadMismatchError",
+    "LoadOptions",
+    "LoadReport",
+    "ObjectExistsError",
+    "ObjectNotFoundError",
+    "PerRank",
+    "PlanReport",
+    "RecoverReport",
+    "RunTakenOverError",
+    "SaveFuture",
+    "SaveOptions",
+    "SaveReport",
+    "StorageError",
+    "UnsafeValueError",
+    "UnsupportedFormatError",
+    "UnsupportedLayoutError",
+    "UnsupportedValueError",
+    "VerifyReport",
+    "WorkerInit",
+    "ZarrLoadPlanner",
+    "ZarrSavePlanner",
+    "ZarrStorageReader",
+    "ZarrStorageWriter",
+    "__version__",
+    "async_save",
+    "best",
+    "import_checkpoint",
+    "latest",
+    "load",
+    "open",
+    "pin",
+    "plan_report",
+    "recover",
+    "remove",
+    "save",
+    "unpin",
+]
+
+
+def test_read_gives_whole_tensors_bit_for_bit(tmp_path: Path) -> None:
+    state = {
+        "w": torch.randn(3000, 700),
+        "b": torch.randn(1030, 512).to(torch.bfloat16),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.rand(99) > 0.5,
+        "wide": torch.randn(3, 50_000, dtype=torch.float64),
+        "step": 7,
+    }
+    zarrckpt.save(state, tmp_path / "ck", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 21))
+    ckpt, seen = zarrckpt.open(tmp_path / "ck"), list[tuple[int, int]]()
+    arrays = ckpt.read(progress=lambda *at: seen.append(at))
+    assert list(arrays) == list(ckpt.tensors) == [name for name in state if name != "step"]
+    for name, array in arrays.items():
+        tensor = state[name]
+        assert isinstance(tensor, torch.Tensor) and array.shape == tuple(tensor.shape)
+        assert array.tobytes() == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    assert str(arrays["b"].dtype) == "bfloat16" and arrays["w"].dtype == np.float32
+    total = sum(array.nbytes for array in arrays.values())
+    assert seen[-1] == (total, total) and [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert list(ckpt.read(["wide", "w", "wide"])) == ["wide", "w"] and list(ckpt.read("b")) == ["b"]
+    with pytest.raises(KeyMismatchError, match="step"):
+        ckpt.read(["w", "step"])
+
+
+def test_read_names_the_damaged_chunk(tmp_path: Path) -> None:
+    zarrckpt.save({"w": torch.randn(2000, 700)}, tmp_path / "ck")
+    (chunk,) = (tmp_path / "ck/w").glob("c.*")
+    data = bytearray(chunk.read_bytes())
+    data[len(data) // 2] ^= 1
+    chunk.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"w/c\.0\.0"):
+        zarrckpt.open(tmp_path / "ck").read(["w"])

@@ -1,0 +1,178 @@
+"""Hugging Face's Storage Buckets, through a stand-in for their S3 gateway: redirects, and a path in the endpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import zarr
+from click.testing import CliRunner
+from harness.hub_gateway import NAMESPACE, HubGateway
+from harness.ranks import run_ranks
+from harness.store_servers import S3Place
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import zarrckpt
+from zarrckpt import Keep, StorageError
+from zarrckpt._store import open_store
+from zarrckpt.cli import main
+
+WHOLE = torch.arange(6 * 2**20, dtype=torch.float64).reshape(-1, 2)
+"""48 MiB: chunks that are uploaded in parts."""
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings() -> Iterator[None]:
+    """A store whose conditional puts hold gets no "best effort" warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*best effort", category=UserWarning)
+        yield
+
+
+@pytest.mark.parametrize("e_tags", ["other", "same", "none"])
+def test_conditions_hold_whatever_e_tag_a_redirected_read_shows(e_tags: str, hub_gateway: HubGateway) -> None:
+    hub_gateway.edge_e_tags = e_tags
+    place = hub_gateway.bucket()
+    store = open_store(place.url("run"), storage_options=place.storage_options)
+    store.create("root", b"1")
+    seen = store.get_versioned("root")
+    store.replace("root", b"2", seen.version)
+    store.replace("root", b"2", seen.version)  # an answer was lost: the object is already this writer's
+    with pytest.raises(StorageError, match="not the version that was read"):
+        store.replace("root", b"3", seen.version)
+    store.delete(["root"])
+    with pytest.raises(StorageError, match="not the version that was read"):
+        store.replace("root", b"3", seen.version)
+    assert [item.key for item in store.list()] == []
+
+
+def test_an_object_that_changes_during_the_e_tag_request_is_not_replaced(
+    hub_gateway: HubGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = hub_gateway.bucket()
+    store: Any = open_store(place.url("run"), storage_options=place.storage_options)
+    store.create("root", b"1")
+    seen = store.get_versioned("root")
+    store.replace("root", b"2", seen.version)
+    own_e_tag, seen = store._own_e_tag, store.get_versioned("root")
+
+    def changed_after_the_look(key: str) -> str:
+        told: str = own_e_tag(key)
+        store.put(key, [b"another's"])
+        return told
+
+    def changed_before_it(key: str) -> str:
+        store.put(key, [b"another's, too"])
+        told: str = own_e_tag(key)
+        return told
+
+    for look in (changed_after_the_look, changed_before_it):
+        monkeypatch.setattr(store, "_own_e_tag", look)
+        with pytest.raises(StorageError, match="not the version that was read"):
+            store.replace("root", b"3", seen.version)
+        seen = store.get_versioned("root")
+    assert seen.data == b"another's, too"
+
+
+def _all_of_it(url: str) -> None:
+    """Save, overwrite and load, also through DCP, on two ranks, with the store's options from the environment."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def state(step: int) -> dict[str, Any]:
+        return {"w": distribute_tensor(WHOLE + step, mesh, [Shard(0)], src_data_rank=None), "step": step}
+
+    def check(loaded: dict[str, Any], step: int) -> None:
+        assert loaded["step"] == step and torch.equal(loaded["w"].full_tensor(), WHOLE + step)
+
+    zarrckpt.save(state(1), f"{url}/one")
+    with pytest.raises(zarrckpt.CheckpointExistsError):
+        zarrckpt.save(state(2), f"{url}/one")
+    zarrckpt.save(state(3), f"{url}/one", overwrite=True)
+    zarrckpt.load(target := state(0), f"{url}/one")
+    check(target, 3)
+    dcp.save(state(4), checkpoint_id=f"{url}/dcp", storage_writer=zarrckpt.ZarrStorageWriter())
+    dcp.load(target, checkpoint_id=f"{url}/dcp", storage_reader=zarrckpt.ZarrStorageReader())
+    check(target, 4)
+    keep = Keep(newest=2)
+    with zarrckpt.CheckpointManager(f"{url}/many", keep=keep, save_every=1, background=True) as manager:
+        for step in range(1, 4):
+            manager.step(step, state(step))
+    with zarrckpt.CheckpointManager(f"{url}/many", keep=keep, save_every=1) as manager:
+        assert manager.restore(target) == 3
+    check(target, 3)
+    dist.barrier()
+
+
+def test_two_ranks_know_the_gateway_from_the_environment(hub_gateway: HubGateway) -> None:
+    place = hub_gateway.bucket()
+    env = {**place.environment, "AWS_ENDPOINT_URL": f"{place.endpoint}/"}
+    run_ranks(_all_of_it, place.url("run"), world_size=2, env=env)
+    assert {request.method for request in hub_gateway.edge.requests} == {"GET"}
+    puts = [request for request in hub_gateway.requests if request.method == "PUT"]
+    assert any("partNumber" in request.target for request in puts)
+    assert not [name for request in puts for name in request.headers if name.startswith(("x-amz-meta", "x-amz-tag"))]
+
+
+def test_everything_else_by_options(hub_gateway: HubGateway, tmp_path: Path) -> None:
+    place = hub_gateway.bucket()
+    url, options = place.url("run/step-1"), place.storage_options
+    state = {"w": WHOLE.clone(), "step": 1}
+    zarrckpt.async_save(state, url, storage_options=options).result()
+    latest = zarrckpt.latest(place.url("run"), storage_options=options)
+    assert latest == url
+    checkpoint = zarrckpt.open(url, storage_options=options)
+    # By plain zarr-python through s3fs. The gateway answers it without a redirect.
+    checksums = dict.fromkeys(["request_checksum_calculation", "response_checksum_validation"], "when_required")
+    group = zarr.open_group(url, mode="r", storage_options={**place.s3fs_options, "config_kwargs": checksums})
+    assert torch.equal(torch.from_numpy(group["w"][-3:]), WHOLE[-3:])
+    checkpoint.copy_to(place.url("run/step-2"), storage_options=options)
+    checkpoint.copy_to(tmp_path / "copy")
+    checkpoint.to_safetensors(tmp_path / "weights")
+    zarrckpt.save(state, place.url("run/step-1"), storage_options=options, overwrite=True)
+    zarrckpt.remove(place.url("run/step-2"), storage_options=options)
+    zarrckpt.load(target := {"w": torch.zeros_like(WHOLE), "step": 0}, url, storage_options=options)
+    assert target["step"] == 1 and torch.equal(target["w"], WHOLE)
+    words = [part for name, value in options.items() for part in ("-o", f"{name}={json.dumps(value)}")]
+    for command, where in (("ls", place.url("run")), ("info", url), ("verify", url)):
+        answer = CliRunner().invoke(main, [command, where, *words])
+        assert answer.exit_code == 0, answer.output
+
+
+def test_the_namespace_may_be_the_bucket(hub_gateway: HubGateway) -> None:
+    place = hub_gateway.bucket()
+    options = {**place.storage_options, "endpoint_url": hub_gateway.endpoint}
+    url = f"s3://{NAMESPACE}/{place.bucket}/run"
+    zarrckpt.save({"step": 1}, url, storage_options=options)
+    assert zarrckpt.open(f"{place.url('run')}", storage_options=place.storage_options)["step"] == 1
+    assert zarrckpt.open(url, storage_options=options)["step"] == 1
+
+
+def test_no_error_shows_the_signature_of_a_redirect(hub_gateway: HubGateway) -> None:
+    place = hub_gateway.bucket()
+    quick = {"retry_config": {"max_retries": 0, "retry_timeout": 5}}
+    store = open_store(place.url("run"), storage_options={**place.storage_options, **quick})
+    store.put("k", [os.urandom(100)])
+    hub_gateway.edge.faults.refusal = "no"
+    with pytest.raises(StorageError) as caught:
+        store.get("k")
+    assert hub_gateway.edge.signature not in f"{caught.value} {caught.value.__cause__!r}"
+
+
+def test_no_name_makes_a_key_that_the_gateway_refuses(hub_bucket: S3Place) -> None:
+    url, options = hub_bucket.url("run"), hub_bucket.storage_options
+    state = {name: number for number, name in enumerate(["back\\slash", "ends..", "a/../b", "./x", "x//y", "/y/"])}
+    zarrckpt.save({**state, "deep": {name: torch.ones(1) for name in state}}, url, storage_options=options)
+    checkpoint = zarrckpt.open(url, storage_options=options)
+    assert {name: checkpoint[name] for name in state} == state
+    checkpoint.verify()
+    with pytest.raises(StorageError, match="writing"):
+        open_store(url, storage_options=options).put("back\\slash", [b"x"])
