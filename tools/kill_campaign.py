@@ -48,7 +48,7 @@ from harness.uneven_states import full, mesh_of, same_bits, sharded, uneven_stat
 
 import zarrckpt
 from benchmarks.s3_server import served
-from zarrckpt._commit import protocol
+from zarrckpt._commit import attempts
 from zarrckpt._save import run as save_run
 from zarrckpt._save.exchange import Exchange
 from zarrckpt._save.run import RankSave
@@ -219,14 +219,14 @@ def _watch(rank: int, board: Board) -> None:
 
         setattr(owner, name, call)
 
-    marked(protocol, "begin", Place.BEGINS, Place.SENDS_PLANS)
+    marked(attempts, "begin", Place.BEGINS, Place.SENDS_PLANS)
     marked(save_run, "agree", None, Place.AGREED)
     marked(RankSave, "write", Place.WRITES, Place.WAITS)
     marked(Exchange, "_begun", Place.EXCHANGES)
     marked(Exchange, "_opened", Place.WRITES)
     marked(RankSave, "finish", Place.COUNTS)
     marked(save_run, "_commit_together", Place.ALL_WRITTEN)
-    marked(protocol, "commit", Place.COMMITS, Place.CLEANS)
+    marked(attempts, "commit", Place.COMMITS, Place.CLEANS)
     marked(RankSave, "commit", None, Place.ANSWERS)
 
 

@@ -131,6 +131,9 @@ class IncompleteSaveError(CheckpointError):
 class StorageError(CheckpointError):
     """The store failed after retries: network, permission, space, credentials."""
 
+    no_bucket = False
+    """Whether a server answered that the bucket does not exist."""
+
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):
     """A requested object is not in the store."""

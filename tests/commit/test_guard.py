@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import zarrckpt
 from zarrckpt import SaveOptions, ZarrStorageReader, ZarrStorageWriter
-from zarrckpt._commit import protocol
+from zarrckpt._commit import attempts
 from zarrckpt._ops.recover import examine
 from zarrckpt._store import Store, StoreSpec
 
@@ -355,7 +355,7 @@ def _die_while_writing(url: str, ranks: Sequence[int]) -> None:
 
 def _die_before_the_commit(url: str) -> None:
     if dist.get_rank() == 0:
-        protocol.commit = lambda *args: os._exit(1)
+        attempts.commit = lambda *args: os._exit(1)
     _save(url, 1.0)
 
 

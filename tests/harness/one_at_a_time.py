@@ -24,8 +24,10 @@ import zarrckpt._api  # it is imported lazily, and must exist to be patched
 import zarrckpt._save.finish
 import zarrckpt._save.run
 from zarrckpt import _jobs
-from zarrckpt._commit import marker, pins, protocol
+from zarrckpt._commit import attempts, marker
+from zarrckpt._commit.stored_documents import parse_root_document
 from zarrckpt._errors import ObjectNotFoundError, StorageError
+from zarrckpt._format import sealed
 from zarrckpt._save.agree import plan_alone
 from zarrckpt._save.request import SaveRequest
 from zarrckpt._save.run import RankSave
@@ -187,21 +189,22 @@ def _first(call: Callable[[], T], *, at_once: bool = False) -> Iterator[Callable
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run all jobs of the package in the calling thread. Saves get ids from their numbers, and the same time.
+    """Run all jobs of the package in the calling thread. Saves get ids and times from their numbers.
 
     Jobs that threads would run at the same time make one request each, so every interleaving of them is an order.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("zarrckpt.")]
-    instead = {"run_jobs": (_jobs.run_jobs, _run), "in_thread": (_jobs.in_thread, _first)}
+    instead: dict[str, tuple[Any, Any]] = {
+        "run_jobs": (_jobs.run_jobs, _run),
+        "in_thread": (_jobs.in_thread, _first),
+        "new_id": (marker.new_id, lambda: save_id(running.number)),
+        # The record of a removal has the time, which must differ between removals.
+        "now": (sealed.now, lambda: f"2026-01-01T00:00:0{running.number}.000000Z"),
+    }
     with ExitStack() as patches:
         for module, (name, (original, other)) in itertools.product(modules, instead.items()):
             if getattr(module, name, None) is original:
                 patches.enter_context(mock.patch.object(module, name, other))
-        for module in (zarrckpt._save.run, zarrckpt._save.finish, pins):
-            patches.enter_context(mock.patch.object(module, "now", lambda: "2026-01-01T00:00:00.000000Z"))
-        # The time of a removal's record differs for each save.
-        patches.enter_context(mock.patch.object(marker, "now", lambda: f"2026-01-01T00:00:0{running.number}.000000Z"))
-        patches.enter_context(mock.patch.object(protocol, "new_id", lambda: save_id(running.number)))
         patches.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield
@@ -247,7 +250,7 @@ class Save:
         try:
             # One after the other, as ranks do it. A single process would begin in a thread.
             name = save.begin(self.layout)
-            with protocol.report_lost_commit(store, lambda: name.save_id, lambda: name.base_id):
+            with attempts.report_lost_commit(store, lambda: name):
                 self._put(store, name.tree)
             save.commit(save.finish(self.layout, [self.results]))
         except zarrckpt.CheckpointError as err:
@@ -330,7 +333,7 @@ class Judge:
         """
         if ROOT not in content:
             return ""
-        own = protocol.parse_committed(content[ROOT], "")
+        own = parse_root_document(content[ROOT], "")
         prefixes = (f"{own.tree}/", f"@zarrckpt/{own.save_id}/") if own.tree else ("w/", f"@zarrckpt/{own.save_id}/")
         key = frozenset(item for item in content.items() if item[0] in (ROOT, CLAIM) or item[0].startswith(prefixes))
         if key not in self._known:
@@ -373,7 +376,7 @@ def check_outcomes(content: Content, outcomes: Sequence[str]) -> None:
     """Check, after all saves, that those that won are committed one after the other, and the others are not."""
     history: tuple[str, ...] = ()
     if ROOT in content:
-        root = protocol.parse_committed(content[ROOT], "")
+        root = parse_root_document(content[ROOT], "")
         history = (root.save_id, *root.history)
     for number, outcome in enumerate(outcomes, FIRST + 1):
         if (outcome == "won") != (save_id(number) in history) and outcome not in ("failed", "dead"):

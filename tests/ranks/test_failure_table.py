@@ -236,15 +236,15 @@ def _save_with(fault: Fault, rank: int, folder: str, answers: Connection) -> Non
 @contextmanager
 def _after_the_root(act: Callable[[], None]) -> Iterator[None]:
     """On the coordinator, call ``act`` when the root document is put and no other rank has received that."""
-    from zarrckpt._commit import protocol
+    from zarrckpt._commit import attempts
 
-    commit = protocol.commit
+    commit = attempts.commit
 
     def committed(*args: Any) -> None:
         commit(*args)
         act()
 
-    with patch.object(protocol, "commit", committed):
+    with patch.object(attempts, "commit", committed):
         yield
 
 

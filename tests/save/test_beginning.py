@@ -11,7 +11,7 @@ import torch
 from harness.s3_stub import S3Stub
 
 import zarrckpt
-from zarrckpt._commit import chunks, protocol
+from zarrckpt._commit import attempts, chunks
 from zarrckpt._jobs import in_thread
 from zarrckpt.testing import FAIL, Call, Fault, FaultyStore
 
@@ -44,9 +44,9 @@ def test_nothing_is_put_before_the_marker(s3_stub: S3Stub) -> None:
 
 def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     place, made = s3_stub.bucket(), threading.Event()
-    begin, new_encoder = protocol.begin, chunks.ChunkEncoder
+    begin, new_encoder = attempts.begin, chunks.ChunkEncoder
 
-    def late(*args: Any, **kwargs: Any) -> protocol.Attempt:
+    def late(*args: Any, **kwargs: Any) -> attempts.Attempt:
         assert made.wait(60)
         return begin(*args, **kwargs)
 
@@ -54,7 +54,7 @@ def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypat
         made.set()
         return new_encoder(*args)
 
-    monkeypatch.setattr(protocol, "begin", late)
+    monkeypatch.setattr(attempts, "begin", late)
     monkeypatch.setattr(chunks, "ChunkEncoder", making)
     zarrckpt.save(STATE, place.url("run"), storage_options=place.storage_options)
     found = zarrckpt.open(place.url("run"), storage_options=place.storage_options)
@@ -62,13 +62,13 @@ def test_chunks_are_made_before_the_attempt_has_begun(s3_stub: S3Stub, monkeypat
 
 
 def test_a_save_of_values_alone_waits_for_the_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = protocol.begin
+    begin = attempts.begin
 
-    def late(*args: Any, **kwargs: Any) -> protocol.Attempt:
+    def late(*args: Any, **kwargs: Any) -> attempts.Attempt:
         threading.Event().wait(0.3)
         return begin(*args, **kwargs)
 
-    monkeypatch.setattr(protocol, "begin", late)
+    monkeypatch.setattr(attempts, "begin", late)
     # No folder above it exists, and no chunk waits for one.
     zarrckpt.save({"step": 7}, tmp_path / "runs" / "one" / "step-7")
     assert zarrckpt.open(tmp_path / "runs" / "one" / "step-7")["step"] == 7

@@ -1,1 +1,1 @@
-"""The commit protocol: begin an attempt, put chunks, commit, clean up. Uses stores and documents only. No torch."""
+"""The commit protocol: begin an attempt, commit, clean up, remove, pin. Uses stores and documents only. No torch."""

@@ -1,12 +1,15 @@
-"""Encode and put the chunks of an attempt within a memory limit. No torch."""
+"""Encode the chunks of an attempt within a memory limit, and its tables. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
-from zarrckpt._format.chunk_codec import ChunkEncoder, Elements
-from zarrckpt._format.documents import ArrayNode
+from zarrckpt._format.chunk_codec import ChunkEncoder, Elements, encode_chunk
+from zarrckpt._format.chunk_layout import RawArray
+from zarrckpt._format.crc32c import crc32c
+from zarrckpt._format.documents import NODE, ArrayNode, join
+from zarrckpt._format.root import Table, table_node
 from zarrckpt._jobs import BytesBudget
 from zarrckpt._store import Buffer, Store
 
@@ -32,3 +35,18 @@ def put_chunk(
         store.put_parts(key, groups)
     assert encoder is not None
     return encoder
+
+
+def encode_tables(
+    save_id: str, numbers: Mapping[str, RawArray]
+) -> tuple[dict[str, Table], dict[str, Sequence[Buffer]]]:
+    """Return a save's tables for its root, and the objects to put for them, by key."""
+    tables: dict[str, Table] = {}
+    puts: dict[str, Sequence[Buffer]] = {}
+    for name, table in numbers.items():
+        tables[name] = Table(len(table), crc32c(table))
+        node = table_node(save_id, name, len(table))
+        puts[join(node.path, NODE)] = [node.document_bytes()]
+        if len(table):
+            puts[node.chunk_key((0,))] = encode_chunk(node, table)[0]
+    return tables, puts

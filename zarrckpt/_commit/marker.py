@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import uuid
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +31,11 @@ REMOVAL_KEY = f"{RESERVED_GROUP}/{REMOVED}/{NODE}"
 _CHUNK_KEY = re.compile(r"c(\.\d+)*", re.ASCII)
 _PIN_KEY = re.compile(rf"{RESERVED_GROUP}/{PINS}/([0-9a-f]{{32}}/)?{re.escape(NODE)}")
 _TABLE_KEY = re.compile(rf"{RESERVED_GROUP}/[0-9a-f]{{32}}/({CHECKSUMS}|{WRITERS}|{SIZES})/({re.escape(NODE)}|c\.0)")
+
+
+def new_id() -> str:
+    """Return a new random id of a save, a pin or a removal."""
+    return uuid.uuid4().hex
 
 
 def marker_key(save_id: str) -> str:

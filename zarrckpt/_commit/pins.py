@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from zarrckpt._commit import protocol
-from zarrckpt._commit.marker import PINS, Pin, pin_key
-from zarrckpt._errors import CheckpointError, CheckpointRemovedError, CheckpointReplacedError, ObjectExistsError
+from zarrckpt._commit.contents import read_contents
+from zarrckpt._commit.discovery import load_root
+from zarrckpt._commit.marker import PINS, Pin, new_id, parse_pin, pin_key
+from zarrckpt._errors import (
+    CheckpointError,
+    CheckpointPinnedError,
+    CheckpointRemovedError,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    ForeignObjectsError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+)
 from zarrckpt._format.documents import NODE, group_document, join
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import RESERVED_GROUP, Root
 from zarrckpt._format.sealed import is_save_id, now
+from zarrckpt._jobs import run_jobs
 from zarrckpt._store import Store, StoreSpec, Url
 
 
@@ -39,8 +51,8 @@ def pin(
     if not isinstance(note, str):
         raise TypeError(f"note must be a str, got a {type(note).__name__}")
     store = StoreSpec(url, storage_options).open()
-    pin_id = protocol.new_id()
-    put_pin(store, protocol.load_root(store), pin_id, note)
+    pin_id = new_id()
+    put_pin(store, load_root(store), pin_id, note)
     return pin_id
 
 
@@ -69,7 +81,7 @@ def put_pin(store: Store, root: Root, pin_id: str, note: str) -> None:
 
 def _refuse_endangered(store: Store, root: Root) -> None:
     """Raise an error if the checkpoint is being removed, was replaced, or may be replaced by a save that has begun."""
-    found = protocol.leftovers(store)
+    found = read_contents(store)
     if found.removal or found.root_bytes is None:
         raise CheckpointRemovedError(
             f"the checkpoint at {store.url} was not pinned, because it was removed or is being removed: pin another "
@@ -100,3 +112,32 @@ def unpin(
     if not is_save_id(pin_id):
         raise CheckpointError(f"{pin_id!r:.80} is no pin's id: pass the 32 hexadecimal digits from zarrckpt.pin")
     StoreSpec(url, storage_options).open().delete([pin_key(pin_id)])
+
+
+def list_pins(store: Store) -> list[Pin]:
+    """Return the pins of the checkpoint at a url, the oldest first. One listing, and one request for each pin."""
+
+    def read(pin_id: str) -> Pin | None:
+        key = pin_key(pin_id)
+        try:
+            pin = parse_pin(store.get(key), f"the pin {join(store.url, key)}")
+        except ObjectNotFoundError:
+            return None
+        except (CorruptCheckpointError, ForeignObjectsError):
+            pin = None
+        # A damaged pin still protects the checkpoint.
+        return pin if pin is not None and pin.pin_id == pin_id else Pin(pin_id, "a damaged pin", "")
+
+    ids = filter(is_save_id, store.list_dir(f"{RESERVED_GROUP}/{PINS}")[1])
+    found = run_jobs((partial(read, pin_id) for pin_id in ids), store.max_concurrency)
+    return sorted((one for one in found if one is not None), key=lambda one: one.created)
+
+
+def refuse_pinned(store: Store) -> None:
+    """Raise CheckpointPinnedError if the checkpoint at a url is pinned."""
+    if found := list_pins(store):
+        shown = ", ".join(f"{one.note!r:.200} (pin {one.pin_id}, {one.created})" for one in found[:3])
+        raise CheckpointPinnedError(
+            f"the checkpoint at {store.url} was neither removed nor replaced, because it is pinned: {shown}. If it is "
+            f"not needed any more: zarrckpt.unpin({store.url!r}, {found[0].pin_id!r})"
+        )

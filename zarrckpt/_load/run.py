@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from zarrckpt._commit import protocol
+from zarrckpt._commit.discovery import load_root_document
+from zarrckpt._commit.stored_documents import parse_root_document
 from zarrckpt._errors import LoadMismatchError, warn
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.root import Root
@@ -112,12 +113,12 @@ def _root_of_all(request: LoadRequest, rounds: Rounds) -> Root:
     read: list[Root] = []
 
     def read_document(_: object) -> bytes:
-        document, root = protocol.load_root_document(request.spec.open())
+        document, root = load_root_document(request.spec.open())
         read.append(root)
         return bytes(document)
 
     document = rounds.merge("the root document", lambda: None, read_document)
-    return read[0] if read else protocol.parse_committed(document, request.spec.url)
+    return read[0] if read else parse_root_document(document, request.spec.url)
 
 
 def _shares(load: _Load, asked: Asked, rounds: Rounds) -> Shares:

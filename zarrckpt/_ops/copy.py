@@ -13,8 +13,9 @@ from functools import partial
 
 import numpy as np
 
-from zarrckpt._commit import protocol
-from zarrckpt._commit.marker import marker_of
+from zarrckpt._commit import attempts
+from zarrckpt._commit.chunks import encode_tables
+from zarrckpt._commit.marker import marker_of, new_id
 from zarrckpt._errors import CheckpointExistsError, CorruptCheckpointError
 from zarrckpt._format.chunk_layout import RawArray
 from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
@@ -43,20 +44,20 @@ def copy_checkpoint(
     """Copy entries of a checkpoint, see :meth:`Checkpoint.copy_to`."""
     began = time.monotonic()
     check_limits(max_inflight_bytes=max_inflight_bytes)
-    root = dataclasses.replace(changed(part_of(source.root, names), changes), save_id=protocol.new_id(), tree="")
+    root = dataclasses.replace(changed(part_of(source.root, names), changes), save_id=new_id(), tree="")
     marker = dataclasses.replace(marker_of(root), started=now())
-    attempt = protocol.begin(target, marker, overwrite=overwrite)
+    attempt = attempts.begin(target, marker, overwrite=overwrite)
     root = dataclasses.replace(root, tree=attempt.tree, history=attempt.history)
     copy = _Copy(source, root, target, max_inflight_bytes, progress)
     try:
-        with protocol.report_lost_commit(target, lambda: attempt.save_id, lambda: attempt.base_id):
+        with attempts.report_lost_commit(target, lambda: attempt):
             copy.run()
             root = copy.finish()
     except BaseException as err:
-        protocol.abandon(target, attempt, lost=isinstance(err, CheckpointExistsError))
+        attempts.abandon(target, attempt, lost=isinstance(err, CheckpointExistsError))
         raise
-    protocol.commit(target, attempt, root)
-    protocol.clean_after(target, attempt)
+    attempts.commit(target, attempt, root)
+    attempts.clean_up(target, attempt)
     return copy.report(began, changes.casts.uncast)
 
 
@@ -122,7 +123,7 @@ class _Copy:
 
     def finish(self) -> Root:
         """Put the tables and return the root to commit."""
-        tables, puts = protocol.tables_of(self._root.save_id, self._numbers())
+        tables, puts = encode_tables(self._root.save_id, self._numbers())
         run_jobs(
             (partial(self._target.put, key, buffers) for key, buffers in puts.items()), self._target.max_concurrency
         )

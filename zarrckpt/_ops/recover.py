@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zarrckpt._commit import protocol
+from zarrckpt._commit.contents import read_contents
+from zarrckpt._commit.discovery import CheckpointFolder, find_saves, holds_checkpoints
 from zarrckpt._commit.listings import list_below
-from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY, removal_bytes
-from zarrckpt._commit.protocol import Below, Leftovers
+from zarrckpt._commit.marker import CLAIM_KEY, REMOVAL_KEY
+from zarrckpt._commit.pins import list_pins
+from zarrckpt._commit.removal import count_objects, delete_attempts, remove_all, sweep_temporary_files
 from zarrckpt._errors import CheckpointError, CheckpointNotFoundError
 from zarrckpt._jobs import run_jobs
 from zarrckpt._ops.verify import verify
 from zarrckpt._read.catalog import Catalog
 from zarrckpt._reports import count_text, time_text
-from zarrckpt._store import Store, StoreSpec, Url
+from zarrckpt._store import StoreSpec, Url
 
 _FOLDERS_AT_ONCE = 4
 """Maximum number of folders that are recovered in parallel. Each recovery makes parallel requests itself."""
@@ -72,7 +73,7 @@ def recover(
     spec = StoreSpec(url, storage_options)
     store = spec.open()
     listed = list_below(store)
-    begun = [] if listed.has_save else protocol.find_begun(store, listed.folders)
+    begun = [] if listed.has_save else find_saves(store, listed.folders)
     if all(below.unreadable for below in begun):
         if listed.is_run and not listed.has_save and not begun:
             return RecoverReport(spec.url, 0, (), ())  # a run without checkpoints
@@ -87,7 +88,7 @@ def recover(
     )
 
 
-def _recovered_below(spec: StoreSpec, below: Below, stopped: bool) -> RecoverReport:
+def _recovered_below(spec: StoreSpec, below: CheckpointFolder, stopped: bool) -> RecoverReport:
     """Recover a folder directly below a url. Errors are in the report."""
     child = spec.child(below.name)
     try:
@@ -100,28 +101,28 @@ def _recovered_below(spec: StoreSpec, below: Below, stopped: bool) -> RecoverRep
 
 def _recover_store(spec: StoreSpec, stopped: bool) -> RecoverReport:
     store = spec.open()
-    found = protocol.leftovers(store, folder=stopped)
-    if found.removal and stopped and found.root_bytes is not None and protocol.pins(store):
+    found = read_contents(store, folder=stopped)
+    if found.removal and stopped and found.root_bytes is not None and list_pins(store):
         # The removal was interrupted before it could see the pin, and has deleted nothing.
         store.delete([REMOVAL_KEY])
-        found = protocol.leftovers(store, folder=True)
+        found = read_contents(store, folder=True)
     if found.removal:
         removed = tuple(marker.save_id for marker in found.markers)
-        return RecoverReport(store.url, remove_found(store, found), removed, ())
+        return RecoverReport(store.url, remove_all(store, found), removed, ())
     dead = [marker for marker in found.others if stopped or not found.may_commit(marker)]
     kept = [marker.save_id for marker in found.others if marker not in dead]
     # Keys that a kept attempt lists are spared: one that began during a removal may share keys with a dead attempt.
     spared = [marker for marker in found.markers if marker not in dead]
     # Without its claim, a folder of checkpoints in which a save was begun by mistake works as a folder again.
-    folder = stopped and found.root_bytes is None and protocol.holds_checkpoints(store)
+    folder = stopped and found.root_bytes is None and holds_checkpoints(store)
     finished = [marker.save_id for marker in dead] if stopped else []
-    objects = protocol.clean(store, dead, finished=finished, spared=spared)
+    objects = delete_attempts(store, dead, finished=finished, spared=spared)
     if found.root_bytes is None:
         # These pins were put while the checkpoint was being removed.
         store.delete(found.pins)
     if stopped:
         store.delete([*found.probes, CLAIM_KEY] if folder else found.probes)
-        protocol.sweep(store)
+        sweep_temporary_files(store)
     return RecoverReport(store.url, objects, tuple(marker.save_id for marker in dead), tuple(kept))
 
 
@@ -152,8 +153,8 @@ def examine(
     """
     spec = StoreSpec(url, storage_options)
     store = spec.open()
-    found = protocol.leftovers(store, damaged=True)
-    pinned = tuple(f"pinned: {one.note!r:.200} (pin {one.pin_id})" for one in protocol.pins(store))
+    found = read_contents(store, damaged=True)
+    pinned = tuple(f"pinned: {one.note!r:.200} (pin {one.pin_id})" for one in list_pins(store))
     if found.removal:
         finding = "the removal has not ended: it is still running, or was interrupted"
         state = f"{store.url}: a checkpoint that is being removed"
@@ -178,7 +179,7 @@ def examine(
         state = f"{store.url}: " + ("no checkpoint, but a save was begun" if found.begun else "no objects")
     dead = [marker for marker in found.others if not found.may_commit(marker)]
     others = [marker for marker in found.markers if marker not in dead]
-    left = {marker.save_id: protocol.count_stored(store, marker, others) for marker in dead}
+    left = {marker.save_id: count_objects(store, marker, others) for marker in dead}
     for marker in found.others:
         what = f"save {marker.save_id}, begun {time_text(marker.started)}"
         ended = "failed" if marker.failed else "cannot commit any more, or was replaced"
@@ -218,47 +219,7 @@ def remove(
     was deleted.
     """
     store = StoreSpec(url, storage_options).open()
-    found = protocol.leftovers(store, damaged=True)
+    found = read_contents(store, damaged=True)
     if not found.begun:
         raise CheckpointNotFoundError(f"there is no checkpoint at {store.url}, and no save was begun: check the path")
-    return remove_found(store, found)
-
-
-def remove_found(store: Store, found: Leftovers) -> int:
-    """Begin or continue the removal of all objects of saves at a url. Returns the number of deleted objects.
-
-    If several processes remove, the one that put its record last continues. The others stop when they see its record.
-    """
-    own = removal_bytes("" if found.root is None else found.root.save_id, protocol.new_id())
-    objects = 0
-    with suppress(protocol.RemovalEndedError):
-        record, first = protocol.record_removal(store, own, begun=found.removal)
-        try:
-            # Read again, because no save begins after the record, so this result stays true.
-            found = protocol.leftovers(store, damaged=True)
-            protocol.delete_root(store, found.root_bytes, record)
-        except CheckpointError:
-            # An earlier removal may have seen no pin and be about to delete. Then the record must stay.
-            if first:
-                _delete_record(store, found, own)
-            raise
-        objects = len(found.markers) + (found.root_bytes is not None) + found.claimed
-        finished = [marker.save_id for marker in found.markers]
-        objects += protocol.clean(store, found.markers, finished=finished, removal=record)
-        pins = protocol.pin_keys(store)
-        protocol.check_removal(store, record)
-        store.delete([*found.probes, *pins, CLAIM_KEY])
-        protocol.sweep(store)
-        protocol.check_removal(store, record)
-        # Last, because the record must exist as long as other objects are left.
-        store.delete([REMOVAL_KEY])
-        store.remove_folder()
-    return objects
-
-
-def _delete_record(store: Store, found: Leftovers, own: bytes) -> None:
-    """Delete the record of a removal that has deleted nothing, if the checkpoint and the record are unchanged."""
-    with suppress(CheckpointError):
-        unchanged = found.root is None or protocol.read_root(store).save_id == found.root.save_id
-        if unchanged and protocol.removal_record(store) == own:
-            store.delete([REMOVAL_KEY])
+    return remove_all(store, found)

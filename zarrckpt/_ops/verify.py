@@ -11,9 +11,9 @@ from functools import partial
 
 import numpy as np
 
-from zarrckpt._commit import protocol
 from zarrckpt._commit.listings import refuse_false_listing
 from zarrckpt._commit.marker import CLAIM_KEY, marker_key, parse_claim, parse_marker
+from zarrckpt._commit.stored_documents import parse_root_document
 from zarrckpt._errors import (
     CorruptCheckpointError,
     ForeignObjectsError,
@@ -279,7 +279,7 @@ class _Verification:
         return None
 
     def _check_root(self) -> FaultText:
-        root = protocol.parse_committed(self._store.get(NODE), self._store.url)
+        root = parse_root_document(self._store.get(NODE), self._store.url)
         return None if root.save_id == self._catalog.root.save_id else "it belongs to another save"
 
     def _check_claim(self) -> FaultText:

@@ -9,7 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from zarrckpt._commit import protocol
+from zarrckpt._commit.discovery import load_root
+from zarrckpt._commit.stored_documents import read_root, was_removed
 from zarrckpt._errors import (
     CheckpointError,
     CheckpointRemovedError,
@@ -54,7 +55,7 @@ class Catalog:
 
     def __init__(self, spec: StoreSpec, root: Root | None = None) -> None:
         self._spec = spec
-        self.root = root if root is not None else protocol.load_root(spec.open())
+        self.root = root if root is not None else load_root(spec.open())
         self._lock = ForkSafeLock()
         self._tables: tuple[_Parts, _Parts] | None = None
 
@@ -237,11 +238,11 @@ class Catalog:
         """Return the error if the checkpoint was replaced or removed since it was opened. One or two requests."""
         where = f"the checkpoint at {self.store.url} (save {self.root.save_id[:8]})"
         try:
-            if protocol.read_root(self.store).save_id != self.root.save_id:
+            if read_root(self.store).save_id != self.root.save_id:
                 return CheckpointReplacedError(f"{where} was replaced while it was being read: open it again")
         except ObjectNotFoundError:
             with suppress(CheckpointError):
-                if protocol.was_removed(self.store):
+                if was_removed(self.store):
                     return CheckpointRemovedError(f"{where} was removed while it was being read: load another one")
         except CheckpointError:
             pass  # the root cannot be read, so there is no sign that it was replaced

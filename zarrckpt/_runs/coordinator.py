@@ -6,11 +6,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zarrckpt._commit import protocol
+from zarrckpt._commit.contents import read_contents
+from zarrckpt._commit.discovery import CheckpointFolder, load_root, number_in, refuse_inside
 from zarrckpt._commit.listings import RUN_KEY, list_below
 from zarrckpt._commit.marker import CLAIM_KEY, pin_key
-from zarrckpt._commit.pins import put_pin
-from zarrckpt._commit.protocol import Below
+from zarrckpt._commit.pins import put_pin, refuse_pinned
+from zarrckpt._commit.removal import remove_all
+from zarrckpt._commit.stored_documents import is_stored, read_root
 from zarrckpt._errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -25,7 +27,6 @@ from zarrckpt._errors import (
 from zarrckpt._format.documents import join
 from zarrckpt._format.metadata import run_of
 from zarrckpt._format.wire import record
-from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership, RunRecord
 from zarrckpt._runs.retention import Retention
@@ -134,7 +135,7 @@ class Coordinator:
         if listed.has_root or listed.has_save:
             _refuse_checkpoint(store, listed.has_root, bool(names) or listed.is_run)
         if not names and not listed.is_run:
-            protocol.refuse_inside(store)
+            refuse_inside(store)
         if listed.folders and not names:
             shown = ", ".join(map(repr, listed.folders[:3]))
             warn(
@@ -143,18 +144,18 @@ class Coordinator:
             )
         return sorted(names, key=lambda name: (step_of(name), name))
 
-    def _newest(self, names: list[str], unreadable: frozenset[str]) -> tuple[Found | None, list[Below]]:
+    def _newest(self, names: list[str], unreadable: frozenset[str]) -> tuple[Found | None, list[CheckpointFolder]]:
         """Return the newest sound checkpoint and the damaged ones after it. Warn of these, and never delete them."""
         store = self._spec.open()
         damage = CorruptCheckpointError("its data are damaged")
-        damaged = [Below(name, damage=damage) for name in sorted(unreadable, reverse=True)]
+        damaged = [CheckpointFolder(name, damage=damage) for name in sorted(unreadable, reverse=True)]
         try:
             return self._first_sound(store, names, unreadable, damaged), damaged
         finally:
             self.retention.ignore(below.name for below in damaged)
 
     def _first_sound(
-        self, store: Store, names: list[str], unreadable: frozenset[str], damaged: list[Below]
+        self, store: Store, names: list[str], unreadable: frozenset[str], damaged: list[CheckpointFolder]
     ) -> Found | None:
         for below in newest_first(store, [name for name in names if name not in unreadable]):
             step = step_of(below.name)
@@ -167,7 +168,7 @@ class Coordinator:
             warn(skip_warning(store, below))
         return None
 
-    def _refuse_to_begin_anew(self, known: RunRecord | None, damaged: list[Below]) -> None:
+    def _refuse_to_begin_anew(self, known: RunRecord | None, damaged: list[CheckpointFolder]) -> None:
         """Raise an error if the run's record or folders show that a checkpoint was committed.
 
         A save of this run that was killed directly before its commit does not count as a checkpoint.
@@ -222,10 +223,10 @@ class Coordinator:
         unfinished save that does not belong to this run, CheckpointPinnedError for a pinned checkpoint.
         """
         later = [self._spec.child(name) for name in names if _after(name, chosen.step)]
-        found = [(spec, protocol.leftovers(spec.open(), damaged=True)) for spec in later]
+        found = [(spec, read_contents(spec.open(), damaged=True)) for spec in later]
         run = self.ownership.record.run
         for spec, left in found:
-            protocol.refuse_pinned(spec.open())
+            refuse_pinned(spec.open())
             if left.root is not None:
                 foreign = run_of(left.root.metadata) != run
             else:
@@ -247,7 +248,7 @@ class Coordinator:
         for spec, left in reversed(found):
             progressed()
             if left.root_bytes is not None or left.removal:
-                remove_found(spec.open(), left)
+                remove_all(spec.open(), left)
                 self.retention.forget(spec.url.rpartition("/")[2])
         self._greatest = chosen.step
 
@@ -256,13 +257,13 @@ class Coordinator:
     def _pin_source(self) -> int | None:
         """Pin the checkpoint from which the run begins. Return its step, or None if it is not known."""
         store = self._source.open()
-        root = protocol.load_root(store)
+        root = load_root(store)
         try:
             if self.ownership.taken:
                 put_pin(store, root, self.ownership.record.pin, f"the run {self._spec.url} begins from it")
         except StorageError as err:
             warn(f"{store.url} cannot be pinned, and may be removed before {self._spec.url} has a checkpoint: {err}")
-        step = root.metadata.get("step", protocol.number_in(store.url))
+        step = root.metadata.get("step", number_in(store.url))
         return step if type(step) is int else None
 
     def _unpin_source(self) -> None:
@@ -385,11 +386,11 @@ def _refuse_checkpoint(store: Store, rooted: bool, is_run: bool) -> None:
     """
     if rooted:
         try:
-            protocol.read_root(store)
+            read_root(store)
         except ForeignObjectsError:
             # In a run's folder it is a group of another program. Otherwise, if there is a claim, another program has
             # replaced the root document of a checkpoint.
-            if is_run or not protocol.is_stored(store, CLAIM_KEY):
+            if is_run or not is_stored(store, CLAIM_KEY):
                 return
         except (CorruptCheckpointError, UnsupportedFormatError):
             pass

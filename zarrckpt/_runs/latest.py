@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from zarrckpt._commit.discovery import CheckpointFolder, find_checkpoints, find_newest
 from zarrckpt._commit.listings import list_below
-from zarrckpt._commit.protocol import Below, checkpoints_below, newest
 from zarrckpt._errors import CheckpointError, warn
 from zarrckpt._format.matching import hint
 from zarrckpt._format.metadata import RESERVED
@@ -93,7 +93,7 @@ def best(
     return _find(prefix, "best", choose, process_group, no_dist, storage_options)
 
 
-_ChooseBelow = Callable[[Store, list[str]], tuple[str | None, list[Below]]]
+_ChooseBelow = Callable[[Store, list[str]], tuple[str | None, list[CheckpointFolder]]]
 """A function that returns the chosen folder and the damaged checkpoints of a list of folders."""
 
 
@@ -137,8 +137,8 @@ def _choose_name(spec: StoreSpec, caller: str, choose: _ChooseBelow) -> str | No
     return name
 
 
-def _best_below(store: Store, names: list[str], metric: str, mode: Mode) -> tuple[str | None, list[Below]]:
-    found = checkpoints_below(store, names)
+def _best_below(store: Store, names: list[str], metric: str, mode: Mode) -> tuple[str | None, list[CheckpointFolder]]:
+    found = find_checkpoints(store, names)
     damaged = [below for below in found if below.damage is not None]
     roots = [(below, below.root.metadata) for below in found if below.root is not None]
     if not roots:
@@ -149,5 +149,5 @@ def _best_below(store: Store, names: list[str], metric: str, mode: Mode) -> tupl
     known = [(comparable_metric(metadata.get(metric)), below) for below, metadata in roots]
     finite = [(value, below) for value, below in known if value is not None and abs(value) != math.inf]
     first = (min if mode == "min" else max)((value for value, _ in finite), default=None)
-    chosen = newest(below for value, below in finite if value == first)
+    chosen = find_newest(below for value, below in finite if value == first)
     return None if chosen is None else chosen.name, damaged

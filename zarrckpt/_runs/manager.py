@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
-from zarrckpt._commit import protocol
+from zarrckpt._commit.discovery import find_checkpoints, load_root
 from zarrckpt._commit.listings import list_below
 from zarrckpt._commit.marker import pin_id_of, pin_key
 from zarrckpt._commit.pins import put_pin
@@ -551,7 +551,7 @@ class CheckpointManager:
         """
         store = self._spec.open()
         names = [name for name in list_below(store).folders if step_of(name) is not None]
-        found = protocol.checkpoints_below(store, names)
+        found = find_checkpoints(store, names)
         unreadable = [below for below in found if below.unreadable]
         if len(unreadable) == len(found):
             refuse_unreadable(store, unreadable)
@@ -566,7 +566,7 @@ class CheckpointManager:
         requests. Raises the errors of :func:`pin`. A second pin of the same step is no error.
         """
         store = self._store_of(step)
-        put_pin(store, protocol.load_root(store), _PIN, note or "pinned in its run")
+        put_pin(store, load_root(store), _PIN, note or "pinned in its run")
 
     def unpin(self, step: int) -> None:
         """Delete the pin that :meth:`pin` has put. Other pins stay. A single rank may call it.
@@ -582,7 +582,7 @@ class CheckpointManager:
         padded = self._spec.child(name_of(step)).open()
         store = self._spec.open()
         names = [name for name in list_below(store).folders if step_of(name) == step]
-        found = protocol.checkpoints_below(store, names)
+        found = find_checkpoints(store, names)
         refuse_unreadable(store, found)
         sound = [below.name for below in found if below.root is not None]
         return self._spec.child(sound[-1]).open() if sound else padded

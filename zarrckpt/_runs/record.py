@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zarrckpt._commit.listings import RUN_KEY
-from zarrckpt._commit.marker import pin_id_of
-from zarrckpt._commit.protocol import new_id
+from zarrckpt._commit.marker import new_id, pin_id_of
 from zarrckpt._errors import (
     CheckpointError,
     CorruptCheckpointError,

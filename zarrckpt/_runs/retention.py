@@ -11,9 +11,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from zarrckpt._commit import protocol
+from zarrckpt._commit.contents import UrlContents, read_contents
 from zarrckpt._commit.listings import list_below
-from zarrckpt._commit.protocol import Leftovers
+from zarrckpt._commit.pins import list_pins
+from zarrckpt._commit.removal import remove_all
 from zarrckpt._errors import (
     CheckpointError,
     CheckpointPinnedError,
@@ -26,7 +27,6 @@ from zarrckpt._errors import (
 from zarrckpt._format.documents import NODE
 from zarrckpt._format.metadata import run_of
 from zarrckpt._jobs import run_jobs
-from zarrckpt._ops.recover import remove_found
 from zarrckpt._runs.keep import Keep
 from zarrckpt._runs.record import Ownership
 from zarrckpt._runs.steps import is_own, read_folder, step_of
@@ -272,7 +272,7 @@ class Retention:
         return not refused
 
     def _is_pinned(self, name: str) -> bool:
-        return bool(protocol.pins(self._spec.child(name).open()))
+        return bool(list_pins(self._spec.child(name).open()))
 
     def _read_folders(self, read: set[str]) -> bool:
         """Read some of the folders that existed when this job began. Return False if all of them were read."""
@@ -319,7 +319,7 @@ class Retention:
         A checkpoint that does not belong to this run is not deleted, only forgotten.
         """
         store = self._spec.child(name).open()
-        found = protocol.leftovers(store, damaged=True)
+        found = read_contents(store, damaged=True)
         if found.root is not None and name in self._begun and self._is_own(found):
             # The save has committed but the answer was lost. Now the rules decide whether it is kept.
             with self._changed:
@@ -327,10 +327,10 @@ class Retention:
                 self._due = True
             return True
         if found.begun and self._is_own(found):
-            if protocol.pins(store):
+            if list_pins(store):
                 return False
             try:
-                objects = remove_found(store, found)
+                objects = remove_all(store, found)
             except CheckpointPinnedError:
                 return False  # It was pinned after the check.
             log.info("deleted %s, because no rule keeps it: %d objects", store.url, objects)
@@ -340,7 +340,7 @@ class Retention:
         self.forget(name)
         return True
 
-    def _is_own(self, found: Leftovers) -> bool:
+    def _is_own(self, found: UrlContents) -> bool:
         run = self._ownership.record.run
         if found.root is not None:
             # The marker is checked too, because a copy of a checkpoint has the same root document.

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from zarrckpt._commit import protocol
+from zarrckpt._commit.discovery import CheckpointFolder, find_checkpoints, find_newest, number_in
 from zarrckpt._commit.marker import REMOVAL_KEY, REMOVED, Marker, is_table_key, marker_key, parse_marker
-from zarrckpt._commit.protocol import Below, number_in
+from zarrckpt._commit.stored_documents import is_stored, parse_root_document
 from zarrckpt._errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, StorageError, one_line
 from zarrckpt._format.documents import NODE, join
 from zarrckpt._format.metadata import run_of
@@ -56,7 +56,7 @@ def is_own(name: str, root: Root, run: str) -> bool:
 
 
 @dataclass(frozen=True)
-class WithoutRoot(Below):
+class WithoutRoot(CheckpointFolder):
     """A folder with the tables of a save but no root document.
 
     The save was killed directly before its commit, or the root of a checkpoint was lost.
@@ -66,7 +66,7 @@ class WithoutRoot(Below):
     """The id of the run in the save's marker, or ""."""
 
 
-def read_folder(store: Store, name: str) -> Below | None:
+def read_folder(store: Store, name: str) -> CheckpointFolder | None:
     """Return the checkpoint or the unfinished save in a step's folder, or None if there are no objects of a save.
 
     A root document of another program counts as damage, and so does a missing one if there are tables of a save. The
@@ -75,17 +75,17 @@ def read_folder(store: Store, name: str) -> Below | None:
     """
     for _ in range(_FOLDER_TRIES):
         try:
-            return Below(name, protocol.parse_committed(store.get(f"{name}/{NODE}"), join(store.url, name)))
+            return CheckpointFolder(name, parse_root_document(store.get(f"{name}/{NODE}"), join(store.url, name)))
         except ObjectNotFoundError:
             pass
         except StorageError:
             raise
         except CheckpointError as err:
-            return Below(name, damage=err)
+            return CheckpointFolder(name, damage=err)
         store.refuse_broken_link(name)
         found = _without_root(store, name)
         # A running save may have committed after the first read of its root document.
-        if found is None or found.damage is None or not protocol.is_stored(store, f"{name}/{NODE}"):
+        if found is None or found.damage is None or not is_stored(store, f"{name}/{NODE}"):
             return found
     raise StorageError(
         f"reading {join(store.url, one_line(name))} failed: saves changed it during each of {_FOLDER_TRIES} tries. Try "
@@ -93,11 +93,11 @@ def read_folder(store: Store, name: str) -> Below | None:
     )
 
 
-def _without_root(store: Store, name: str) -> Below | None:
+def _without_root(store: Store, name: str) -> CheckpointFolder | None:
     group = f"{name}/{RESERVED_GROUP}"
     objects, folders = store.list_dir(group)
-    if REMOVED in folders and protocol.is_stored(store, f"{name}/{REMOVAL_KEY}"):
-        return Below(name)
+    if REMOVED in folders and is_stored(store, f"{name}/{REMOVAL_KEY}"):
+        return CheckpointFolder(name)
     for save_id in filter(is_save_id, folders):
         if any(is_table_key(info.key.removeprefix(f"{name}/")) for info in store.list(f"{group}/{save_id}")):
             marker = _stored_marker(store, name, save_id)
@@ -107,7 +107,7 @@ def _without_root(store: Store, name: str) -> Below | None:
                     f"{NODE}: the save was killed directly before its commit, or the root was deleted later"
                 )
                 return WithoutRoot(name, damage=error, run="" if marker is None else marker.run)
-    return Below(name) if objects or folders else None
+    return CheckpointFolder(name) if objects or folders else None
 
 
 def _stored_marker(store: Store, name: str, save_id: str) -> Marker | None:
@@ -121,7 +121,7 @@ def _stored_marker(store: Store, name: str, save_id: str) -> Marker | None:
         return None
 
 
-def newest_first(store: Store, names: Iterable[str]) -> Iterator[Below]:
+def newest_first(store: Store, names: Iterable[str]) -> Iterator[CheckpointFolder]:
     """Yield the checkpoints in the folders whose names end with a step, the greatest step first.
 
     Damaged ones are included, see :func:`read_folder`. Unfinished saves are skipped. One request for each checkpoint.
@@ -129,36 +129,36 @@ def newest_first(store: Store, names: Iterable[str]) -> Iterator[Below]:
     """
     numbered = [(number, name) for name in names if (number := number_in(name)) is not None]
     for _, name in sorted(numbered, reverse=True):
-        found: Below | None
+        found: CheckpointFolder | None
         try:
             found = read_folder(store, name)
         except StorageError as err:
-            found = Below(name, damage=err)
+            found = CheckpointFolder(name, damage=err)
             refuse_unreadable(store, [found])
         if found is not None and (found.root is not None or found.damage is not None):
             yield found
 
 
-def newest_below(store: Store, names: Iterable[str]) -> tuple[str | None, list[Below]]:
+def newest_below(store: Store, names: Iterable[str]) -> tuple[str | None, list[CheckpointFolder]]:
     """Return the folder of the newest sound checkpoint, or None, and the damaged or unreadable ones that were skipped.
 
     The newest has the greatest step in its name. If no checkpoint with a step is sound, it is the one that was
     committed last among those without a step.
     """
-    damaged: list[Below] = []
+    damaged: list[CheckpointFolder] = []
     for below in newest_first(store, names):
         if below.root is not None:
             return below.name, damaged
         damaged.append(below)
-    rest = protocol.checkpoints_below(store, [name for name in names if number_in(name) is None])
-    last = protocol.newest(rest)
+    rest = find_checkpoints(store, [name for name in names if number_in(name) is None])
+    last = find_newest(rest)
     if last is None:
         # The only checkpoint may be in one of them.
         refuse_unreadable(store, rest)
     return None if last is None else last.name, damaged + [below for below in rest if below.damage is not None]
 
 
-def refuse_unreadable(store: Store, found: Iterable[Below]) -> None:
+def refuse_unreadable(store: Store, found: Iterable[CheckpointFolder]) -> None:
     """Raise StorageError for a folder that could not be read, unless its name begins with a dot, as of a trash can."""
     for below in found:
         if below.unreadable and not below.name.startswith("."):
@@ -168,7 +168,7 @@ def refuse_unreadable(store: Store, found: Iterable[Below]) -> None:
             ) from below.damage
 
 
-def skip_warning(store: Store, below: Below) -> str:
+def skip_warning(store: Store, below: CheckpointFolder) -> str:
     """Return the text of the warning that a damaged or unreadable checkpoint was skipped."""
     if below.unreadable:
         return f"{join(store.url, one_line(below.name))} cannot be read and was skipped: {below.damage}"

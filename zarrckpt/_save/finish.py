@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from zarrckpt._commit.protocol import Attempt, tables_of
+from zarrckpt._commit.attempts import Attempt
+from zarrckpt._commit.chunks import encode_tables
 from zarrckpt._errors import IncompleteSaveError, UnsupportedValueError
 from zarrckpt._format import names as _names
 from zarrckpt._format.chunk_layout import RawArray
@@ -47,7 +48,7 @@ def finish_save(
     numbers = _tables_of_results(nodes, written)
     planned = parent_groups(node.path for node in layout.tensors.values())
     late = parent_groups(blob.array.path for blob in blobs.values()) - planned
-    tables, puts = tables_of(attempt.save_id, numbers)
+    tables, puts = encode_tables(attempt.save_id, numbers)
     puts |= {join(attempt.tree, path, NODE): [dumps(group_document())] for path in sorted(late)}
     at_once = 1 if store.is_local else store.max_concurrency
     run_jobs((partial(store.put, key, buffers) for key, buffers in puts.items()), at_once)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from zarrckpt._commit import protocol
+from zarrckpt._commit import attempts
 from zarrckpt._errors import StorageError
 from zarrckpt._format.metadata import checked_metadata
 from zarrckpt._jobs import Progress
@@ -70,4 +70,4 @@ class SaveRequest:
             if self.run is not None:
                 self.run.begin()
             if not self.overwrite:
-                protocol.refuse_committed(self.spec.open())
+                attempts.refuse_committed(self.spec.open())

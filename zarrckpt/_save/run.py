@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from zarrckpt._commit import protocol
+from zarrckpt._commit import attempts
+from zarrckpt._commit.marker import new_id
 from zarrckpt._commit.shared_storage import host_name, refuse_separate_storage
+from zarrckpt._commit.stored_documents import read_root
 from zarrckpt._errors import CheckpointError, CheckpointExistsError, StorageError, warn
 from zarrckpt._format.root import Root
 from zarrckpt._format.sealed import is_save_id, now
@@ -112,7 +114,7 @@ class RankSave:
         self._started = time.monotonic()
         self._work: RankWork | None = None
         self._stopped = False
-        self._attempt: protocol.Attempt | None = None
+        self._attempt: attempts.Attempt | None = None
         self._root: Root | None = None
 
     @property
@@ -139,7 +141,7 @@ class RankSave:
         self._work = RankWork(self._store, lambda: name().tree, part, source, self.request, progressed)
         if self._stopped:
             self._work.stop()
-        with protocol.report_lost_commit(self._store, lambda: name().save_id, lambda: name().base_id):
+        with attempts.report_lost_commit(self._store, name):
             results = self._work.write(channel)
         if self._attempt is None:
             try:
@@ -167,8 +169,8 @@ class RankSave:
         if self.request.run is not None:
             self.request.run.wait_for_deletions()
             run_id = self.request.run.begin()
-        marker = dataclasses.replace(layout.marker(protocol.new_id(), now()), run=run_id)
-        self._attempt = protocol.begin(self._store, marker, overwrite=self.request.overwrite)
+        marker = dataclasses.replace(layout.marker(new_id(), now()), run=run_id)
+        self._attempt = attempts.begin(self._store, marker, overwrite=self.request.overwrite)
         return AttemptName(self._attempt.save_id, self._attempt.tree, self._attempt.base_id, host_name())
 
     def finish(self, layout: Layout, results: Sequence[Results]) -> SaveReport:
@@ -179,14 +181,14 @@ class RankSave:
         assert self._attempt is not None
         store, attempt = self._store, self._attempt
         try:
-            with protocol.report_lost_commit(store, lambda: attempt.save_id, lambda: attempt.base_id):
+            with attempts.report_lost_commit(store, lambda: attempt):
                 run = {} if self.request.run is None else self.request.run.metadata()
                 metadata = {**self.request.metadata, **run}
                 self._root, report = finish_save(store, attempt, layout, results, metadata)
                 return report
         except CheckpointExistsError:
             self._attempt = None
-            protocol.abandon(store, attempt, lost=True)
+            attempts.abandon(store, attempt, lost=True)
             raise
 
     def commit(self, report: SaveReport) -> SaveReport:
@@ -196,8 +198,8 @@ class RankSave:
             self.request.run.check()
         # From here on abandon() deletes nothing: the root may be in the store even if its put raises an error.
         attempt, self._attempt = self._attempt, None
-        protocol.commit(self._store, attempt, self._root)
-        protocol.clean_after(self._store, attempt)
+        attempts.commit(self._store, attempt, self._root)
+        attempts.clean_up(self._store, attempt)
         if self.request.run is not None:
             self.request.run.committed()
         if not self._root.entries:
@@ -212,12 +214,12 @@ class RankSave:
         attempt, self._attempt = self._attempt, None
         # Each request to a store that does not answer takes minutes, and would delay the error of the save.
         if attempt is not None and (self._work is None or self._work.could_remove):
-            protocol.abandon(self._store, attempt)
+            attempts.abandon(self._store, attempt)
 
     # -- the other ranks
 
     def is_committed(self, save_id: str) -> bool:
         """Whether the root document has this save id. One request."""
         with suppress(CheckpointError):
-            return protocol.read_root(self._store).save_id == save_id
+            return read_root(self._store).save_id == save_id
         return False

@@ -31,10 +31,8 @@ _DETAILS = "\n\nDebug source"
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that mean that an object is absent."""
 
-NO_BUCKET = "has no such bucket"
-"""The part of an error message which means that the bucket is missing."""
-
 _SERVER = re.compile(r"https?://[^/\s\"]+")
+_NO_BUCKET = r"<Code>NoSuchBucket</Code>|\(NoSuchBucket\)"
 _ABORT = r"performing DELETE \S*uploadId="
 _FAULTS = [
     (re.compile(words), sentence)
@@ -74,8 +72,8 @@ _FAULTS = [
             "{} accepts no connection in time. Check the endpoint's host and port, and the network",
         ),
         (
-            r"<Code>NoSuchBucket</Code>|\(NoSuchBucket\)",
-            f"{{}} {NO_BUCKET} (NoSuchBucket). Check that the bucket exists, and that the endpoint and the region "
+            _NO_BUCKET,
+            "{} has no such bucket (NoSuchBucket). Check that the bucket exists, and that the endpoint and the region "
             "are those of the bucket",
         ),
     )
@@ -148,6 +146,7 @@ def storage_error(
         step = ". ".join(filter(None, (step, hint)))
     detail = _address_fault(text) or ". ".join(filter(None, (reason(error, known).rstrip("."), step)))
     failure = StorageError(f"{_cut(what)} in {url} failed: {detail}")
+    failure.no_bucket = re.search(_NO_BUCKET, text) is not None
     failure.__cause__ = clean_cause(error, known)
     return failure
 

@@ -28,13 +28,13 @@ class CheckpointTable:
 
 def list_checkpoints(url: str, storage_options: Any) -> CheckpointTable:
     """List the checkpoints directly below a url by step, or by the time of the commit if a name has no step."""
-    from zarrckpt._commit.protocol import checkpoints_below, number_in
+    from zarrckpt._commit.discovery import find_checkpoints, number_in
     from zarrckpt._errors import StorageError, UnsupportedFormatError
     from zarrckpt._store import StoreSpec
 
     spec, listing = StoreSpec(url, storage_options), CheckpointTable("checkpoint", [])
     try:
-        below = checkpoints_below(spec.open(), unfinished=True)
+        below = find_checkpoints(spec.open(), unfinished=True)
     except StorageError:
         return listing  # the caller raises the error of opening the url, which has more details
     if all(item.unreadable for item in below):
@@ -81,8 +81,8 @@ def list_runs(url: str, storage_options: Any) -> CheckpointTable:
 
 def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
     """Describe the newest checkpoint of a folder, or return None if the folder is not a run."""
+    from zarrckpt._commit.discovery import find_checkpoints
     from zarrckpt._commit.listings import list_below
-    from zarrckpt._commit.protocol import checkpoints_below
     from zarrckpt._errors import StorageError
     from zarrckpt._runs.steps import newest_below
 
@@ -91,7 +91,7 @@ def _run_below(spec: StoreSpec, name: str) -> dict[str, Any] | None:
     try:
         listed = list_below(store)
         newest, damaged = newest_below(store, listed.folders)
-        root = None if newest is None else checkpoints_below(store, [newest])[0].root
+        root = None if newest is None else find_checkpoints(store, [newest])[0].root
     except StorageError as err:
         print_line(str(err), err=True)
         return row | {"state": "not readable"}
@@ -112,7 +112,7 @@ def _described_root(url: str, root: Root) -> dict[str, Any]:
 
 def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
     """Add the reasons why a CheckpointManager keeps each committed checkpoint of a run, and the rules' metric."""
-    from zarrckpt._commit.protocol import pins
+    from zarrckpt._commit.pins import list_pins
     from zarrckpt._errors import CheckpointError
     from zarrckpt._jobs import run_jobs
     from zarrckpt._runs.record import read_record
@@ -134,7 +134,7 @@ def _add_reasons(spec: StoreSpec, listing: CheckpointTable) -> None:
         if row["run"] == record.run and is_name_of(row["name"], row["metadata"].get("step"))
     }
     reasons = {} if record.keep is None else record.keep.reasons(own)
-    looks = (partial(pins, spec.child(row["name"]).open()) for row in committed)
+    looks = (partial(list_pins, spec.child(row["name"]).open()) for row in committed)
     for row, pinned in zip(committed, run_jobs(looks, store.max_concurrency), strict=True):
         if row["run"] != record.run:
             kept = ["not of this run"]

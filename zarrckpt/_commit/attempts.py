@@ -1,0 +1,234 @@
+"""Begin, commit and abandon an attempt, in an order that makes a checkpoint appear as a whole or not at all.
+
+Every attempt writes keys that no other attempt ever uses. The first attempt at a url claims the canonical paths. Every
+later attempt writes below ``@<its id>``. The root document names the tree of its attempt. It is put last and
+conditionally. ``docs/explanation/commit.md`` has the reasons and a table of crashes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from zarrckpt._commit.contents import read_listings, read_markers
+from zarrckpt._commit.discovery import removal_next_step
+from zarrckpt._commit.marker import CLAIM_KEY, Marker, claim_bytes, marker_key
+from zarrckpt._commit.pins import refuse_pinned
+from zarrckpt._commit.removal import delete_attempts
+from zarrckpt._commit.stored_documents import get_versioned_if_stored, parse_base, read_root
+from zarrckpt._errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointRemovedError,
+    ObjectExistsError,
+    StorageError,
+)
+from zarrckpt._format.documents import NODE, group_document
+from zarrckpt._format.json_values import dumps
+from zarrckpt._format.root import HISTORY, RESERVED_GROUP, Root
+from zarrckpt._store._failures import is_full
+
+if TYPE_CHECKING:
+    from zarrckpt._store import Store
+    from zarrckpt._store._base import Versioned
+
+
+class AttemptIds(Protocol):
+    """The ids of an attempt, as all ranks of a save have them."""
+
+    @property
+    def save_id(self) -> str: ...
+
+    @property
+    def base_id(self) -> str:
+        """The id of the save that was committed at begin, or ""."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One save from begin to commit. Only the coordinator has it."""
+
+    marker: Marker
+    base: Versioned | None
+    """The root document at begin, or None. The commit replaces exactly this version."""
+    history: tuple[str, ...]
+    older: tuple[Marker, ...]
+    """The attempts whose markers were read at begin. This attempt may delete only their objects."""
+    unmarked: tuple[str, ...] = ()
+    """The ids of attempts without a marker at begin: they were killed while they put it, or are putting it."""
+
+    @property
+    def save_id(self) -> str:
+        return self.marker.save_id
+
+    @property
+    def tree(self) -> str:
+        return self.marker.tree
+
+    @property
+    def base_id(self) -> str:
+        """The id of the save that was committed at begin, or ""."""
+        return self.history[0] if self.history else ""
+
+
+def refuse_committed(store: Store) -> None:
+    """Raise the error of :func:`begin` without ``overwrite`` if a root document exists. One request."""
+    _refuse_root(store, parse_base(store, get_versioned_if_stored(store, NODE), damaged=False))
+
+
+def _refuse_root(store: Store, root: Root | None) -> None:
+    if root is not None:
+        raise CheckpointExistsError(
+            f"Checkpoint already exists at {store.url} (save {root.save_id[:8]}, {root.created}): "
+            "save to another path, or pass overwrite=True"
+        )
+
+
+def begin(store: Store, marker: Marker, *, overwrite: bool) -> Attempt:
+    """Begin an attempt: choose its tree and put its marker. The coordinator calls it before any chunk is written.
+
+    ``marker`` lists the nodes that the attempt will write. Costs 9 requests, one more for each earlier attempt, and
+    three more to overwrite, in 3 to 7 round trips. Raises CheckpointExistsError if a checkpoint is committed and
+    ``overwrite`` is false, CheckpointPinnedError if it is pinned, ForeignObjectsError if the url is inside a checkpoint
+    or has objects below it that this package did not write, CheckpointRemovedError if a removal has not ended.
+    """
+    seen = read_listings(store, to_save=True)
+    if seen.removal:
+        raise CheckpointRemovedError(
+            f"the checkpoint at {store.url} is being removed: {removal_next_step(store)}. Then save again"
+        )
+    root = parse_base(store, seen.base, damaged=overwrite)
+    if not overwrite:
+        _refuse_root(store, root)
+    older = read_markers(store, root, seen)
+    first = not seen.claimed and _put_claim(store, marker.save_id)
+    # If an attempt began while a removal ran, it may have the canonical tree although its claim was deleted.
+    tree = "" if first and all(earlier.tree for earlier in older) else f"@{marker.save_id}"
+    base_id = "" if root is None else root.save_id
+    own = dataclasses.replace(marker, tree=tree, base=base_id)
+    history = () if root is None else (root.save_id, *root.history)[:HISTORY]
+    unmarked = {*seen.attempt_ids} - {earlier.save_id for earlier in older}
+    attempt = Attempt(own, seen.base, history, tuple(older), tuple(sorted(unmarked)))
+    keys = [marker_key(own.save_id)]
+    try:
+        store.put(keys[0], [own.to_bytes()])
+        if tree:
+            keys.append(f"{tree}/{NODE}")
+            store.put(keys[-1], [dumps(group_document())])
+        # Without the marker, the chunks that are left after a power cut could not be assigned to this attempt.
+        store.sync(keys)
+        if seen.base is not None:
+            # Checked after the marker is put: a pin is put before markers are read, so one of the two finds the other.
+            refuse_pinned(store)
+    except BaseException:
+        abandon(store, attempt)
+        raise
+    return attempt
+
+
+def _put_claim(store: Store, save_id: str) -> bool:
+    try:
+        store.create(CLAIM_KEY, claim_bytes(save_id))
+    except ObjectExistsError:
+        return False
+    return True
+
+
+def commit(store: Store, attempt: Attempt, root: Root) -> None:
+    """Put the root document conditionally, so that the checkpoint exists. The coordinator calls it.
+
+    All objects of the checkpoint must be stored and durable already. Raises CheckpointExistsError if another save has
+    committed since :func:`begin`. If the root was refused permanently, the attempt's objects are deleted. After any
+    other failure they stay, because the root may have been stored, or may still arrive.
+    """
+    data = root.to_bytes()
+    try:
+        if attempt.base is None:
+            store.create(NODE, data)
+        else:
+            store.replace(NODE, data, attempt.base.version)
+    except StorageError as err:
+        winner = _read_winner(store)
+        # The root was stored but the answer was lost. Even if another save has replaced it since, this is a success.
+        if winner is not None and _is_in(attempt, winner):
+            return store.sync([NODE])
+        if winner is not None and winner.save_id != attempt.base_id:
+            abandon(store, attempt, lost=True)
+            raise _lost_error(store, attempt, winner) from err
+        # A full disk has refused the root permanently.
+        if is_full(err):
+            abandon(store, attempt)
+        raise
+
+
+@contextmanager
+def report_lost_commit(store: Store, begun: Callable[[], AttemptIds]) -> Iterator[None]:
+    """Raise CheckpointExistsError instead of StorageError if another save has committed since the attempt began.
+
+    The clean-up of that save deletes the objects of other attempts, which may still be writing. ``begun`` returns the
+    attempt, and raises the error if begin failed. One request, after a failure only.
+    """
+    try:
+        yield
+    except StorageError as err:
+        attempt, winner = begun(), _read_winner(store)
+        if winner is None or winner.save_id == attempt.base_id or _is_in(attempt, winner):
+            raise
+        raise _lost_error(store, attempt, winner) from err
+
+
+def _read_winner(store: Store) -> Root | None:
+    """Return the root that is committed after a failure, or None if there is none or it cannot be read."""
+    try:
+        return read_root(store)
+    except CheckpointError:
+        return None
+
+
+def _is_in(attempt: AttemptIds, winner: Root) -> bool:
+    """Whether an attempt has committed ``winner``, or a save that it replaced."""
+    return attempt.save_id in (winner.save_id, *winner.history)
+
+
+def _lost_error(store: Store, attempt: AttemptIds, winner: Root) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"Checkpoint already exists at {store.url}: save {winner.save_id[:8]} committed while this one "
+        f"({attempt.save_id[:8]}) was being written. The other checkpoint was not changed: save to another path"
+    )
+
+
+def clean_up(store: Store, attempt: Attempt) -> None:
+    """Delete the checkpoint that a committed attempt replaced, and objects of earlier attempts. Warn if that fails."""
+    replaced = attempt.base_id
+    try:
+        delete_attempts(store, attempt.older, finished=[replaced] if replaced else [], spared=[attempt.marker])
+        if attempt.unmarked:
+            # An attempt that still writes a file there repeats its put.
+            store.sweep(f"{RESERVED_GROUP}/{save_id}" for save_id in attempt.unmarked)
+    except CheckpointError as err:
+        # The save has committed, so it must not fail.
+        warnings.warn(
+            f"the checkpoint at {store.url} is saved, but objects of earlier saves could not be removed: {err}. The "
+            "next save to this url tries again",
+            stacklevel=2,
+        )
+
+
+def abandon(store: Store, attempt: Attempt, *, lost: bool = False) -> None:
+    """Delete the objects of an attempt that will never commit. Its coordinator calls it. Raises no CheckpointError.
+
+    The marker stays, now with ``failed``, because requests without an answer may still arrive and disconnected ranks
+    may still write. ``lost`` is true if all ranks of the attempt have ended and another save has committed. Then the
+    marker is deleted too if the attempt has its own tree. In the canonical tree, only markers show which attempt has
+    written an object.
+    """
+    try:
+        delete_attempts(store, [attempt.marker], finished=[attempt.save_id] if lost and attempt.tree else [])
+        if not lost:
+            store.put(marker_key(attempt.save_id), [dataclasses.replace(attempt.marker, failed=True).to_bytes()])
+    except CheckpointError:
+        return  # The caller raises the error that ended the attempt. The next save or recover cleans up.
