@@ -7,6 +7,9 @@ from zarrckpt._checkpoint import open as open
 from zarrckpt._commit.pins import pin as pin
 from zarrckpt._commit.pins import unpin as unpin
 from zarrckpt._convert.importing import import_checkpoint as import_checkpoint
+from zarrckpt._convert.safetensors import to_safetensors as to_safetensors
+from zarrckpt._convert.torch_save import to_torch_save as to_torch_save
+from zarrckpt._dcp.export import to_dcp as to_dcp
 from zarrckpt._dcp.planner import ZarrLoadPlanner as ZarrLoadPlanner
 from zarrckpt._dcp.planner import ZarrSavePlanner as ZarrSavePlanner
 from zarrckpt._dcp.reader import ZarrStorageReader as ZarrStorageReader
@@ -30,6 +33,9 @@ from zarrckpt._errors import UnsafeValueError as UnsafeValueError
 from zarrckpt._errors import UnsupportedFormatError as UnsupportedFormatError
 from zarrckpt._errors import UnsupportedLayoutError as UnsupportedLayoutError
 from zarrckpt._errors import UnsupportedValueError as UnsupportedValueError
+from zarrckpt._inspect.comparison import diff as diff
+from zarrckpt._inspect.page import report as report
+from zarrckpt._ops.copy import copy as copy
 from zarrckpt._ops.recover import RecoverReport as RecoverReport
 from zarrckpt._ops.recover import recover as recover
 from zarrckpt._ops.recover import remove as remove
