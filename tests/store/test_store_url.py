@@ -216,7 +216,7 @@ LOCAL: dict[str, Callable[[Any], Any]] = {
     "import from, command": lambda at: run_command("import", at("x.pt"), "~/run/new"),
 }
 CHANGE_NOTHING = ("open", "load", "latest", "best", "recover", "DCP reader", "DCP reader's id")
-CHANGE_NOTHING += ("ls", "tree", "info", "stats", "verify", "doctor", "cat", "diff")
+CHANGE_NOTHING += ("ls", "tree", "info", "stats", "verify", "doctor", "cat", "diff", "diff, command")
 
 
 @pytest.fixture
