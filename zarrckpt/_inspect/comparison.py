@@ -32,7 +32,8 @@ def diff(
     group, the first part of the names. Memory is limited as in :meth:`Checkpoint.stats`.
 
     Args:
-        one, other: open checkpoints, parts of them, or the urls of checkpoints.
+        one: an open checkpoint, a part of one, or the url of a checkpoint.
+        other: the same for the second checkpoint.
         patterns: as in :meth:`Checkpoint.select` (default: all entries). Each must match an entry of one of the two.
         storage_options: options of the stores of those that are urls.
         progress: called as ``progress(bytes_done, bytes_total)``.
