@@ -79,7 +79,7 @@ class Checkpoint(Selection):
         Args:
             keys: patterns as in :meth:`select` (default: everything).
             device: the device of the tensors.
-            progress: see :meth:`read`.
+            progress: as for :func:`save`.
 
         Raises what :meth:`read` raises, and UnsafeValueError.
         """
@@ -127,7 +127,7 @@ class Checkpoint(Selection):
                 objects, and two more for compressed arrays; over HTTP, one request per object. Otherwise all data are
                 read in parallel and compared with their checksums.
             max_inflight_bytes: maximum memory in bytes (default 512 MiB).
-            progress: called as ``progress(bytes_done, bytes_total)`` while objects are read.
+            progress: as for :func:`save`.
 
         Raises CheckpointReplacedError if another save was committed in the meantime, and StorageError. Damage raises no
         error, see :meth:`VerifyReport.raise_if_damaged`.

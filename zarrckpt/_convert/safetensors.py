@@ -88,7 +88,7 @@ def to_safetensors(
         overwrite: replace the file, or the folder's ``model*.safetensors`` and their index.
         storage_options: options of the source's store if it is a url.
         max_inflight_bytes: maximum memory in bytes (default 128 MiB).
-        progress: called as ``progress(bytes_done, bytes_total)``.
+        progress: as for :func:`save`.
 
     Raises UnsupportedValueError for a dtype that safetensors lacks, for two tensors with one name, or for the name
     ``__metadata__``. Raises StorageError, also if such files exist, and the errors of :meth:`Checkpoint.read`.

@@ -32,11 +32,10 @@ def diff(
     group, the first part of the names. Memory is limited as in :meth:`Checkpoint.stats`.
 
     Args:
-        one: an open checkpoint, a part of one, or the url of a checkpoint.
-        other: the same for the second checkpoint.
+        one, other: open checkpoints, parts of them, or the urls of checkpoints.
         patterns: as in :meth:`Checkpoint.select` (default: all entries). Each must match an entry of one of the two.
         storage_options: options of the stores of those that are urls.
-        progress: called as ``progress(bytes_done, bytes_total)``.
+        progress: as for :func:`save`.
 
     Raises KeyMismatchError for a pattern without a match, and the errors of :meth:`Checkpoint.read`.
     """

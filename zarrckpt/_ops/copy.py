@@ -75,7 +75,7 @@ def copy(
         portable_dtypes: as in :class:`SaveOptions`. Tensors that are stored as integers already stay so.
         storage_options: options of the store of ``url``, as in :func:`save`.
         max_inflight_bytes: maximum memory in bytes (default 512 MiB, at least one chunk and its source data).
-        progress: called as ``progress(bytes_done, bytes_total)``.
+        progress: as for :func:`save`.
 
     Raises CheckpointExistsError, ForeignObjectsError, CorruptCheckpointError (then nothing is committed),
     CheckpointReplacedError and StorageError. Raises KeyMismatchError for a pattern that matches no tensor, and

@@ -119,7 +119,7 @@ class Selection(Mapping[str, Any]):
                 float8 also go into unsigned integers of the same size, bit for bit. No memory of the tensors' size is
                 allocated.
             max_inflight_bytes: maximum memory in bytes beyond the arrays (default 512 MiB).
-            progress: called as ``progress(bytes_done, bytes_total)`` while chunks are read.
+            progress: as for :func:`save`.
 
         Raises KeyMismatchError for a name that is not a tensor, and before the first read for memory in ``out`` with
         another shape or dtype (all are listed). Raises TypeError and ValueError for memory that is not writable.

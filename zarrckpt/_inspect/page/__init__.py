@@ -87,7 +87,7 @@ def report(
         values: False shows only the layout, and reads only the tables with a few requests.
         overwrite: replace an existing file.
         storage_options: options of the stores of ``source`` and ``other`` if they are urls.
-        progress: called as ``progress(bytes_done, bytes_total)``.
+        progress: as for :func:`save`.
 
     Raises the errors of :meth:`Checkpoint.read`, and StorageError if the file exists or cannot be written.
     """
