@@ -154,6 +154,10 @@ def open(
 ) -> Checkpoint:
     """Open a committed checkpoint for reading. One request. torch is not needed.
 
+    Args:
+        url, storage_options: as for :func:`save`.
+        allow_pickle: also decode values that were saved as pickles. They can run any code in the checkpoint.
+
     Raises CheckpointNotFoundError (the message names an unfinished save), ForeignObjectsError, UnsupportedFormatError,
     CorruptCheckpointError.
     """

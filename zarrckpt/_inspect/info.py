@@ -82,7 +82,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """The facts of one entry, see :meth:`Checkpoint.entry`.
+    """The facts of one entry, see :meth:`zarrckpt.Checkpoint.entry`.
 
     A tensor has a dtype and a shape, and so has the array of bytes of a blob. For a value in the root document both are
     None, ``nbytes`` is 0 and ``node_path`` is "".
@@ -99,8 +99,8 @@ class EntryInfo:
     node_path: str
     """The path of the array below the url, for other readers: ``zarr.open_group(url)[path]``."""
     ranks: tuple[int, ...]
-    """The rank of each element of the first axis of a :class:`PerRank` tensor, numbered as in the default process
-    group. Empty for other entries."""
+    """The rank of each element of the first axis of a :class:`~zarrckpt.PerRank` tensor, numbered as in the default
+    process group. Empty for other entries."""
 
 
 def entry_info(root: Root, fqn: str) -> EntryInfo:

@@ -57,8 +57,8 @@ def copy(
     tensors that no option changes are copied byte for byte.
 
     Args:
-        source: an open checkpoint, a part of one, or the url of a checkpoint. Open a source that needs other
-            ``storage_options`` than the copy.
+        source: an open checkpoint, a part of one, or the url of a checkpoint. If the source needs
+            ``storage_options``, pass ``zarrckpt.open(source, storage_options=...)``.
         url: the url of the copy, as in :func:`save`.
         overwrite: replace an existing checkpoint at the url.
         chunks: a chunk shape for all tensors with this number of dimensions, or a mapping from patterns to shapes (the
@@ -73,7 +73,7 @@ def copy(
             ``uncast`` lists them. A mapping casts one of them if it has its full name: ``{"model.scale": "bfloat16"}``.
         compression: the compression of all tensors, as in :class:`SaveOptions`. None removes it, ``"keep"`` keeps it.
         portable_dtypes: as in :class:`SaveOptions`. Tensors that are stored as integers already stay so.
-        storage_options: options of the store of ``url``, as in :func:`save`.
+        storage_options: options of the store of ``url``, not of the source, as in :func:`save`.
         max_inflight_bytes: maximum memory in bytes (default 512 MiB, at least one chunk and its source data).
         progress: as for :func:`save`.
 

@@ -35,7 +35,7 @@ _SCRIPTS = ("base.js", "charts.js", "chunks.js", "treemap.js", "overview.js", "d
 
 @dataclass(frozen=True)
 class PageReport:
-    """The result of :func:`report`."""
+    """The result of :func:`zarrckpt.report`."""
 
     path: str
     nbytes: int
