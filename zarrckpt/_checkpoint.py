@@ -108,7 +108,7 @@ class Checkpoint(Selection):
         """
         from zarrckpt._inspect.xarray_view import open_tree
 
-        return open_tree(self.url, self._catalog.root, self._zarr_store, self, group)
+        return open_tree(self, group)
 
     def verify(
         self,
