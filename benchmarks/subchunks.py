@@ -73,7 +73,7 @@ def _zarr_read(target: Any, path: str) -> None:
     nodes = zarrckpt.open(path)
     group = zarr.open_group(path, mode="r", zarr_format=3)
     for name, tensor in target.items():
-        found: Any = group[nodes.node_path(name)]
+        found: Any = group[nodes.entry(name).node_path]
         if tensor.dtype == torch.bfloat16:
             tensor.view(torch.uint16).numpy()[...] = found[...].view("uint16")
         else:

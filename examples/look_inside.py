@@ -37,7 +37,7 @@ def look_inside(url: str) -> dict[str, Any]:
     checkpoint = zarrckpt.open(url)
     print(
         f"   zarrckpt.open: {len(checkpoint.tensors)} tensors, {len(checkpoint.non_tensors)} values, "
-        f"{checkpoint.nbytes:,} bytes, saved by {checkpoint.world_size} ranks"
+        f"{checkpoint.nbytes:,} bytes, saved by {checkpoint.info.world_size} ranks"
     )
     print(f"      {'name':42s} {'shape':11s} {'dtype':8s} {'chunks':11s} written by rank")
     for name in SHOWN:
@@ -48,7 +48,7 @@ def look_inside(url: str) -> dict[str, Any]:
         f"      ... and {len(checkpoint) - len(SHOWN)} more; values: "
         + ", ".join(f"{name} = {checkpoint[name]}" for name in ("step", "data.position", "schedule.last_epoch"))
     )
-    path = checkpoint.node_path("model.head.weight")
+    path = checkpoint.entry("model.head.weight").node_path
     place = zarr_place(url)
     weight = zarr.open_group(place, mode="r")[path]
     assert isinstance(weight, zarr.Array)

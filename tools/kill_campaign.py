@@ -373,7 +373,7 @@ def look(url: str) -> int | None:
 
 def left_beside(url: str) -> list[str]:
     """Return the names in a url's folder that do not belong to the committed checkpoint."""
-    tree = zarrckpt.open(url).tree
+    tree = zarrckpt.open(url).info.tree
     objects, folders = open_store(url).list_dir()
     # The canonical tree has no own folder.
     names = {*objects, *folders} - {"zarr.json", "@zarrckpt", tree} if tree else set()

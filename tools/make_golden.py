@@ -153,7 +153,7 @@ def _save_plain(folder: Path) -> None:
 
 def _save_part(folder: Path) -> None:
     zarrckpt.save(nested(), folder.with_name("whole"), metadata=METADATA)
-    zarrckpt.open(folder.with_name("whole")).select("list.0", "list.3", "z.3").copy_to(folder)
+    zarrckpt.copy(zarrckpt.open(folder.with_name("whole")).select("list.0", "list.3", "z.3"), folder)
 
 
 def portable() -> dict[str, Any]:
@@ -185,7 +185,7 @@ CHUNKS = {"grid": (600, 520), "cube": (2, 1400, 900), "vector": (300_000,), "sma
 
 def _save_subchunks(folder: Path) -> None:
     zarrckpt.save(large(), folder.with_name("uncut"))
-    zarrckpt.open(folder.with_name("uncut")).copy_to(folder, chunks=CHUNKS)
+    zarrckpt.copy(folder.with_name("uncut"), folder, chunks=CHUNKS)
 
 
 def _save_chunks(folder: Path) -> None:
@@ -206,7 +206,7 @@ def compressible() -> dict[str, Any]:
 def _save_compressed(folder: Path, name: str) -> None:
     option = {"zstd": {"name": "zstd", "level": 3, "checksum": True}}.get(name, name)
     zarrckpt.save(compressible(), folder.with_name("uncut"), options=zarrckpt.SaveOptions(compression=option))
-    zarrckpt.open(folder.with_name("uncut")).copy_to(folder, chunks={"grid": (600, 520)})
+    zarrckpt.copy(folder.with_name("uncut"), folder, chunks={"grid": (600, 520)})
 
 
 def _save_overwritten(folder: Path) -> None:
@@ -333,10 +333,10 @@ def description(folder: Path) -> dict[str, Any]:
                 }
         else:
             found["value"] = encode_json(ckpt[fqn])
-        if ckpt.ranks(fqn):
-            found |= {"ranks": list(ckpt.ranks(fqn)), "level": path.rank_at}
+        if ckpt.entry(fqn).ranks:
+            found |= {"ranks": list(ckpt.entry(fqn).ranks), "level": path.rank_at}
         entries[fqn] = found
-    return {"tree": bool(ckpt.tree), "metadata": encode_json(ckpt.metadata), "entries": entries}
+    return {"tree": bool(ckpt.info.tree), "metadata": encode_json(ckpt.metadata), "entries": entries}
 
 
 def as_lines(described: dict[str, Any]) -> str:

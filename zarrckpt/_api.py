@@ -65,7 +65,7 @@ def save(
             (``docs/how-to/stores.md``). The default is the environment. ``credential_provider`` is a picklable callable
             that returns fresh credentials, for tokens that expire. An unknown name raises StorageError.
         options: the layout and the transfer of bytes, see :class:`SaveOptions`.
-        progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are written.
+        progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its bytes are transferred.
 
     Returns a :class:`SaveReport`, the same on every rank: url, id, bytes, objects, bytes by rank, seconds.
 
@@ -125,45 +125,38 @@ def load(
         state: as for :func:`save`. A non-tensor target is replaced by the entry with its name. Stateful objects and
             PerRanks get their whole saved state. Lists get the saved length. Nested dicts with values get missing keys.
             A dict of tensors only loads the tensors that it names.
-        url: the url of the checkpoint, as for :func:`save`.
+        url, process_group, no_dist, storage_options, progress: as for :func:`save`. With ``no_dist``, this process
+            fills its own part of DTensors.
         strict: raise an error for targets that the checkpoint lacks, and for entries below a requested module or
             optimizer without a target on any rank (default). If False, both are only reported.
         keys: the part to load: fqns, their prefixes up to a dot, or glob patterns (``"model"``, ``"optim.state"``,
             ``"*.bias"``). The default is everything that has a target. A pattern that matches no entry of the
-            checkpoint is an error. With ``strict``, so is a pattern that matches no target on any rank.
-        rename: load entries under other names. Either a dict from prefixes of names in the checkpoint to prefixes in
-            the state (``{"model.old.": "model.new."}``; whole keys, the longest prefix is used), or a callable that
-            returns the new name. If a layer of a module is renamed, its parameters in the module's optimizer are
-            renamed too. ``keys`` and the report use the names in the state. Equal on all ranks.
+            checkpoint is an error. With ``strict``, so is a pattern without a target on any rank.
+        rename: load entries under other names: a dict from prefixes of names in the checkpoint to prefixes in the state
+            (``{"model.old.": "model.new."}``; whole keys, the longest prefix is used), or a callable that returns the
+            new name. Parameters of a renamed layer are renamed in the module's optimizer too. ``keys`` and the report
+            use the names in the state. Equal on all ranks.
         allow_pickle: also load values that were saved as pickles. They can run any code in the checkpoint. Without it,
             they raise UnsafeValueError.
         allow_cast: convert to the target's dtype instead of raising an error (default False).
-        process_group: the ranks that load together (default: all). Each of them calls ``load``, other ranks do not.
-        no_dist: load with this process only, and wait for no other rank. It fills its own part of DTensors.
-        storage_options: options of the store by name, as for :func:`save`.
         options: the transfer of bytes, see :class:`LoadOptions`.
-        progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are read.
 
-    After the last ``load_state_dict``, the state is flattened again and compared with the data that was read (see
-    ``check_after`` of :class:`LoadOptions`). Pass objects: a dict such as ``optimizer.state_dict()`` that only this
-    call references is lost afterwards. A warning names it.
+    After the load, the state is compared with the data that was read (``check_after`` of :class:`LoadOptions`). Pass
+    objects: a dict that only this call references, such as ``optimizer.state_dict()``, is lost. A warning names it.
 
-    Returns a :class:`LoadReport` of this rank: url, id, the names that were loaded, missing, unexpected and changed,
-    bytes, seconds.
+    Returns a :class:`LoadReport` of this rank.
 
     Raises:
-        CheckpointNotFoundError: nothing is committed. The message names an unfinished save.
+        CheckpointNotFoundError: no checkpoint is committed. The message names an unfinished save.
         KeyMismatchError: names, shapes or dtypes do not fit (all differences are listed), or ``rename`` maps two
             entries to one name or matches nothing. Nothing was loaded.
         LoadMismatchError: objects do not hold the loaded state.
         UnsafeValueError: a value is pickled, and ``allow_pickle`` is false.
-        CorruptCheckpointError: the checkpoint is damaged.
-        CheckpointReplacedError: another save replaced the checkpoint during the load.
-        StorageError: the store failed after its retries.
+        CorruptCheckpointError, CheckpointReplacedError, StorageError: the checkpoint is damaged, another save replaced
+            it during the load, or the store failed after its retries. The targets are undefined.
         TypeError, ValueError: an argument has a wrong type or value.
 
-    All but the last are subclasses of :class:`CheckpointError`. After damage, a replacement or a failure of the store,
-    the targets are undefined. An error on one rank is raised on all ranks.
+    An error on one rank is raised on all ranks.
     """
     objects.refuse_swapped(state, url, "load")
     references = sys.getrefcount(state)

@@ -27,7 +27,7 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class CopyReport(SaveReport):
-    """The report of a committed copy, see ``Checkpoint.copy_to``.
+    """The report of a committed copy, see :func:`zarrckpt.copy`.
 
     ``overflowed`` has the number of finite values beyond the range of the new dtype, by tensor. ``uncast`` has the
     names of floating tensors that ``dtype`` selects but that keep their dtype: counters, single numbers, and

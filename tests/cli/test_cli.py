@@ -93,7 +93,7 @@ def test_ls_of_a_run_says_why_each_checkpoint_is_kept(tmp_path: Path) -> None:
     manager.close()
     manager.pin(3)
     zarrckpt.save(STATE, folder / "step-9")
-    zarrckpt.open(folder / "step-00000004").copy_to(folder / "step-x-4")
+    zarrckpt.copy(folder / "step-00000004", folder / "step-x-4")
     (folder / "step-00000007" / "@zarrckpt").mkdir(parents=True)
     (folder / "step-00000007" / "zarr.json").write_text("{")
     lines = [line.split("\t") for line in run("ls", folder, "--header").stdout.splitlines()]
@@ -142,7 +142,7 @@ def test_info_and_the_report_name_the_run(tmp_path: Path) -> None:
     assert f"run       {run_id}" in lines and not any("zarrckpt.run" in line for line in lines)
     found = as_json("info", one)
     assert found["run"] == run_id and found["metadata"] == {"step": 1, "val_loss": 2.0}
-    zarrckpt.open(one).report(tmp_path / "page.html")
+    zarrckpt.report(one, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert f'"{run_id}"' in page and "zarrckpt.run" not in page
 
@@ -169,10 +169,10 @@ def test_a_command_that_does_not_exist_suggests_one(wrong: str, right: str) -> N
 def test_files_of_other_libraries_are_to_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "x.safetensors"
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
-    zarrckpt.open(tmp_path / "one").to_safetensors(file)
-    zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "folder")
-    zarrckpt.open(tmp_path / "one").to_torch_save(tmp_path / "x.pt")
-    zarrckpt.open(tmp_path / "one").to_dcp(tmp_path / "dcp")
+    zarrckpt.to_safetensors(tmp_path / "one", file)
+    zarrckpt.to_safetensors(tmp_path / "one", tmp_path / "folder")
+    zarrckpt.to_torch_save(tmp_path / "one", tmp_path / "x.pt")
+    zarrckpt.to_dcp(tmp_path / "one", tmp_path / "dcp")
     for place in (file, tmp_path / "folder", tmp_path / "x.pt", tmp_path / "dcp"):
         for command in (("ls", place), ("export", place, tmp_path / "out")):
             found = run(*command)
@@ -185,7 +185,7 @@ def test_files_of_other_libraries_are_to_be_imported(tmp_path: Path, monkeypatch
     with pytest.raises(zarrckpt.StorageError, match="is a url"):
         zarrckpt.import_checkpoint(Path("memory://tensors"), tmp_path / "new")
     with pytest.raises(zarrckpt.StorageError, match="is a url"):
-        zarrckpt.open(tmp_path / "one").to_safetensors(Path("memory://tensors/x.safetensors"))
+        zarrckpt.to_safetensors(tmp_path / "one", Path("memory://tensors/x.safetensors"))
     assert "import" not in run("ls", tmp_path / "nothing").stderr
 
 
@@ -265,7 +265,7 @@ def test_info_says_how_much_is_stored(compression: str | None, tmp_path: Path) -
     )
     on_disk = sum(file.stat().st_size for file in tmp_path.rglob("c.*") if "@zarrckpt" not in file.parts)
     found = as_json("info", tmp_path / "one")
-    assert found["nbytes_stored"] == zarrckpt.open(tmp_path / "one").nbytes_stored == on_disk
+    assert found["nbytes_stored"] == zarrckpt.open(tmp_path / "one").info.nbytes_stored == on_disk
     assert (found["nbytes_stored"] < found["nbytes"]) == (compression is not None)
     assert ("compressed by zstd" if compression else "not compressed") in run("info", tmp_path / "one").stdout
 
@@ -464,7 +464,7 @@ def test_texts_of_unequal_values_differ(tmp_path: Path) -> None:
     pairs = {"blob": (b"x" * 70_000, b"y" * 70_000), "big": (10**5000, 10**5000 + 1), "in": ([10**5000], [10**5001])}
     for side, name in enumerate(("one", "two")):
         zarrckpt.save({key: pair[side] for key, pair in pairs.items()}, tmp_path / name)
-    found = zarrckpt.open(tmp_path / "one").diff(zarrckpt.open(tmp_path / "two"))
+    found = zarrckpt.diff(tmp_path / "one", tmp_path / "two")
     assert {*found.changed} == {*pairs} and all(here != there for here, there in found.changed.values())
 
 
@@ -759,5 +759,5 @@ def test_integers_that_python_does_not_write(tmp_path: Path) -> None:
         assert run(command, url, *arguments).exit_code == 0
     assert "4,300 digits" in run("cat", url, "big").stdout
     assert int(json.loads(run("cat", url, "big", "--json").stdout), 16) == 10**5000
-    assert [*zarrckpt.open(url).diff(zarrckpt.open(other)).changed] == ["big"]
+    assert [*zarrckpt.diff(url, other).changed] == ["big"]
     assert "4,300 digits" in zarrckpt.open(url)._repr_html_()

@@ -81,7 +81,7 @@ def counted(values: np.ndarray[Any, Any], histogram: list[Any]) -> list[int]:
 
 def page_of(state: dict[str, Any], folder: Path, options: zarrckpt.SaveOptions | None = None) -> Page:
     zarrckpt.save(state, folder / "one", options=options)
-    zarrckpt.open(folder / "one").report(folder / "page.html")
+    zarrckpt.report(folder / "one", folder / "page.html")
     return Page(folder / "page.html")
 
 
@@ -216,7 +216,7 @@ def test_nan_and_inf_are_counted_by_chunk(tmp_path: Path) -> None:
         tmp_path / "one",
         options=zarrckpt.SaveOptions(max_chunk_bytes=6400),
     )
-    report = zarrckpt.open(tmp_path / "one").report(tmp_path / "page.html")
+    report = zarrckpt.report(tmp_path / "one", tmp_path / "page.html")
     assert report.broken == ("w", "all") and report.tensors == 3
     assert report.nbytes == (tmp_path / "page.html").stat().st_size
     page = Page(tmp_path / "page.html")
@@ -233,7 +233,7 @@ def test_the_page_says_which_rank_wrote_which_chunk(tmp_path: Path) -> None:
     with zipfile.ZipFile(GOLDEN / "ranks.zip") as archive:
         archive.extractall(tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
-    ckpt.report(tmp_path / "page.html")
+    zarrckpt.report(ckpt, tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
     wrote: dict[int, int] = {}
     for name in ckpt.tensors:
@@ -262,9 +262,9 @@ def test_two_checkpoints_are_compared(tmp_path: Path) -> None:
     zarrckpt.save(one, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     zarrckpt.save(other, tmp_path / "two")
     a, b = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
-    report = a.report(tmp_path / "page.html", b)
+    report = zarrckpt.report(a, tmp_path / "page.html", b)
     assert report.broken == ("w", "new")
-    page, diff = Page(tmp_path / "page.html"), a.diff(b)
+    page, diff = Page(tmp_path / "page.html"), zarrckpt.diff(a, b)
     assert set(page.tensors) == {"same", "w", "gone", "cut", "new", "lora", "tensor", "value"}
     for name, rel_norm in (("same", 0), ("w", None), ("lora", "inf")):
         expected = vars(diff.tensors[name]) | {"rel_norm": rel_norm, "dtypes": ["float32", "float32"]}
@@ -295,15 +295,15 @@ def test_a_copy_of_another_dtype_is_compared(tmp_path: Path) -> None:
     a, b = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
     seen: list[tuple[int, int]] = []
     for number, (one, other) in enumerate([(a, b), (b, a)]):
-        one.report(tmp_path / f"{number}.html", other, progress=lambda *args: seen.append(args))
+        zarrckpt.report(one, tmp_path / f"{number}.html", other, progress=lambda *args: seen.append(args))
         page = Page(tmp_path / f"{number}.html")
         found = page.tensors["w"]["difference"]
         assert found["beyond_rounding"] == 0 < found["unequal"] and 1e-3 < found["max_rel"] < 2**-8
-        assert found["dtypes"] == [one.summary("w")[1], other.summary("w")[1]]
+        assert found["dtypes"] == [one.entry("w").dtype, other.entry("w").dtype]
         # Both were read by the chunks of the wider one. Only for those are chunks with NaN known.
         assert ["broken" in page.look("w", side) for side in (number, 1 - number)] == [True, False]
         assert "difference" not in page.tensors["n"] and seen[-1][0] == seen[-1][1]
-    a.report(tmp_path / "layout.html", b, values=False)
+    zarrckpt.report(a, tmp_path / "layout.html", b, values=False)
     assert "equal" not in Page(tmp_path / "layout.html").tensors["w"]
 
 
@@ -311,7 +311,7 @@ def test_the_relative_change_is_that_of_norms(tmp_path: Path) -> None:
     a, b = torch.randn(70, 30).double(), torch.randn(70, 30).double()
     zarrckpt.save({"w": a, "zero": torch.zeros(2), "nan": torch.full((2,), torch.nan)}, tmp_path / "one")
     zarrckpt.save({"w": b, "zero": torch.ones(2), "nan": torch.full((2,), torch.nan)}, tmp_path / "two")
-    found = zarrckpt.open(tmp_path / "one").diff(zarrckpt.open(tmp_path / "two")).tensors
+    found = zarrckpt.diff(tmp_path / "one", tmp_path / "two").tensors
     assert found["w"].rel_norm == pytest.approx(float((a - b).norm() / a.norm()))
     assert found["zero"].rel_norm == np.inf and np.isnan(found["nan"].rel_norm)
 
@@ -371,7 +371,7 @@ def test_blobs_are_not_read_and_nothing_is_unpickled(tmp_path: Path) -> None:
         zarrckpt.save({"w": torch.ones(3), "blob": b"x" * 70000, "odd": slice(1, 2)}, tmp_path / "one")
     for name in ("blob", "odd"):
         (tmp_path / "one" / name / "c.0").unlink()
-    zarrckpt.open(tmp_path / "one").report(tmp_path / "page.html")
+    zarrckpt.report(tmp_path / "one", tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
     assert page.entries["blob"]["sides"][0] == {"type": "bytes", "encoding": "raw", "nbytes": 70000}
     assert page.entries["odd"]["sides"][0]["encoding"] == "pickle" and "text" not in page.entries["odd"]["sides"][0]
@@ -393,10 +393,10 @@ def test_without_values_no_tensor_is_read(tmp_path: Path) -> None:
     for chunk in [*tmp_path.glob("*/[wvc]/c.*")]:
         chunk.unlink()
     a, b = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
-    assert a.report(tmp_path / "page.html", values=False).broken == ()
+    assert zarrckpt.report(a, tmp_path / "page.html", values=False).broken == ()
     page = Page(tmp_path / "page.html")
     assert page.data["values"] is False and page.tensors["w"]["sides"] == [{"layout": 0, "look": None}]
-    a.report(tmp_path / "both.html", b, values=False)
+    zarrckpt.report(a, tmp_path / "both.html", b, values=False)
     both = Page(tmp_path / "both.html")
     assert {name: tensor["equal"] for name, tensor in both.tensors.items()} == {"w": True, "v": False, "c": None}
     assert both.entries["step"]["changed"]
@@ -408,7 +408,7 @@ def test_damage_ends_it_and_leaves_the_old_page(tmp_path: Path) -> None:
     chunk = tmp_path / "one" / "w" / "c.0"
     chunk.write_bytes(b"\1" + chunk.read_bytes()[1:])
     with pytest.raises(zarrckpt.CorruptCheckpointError):
-        zarrckpt.open(tmp_path / "one").report(tmp_path / "page.html", overwrite=True)
+        zarrckpt.report(tmp_path / "one", tmp_path / "page.html", overwrite=True)
     assert (tmp_path / "page.html").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "page.html"]
 
@@ -514,9 +514,11 @@ def test_reports_need_no_torch(saved: Path, tmp_path: Path) -> None:
 
 def test_progress_ends_with_all_bytes(saved: Path, tmp_path: Path) -> None:
     ckpt, seen = zarrckpt.open(saved), []
-    ckpt.report(tmp_path / "one.html", progress=lambda *done: seen.append(done))
+    zarrckpt.report(ckpt, tmp_path / "one.html", progress=lambda *done: seen.append(done))
     assert seen[-1] == (ckpt.tensors.nbytes, ckpt.tensors.nbytes)
     both: list[tuple[int, int]] = []
     zarrckpt.save({"model": {"w": torch.ones(3, 4)}, "optim": {"m": torch.ones(5)}}, tmp_path / "two")
-    ckpt.report(tmp_path / "two.html", zarrckpt.open(tmp_path / "two"), progress=lambda *done: both.append(done))
+    zarrckpt.report(
+        ckpt, tmp_path / "two.html", zarrckpt.open(tmp_path / "two"), progress=lambda *done: both.append(done)
+    )
     assert both[-1][0] == both[-1][1] == 48 + 12 + 8 + 20 and all(a[0] < b[0] for a, b in pairwise(both))

@@ -22,7 +22,7 @@ OPEN = "ckpt = zarrckpt.open(url); assert list(ckpt) == ['model.w', 'step', 'blo
 STEPS = {
     "import zarrckpt": ALL,
     "import zarrckpt; str(zarrckpt.CheckpointError()); dir(zarrckpt)": ALL,
-    f"import zarrckpt; {OPEN}; ckpt.tensors, ckpt.nbytes, ckpt.world_size, str(ckpt), ckpt['step'], ckpt['blob']": (
+    f"import zarrckpt; {OPEN}; ckpt.tensors, ckpt.nbytes, ckpt.save_id, str(ckpt), ckpt['step'], ckpt['blob']": (
         ALL - {"numpy"}
     ),
     "import zarrckpt; assert zarrckpt.latest(folder) == zarrckpt.best(folder, 'loss') == url": ALL - {"numpy"},

@@ -69,7 +69,7 @@ def test_a_second_save_is_refused_before_data_moves(tmp_path: Path) -> None:
     assert "Checkpoint already exists" in message and str(url) in message
     assert _files(url) == before and _holds(url, 1)
     run_ranks(_save, str(url), 3.0, True, world_size=2)
-    assert _holds(url, 3) and zarrckpt.open(url).tree.startswith("@")
+    assert _holds(url, 3) and zarrckpt.open(url).info.tree.startswith("@")
 
 
 def test_the_guard_on_s3(moto_bucket: S3Place) -> None:
@@ -99,7 +99,7 @@ def test_overwriting_switches_at_once(tmp_path: Path) -> None:
     zarrckpt.save(_state(3), url, overwrite=True)
     checkpoint = zarrckpt.open(url)
     # Only the newest checkpoint's objects are left.
-    assert _folders(url) == {"zarr.json", "@zarrckpt", checkpoint.tree}
+    assert _folders(url) == {"zarr.json", "@zarrckpt", checkpoint.info.tree}
     assert _folders(url / "@zarrckpt") == {"zarr.json", checkpoint.save_id}
     assert _holds(url, 3)
 
@@ -265,7 +265,7 @@ def test_the_root_document_is_written_last(overwrite: bool, tmp_path: Path, monk
     assert ("put", (marker,)) in log[:2]
     # All objects of the checkpoint are durable before that.
     synced = {key for verb, keys in log[:root] if verb == "sync" for key in keys}
-    tree = zarrckpt.open(url).tree
+    tree = zarrckpt.open(url).info.tree
     written = {keys[0] for verb, keys in log[:root] if verb == "put"} - {marker, f"{tree}/zarr.json"}
     assert written <= synced and len(written) > 10
 
@@ -282,8 +282,8 @@ def test_death_at_any_moment_leaves_the_old_or_nothing(tmp_path: Path, monkeypat
             with pytest.raises(zarrckpt.CheckpointNotFoundError, match="never committed" if step or after else None):
                 zarrckpt.open(url)
             zarrckpt.save(_state(2), url)
-            assert _holds(url, 2) and zarrckpt.open(url).tree.startswith("@") == (step > 0 or after)
-            left = _folders(url) - {"zarr.json", "@zarrckpt", zarrckpt.open(url).tree}
+            assert _holds(url, 2) and zarrckpt.open(url).info.tree.startswith("@") == (step > 0 or after)
+            left = _folders(url) - {"zarr.json", "@zarrckpt", zarrckpt.open(url).info.tree}
             assert left == (set() if step or after else {"w", "deep", "blob"})
 
 
@@ -305,7 +305,7 @@ def test_death_at_any_moment_of_overwriting(tmp_path: Path, monkeypatch: pytest.
             assert (old["w"][:] == 1).all() and old["blob"] == b"1"
         zarrckpt.save(_state(3), url, overwrite=True)
         assert _holds(url, 3)
-        assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).tree}, step
+        assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).info.tree}, step
     # Some of the steps were those of the clean-up.
     assert 5 < replaced < steps - 10
 
@@ -323,7 +323,7 @@ def test_a_clean_up_that_fails_does_not_fail_the_save(tmp_path: Path, monkeypatc
     assert _holds(url, 2) and "w" in _folders(url)
     zarrckpt.save(_state(3), url, overwrite=True)
     assert _holds(url, 3)
-    assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).tree}
+    assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).info.tree}
 
 
 # -- death of real processes
@@ -375,7 +375,7 @@ def test_processes_that_die_leave_nothing_that_opens(who: str, tmp_path: Path) -
         zarrckpt.load(_state(0), url)
     zarrckpt.save(_state(2), url)
     assert _holds(url, 2)
-    tree = zarrckpt.open(url).tree
+    tree = zarrckpt.open(url).info.tree
     assert {info.key.partition("/")[0] for info in StoreSpec(url).open().list()} == {"zarr.json", "@zarrckpt", tree}
     # A late write of the dead attempt changes no later checkpoint.
     late = tmp_path / "one" / ("w/c.0.0" if who == "the coordinator at the end" else "t3/c.0")
@@ -431,7 +431,7 @@ def test_of_two_saves_at_once_exactly_one_commits(overwrite: bool, tmp_path: Pat
         # The next save deletes what the loser left.
         zarrckpt.save(_state(9), url, overwrite=True)
         assert _holds(url, 9)
-        assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).tree}
+        assert _folders(url) == {"zarr.json", "@zarrckpt", zarrckpt.open(url).info.tree}
 
 
 # -- folders with nothing in them

@@ -38,7 +38,7 @@ def test_a_pinned_checkpoint_stays(tmp_path: Path) -> None:
         lambda: zarrckpt.remove(tmp_path / "a"),
         lambda: zarrckpt.save({"step": 8}, tmp_path / "a", overwrite=True),
         lambda: zarrckpt.async_save({"step": 8}, tmp_path / "a", overwrite=True).result(60),
-        lambda: zarrckpt.open(tmp_path / "a").copy_to(tmp_path / "a", overwrite=True),
+        lambda: zarrckpt.copy(tmp_path / "a", tmp_path / "a", overwrite=True),
     ):
         with pytest.raises(zarrckpt.CheckpointPinnedError, match=f"evaluation of run 7.*{one}"):
             refused()

@@ -94,7 +94,7 @@ def test_an_export_to_dcp_replaces_what_nfs_keeps(tmp_path: Path) -> None:
     (tmp_path / "dcp" / "empty").mkdir(parents=True)
     (tmp_path / "dcp" / ".nfs000000000123abcd00000001").write_text("still open")
     for overwrite in (False, True):
-        zarrckpt.open(tmp_path / "a").to_dcp(tmp_path / "dcp", overwrite=overwrite)
+        zarrckpt.to_dcp(tmp_path / "a", tmp_path / "dcp", overwrite=overwrite)
         (tmp_path / "dcp" / ".nfs000000000123abcd00000002").write_text("still open")
     assert (tmp_path / "dcp" / ".metadata").exists()
 
@@ -120,7 +120,7 @@ def test_who_holds_a_removed_checkpoint_is_told(tmp_path: Path) -> None:
         lambda: ckpt.verify(),
         lambda: ckpt.stats(),
         lambda: ckpt.load(),
-        lambda: ckpt.copy_to(tmp_path / "b"),
+        lambda: zarrckpt.copy(ckpt, tmp_path / "b"),
     ]
     for action in actions:
         with pytest.raises(zarrckpt.CheckpointRemovedError, match="was removed"):
@@ -160,7 +160,7 @@ def test_what_a_broken_removal_says_and_who_finishes_it(finish: Callable[..., An
     finish(tmp_path / "a")
     assert not (tmp_path / "a").exists()
     zarrckpt.save(STATE, tmp_path / "a")
-    assert zarrckpt.open(tmp_path / "a").tree == ""
+    assert zarrckpt.open(tmp_path / "a").info.tree == ""
 
 
 def test_a_removal_that_was_only_recorded_is_finished_by_recover(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_save_that_began_before_a_removal_and_goes_on_after_it(tmp_path: Path)
             removed.append(zarrckpt.remove(tmp_path / "a"))
 
     zarrckpt.save(STATE, FaultyStore(tmp_path / "a", rule))
-    assert removed == [1] and zarrckpt.open(tmp_path / "a").tree == ""
+    assert removed == [1] and zarrckpt.open(tmp_path / "a").info.tree == ""
 
     def crash(call: Call) -> Fault | None:
         return STOP if call.verb == "replace" and call.key == "zarr.json" else None

@@ -56,7 +56,7 @@ def test_a_save_inside_a_checkpoint_is_refused_before_anything_is_put(place: Cal
                 zarrckpt.save(STATE, **place(inner).options, overwrite=overwrite)
             assert "run/out/" in str(raised.value)  # its own url
     with pytest.raises(zarrckpt.ForeignObjectsError, match="lies inside"):
-        zarrckpt.open(**outer.options).copy_to(**place("run/out/copy").options)
+        zarrckpt.copy(zarrckpt.open(**outer.options), **place("run/out/copy").options)
     assert outer.keys() == before
     # Calls beside it, and calls on it, work as usual.
     zarrckpt.save(STATE, **place("run/other").options)
@@ -70,7 +70,7 @@ def test_a_path_inside_a_checkpoint_names_that_and_the_part(place: Callable[[str
     for _ in range(2):
         # The second time the arrays are below "@...".
         zarrckpt.save({"model": {"a": {"w": torch.ones(2)}}}, **outer.options, overwrite=True)
-        tree = zarrckpt.open(**outer.options).tree
+        tree = zarrckpt.open(**outer.options).info.tree
         for inner, part in {"model": "model", "model/a/w": r"model\.a\.w", "none": None}.items():
             said = r"inside the checkpoint .*run/out: use that url" + (f".*keys='{part}'" if part else "$")
             for read in (zarrckpt.open, lambda **where: zarrckpt.load({}, **where)):
@@ -179,7 +179,7 @@ def test_a_folder_of_checkpoints_is_known_as_one(place: Callable[[str], Place]) 
         "load": lambda: zarrckpt.load({"step": 0}, **run_.options),
         "open": lambda: zarrckpt.open(**run_.options),
         "remove": lambda: zarrckpt.remove(**run_.options),
-        "copy onto it": lambda: zarrckpt.open(**newest.options).copy_to(**run_.options),
+        "copy onto it": lambda: zarrckpt.copy(zarrckpt.open(**newest.options), **run_.options),
     }
     for name, action in actions.items():
         with pytest.raises(zarrckpt.CheckpointError, match=r"folder of \d checkpoints?.*the newest is .*step-10\b"):
@@ -218,7 +218,7 @@ def test_ls_lists_the_checkpoints_of_a_folder(tmp_path: Path) -> None:
     ]
     listed = json.loads(run("ls", tmp_path, "--json").stdout)
     assert [item["url"] for item in listed] == [str(tmp_path / f"step-{step}") for step in (9, 10, 11, 12)]
-    assert listed[0]["created"] == zarrckpt.open(tmp_path / "step-9").created and listed[1]["nbytes"] == 24
+    assert listed[0]["created"] == zarrckpt.open(tmp_path / "step-9").info.created and listed[1]["nbytes"] == 24
     assert [item["state"] for item in listed] == ["committed", "committed", "unfinished", "damaged"]
     # The output for a checkpoint is unchanged, and a pattern cannot match in a folder.
     assert run("ls", tmp_path / "step-9").stdout.startswith("model.w\t")

@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,12 @@ def test_every_dtype_goes_there_and_back(tmp_path: Path, tensors: dict[str, torc
     zarrckpt.save(
         {"model": tensors, "step": 3}, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 19)
     )
-    report = zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "out", "model", strip="model")
+    report = zarrckpt.to_safetensors(tmp_path / "one", tmp_path / "out", "model", strip="model")
     assert report.files == ("model.safetensors",) and report.tensors == len(tensors)
     assert same(load_file(tmp_path / "out" / "model.safetensors"), tensors)
     zarrckpt.import_checkpoint(tmp_path / "out" / "model.safetensors", tmp_path / "two", prefix="model")
     assert same(zarrckpt.open(tmp_path / "two").load()["model"], tensors)
-    assert zarrckpt.open(tmp_path / "one").diff(zarrckpt.open(tmp_path / "two"), "model")
+    assert zarrckpt.diff(tmp_path / "one", tmp_path / "two", "model")
 
 
 def test_several_files_have_an_index_and_bounded_sizes(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -59,7 +60,9 @@ def test_several_files_have_an_index_and_bounded_sizes(tmp_path: Path, tensors: 
     zarrckpt.save(state, tmp_path / "one")
     seen: list[tuple[int, int]] = []
     ckpt = zarrckpt.open(tmp_path / "one")
-    report = ckpt.to_safetensors(tmp_path / "out", max_file_bytes=30_000, progress=lambda *done: seen.append(done))
+    report = zarrckpt.to_safetensors(
+        ckpt, tmp_path / "out", max_file_bytes=30_000, progress=lambda *done: seen.append(done)
+    )
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == ckpt.nbytes == seen[-1][0] == seen[-1][1]
     found = {}
@@ -71,16 +74,16 @@ def test_several_files_have_an_index_and_bounded_sizes(tmp_path: Path, tensors: 
         found |= part
     assert same(found, state)
     zarrckpt.import_checkpoint(tmp_path / "out", tmp_path / "two", options=zarrckpt.SaveOptions(compression="zstd"))
-    assert ckpt.diff(zarrckpt.open(tmp_path / "two"))
+    assert zarrckpt.diff(ckpt, zarrckpt.open(tmp_path / "two"))
 
 
 def test_what_is_there_stays(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
-    ckpt.to_safetensors(tmp_path / "out", "w")
+    zarrckpt.to_safetensors(ckpt, tmp_path / "out", "w")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     with pytest.raises(zarrckpt.StorageError):
-        ckpt.to_safetensors(tmp_path / "out", "w")
+        zarrckpt.to_safetensors(ckpt, tmp_path / "out", "w")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
@@ -98,7 +101,7 @@ def test_values_that_safetensors_cannot_hold_are_refused_before_a_write(
 ) -> None:
     zarrckpt.save(state, tmp_path / "one")
     with pytest.raises(zarrckpt.UnsupportedValueError):
-        zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "out", strip=strip)
+        zarrckpt.to_safetensors(tmp_path / "one", tmp_path / "out", strip=strip)
     assert not (tmp_path / "out").exists()
 
 
@@ -117,13 +120,12 @@ def test_out_of_a_bucket_and_into_it(
         options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 18, compression=compression),
         **options,
     )
-    ckpt = zarrckpt.open(moto_bucket.url("one"), **options)
     for method, name in WAYS_OUT.items():
-        getattr(ckpt, method)(tmp_path / name, max_inflight_bytes=1 << 19)
+        getattr(zarrckpt, method)(moto_bucket.url("one"), tmp_path / name, max_inflight_bytes=1 << 19, **options)
         zarrckpt.import_checkpoint(
             tmp_path / name, moto_bucket.url(name), options=zarrckpt.SaveOptions(compression=compression), **options
         )
-        assert ckpt.diff(zarrckpt.open(moto_bucket.url(name), **options))
+        assert zarrckpt.diff(moto_bucket.url("one"), moto_bucket.url(name), **options)
 
 
 def test_safetensors_are_cast_but_for_counters(tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_safetensors_are_cast_but_for_counters(tmp_path: Path) -> None:
     zarrckpt.save(state | {"far": torch.tensor([1e30, 1.0])}, tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
     with pytest.warns(UserWarning, match="'far': 1 finite"):
-        report = ckpt.to_safetensors(tmp_path / "out", dtype="float16", max_inflight_bytes=60_000)
+        report = zarrckpt.to_safetensors(ckpt, tmp_path / "out", dtype="float16", max_inflight_bytes=60_000)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(found["w"], big.half()) and torch.equal(found["half"], state["half"])
     assert found["step"].dtype is torch.float32 and found["n"].dtype is torch.int64 and report.uncast == ("step",)
@@ -147,7 +149,7 @@ def test_safetensors_are_cast_but_for_counters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", WAYS_OUT)
 def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_path: Path, method: str) -> None:
     zarrckpt.save({"w": torch.randn(90, 100)}, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 14))
-    export, target = getattr(zarrckpt.open(tmp_path / "one"), method), tmp_path / WAYS_OUT[method]
+    export, target = partial(getattr(zarrckpt, method), tmp_path / "one"), tmp_path / WAYS_OUT[method]
 
     def stop(done: int, total: int) -> None:
         assert total == 36_000 and not target.exists()
@@ -160,7 +162,7 @@ def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_pat
         assert [path.name for path in tmp_path.iterdir()] == ["one"]
     export(target)
     zarrckpt.import_checkpoint(target, tmp_path / "two")
-    assert zarrckpt.open(tmp_path / "one").diff(zarrckpt.open(tmp_path / "two"))
+    assert zarrckpt.diff(tmp_path / "one", tmp_path / "two")
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two", target.name}
 
 
@@ -168,7 +170,7 @@ def test_an_export_that_is_broken_off_leaves_nothing_and_can_be_repeated(tmp_pat
 def test_exports_leave_alone_what_is_beside_their_target(tmp_path: Path, method: str) -> None:
     """A user's own file of another name, and links that were planted to get a file elsewhere overwritten."""
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
-    export = getattr(zarrckpt.open(tmp_path / "one"), method)
+    export = partial(getattr(zarrckpt, method), tmp_path / "one")
     victim, name = tmp_path / "victim", WAYS_OUT.get(method, "page.html")
     victim.mkdir()
     for number, plant in enumerate((Path.write_text, Path.symlink_to)):
@@ -190,7 +192,7 @@ def test_of_two_exports_to_one_target_one_wins(tmp_path: Path, method: str, name
     for number, factor in (("one", 1), ("two", 2)):
         zarrckpt.save({key: tensor * factor for key, tensor in state.items()}, tmp_path / number)
     limits: dict[str, Any] = {"max_file_bytes": 4000} if name == "folder" else {}
-    one, two = (getattr(zarrckpt.open(tmp_path / number), method) for number in ("one", "two"))
+    one, two = (partial(getattr(zarrckpt, method), tmp_path / number) for number in ("one", "two"))
 
     def export_the_other(done: int, total: int) -> None:
         two(tmp_path / name, overwrite=True, **limits)
@@ -213,7 +215,7 @@ def test_files_of_two_exports_do_not_mix(tmp_path: Path, monkeypatch: pytest.Mon
     """One export begins when the other one has renamed its first file."""
     for number in (1, 2):
         zarrckpt.save({f"{i}": torch.full((10,), float(number)) for i in range(3)}, tmp_path / f"{number}")
-    one, two = (zarrckpt.open(tmp_path / f"{number}").to_safetensors for number in (1, 2))
+    one, two = (partial(zarrckpt.to_safetensors, tmp_path / f"{number}") for number in (1, 2))
     limits: dict[str, Any] = {"max_file_bytes": 40, "overwrite": True}
     other = threading.Thread(target=lambda: two(tmp_path / "out", **limits))
     replace = os.replace
@@ -234,7 +236,7 @@ def test_files_of_two_exports_do_not_mix(tmp_path: Path, monkeypatch: pytest.Mon
 def _export(tmp_path: Path, name: str, state: dict[str, Any], **options: Any) -> dict[str, bytes]:
     """Export a state to the folder ``out``. Return the contents of the folder."""
     zarrckpt.save(state, tmp_path / name)
-    zarrckpt.open(tmp_path / name).to_safetensors(tmp_path / "out", **options)
+    zarrckpt.to_safetensors(tmp_path / name, tmp_path / "out", **options)
     return {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
 
@@ -261,16 +263,16 @@ def test_one_file_by_its_name(tmp_path: Path, tensors: dict[str, torch.Tensor]) 
     )
     ckpt = zarrckpt.open(tmp_path / "one")
     limits: dict[str, Any] = {"max_file_bytes": 1, "max_inflight_bytes": 1 << 17}
-    report = ckpt.to_safetensors(tmp_path / "new" / "weights.safetensors", **limits)
+    report = zarrckpt.to_safetensors(ckpt, tmp_path / "new" / "weights.safetensors", **limits)
     assert (report.folder, report.files) == (str(tmp_path / "new"), ("weights.safetensors",))
     assert same(load_file(tmp_path / "new" / "weights.safetensors"), ckpt.load())
     with pytest.raises(zarrckpt.StorageError):
-        ckpt.to_safetensors(tmp_path / "new" / "weights.safetensors")
-    ckpt.to_safetensors(tmp_path / "new" / "weights.safetensors", "c.nan", overwrite=True)
+        zarrckpt.to_safetensors(ckpt, tmp_path / "new" / "weights.safetensors")
+    zarrckpt.to_safetensors(ckpt, tmp_path / "new" / "weights.safetensors", "c.nan", overwrite=True)
     assert list(load_file(tmp_path / "new" / "weights.safetensors")) == ["c.nan"]
     zarrckpt.save({"step": 1}, tmp_path / "two")
     with pytest.raises(zarrckpt.KeyMismatchError):
-        zarrckpt.open(tmp_path / "two").to_safetensors(tmp_path / "none.safetensors")
+        zarrckpt.to_safetensors(tmp_path / "two", tmp_path / "none.safetensors")
 
 
 def test_tied_weights_stay_equal_under_each_name(tmp_path: Path) -> None:
@@ -279,7 +281,7 @@ def test_tied_weights_stay_equal_under_each_name(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         save_file(dict(model.state_dict()), tmp_path / "x.safetensors")
     zarrckpt.save({"model": model}, tmp_path / "one")
-    zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "out", strip="model", max_file_bytes=150)
+    zarrckpt.to_safetensors(tmp_path / "one", tmp_path / "out", strip="model", max_file_bytes=150)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     found = {}
     for name in {*index["weight_map"].values()}:
@@ -295,13 +297,13 @@ def test_a_damaged_chunk_leaves_no_file(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.ones(300)}, tmp_path / "one")
     (tmp_path / "one" / "w" / "c.0").write_bytes(b"x" * 1204)
     with pytest.raises(zarrckpt.CorruptCheckpointError):
-        zarrckpt.open(tmp_path / "one").to_safetensors(tmp_path / "out")
+        zarrckpt.to_safetensors(tmp_path / "one", tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
     # If the last of several files fails, none gets its name.
     zarrckpt.save({"u": torch.ones(300), "v": torch.ones(300)}, tmp_path / "two")
     (tmp_path / "two" / "v" / "c.0").write_bytes(b"x" * 1204)
     with pytest.raises(zarrckpt.CorruptCheckpointError):
-        zarrckpt.open(tmp_path / "two").to_safetensors(tmp_path / "out", max_file_bytes=1200)
+        zarrckpt.to_safetensors(tmp_path / "two", tmp_path / "out", max_file_bytes=1200)
     assert not list((tmp_path / "out").iterdir())
 
 

@@ -68,8 +68,10 @@ def test_a_folder_of_dcp_is_imported(tmp_path: Path, options: dict[str, Any]) ->
     ckpt = zarrckpt.open(tmp_path / "one")
     assert bits(dict(sorted(ckpt.load()["model"].items()))) == bits(dict(sorted(state["model"].items())))
     zarrckpt.save(state, tmp_path / "two")
-    assert set(ckpt) == set(zarrckpt.open(tmp_path / "two")) and ckpt.diff(zarrckpt.open(tmp_path / "two"))
-    assert {fqn: ckpt.path(fqn) for fqn in ckpt} == {fqn: zarrckpt.open(tmp_path / "two").path(fqn) for fqn in ckpt}
+    assert set(ckpt) == set(zarrckpt.open(tmp_path / "two")) and zarrckpt.diff(ckpt, zarrckpt.open(tmp_path / "two"))
+    assert {fqn: ckpt.entry(fqn).keys for fqn in ckpt} == {
+        fqn: zarrckpt.open(tmp_path / "two").entry(fqn).keys for fqn in ckpt
+    }
     assert ckpt.verify()
 
 
@@ -114,7 +116,7 @@ def test_shards_of_several_ranks_go_there_and_back_on_another_mesh(tmp_path: Pat
     zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "one", options=zarrckpt.SaveOptions(compression="zstd"))
     ckpt = zarrckpt.open(tmp_path / "one")
     assert bits(dict(sorted(ckpt.load("model")["model"].items()))) == bits(dict(sorted(saved.items())))
-    ckpt.to_dcp(tmp_path / "back")
+    zarrckpt.to_dcp(ckpt, tmp_path / "back")
     for found, step in run_ranks(_load_sharded, str(tmp_path / "back"), world_size=2):
         assert bits(found) == bits(saved) and step == 7
 
@@ -124,7 +126,9 @@ def test_dcp_reads_what_is_exported(tmp_path: Path) -> None:
     zarrckpt.save(state, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     seen: list[tuple[int, int]] = []
     ckpt = zarrckpt.open(tmp_path / "one")
-    report = ckpt.to_dcp(tmp_path / "dcp", max_inflight_bytes=1 << 17, progress=lambda *done: seen.append(done))
+    report = zarrckpt.to_dcp(
+        ckpt, tmp_path / "dcp", max_inflight_bytes=1 << 17, progress=lambda *done: seen.append(done)
+    )
     files = sorted(path.name for path in (tmp_path / "dcp").iterdir())
     assert report.files == tuple(files) and len(files) > 4 and ".metadata" in files
     assert report.tensors == len(ckpt.tensors) and report.values == len(ckpt.non_tensors)
@@ -146,7 +150,7 @@ def test_dcp_reads_what_is_exported(tmp_path: Path) -> None:
 
 def test_metadata_need_nothing_of_this_package(tmp_path: Path) -> None:
     zarrckpt.save(_state(), tmp_path / "one")
-    zarrckpt.open(tmp_path / "one").to_dcp(tmp_path / "dcp")
+    zarrckpt.to_dcp(tmp_path / "one", tmp_path / "dcp")
     assert b"zarrckpt" not in (tmp_path / "dcp" / ".metadata").read_bytes().replace(os.fsencode(tmp_path), b"")
     metadata = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
     assert metadata.storage_meta.checkpoint_id == str(tmp_path / "dcp")
@@ -159,7 +163,7 @@ def test_parts_prefixes_and_stripped_names(tmp_path: Path) -> None:
     ckpt = zarrckpt.open(tmp_path / "one")
     assert set(ckpt) == {"a.b.model.large", "a.b.list.2.x", "a.b.step"}
     assert ckpt.load()["a"]["b"]["step"] == 12
-    ckpt.to_dcp(tmp_path / "back", "a.b.model", strip="a.b")
+    zarrckpt.to_dcp(ckpt, tmp_path / "back", "a.b.model", strip="a.b")
     metadata = dcp.FileSystemReader(tmp_path / "back").read_metadata()
     assert metadata.planner_data == {"model.large": ("model", "large")}
     with pytest.raises(zarrckpt.KeyMismatchError):
@@ -169,7 +173,7 @@ def test_parts_prefixes_and_stripped_names(tmp_path: Path) -> None:
 def test_tensors_in_pieces_below_another_key(tmp_path: Path) -> None:
     weight = torch.randn(1000, 300)
     zarrckpt.save({"w": weight}, tmp_path / "one")
-    zarrckpt.open(tmp_path / "one").to_dcp(tmp_path / "dcp", max_inflight_bytes=1 << 20)
+    zarrckpt.to_dcp(tmp_path / "one", tmp_path / "dcp", max_inflight_bytes=1 << 20)
     metadata = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
     assert len(metadata.state_dict_metadata["w"].chunks) > 2
     zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "two", prefix="model.part")
@@ -203,9 +207,9 @@ def test_no_code_runs_unless_it_may(tmp_path: Path) -> None:
     with pytest.warns(UserWarning):
         zarrckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "two", allow_pickle=True)
     with pytest.raises(zarrckpt.UnsafeValueError):
-        zarrckpt.open(tmp_path / "two").to_dcp(tmp_path / "back")
+        zarrckpt.to_dcp(tmp_path / "two", tmp_path / "back")
     assert not (tmp_path / "back").exists()
-    zarrckpt.open(tmp_path / "two", allow_pickle=True).to_dcp(tmp_path / "back")
+    zarrckpt.to_dcp(zarrckpt.open(tmp_path / "two", allow_pickle=True), tmp_path / "back")
     target = {"code": None}
     dcp.load(target, checkpoint_id=tmp_path / "back", no_dist=True)
     assert target["code"] == Code()
@@ -341,7 +345,7 @@ KINDS = (
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_folders_are_refused_and_nothing_is_saved(tmp_path: Path, kind: str) -> None:
     zarrckpt.save({"w": torch.randn(8, 4)}, tmp_path / "source", options=zarrckpt.SaveOptions(max_chunk_bytes=32))
-    zarrckpt.open(tmp_path / "source").to_dcp(tmp_path / "dcp")
+    zarrckpt.to_dcp(tmp_path / "source", tmp_path / "dcp")
     assert len(dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata["w"].chunks) > 1
     _spoil(tmp_path / "dcp", kind)
     with pytest.raises(zarrckpt.CheckpointError):
@@ -355,22 +359,22 @@ def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
     zarrckpt.save({"v": torch.ones(2)}, tmp_path / "two")
     one, two = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
     (tmp_path / "dcp").mkdir()
-    one.to_dcp(tmp_path / "dcp")
+    zarrckpt.to_dcp(one, tmp_path / "dcp")
     before = {path.name: path.read_bytes() for path in (tmp_path / "dcp").iterdir()}
     with pytest.raises(zarrckpt.StorageError):
-        two.to_dcp(tmp_path / "dcp")
+        zarrckpt.to_dcp(two, tmp_path / "dcp")
     (tmp_path / "two" / "v" / "c.0").write_bytes(b"x" * 12)
     with pytest.raises(zarrckpt.CorruptCheckpointError):
-        two.to_dcp(tmp_path / "dcp", overwrite=True)
+        zarrckpt.to_dcp(two, tmp_path / "dcp", overwrite=True)
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "dcp").iterdir()}
     zarrckpt.save({"v": torch.ones(2)}, tmp_path / "three")
-    zarrckpt.open(tmp_path / "three").to_dcp(tmp_path / "dcp", overwrite=True)
+    zarrckpt.to_dcp(tmp_path / "three", tmp_path / "dcp", overwrite=True)
     target = {"v": torch.zeros(2)}
     dcp.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert target["v"].sum() == 2
     (tmp_path / "dcp" / "notes.txt").write_text("mine")
     with pytest.raises(zarrckpt.StorageError):
-        one.to_dcp(tmp_path / "dcp", overwrite=True)
+        zarrckpt.to_dcp(one, tmp_path / "dcp", overwrite=True)
     assert (tmp_path / "dcp" / "notes.txt").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "three", "dcp"}
 
@@ -382,7 +386,7 @@ def test_a_rename_that_fails_costs_no_export(
 ) -> None:
     zarrckpt.save({"w": torch.ones(3)}, tmp_path / "one")
     target = tmp_path / "dcp"
-    zarrckpt.open(tmp_path / "one").to_dcp(target)
+    zarrckpt.to_dcp(tmp_path / "one", target)
     rename = os.rename
 
     def faulty(old: str, new: str) -> None:
@@ -397,7 +401,7 @@ def test_a_rename_that_fails_costs_no_export(
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", faulty)
         with pytest.raises((zarrckpt.CheckpointError, KeyboardInterrupt)):
-            zarrckpt.open(tmp_path / "one").to_dcp(target, overwrite=True)
+            zarrckpt.to_dcp(tmp_path / "one", target, overwrite=True)
     if "back" in broken:
         (kept,) = (path for path in tmp_path.iterdir() if path.name.endswith(".replaced"))
         kept.rename(target)

@@ -30,9 +30,9 @@ def status(name):
 def convert(size):
     ckpt = zarrckpt.open(folder / size)
     less = {"max_inflight_bytes": 48 << 20}
-    yield "to dcp", lambda: ckpt.to_dcp(folder / f"{size}.dcp", **less)
-    yield "to safetensors", lambda: ckpt.to_safetensors(folder / f"{size}.safetensors", **less)
-    ckpt.to_torch_save(folder / f"{size}.pt")
+    yield "to dcp", lambda: zarrckpt.to_dcp(ckpt, folder / f"{size}.dcp", **less)
+    yield "to safetensors", lambda: zarrckpt.to_safetensors(ckpt, folder / f"{size}.safetensors", **less)
+    zarrckpt.to_torch_save(ckpt, folder / f"{size}.pt")
     for kind in ("pt", "dcp", "safetensors"):
         source = folder / f"{size}.{kind}"
         yield f"from {kind}", lambda s=source: zarrckpt.import_checkpoint(s, f"{s}.back", progress=note, options=SAVING)

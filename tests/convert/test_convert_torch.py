@@ -46,7 +46,7 @@ def test_everything_goes_there_and_back(tmp_path: Path) -> None:
     ckpt = zarrckpt.open(tmp_path / "one")
     seen: list[tuple[int, int]] = []
     limits: dict[str, Any] = {"max_inflight_bytes": 1 << 15, "progress": lambda *done: seen.append(done)}
-    report = ckpt.to_torch_save(tmp_path / "out" / "x.pt", **limits)
+    report = zarrckpt.to_torch_save(ckpt, tmp_path / "out" / "x.pt", **limits)
     assert (report.folder, report.files) == (str(tmp_path / "out"), ("x.pt",))
     assert seen[-1] == (report.nbytes, report.nbytes) and len(seen) > len(ckpt.tensors)
     assert (report.tensors, report.values) == (len(ckpt.tensors), len(ckpt.non_tensors))
@@ -55,7 +55,7 @@ def test_everything_goes_there_and_back(tmp_path: Path) -> None:
         assert bits(torch.load(path, **options)) == bits(state)
     zarrckpt.import_checkpoint(path, tmp_path / "two")
     assert bits(zarrckpt.open(tmp_path / "two").load()) == bits(state)
-    assert ckpt.diff(zarrckpt.open(tmp_path / "two"))
+    assert zarrckpt.diff(ckpt, zarrckpt.open(tmp_path / "two"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.pt"]
 
 
@@ -63,18 +63,20 @@ def test_parts_and_stripped_names(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
     zarrckpt.save({"model": model, "step": 3, "list": [torch.ones(1), torch.zeros(1)]}, tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
-    ckpt.to_torch_save(tmp_path / "model.pt", "model", strip="model")
+    zarrckpt.to_torch_save(ckpt, tmp_path / "model.pt", "model", strip="model")
     assert bits(dict(torch.load(tmp_path / "model.pt"))) == bits(dict(model.state_dict()))
-    ckpt.to_torch_save(tmp_path / "layer.pt", "model.1", "step", strip="model.1")
+    zarrckpt.to_torch_save(ckpt, tmp_path / "layer.pt", "model.1", "step", strip="model.1")
     assert list(torch.load(tmp_path / "layer.pt")) == ["weight", "bias", "step"]
-    ckpt.to_torch_save(tmp_path / "list.pt", "list", strip="list")
+    zarrckpt.to_torch_save(ckpt, tmp_path / "list.pt", "list", strip="list")
     assert bits(torch.load(tmp_path / "list.pt")) == bits({0: torch.ones(1), 1: torch.zeros(1)})
     zarrckpt.save({"a": {"w": torch.ones(1)}, "w": {"x": torch.ones(1)}}, tmp_path / "two")
     for strip in ("a", "w"):
         ckpt = zarrckpt.open(tmp_path / "two")
-        assert strip == "w" or list(ckpt.select("a").to_torch_save(tmp_path / "a.pt", strip="a").files) == ["a.pt"]
+        assert strip == "w" or list(zarrckpt.to_torch_save(ckpt.select("a"), tmp_path / "a.pt", strip="a").files) == [
+            "a.pt"
+        ]
     with pytest.raises(zarrckpt.UnsupportedValueError):
-        ckpt.to_torch_save(tmp_path / "b.pt", strip="a")
+        zarrckpt.to_torch_save(ckpt, tmp_path / "b.pt", strip="a")
     assert not (tmp_path / "b.pt").exists()
 
 
@@ -83,7 +85,7 @@ def test_tied_weights_are_written_under_each_name(tmp_path: Path) -> None:
     model[1].weight = model[0].weight
     torch.save(model.state_dict(), tmp_path / "x.pt")
     zarrckpt.import_checkpoint(tmp_path / "x.pt", tmp_path / "one")
-    zarrckpt.open(tmp_path / "one").to_torch_save(tmp_path / "y.pt")
+    zarrckpt.to_torch_save(tmp_path / "one", tmp_path / "y.pt")
     found = torch.load(tmp_path / "y.pt")
     assert bits(found) == bits(dict(model.state_dict())) and len(found) == 2
     model.load_state_dict(found)
@@ -95,10 +97,10 @@ def test_values_that_need_code(tmp_path: Path) -> None:
         zarrckpt.save({"w": torch.ones(3), "code": Code(), "array": np.arange(3)}, tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
     with pytest.raises(zarrckpt.UnsafeValueError):
-        ckpt.to_torch_save(tmp_path / "x.pt")
+        zarrckpt.to_torch_save(ckpt, tmp_path / "x.pt")
     assert not list(tmp_path.glob("x.pt*"))
     ckpt = zarrckpt.open(tmp_path / "one", allow_pickle=True)
-    ckpt.to_torch_save(tmp_path / "x.pt")
+    zarrckpt.to_torch_save(ckpt, tmp_path / "x.pt")
     found = torch.load(tmp_path / "x.pt", weights_only=False)
     assert found["code"] == Code() and found["array"].tolist() == [0, 1, 2] and found["w"].sum() == 3
 
@@ -107,24 +109,24 @@ def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
     zarrckpt.save({"w": torch.ones(300)}, tmp_path / "one")
     zarrckpt.save({"w": torch.zeros(300)}, tmp_path / "two")
     one, two = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
-    one.to_torch_save(tmp_path / "x.pt")
+    zarrckpt.to_torch_save(one, tmp_path / "x.pt")
     with pytest.raises(zarrckpt.StorageError):
-        two.to_torch_save(tmp_path / "x.pt")
+        zarrckpt.to_torch_save(two, tmp_path / "x.pt")
     (tmp_path / "two" / "w" / "c.0").write_bytes(b"x" * 1204)
     with pytest.raises(zarrckpt.CorruptCheckpointError):
-        two.to_torch_save(tmp_path / "x.pt", overwrite=True)
+        zarrckpt.to_torch_save(two, tmp_path / "x.pt", overwrite=True)
     assert torch.load(tmp_path / "x.pt")["w"].sum() == 300
     zarrckpt.save({"v": torch.zeros(3)}, tmp_path / "three")
-    zarrckpt.open(tmp_path / "three").to_torch_save(tmp_path / "x.pt", overwrite=True)
+    zarrckpt.to_torch_save(tmp_path / "three", tmp_path / "x.pt", overwrite=True)
     assert list(torch.load(tmp_path / "x.pt")) == ["v"]
     for target in ("s3://bucket/x.pt", "/proc/none/x.pt", tmp_path / "x.pt" / "y.pt"):
         with pytest.raises(zarrckpt.StorageError):
-            one.to_torch_save(target)
+            zarrckpt.to_torch_save(one, target)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as on a full disk
     try:
         with pytest.raises(zarrckpt.StorageError):
-            one.to_torch_save(tmp_path / "full.pt")
+            zarrckpt.to_torch_save(one, tmp_path / "full.pt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "three", "x.pt"}

@@ -46,9 +46,9 @@ def test_a_copy_is_what_it_is_a_copy_of(tmp_path: Path, save: Callable[..., Any]
     save(_state(), tmp_path / "one")
     one = zarrckpt.open(tmp_path / "one")
     seen: list[tuple[int, int]] = []
-    report = one.copy_to(tmp_path / "two", progress=lambda *done: seen.append(done))
+    report = zarrckpt.copy(one, tmp_path / "two", progress=lambda *done: seen.append(done))
     two = zarrckpt.open(tmp_path / "two")
-    assert two.verify() and one.diff(two) and list(one) == list(two)
+    assert two.verify() and zarrckpt.diff(one, two) and list(one) == list(two)
     assert seen[-1] == (report.nbytes, report.nbytes) and two.save_id == report.save_id != one.save_id
     assert str(one.load()) == str(two.load())
     target = {**_state(0.0), "blob": None, 3: None}
@@ -62,12 +62,16 @@ def test_a_part_and_to_s3_and_back(tmp_path: Path, moto_bucket: S3Place) -> None
     zarrckpt.save(_state(2.0), tmp_path / "one", overwrite=True)  # a tree that is not the canonical one
     url, options = moto_bucket.url("copied"), moto_bucket.storage_options
     part = zarrckpt.open(tmp_path / "one").select("model", "list", exclude=["*.b"])
-    part.copy_to(url, storage_options=options)
+    zarrckpt.copy(part, url, storage_options=options)
     there = zarrckpt.open(url, storage_options=options)
-    assert list(there) == ["model.w", "model.empty", "list.0", "list.1.x"] and there.verify() and part.diff(there)
+    assert (
+        list(there) == ["model.w", "model.empty", "list.0", "list.1.x"]
+        and there.verify()
+        and zarrckpt.diff(part, there)
+    )
     assert there.load()["list"][1] == {"x": 1}
-    there.copy_to(tmp_path / "back")
-    assert zarrckpt.open(tmp_path / "back").verify() and part.diff(zarrckpt.open(tmp_path / "back"))
+    zarrckpt.copy(there, tmp_path / "back")
+    assert zarrckpt.open(tmp_path / "back").verify() and zarrckpt.diff(part, zarrckpt.open(tmp_path / "back"))
 
 
 def test_what_is_there_is_replaced_only_when_asked(tmp_path: Path) -> None:
@@ -75,13 +79,13 @@ def test_what_is_there_is_replaced_only_when_asked(tmp_path: Path) -> None:
     zarrckpt.save(_state(2.0), tmp_path / "two")
     one = zarrckpt.open(tmp_path / "one")
     with pytest.raises(zarrckpt.CheckpointExistsError):
-        one.copy_to(tmp_path / "two")
-    one.copy_to(tmp_path / "two", overwrite=True)
-    assert one.diff(zarrckpt.open(tmp_path / "two")) and zarrckpt.open(tmp_path / "two").verify()
+        zarrckpt.copy(one, tmp_path / "two")
+    zarrckpt.copy(one, tmp_path / "two", overwrite=True)
+    assert zarrckpt.diff(one, zarrckpt.open(tmp_path / "two")) and zarrckpt.open(tmp_path / "two").verify()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(zarrckpt.ForeignObjectsError):
-        one.copy_to(tmp_path / "other")
+        zarrckpt.copy(one, tmp_path / "other")
 
 
 def test_damage_is_not_copied(tmp_path: Path) -> None:
@@ -89,7 +93,7 @@ def test_damage_is_not_copied(tmp_path: Path) -> None:
     chunk = tmp_path / "one" / "model" / "b" / "c.0"
     chunk.write_bytes(b"\0" * chunk.stat().st_size)
     with pytest.raises(zarrckpt.CorruptCheckpointError):
-        zarrckpt.open(tmp_path / "one").copy_to(tmp_path / "two")
+        zarrckpt.copy(tmp_path / "one", tmp_path / "two")
     with pytest.raises(zarrckpt.CheckpointNotFoundError):
         zarrckpt.open(tmp_path / "two")
 
@@ -122,18 +126,18 @@ def test_a_copy_that_dies_anywhere_leaves_the_old_or_the_new_one(tmp_path: Path,
     zarrckpt.save(small, tmp_path / "one")
     one = zarrckpt.open(tmp_path / "one")
     counted = _one_at_a_time(testing.FaultyStore(tmp_path / "count"))
-    one.copy_to(counted, **changes)
+    zarrckpt.copy(one, counted, **changes)
     (commit,) = (call.number for call in counted.calls if (call.verb, call.key) == ("create", "zarr.json"))
     for number in range(len(counted.calls)):
         place, fault = tmp_path / str(number), (testing.STOP, testing.STOP_AFTER)[number % 2]
         with pytest.raises(testing.Stopped):
-            one.copy_to(_one_at_a_time(testing.FaultyStore(place, testing.at(number, fault))), **changes)
+            zarrckpt.copy(one, _one_at_a_time(testing.FaultyStore(place, testing.at(number, fault))), **changes)
         if number < commit or (number == commit and fault == testing.STOP):
             with pytest.raises(zarrckpt.CheckpointNotFoundError):
                 zarrckpt.open(place)
-            one.copy_to(place, **changes)
+            zarrckpt.copy(one, place, **changes)
         two = zarrckpt.open(place)
-        assert zarrckpt.open(tmp_path / "count").diff(two) and two.verify()
+        assert zarrckpt.diff(tmp_path / "count", two) and two.verify()
         assert zarrckpt.recover(place, stopped=True).objects == 0
 
 
@@ -149,12 +153,12 @@ def test_a_copy_that_fails_removes_what_it_wrote(
     for number in (8, 20, 30):
         store = testing.FaultyStore(place, testing.writes(number, testing.FAIL))
         with pytest.raises(zarrckpt.StorageError):
-            one.copy_to(store, overwrite=True, **changes)
+            zarrckpt.copy(one, store, overwrite=True, **changes)
         writes += sum(call.verb == "put" and "/c" in call.key for call in store.calls)
         left = _files(place) - before - {"@zarrckpt/zarr.json"}
         assert all(key.startswith("@zarrckpt/") and key.count("/") == 2 for key in left), left  # markers
     assert writes > 3
-    one.copy_to(place, overwrite=True, **changes)
+    zarrckpt.copy(one, place, overwrite=True, **changes)
     assert zarrckpt.open(place).verify() and "w/c.0" not in _files(place)
 
 
@@ -167,7 +171,7 @@ def test_a_save_that_commits_while_a_copy_runs_wins(tmp_path: Path, one: zarrckp
             zarrckpt.save({"w": torch.ones(3)}, tmp_path / "two")
 
     with pytest.raises(zarrckpt.CheckpointExistsError):
-        one.copy_to(testing.FaultyStore(tmp_path / "two", rule))
+        zarrckpt.copy(one, testing.FaultyStore(tmp_path / "two", rule))
     assert begun and zarrckpt.open(tmp_path / "two").verify() and list(zarrckpt.open(tmp_path / "two")) == ["w"]
     # Objects that it wrote after the winner's clean-up are gone as well.
     assert not list((tmp_path / "two").glob("m/**/c*"))
@@ -179,7 +183,7 @@ import zarrckpt
 from zarrckpt import testing
 
 slow = testing.FaultyStore(sys.argv[2], lambda call: time.sleep(0.02))
-zarrckpt.open(sys.argv[1]).copy_to(slow)
+zarrckpt.copy(sys.argv[1], slow)
 """
 
 
@@ -195,7 +199,7 @@ def test_a_copy_that_is_killed_is_made_again(tmp_path: Path, one: zarrckpt.Check
     helper = place / "m" / "w" / f".zarrckpt-{'0' * 16}.part"
     helper.write_bytes(b"half a chunk")
     assert CliRunner().invoke(main, ["cp", one.url, str(place)]).exit_code == 0
-    assert zarrckpt.open(place).verify() and one.diff(zarrckpt.open(place))
+    assert zarrckpt.open(place).verify() and zarrckpt.diff(one, zarrckpt.open(place))
     assert not (place / "m").exists() and zarrckpt.recover(place, stopped=True).objects == 0
 
 

@@ -157,8 +157,8 @@ def test_groups_and_coordinators(tmp_path: Path) -> None:
     run_ranks(_group_and_coordinator, str(tmp_path))
     for coordinator in (1, 3):
         checkpoint = zarrckpt.open(tmp_path / f"coordinator-{coordinator}")
-        assert checkpoint.world_size == 4 and (checkpoint["w"][:] == _whole((10, 3), 5.0).numpy()).all()
-    assert zarrckpt.open(tmp_path / "group").world_size == 3
+        assert checkpoint.info.world_size == 4 and (checkpoint["w"][:] == _whole((10, 3), 5.0).numpy()).all()
+    assert zarrckpt.open(tmp_path / "group").info.world_size == 3
 
 
 def _save_without_collectives(url: str) -> None:

@@ -9,7 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
@@ -56,13 +56,13 @@ def test_every_public_name_is_in_the_overview() -> None:
     "call", [zarrckpt.save, zarrckpt.async_save, zarrckpt.load, zarrckpt.ZarrStorageWriter, zarrckpt.ZarrStorageReader]
 )
 def test_every_argument_is_explained_where_it_is_typed(call: Any) -> None:
-    section = (inspect.getdoc(call) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
-    assert re.findall(r"^    (\w+): ", section, re.M) == [*inspect.signature(call).parameters]
+    assert {*arguments(inspect.getdoc(call) or "")} == {*inspect.signature(call).parameters}
 
 
 def test_every_member_of_a_checkpoint_is_in_the_overview() -> None:
     section = text("api.md").partition("## Checkpoint\n")[2].partition("\n## ")[0]
-    members = [name for name in vars(zarrckpt.Checkpoint) if not name.startswith("_")]
+    members = [name for name in dir(zarrckpt.Checkpoint) if not name.startswith("_") and not hasattr(Mapping, name)]
+    assert len(members) <= 25
     assert [name for name in members if not re.search(rf"`{name}[`(]", section)] == []
 
 
@@ -101,18 +101,17 @@ def public_callables() -> Iterator[tuple[str, Any]]:
             if inspect.isfunction(found) or inspect.isclass(found):
                 yield name, found
             if inspect.isclass(found):
-                for method, function in vars(found).items():
-                    if inspect.isfunction(function) and not method.startswith("_"):
+                for method, function in inspect.getmembers(found, inspect.isfunction):
+                    if not method.startswith("_"):
                         yield f"{name}.{method}", function
 
 
 def arguments(docstring: str) -> list[str]:
-    """Return the names in a docstring's ``Args:`` block, as the page generator reads them: one at the start of each
-    line.
-    """
+    """Return the names in a docstring's ``Args:`` block, as the page generator reads them: before a line's colon."""
     block = re.search(r"^Args:\n((?:    .*\n?|\n)*)", docstring, re.MULTILINE)
     lines = block[1].splitlines() if block else []
-    return [line.strip().partition(":")[0].lstrip("*") for line in lines if re.match(r"    \S", line)]
+    named = [line.strip().partition(":")[0] for line in lines if re.match(r"    \S", line)]
+    return [name.lstrip("*") for names in named for name in names.split(", ")]
 
 
 @pytest.mark.parametrize(

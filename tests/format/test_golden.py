@@ -182,7 +182,7 @@ def test_the_json_beside_it_says_what_is_in_it(name: str, tmp_path: Path) -> Non
     expected = flat(EXPECTED[name]) if name != "part" else {}
     for fqn, said in described["entries"].items():
         keys = tuple(key for _, key in reader.keys(fqn))
-        assert same(keys, zarrckpt.open(folder).path(fqn)) and ".".join(map(str, keys)) == fqn
+        assert same(keys, zarrckpt.open(folder).entry(fqn).keys) and ".".join(map(str, keys)) == fqn
         assert [container for container, _ in reader.keys(fqn)] == said["containers"]
         assert reader.ranks(fqn) == said.get("ranks", [])
         if "dtype" in said:

@@ -129,9 +129,9 @@ def needed(place: Place) -> set[str]:
     """Return exactly the keys of the committed checkpoint, derived from one clean save to an empty place."""
     checkpoint, (reserved, tree) = zarrckpt.open(**place.options), _clean()
     keys = {key.replace("/ID/", f"/{checkpoint.save_id}/") for key in reserved} | {"zarr.json"}
-    if not checkpoint.tree:
+    if not checkpoint.info.tree:
         return keys | tree
-    return keys | {f"{checkpoint.tree}/{key}" for key in (*tree, "zarr.json")}
+    return keys | {f"{checkpoint.info.tree}/{key}" for key in (*tree, "zarr.json")}
 
 
 def all_files(folder: str | os.PathLike[str]) -> tuple[set[str], set[str]]:

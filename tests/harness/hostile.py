@@ -466,7 +466,7 @@ def use(watch: Watch, url: Path, found: list[str], *, deep: bool) -> bool:
         return False
     with watched(watch, found, "look"):
         assert len([*ckpt]) == len(ckpt)
-        assert repr(ckpt) and ckpt.nbytes >= 0 and (ckpt.save_id, ckpt.tree, ckpt.created, ckpt.world_size)
+        assert repr(ckpt) and ckpt.nbytes >= 0 and ckpt.save_id and ckpt.info
     for quick in (True, False):
         with watched(watch, found, f"verify(quick={quick})"):
             ckpt.verify(quick=quick).raise_if_damaged()
@@ -476,7 +476,7 @@ def use(watch: Watch, url: Path, found: list[str], *, deep: bool) -> bool:
         with watched(watch, found, f"ckpt[{fqn!r:.60}]"):
             value = ckpt[fqn]
             if fqn in ckpt.tensors:
-                assert ckpt.node_path(fqn) and repr(value)
+                assert ckpt.entry(fqn).node_path and repr(value)
                 # numcodecs raises RuntimeError for changed compressed bytes whose checksums are valid.
                 with contextlib.suppress(*[RuntimeError] if value.compressors else []):
                     value[...]

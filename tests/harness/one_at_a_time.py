@@ -360,7 +360,7 @@ class Judge:
         if save(shelf.store) != "won" or self.committed(shelf.content) != save_id(save.number):
             raise Broken("the next save did not commit")
         zarrckpt.recover(shelf.store, stopped=True)
-        tree = zarrckpt.open(shelf.store).tree
+        tree = zarrckpt.open(shelf.store).info.tree
         own = {key for key in shelf.content if key.startswith(f"@zarrckpt/{save_id(save.number)}/")}
         named = {f"{tree}/{key}" for key in (*save.puts, ROOT)} if tree else {*save.puts}
         if shelf.content.keys() != own | named | {ROOT, CLAIM} or len(own) != 5:

@@ -199,7 +199,7 @@ def _our_array(place: Any, path: str, **options: Any) -> Any:
     import zarrckpt
 
     ckpt = zarrckpt.open(place, **options)
-    return next(ckpt[fqn] for fqn in ckpt.tensors if ckpt.node_path(fqn) == path)
+    return next(ckpt[fqn] for fqn in ckpt.tensors if ckpt.entry(fqn).node_path == path)
 
 
 READERS: dict[str, Callable[..., Any]] = {

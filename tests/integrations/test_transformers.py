@@ -92,7 +92,7 @@ def test_two_processes_with_s3_are_killed_and_resume_bit_for_bit(tmp_path: Path,
     del expected["losses"][last]  # it is saved before the Trainer logs that step
     assert_equal(expected, torch.load("going-on.pt"))
     ckpt = zarrckpt.open(f"{store['checkpoint_dir']}/step-00000012", storage_options=store["storage_options"])
-    assert ckpt.world_size == 2 and ckpt.ranks("trainer.rng.ranks.torch") == (0, 1)
+    assert ckpt.info.world_size == 2 and ckpt.entry("trainer.rng.ranks.torch").ranks == (0, 1)
     assert not Path("out").is_dir() or not [*Path("out").glob("*")]
 
 
@@ -135,7 +135,7 @@ def test_fsdp2_resumes_on_one_process_and_back() -> None:
     assert torch.load("own.pt")["is_sharded"]
     assert_equal(torch.load("own.pt"), torch.load("own-again.pt"))
     two = torch.load("first.pt")
-    assert two["is_sharded"] and zarrckpt.open("first/step-00000008").world_size == 2
+    assert two["is_sharded"] and zarrckpt.open("first/step-00000008").info.world_size == 2
     assert_equal(two, torch.load("again.pt"))
     one = transformers_run.result(trained(**alone, trainer={"checkpoint_dir": "one"}, resume="first/step-00000008"))
     for other in (one, torch.load("back.pt")):

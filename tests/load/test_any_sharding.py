@@ -425,7 +425,7 @@ def check_store(case: Case, full: Mapping[str, torch.Tensor], store: MemoryStore
     assert not twice, f"written more than once: {twice}"
     group = zarr.open_group(store.zarr_store(), mode="r")
     for name, tensor in full.items():
-        path = checkpoint.node_path(f"model.{name}")
+        path = checkpoint.entry(f"model.{name}").node_path
         array: Any = group[path]
         assert array.shape == tuple(tensor.shape)
         assert np.ascontiguousarray(array[...]).tobytes() == bits(tensor), name
@@ -468,7 +468,7 @@ def test_every_sharding_loads_into_every_other(case: Case) -> None:
         assert traffic.most <= max(case.save_options.max_inflight_bytes, largest, owners.BUNDLE_BYTES)
         check_store(case, full, store)
         if case.portable:
-            zarrckpt.open("/checkpoint").copy_to("/checkpoint", overwrite=True, portable_dtypes=True)
+            zarrckpt.copy("/checkpoint", "/checkpoint", overwrite=True, portable_dtypes=True)
         store.reads.clear()
         load(case, full)
         if case.load_options.share_reads and case.inline:

@@ -74,10 +74,10 @@ def _one_rank_alone(folder: str, who: int) -> None:
         assert len(report.rank_bytes) == 1
         zarrckpt.async_save(state, f"{folder}/async", no_dist=True).result(timeout=60)
         for url in (f"{folder}/save", f"{folder}/async"):
-            assert zarrckpt.open(url).world_size == 1
+            assert zarrckpt.open(url).info.world_size == 1
             ckpt = zarrckpt.open(url)
             assert ckpt["own.ranks"][0, 0] == 7
-            assert ckpt.ranks("own.ranks") == (who,), "a PerRank keeps the rank's number"
+            assert ckpt.entry("own.ranks").ranks == (who,), "a PerRank keeps the rank's number"
         assert not zarrckpt.load(target, f"{folder}/save", no_dist=True).missing
         for name, parameter in fresh.state_dict().items():
             assert torch.equal(parameter, model.state_dict()[name])
@@ -101,7 +101,7 @@ def _one_rank_alone(folder: str, who: int) -> None:
         assert _traces() == before
     dist.barrier()
     zarrckpt.save(_state(model, optim, 8.0), f"{folder}/all")
-    assert zarrckpt.open(f"{folder}/all").world_size == 2
+    assert zarrckpt.open(f"{folder}/all").info.world_size == 2
 
 
 class _Fails:

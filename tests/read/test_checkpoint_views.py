@@ -66,9 +66,9 @@ def test_info_adds_up(ckpt: zarrckpt.Checkpoint) -> None:
 def test_one_entry_is_not_those_whose_names_begin_alike(tmp_path: Path) -> None:
     zarrckpt.save({"a": torch.ones(3), "a.b": torch.ones(5), "v": 1}, tmp_path / "one")
     ckpt = zarrckpt.open(tmp_path / "one")
-    assert [ckpt.nbytes_of(fqn) for fqn in ckpt] == [12, 20, 0]
+    assert [ckpt.entry(fqn).nbytes for fqn in ckpt] == [12, 20, 0]
     with pytest.raises(zarrckpt.KeyMismatchError):
-        ckpt.select("v").nbytes_of("a")
+        ckpt.select("v").entry("a")
 
 
 def test_html_shows_groups_and_escapes_names(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_arrays_say_where_they_are(ckpt: zarrckpt.Checkpoint) -> None:
 
 
 def test_a_wrong_name_is_answered_with_a_right_one(ckpt: zarrckpt.Checkpoint) -> None:
-    for ask in (ckpt.__getitem__, ckpt.path, ckpt.nbytes_of, ckpt.node_path, ckpt.read, ckpt.select, ckpt.load):
+    for ask in (ckpt.__getitem__, ckpt.entry, ckpt.writers, ckpt.read, ckpt.select, ckpt.load):
         with pytest.raises(zarrckpt.KeyMismatchError, match=r"model\.0\.weight"):
             ask("model.0.weigth")
         with pytest.raises(zarrckpt.KeyMismatchError, match="did you mean 'model"):
@@ -114,10 +114,6 @@ def test_a_wrong_name_is_answered_with_a_right_one(ckpt: zarrckpt.Checkpoint) ->
         ckpt["model"]
     with pytest.raises(zarrckpt.KeyMismatchError, match="no entry 0"):
         ckpt[0]  # type: ignore[index]
-    other: Any = ckpt.url
-    for compare in (ckpt.diff, lambda other: ckpt.report("page.html", other)):
-        with pytest.raises(TypeError, match=r"expected a Checkpoint.*zarrckpt\.open"):
-            compare(other)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -134,9 +130,9 @@ def test_stored_bytes_are_those_of_the_objects(compression: str | None, tmp_path
     ckpt = zarrckpt.open(tmp_path / "one")
     for part in (ckpt, ckpt.select("m"), ckpt.select("large")):
         places = [tmp_path / "one" / fqn.replace(".", "/") for fqn in part]
-        assert part.nbytes_stored == sum(f.stat().st_size for place in places for f in place.rglob("c*"))
+        assert part.info.nbytes_stored == sum(f.stat().st_size for place in places for f in place.rglob("c*"))
     info = ckpt.info
-    assert (info.nbytes, info.nbytes_stored) == (ckpt.nbytes, ckpt.nbytes_stored) and info.blob_nbytes == 70000
+    assert info.nbytes == ckpt.nbytes and info.blob_nbytes == 70000
     assert info.groups == {name: ckpt.select(name).nbytes for name in ("large", "m", "blob")}
     assert info.nbytes - info.blob_nbytes == ckpt.tensors.nbytes == sum(part.nbytes for part in info.dtypes.values())
     assert info.chunks == sum(ckpt.writers(fqn).size for fqn in ckpt.tensors) + 1  # the blob's
@@ -152,8 +148,6 @@ def test_only_compressed_checkpoints_need_a_table_for_stored_bytes(tmp_path: Pat
     assert zarrckpt.open(tmp_path / "plain").info.nbytes_stored == 10004
     damaged = zarrckpt.open(tmp_path / "small")
     assert damaged.info.nbytes_stored is None and damaged.info.nbytes == 10000
-    with pytest.raises(zarrckpt.CorruptCheckpointError):
-        _ = damaged.nbytes_stored
 
 
 def test_xarray_reads_and_checks(ckpt: zarrckpt.Checkpoint, state: dict[str, Any]) -> None:
@@ -178,7 +172,7 @@ def test_xarray_has_the_part_alone(ckpt: zarrckpt.Checkpoint, state: dict[str, A
         part.to_xarray("list")
     assert not part.select("ema").to_xarray()["ema"].children
     attributes = ckpt.to_xarray().attrs  # not the root's own: a table of all entries
-    assert attributes == {"url": ckpt.url, "save_id": ckpt.save_id, "created": ckpt.created, "step": 12}
+    assert attributes == {"url": ckpt.url, "save_id": ckpt.save_id, "created": ckpt.info.created, "step": 12}
 
 
 def test_progress_of_stats_ends_with_all_bytes(ckpt: zarrckpt.Checkpoint) -> None:
@@ -192,17 +186,17 @@ def test_diff_across_chunks_and_stores(tmp_path: Path) -> None:
     zarrckpt.save(one, tmp_path / "one", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 16))
     zarrckpt.save(one, tmp_path / "two", options=zarrckpt.SaveOptions(compression="zstd"))
     a, b = zarrckpt.open(tmp_path / "one"), zarrckpt.open(tmp_path / "two")
-    assert a.diff(b) and b.diff(a)
+    assert zarrckpt.diff(a, b) and zarrckpt.diff(b, a)
     changed = {**one, "w": one["w"].clone(), "blob": b"y" * 100000}  # type: ignore[attr-defined]
     changed["w"][7, 9] += 2  # type: ignore[index]
     changed["w"][8, 9] = float("nan")  # type: ignore[index]
     zarrckpt.save(changed, tmp_path / "three")
-    found = a.diff(zarrckpt.open(tmp_path / "three"))
+    found = zarrckpt.diff(a, zarrckpt.open(tmp_path / "three"))
     assert not found and list(found.changed) == ["blob"]
     assert found.tensors["w"].unequal == 2 and found.tensors["w"].max_abs == pytest.approx(2, rel=1e-5)
     assert found.tensors["w"].not_finite == 1
     assert found.tensors["b"].unequal == found.tensors["b"].not_finite == 0
-    part = a.diff(zarrckpt.open(tmp_path / "three"), "b")
+    part = zarrckpt.diff(a, zarrckpt.open(tmp_path / "three"), "b")
     assert part and list(part.tensors) == ["b"]
 
 
@@ -233,10 +227,10 @@ def test_diff_across_dtypes_counts_what_is_not_merely_rounded(tmp_path: Path) ->
     zarrckpt.save(wide, tmp_path / "wide", options=zarrckpt.SaveOptions(max_chunk_bytes=1 << 10))
     zarrckpt.save(narrow, tmp_path / "narrow", options=zarrckpt.SaveOptions(compression="zstd"))
     a, b = zarrckpt.open(tmp_path / "wide"), zarrckpt.open(tmp_path / "narrow")
-    found = a.diff(b)
-    back = b.diff(a)
+    found = zarrckpt.diff(a, b)
+    back = zarrckpt.diff(b, a)
     assert [*found.changed] == ["int", "real"] and [*found.tensors] == [*pairs, "exact"]
-    assert not found and not a.diff(b, "exact") and found.tensors["exact"].unequal == 0
+    assert not found and not zarrckpt.diff(a, b, "exact") and found.tensors["exact"].unequal == 0
     for name, (one, copy) in pairs.items():
         x, y = (tensor.to(torch.complex128).numpy().reshape(-1) for tensor in (one, copy))
         with np.errstate(invalid="ignore"):

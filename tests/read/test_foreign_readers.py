@@ -42,8 +42,10 @@ class Saved:
 
     def expected(self, prefix: str = "") -> dict[str, tuple[str, tuple[int, ...], bytes]]:
         """Return the expected contents below the tree: path -> type, shape, bytes."""
-        paths = zarrckpt.open(self.url).node_path
-        found = {paths(fqn).removeprefix(self.tree): bits(tensor) for fqn, tensor in self.tensors.items()}
+        ckpt = zarrckpt.open(self.url)
+        found = {
+            ckpt.entry(fqn).node_path.removeprefix(self.tree): bits(tensor) for fqn, tensor in self.tensors.items()
+        }
         return {path.removeprefix(prefix): item for path, item in found.items() if path.startswith(prefix)}
 
 
@@ -78,7 +80,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         zarrckpt.save({"model": {"old": torch.zeros(4)}, "other": torch.ones(1)}, url)
     state = a_state()
     zarrckpt.save(state, url, overwrite=True, options=zarrckpt.SaveOptions(durable=False))
-    tree = zarrckpt.open(url).tree
+    tree = zarrckpt.open(url).info.tree
     assert bool(tree) == over
     # For arrays with shards, zarr-python's "chunks" are this package's subchunks.
     large = zarr.open_group(url, mode="r")[f"{tree}/large/w" if tree else "large/w"]
@@ -162,7 +164,7 @@ def test_the_recipe_for_http_reads(overwritten: bool, tmp_path: Path, s3_stub: S
     with s3_stub.lock:
         for file in filter(Path.is_file, (tmp_path / "ck").rglob("*")):
             s3_stub.store(f"run/{file.relative_to(tmp_path / 'ck').as_posix()}", file.read_bytes(), {})
-    tree = zarrckpt.open(tmp_path / "ck").tree
+    tree = zarrckpt.open(tmp_path / "ck").info.tree
     (recipe,) = re.findall(r"```python no-run\n(import.*?HTTPStore.*?)```", RECIPES.read_text(), re.DOTALL)
     found: dict[str, Any] = {}
     code = recipe.replace("https://example.org/run/step-100", f"{s3_stub.endpoint}/run")
@@ -249,7 +251,7 @@ def on_s3(request: pytest.FixtureRequest, moto_bucket: S3Place) -> tuple[str, Sa
         "large": torch.randn(4100, 1200),
     }
     zarrckpt.save(state, url, overwrite=True, storage_options=options)
-    tree = zarrckpt.open(url, storage_options=options).tree
+    tree = zarrckpt.open(url, storage_options=options).info.tree
     return url, Saved(url, f"{tree}/" if tree else "", flat(state))
 
 
@@ -257,7 +259,7 @@ def test_on_s3(on_s3: tuple[str, Saved], moto_bucket: S3Place, tmp_path: Path) -
     url, saved = on_s3
     options = moto_bucket.storage_options
     opened = zarrckpt.open(url, storage_options=options)
-    expected = {opened.node_path(fqn): bits(tensor) for fqn, tensor in saved.tensors.items()}
+    expected = {opened.entry(fqn).node_path: bits(tensor) for fqn, tensor in saved.tensors.items()}
     model = f"{saved.tree}model"
     in_model = {p.removeprefix(f"{model}/"): item for p, item in expected.items() if p.startswith(f"{model}/")}
 
@@ -285,7 +287,7 @@ def test_tensorstore_on_s3(on_s3: tuple[str, Saved], moto_bucket: S3Place, monke
         monkeypatch.setenv(name, value)
     opened = zarrckpt.open(url)
     for fqn, tensor in saved.tensors.items():
-        path = f"{url.removeprefix(f's3://{moto_bucket.bucket}/')}/{opened.node_path(fqn)}/"
+        path = f"{url.removeprefix(f's3://{moto_bucket.bucket}/')}/{opened.entry(fqn).node_path}/"
         place = {"bucket": moto_bucket.bucket, "endpoint": moto_bucket.endpoint, "aws_region": REGION}
         kvstore = {"driver": "s3", "path": path, "aws_credentials": {"type": "environment"}, **place}
         found = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, read=True).result().read().result()

@@ -375,10 +375,10 @@ def test_a_marker_does_not_lead_to_what_is_committed(how: str, tmp_path: Path) -
     for kind in ("plain", "tree"):
         folder = hostile.make(tmp_path / kind, kind)
         own = zarrckpt.open(folder)
-        arrays = [own.node_path(fqn) for fqn in own.tensors]
+        arrays = [own.entry(fqn).node_path for fqn in own.tensors]
         plant(folder, "1" * 32, arrays=arrays, groups=["model"])
         plant(folder, "2" * 32, arrays=[f"@{own.save_id}/model/w", f"@zarrckpt/{own.save_id}/checksums"])
-        plant(folder, "3" * 32, attempt=own.save_id, tree=own.tree, arrays=["model/w"])
+        plant(folder, "3" * 32, attempt=own.save_id, tree=own.info.tree, arrays=["model/w"])
         plant(folder, "4" * 32, tree=f"@{own.save_id}", arrays=["model/w"])
         CLEAN_UPS[how](folder)
         zarrckpt.open(folder).verify().raise_if_damaged()
@@ -492,8 +492,8 @@ READS: dict[str, Callable[[Path], Any]] = {
     "read": lambda url: zarrckpt.open(url).read(),
     "zarr": lambda url: zarrckpt.open(url)["w"][:],
     "verify": lambda url: zarrckpt.open(url).verify().raise_if_damaged(),
-    "copy": lambda url: zarrckpt.open(url).copy_to(url.parent / "copy"),
-    "export": lambda url: zarrckpt.open(url).to_torch_save(url.parent / "out.pt"),
+    "copy": lambda url: zarrckpt.copy(url, url.parent / "copy"),
+    "export": lambda url: zarrckpt.to_torch_save(url, url.parent / "out.pt"),
     "dcp": lambda url: zarrckpt.ZarrStorageReader(url).read_metadata().state_dict_metadata,
     "overwrite": lambda url: zarrckpt.save({"w": torch.ones(4)}, url, overwrite=True),
     "save": lambda url: zarrckpt.save({"w": torch.ones(4)}, url),

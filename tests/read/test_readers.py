@@ -89,7 +89,7 @@ def test_every_reader_reads_every_bit(name: str, tmp_path: Path, pipeline: str) 
     assert list(ckpt) == list(reader.entries) and ckpt.verify() and ckpt.verify(quick=True)
     arrays, group = ckpt.read(), zarr.open_group(folder, mode="r")
     for fqn in ckpt.tensors:
-        expected, path = reader.tensor(fqn), ckpt.node_path(fqn)
+        expected, path = reader.tensor(fqn), ckpt.entry(fqn).node_path
         assert found(arrays[fqn]) == expected, fqn
         for lazy in (ckpt[fqn], group[path], zarr.open_array(ckpt[fqn].store, path=path)):
             assert isinstance(lazy, zarr.Array)
@@ -99,9 +99,9 @@ def test_every_reader_reads_every_bit(name: str, tmp_path: Path, pipeline: str) 
             assert found(lazy[last])[2] == found(np.asarray(arrays[fqn])[last])[2], fqn
         kvstore = {"driver": "file", "path": f"{folder}/{path}"}
         assert found(ts.open({"driver": "zarr3", "kvstore": kvstore}).result().read().result())[1:] == expected[1:], fqn
-    for tree, top in ((ckpt.to_xarray(), ckpt.tree), (xr.open_datatree(str(folder), engine="zarr"), "")):
+    for tree, top in ((ckpt.to_xarray(), ckpt.info.tree), (xr.open_datatree(str(folder), engine="zarr"), "")):
         for fqn in ckpt.tensors:
-            variable = tree[ckpt.node_path(fqn).removeprefix(f"{top}/" if top else "")]
+            variable = tree[ckpt.entry(fqn).node_path.removeprefix(f"{top}/" if top else "")]
             assert found(variable.values)[1:] == reader.tensor(fqn)[1:], fqn
     for copy in (pickle.loads(pickle.dumps(ckpt)), ckpt):
         assert all(found(copy[fqn][...])[2] == reader.tensor(fqn)[2] for fqn in ckpt.tensors)
@@ -245,7 +245,7 @@ def test_what_does_not_decompress_is_an_error(tmp_path: Path, pipeline: str) -> 
 
 def test_damage_in_an_object_store(s3_stub: S3Stub, tmp_path: Path, pipeline: str) -> None:
     place, source = s3_stub.bucket(), opened(unpacked("subchunks", tmp_path))
-    source.copy_to(place.url("run"), storage_options=place.storage_options)
+    zarrckpt.copy(source, place.url("run"), storage_options=place.storage_options)
     ckpt = zarrckpt.open(place.url("run"), storage_options=place.storage_options)
     array, expected = ckpt["w"], source["w"][...]
     assert (ckpt.read()["w"] == expected).all()
@@ -423,7 +423,7 @@ def test_zarr_alone_can_be_told_to_raise_for_an_absent_chunk(tmp_path: Path, pip
 @pytest.mark.parametrize("changes", [{}, {"compression": "zstd"}, {"dtype": "float64"}])
 def test_copies_are_whole(changes: dict[str, Any], tmp_path: Path) -> None:
     source = opened(unpacked("subchunks", tmp_path))
-    source.copy_to(tmp_path / "copy", **changes)
+    zarrckpt.copy(source, tmp_path / "copy", **changes)
     copy = opened(tmp_path / "copy")
     assert copy.verify() and Reader(tmp_path / "copy").tensor("w")[1] == [600, 512]
     assert (copy["w"][...] == source["w"][...]).all() and (copy["small"][...] == source["small"][...]).all()

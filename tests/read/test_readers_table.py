@@ -76,7 +76,7 @@ class Rows:
     def add(self, row: str, ckpt: zarrckpt.Checkpoint, tensors: dict[str, torch.Tensor], box: Any = None) -> None:
         for fqn, tensor in tensors.items():
             part = tensor if box is None else tensor[tuple(slice(*pair) for pair in box)]
-            self.rows.setdefault(row, []).append(Case(ckpt.url, ckpt.node_path(fqn), bits(part), box))
+            self.rows.setdefault(row, []).append(Case(ckpt.url, ckpt.entry(fqn).node_path, bits(part), box))
 
 
 def make_rows(folder: Path) -> dict[str, list[Case]]:
@@ -220,10 +220,10 @@ def make_s3_cases(place: S3Place) -> list[Case]:
     zarrckpt.save({"old": torch.zeros(4)}, url, storage_options=options)
     state = {"w": torch.randn(3, 5), "half": random_tensor("bfloat16", (5,)), "large": torch.randn(SUBCHUNKS)}
     zarrckpt.save(state, url, overwrite=True, storage_options=options)
-    path = zarrckpt.open(url, storage_options=options).node_path
-    whole = [Case(url, path(fqn), bits(tensor)) for fqn, tensor in state.items()]
+    ckpt = zarrckpt.open(url, storage_options=options)
+    whole = [Case(url, ckpt.entry(fqn).node_path, bits(tensor)) for fqn, tensor in state.items()]
     part = state["large"][tuple(slice(*pair) for pair in PART)]
-    return [*whole, Case(url, path("large"), bits(part), PART)]
+    return [*whole, Case(url, ckpt.entry("large").node_path, bits(part), PART)]
 
 
 def _ways(reader: str) -> list[str]:

@@ -215,7 +215,7 @@ def test_the_greatest_step_is_the_newest_whatever_clocks_say(tmp_path: Path, mon
     saved(tmp_path, 9)
     monkeypatch.setattr(finish, "now", lambda: "2001-01-01T00:00:00.000000Z")
     saved(tmp_path, 10, 100)
-    created = [zarrckpt.open(tmp_path / name(step)).created for step in (9, 10)]
+    created = [zarrckpt.open(tmp_path / name(step)).info.created for step in (9, 10)]
     assert created[0] > created[1]
     with manager(tmp_path) as job:
         assert restored(job) == 100
@@ -825,9 +825,9 @@ def test_copies_in_the_folder_are_not_deleted(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20)
     shutil.copytree(tmp_path / name(10), tmp_path / name(15))
     shutil.copytree(tmp_path / name(10), tmp_path / "step-10")
-    zarrckpt.open(tmp_path / name(10)).copy_to(tmp_path / "aside")
+    zarrckpt.copy(tmp_path / name(10), tmp_path / "aside")
     zarrckpt.remove(tmp_path / name(10))
-    zarrckpt.open(tmp_path / "aside").copy_to(tmp_path / name(10))
+    zarrckpt.copy(tmp_path / "aside", tmp_path / name(10))
     saved(tmp_path, 30, 40, keep=Keep())
     assert folders(tmp_path) == {name(10), name(15), "step-10", "aside", name(40)}
     # Nor do they count.

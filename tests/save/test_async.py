@@ -561,7 +561,7 @@ def _some_ranks(folder: str) -> None:
 
 def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
     run_ranks(_some_ranks, str(tmp_path))
-    assert zarrckpt.open(tmp_path / "0").world_size == 2 and zarrckpt.open(tmp_path / "all").world_size == 4
+    assert zarrckpt.open(tmp_path / "0").info.world_size == 2 and zarrckpt.open(tmp_path / "all").info.world_size == 4
 
 
 SCRIPT = """
@@ -668,7 +668,7 @@ def _groups_after_a_save(folder: str) -> None:
 
 def test_training_makes_groups_after_a_save_of_some_ranks(tmp_path: Path) -> None:
     run_ranks(_groups_after_a_save, str(tmp_path), world_size=3, timeout=30)
-    assert [zarrckpt.open(tmp_path / str(number)).world_size for number in range(2)] == [2, 2]
+    assert [zarrckpt.open(tmp_path / str(number)).info.world_size for number in range(2)] == [2, 2]
 
 
 def _uneven_groups(folder: str) -> None:
@@ -683,4 +683,4 @@ def _uneven_groups(folder: str) -> None:
 
 def test_ranks_with_different_numbers_of_groups_save(tmp_path: Path) -> None:
     run_ranks(_uneven_groups, str(tmp_path), world_size=3, timeout=30)
-    assert [zarrckpt.open(tmp_path / str(number)).world_size for number in range(2)] == [2, 2]
+    assert [zarrckpt.open(tmp_path / str(number)).info.world_size for number in range(2)] == [2, 2]

@@ -42,7 +42,7 @@ def test_it_comes_back(how: str, tmp_path: Path) -> None:
     assert same(ckpt.metadata, METADATA) and ckpt.verify()
     ckpt.metadata["nested"]["list"].append(5)  # a copy
     assert same(ckpt.metadata, METADATA) and same(zarrckpt.open(tmp_path / "a").metadata, METADATA)
-    ckpt.copy_to(tmp_path / "b", dtype="bfloat16")
+    zarrckpt.copy(ckpt, tmp_path / "b", dtype="bfloat16")
     assert same(zarrckpt.open(tmp_path / "b").metadata, METADATA)
     zarrckpt.save(STATE, tmp_path / "a", overwrite=True)
     assert zarrckpt.open(tmp_path / "a").metadata == {}
@@ -123,7 +123,7 @@ def test_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [line.split()[-1] for line in listed] == ["2.5", "2.25"]
     places = json.loads(output("ls", "--json", str(tmp_path / "run")))
     assert [row["metadata"] for row in places] == [{"step": 100, "val_loss": 2.5}, {"step": 200, "val_loss": 2.25}]
-    zarrckpt.open(tmp_path / "run/200").report(tmp_path / "page.html")
+    zarrckpt.report(tmp_path / "run/200", tmp_path / "page.html")
     assert re.search('"val_loss": ?"2.25"', (tmp_path / "page.html").read_text())
 
 

@@ -298,7 +298,7 @@ def test_tensors_of_one_form_are_one_array(members: list[int], tmp_path: Path) -
     url = str(tmp_path / "run")
     run_ranks(_save_own_tensors, url, members)
     opened = zarrckpt.open(url)
-    stacked = {name for name in opened if opened.ranks(name)}
+    stacked = {name for name in opened if opened.entry(name).ranks}
     assert stacked == {
         "rng.ranks",
         "most.ranks",
@@ -308,10 +308,10 @@ def test_tensors_of_one_form_are_one_array(members: list[int], tmp_path: Path) -
         "ranks.ranks.turned",
     }
     array = zarr.open_group(url, mode="r", zarr_format=3)["rng/ranks"]
-    assert array.shape == (len(members), 5000) and opened.ranks("rng.ranks") == tuple(members)
+    assert array.shape == (len(members), 5000) and opened.entry("rng.ranks").ranks == tuple(members)
     assert [int(row[0]) for row in array[:]] == [10 + rank for rank in members]
     alike = [rank for rank in members if rank != 2]
-    assert opened.ranks("most.ranks") == tuple(alike) and ("most.2" in opened) == (2 in members)
+    assert opened.entry("most.ranks").ranks == tuple(alike) and ("most.2" in opened) == (2 in members)
     assert [f"all differ.{rank}.0" in opened for rank in range(4)] == [rank in members for rank in range(4)]
     assert opened.verify()
     for share in (True, False):
@@ -323,8 +323,8 @@ def test_tensors_of_one_form_are_one_array(members: list[int], tmp_path: Path) -
     assert target["deep"]["ranks"]["ranks"].tolist() == [10 + rank for rank in members]
     assert target["deep"][str(members[-1])]["epoch"] == members[-1]
     # Loads of a copy give the same.
-    opened.copy_to(tmp_path / "copy", chunks={"rng.ranks": (1, -1)})
-    assert zarrckpt.open(tmp_path / "copy").ranks("rng.ranks") == tuple(members)
+    zarrckpt.copy(opened, tmp_path / "copy", chunks={"rng.ranks": (1, -1)})
+    assert zarrckpt.open(tmp_path / "copy").entry("rng.ranks").ranks == tuple(members)
     wrong = run_ranks(_load_own_tensors, str(tmp_path / "copy"))
     assert [not wrong[rank] for rank in range(4)] == [rank in members for rank in range(4)]
 

@@ -429,15 +429,15 @@ def test_saves_store_the_arrays_of_a_portable_copy(way: str, tmp_path: Path) -> 
     state = {str(dtype): _random(dtype, 7, 5) for dtype in DTYPES} | {"own": torch.ones(3).bfloat16()}
     zarrckpt.save(state, tmp_path / "native")
     native = zarrckpt.open(tmp_path / "native")
-    native.copy_to(tmp_path / "copied", portable_dtypes=True)
+    zarrckpt.copy(native, tmp_path / "copied", portable_dtypes=True)
     WAYS_TO_SAVE[way](state, tmp_path / "saved", zarrckpt.SaveOptions(portable_dtypes=True))
     saved = zarrckpt.open(tmp_path / "saved")
     for name, tensor in state.items():
         documents = [json.loads((tmp_path / url / name / "zarr.json").read_bytes()) for url in ("saved", "copied")]
         assert documents[0] == documents[1] and _bits(saved.load(name)[name]) == _bits(tensor)
-    assert documents[0]["data_type"] == "uint16" and saved.verify() and native.diff(saved, *state)
+    assert documents[0]["data_type"] == "uint16" and saved.verify() and zarrckpt.diff(native, saved, *state)
     assert repr(saved.stats()["own"]) == repr(native.stats()["own"])
-    saved.copy_to(tmp_path / "back", dtype={"own": "float32"})
+    zarrckpt.copy(saved, tmp_path / "back", dtype={"own": "float32"})
     assert zarrckpt.open(tmp_path / "back").read(["own"])["own"].tolist() == [1, 1, 1]
 
 
@@ -1092,7 +1092,7 @@ def test_a_process_group_of_some_ranks(tmp_path: Path) -> None:
     assert answers[1][0] == answers[2][0] == answers[3][0]
     assert len(answers[1][0].rank_bytes) == 3
     checkpoint = zarrckpt.open(tmp_path / "one")
-    assert checkpoint.world_size == 3 and checkpoint.writers("w").tolist() == [[0], [1], [2]]
+    assert checkpoint.info.world_size == 3 and checkpoint.writers("w").tolist() == [[0], [1], [2]]
     assert (checkpoint["w"][:] == _source((7, 3)).numpy()).all()
 
 

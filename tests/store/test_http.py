@@ -176,7 +176,7 @@ READERS: dict[str, Callable[[str], Callable[[str], Any]]] = {
 def test_other_readers_find_every_name(url: str, folder: Path, reader: str) -> None:
     """By the stored paths, unchanged."""
     opened, read = zarrckpt.open(folder / "ck"), READERS[reader](url)
-    paths = [opened.node_path(f"model.{name}") for name in NAMES]
+    paths = [opened.entry(f"model.{name}").node_path for name in NAMES]
     assert not re.search(r"[^\w./=-]", "".join(paths).replace("😀", ""))
     for number, path in enumerate(paths):
         assert np.asarray(read(path)).tolist() == [number, number], path

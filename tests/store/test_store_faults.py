@@ -515,7 +515,7 @@ def test_disks_that_fail(tmp_path: Path) -> None:
     names = [*LOCAL]
     check([LOCAL[name][0] for name in names], run_ranks(_at_disks, str(tmp_path), names, world_size=2, timeout=300))
     for name in names:
-        tree = zarrckpt.open(tmp_path / name).tree
+        tree = zarrckpt.open(tmp_path / name).info.tree
         left = {path.name for path in (tmp_path / name).iterdir()}
         assert not tree or left == {"zarr.json", "@zarrckpt", tree}, name
         assert not [*(tmp_path / name).rglob(".zarrckpt-*")], name
@@ -714,7 +714,7 @@ def test_stale_listings_never_cost_a_checkpoint(tmp_path: Path) -> None:
         # With correct listings again, the next save succeeds.
         zarrckpt.save(_flat(9), url, overwrite=True, options=zarrckpt.SaveOptions(durable=False))
         assert same(_filled(url), _flat(9)) and zarrckpt.open(url).verify()
-        assert {path.name for path in Path(url).iterdir()} <= {"@zarrckpt", "zarr.json", zarrckpt.open(url).tree}
+        assert {path.name for path in Path(url).iterdir()} <= {"@zarrckpt", "zarr.json", zarrckpt.open(url).info.tree}
         if number >= sum(call.verb == "list" for call in store.calls):
             break
         number += 1

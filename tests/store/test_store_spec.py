@@ -326,7 +326,7 @@ def test_a_read_only_store_is_read_and_never_changed(kind: str, tmp_path: Path) 
         lambda: zarrckpt.recover(there("run"), stopped=True),
         lambda: zarrckpt.pin(there("run")),
         lambda: zarrckpt.unpin(there("pinned"), pin_id),
-        lambda: zarrckpt.open(own("run")).copy_to(there("copy")),
+        lambda: zarrckpt.copy(own("run"), there("copy")),
     ]
     for call in calls:
         with pytest.raises(StorageError):

@@ -177,7 +177,8 @@ ANYWHERE: dict[str, Callable[[Any], Any]] = {
     "best": lambda at: zarrckpt.open(zarrckpt.best(at("run"), "loss") or ""),
     "recover": lambda at: zarrckpt.recover(at("run/one")),
     "remove": lambda at: zarrckpt.remove(at("run/two")),
-    "copy_to": lambda at: zarrckpt.open(at("run/one")).copy_to(at("run/new")),
+    "copy": lambda at: zarrckpt.copy(at("run/one"), at("run/new")),
+    "diff": lambda at: zarrckpt.diff(at("run/one"), at("run/one")),
     "manager": lambda at: zarrckpt.CheckpointManager(at("new"), signals=(), background=False).save(1, STATE),
     "import to": lambda at: zarrckpt.import_checkpoint(Path.home() / "x.pt", at("run/new")),
     "DCP writer": lambda at: dcp.save(STATE, storage_writer=ZarrStorageWriter(at("run/new")), no_dist=True),
@@ -193,17 +194,17 @@ ANYWHERE: dict[str, Callable[[Any], Any]] = {
     },
     "rm": lambda at: run_command("rm", at("run/two"), "--yes"),
     "cat": lambda at: run_command("cat", at("run/one"), "w"),
-    "diff": lambda at: run_command("diff", at("run/one"), at("run/one")),
+    "diff, command": lambda at: run_command("diff", at("run/one"), at("run/one")),
     "cp": lambda at: run_command("cp", at("run/one"), at("run/new")),
     "import to, command": lambda at: run_command("import", "~/x.pt", at("run/new")),
 }
 # Entry points that accept only local paths.
 LOCAL: dict[str, Callable[[Any], Any]] = {
-    "to_safetensors": lambda at: zarrckpt.open("~/run/one").to_safetensors(at("run/new")),
-    "to_safetensors, file": lambda at: zarrckpt.open("~/run/one").to_safetensors(at("run/new.safetensors")),
-    "to_torch_save": lambda at: zarrckpt.open("~/run/one").to_torch_save(at("run/new.pt")),
-    "to_dcp": lambda at: zarrckpt.open("~/run/one").to_dcp(at("run/new")),
-    "report": lambda at: zarrckpt.open("~/run/one").report(at("run/new.html")),
+    "to_safetensors": lambda at: zarrckpt.to_safetensors("~/run/one", at("run/new")),
+    "to_safetensors, file": lambda at: zarrckpt.to_safetensors("~/run/one", at("run/new.safetensors")),
+    "to_torch_save": lambda at: zarrckpt.to_torch_save("~/run/one", at("run/new.pt")),
+    "to_dcp": lambda at: zarrckpt.to_dcp("~/run/one", at("run/new")),
+    "report": lambda at: zarrckpt.report("~/run/one", at("run/new.html")),
     "import from": lambda at: zarrckpt.import_checkpoint(at("x.pt"), "~/run/new"),
     **{
         f"export {kind}": lambda at, kind=kind: run_command(  # type: ignore[misc]
@@ -215,7 +216,7 @@ LOCAL: dict[str, Callable[[Any], Any]] = {
     "import from, command": lambda at: run_command("import", at("x.pt"), "~/run/new"),
 }
 CHANGE_NOTHING = ("open", "load", "latest", "best", "recover", "DCP reader", "DCP reader's id")
-CHANGE_NOTHING += ("ls", "tree", "info", "stats", "verify", "doctor", "cat", "diff")
+CHANGE_NOTHING += ("ls", "tree", "info", "stats", "verify", "doctor", "cat", "diff", "diff, command")
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def import_checkpoint(
         prefix: a key below which all entries are saved (``"model"``).
         keys: patterns of the entries to import, as in :meth:`Checkpoint.select` (default: all).
         allow_pickle: run the code of values and of DCP metadata with classes that neither torch nor Python defines.
-        progress: called as ``progress(bytes_done, bytes_total)``.
+        progress: as for :func:`save`.
 
     The other arguments are those of :func:`save`.
 

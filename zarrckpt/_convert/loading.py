@@ -10,18 +10,15 @@ import torch
 
 from zarrckpt._format.state_path import StatePath
 from zarrckpt._jobs import Progress
-from zarrckpt._read.arrays import read_arrays
-from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.selection import Selection
 from zarrckpt._state.flatten import build
 from zarrckpt._state.tensors import torch_dtype
 
 
 def load_nested(
-    catalog: Catalog,
+    entries: Selection,
     paths: Mapping[str, StatePath],
     device: Any,
-    *,
-    allow_pickle: bool,
     max_inflight_bytes: int,
     progress: Progress | None,
 ) -> dict[str, Any]:
@@ -29,13 +26,14 @@ def load_nested(
 
     Tensors are read into CPU memory first, then moved to the device.
     """
-    root, device = catalog.root, torch.device(device)  # a wrong name of a device fails before anything is read
-    values = {fqn: catalog.read_object(fqn, allow_pickle=allow_pickle) for fqn in paths if fqn in root.objects}
-    arrays = read_arrays(catalog, [fqn for fqn in paths if fqn in root.tensors], max_inflight_bytes, progress)
+    device = torch.device(device)  # a wrong name of a device fails before anything is read
+    values = dict(entries.non_tensors)
+    arrays = entries.tensors.read(max_inflight_bytes=max_inflight_bytes, progress=progress)
+    nodes = entries._catalog.root.tensors
     for fqn in list(arrays):
         # One after the other, so that the CPU memory of each tensor is freed once it is on the device.
         array = arrays.pop(fqn)
         raw = torch.from_numpy(array.reshape(-1).view(np.uint8))
-        values[fqn] = raw.view(torch_dtype(root.tensors[fqn])).reshape(array.shape).to(device)
+        values[fqn] = raw.view(torch_dtype(nodes[fqn])).reshape(array.shape).to(device)
     state: dict[str, Any] = build((path, values[fqn]) for fqn, path in paths.items()) if paths else {}
     return state

@@ -1,4 +1,4 @@
-"""Write tensors of a checkpoint as safetensors files, in bounded memory. No torch.
+"""``to_safetensors``: write tensors as safetensors files, in bounded memory. No torch.
 
 The format: https://github.com/huggingface/safetensors#format. A file has eight bytes with the length of a JSON header,
 the header, then the bytes of each tensor. If there are several files, they get an index in Hugging Face's format.
@@ -13,17 +13,23 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zarrckpt._errors import UnsupportedValueError
+from zarrckpt._errors import KeyMismatchError, UnsupportedValueError
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.dtypes import DType
 from zarrckpt._jobs import Progress, Tally
 from zarrckpt._read.arrays import batches, read_in_order
-from zarrckpt._read.casts import Casts, cast_elements
+from zarrckpt._read.casts import DTypeOption, cast_elements, plan_casts, warn_of_overflow
 from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.export_paths import MAX_EXPORT_BYTES, export_paths
+from zarrckpt._read.selection import open_selection
 from zarrckpt._reports import ExportReport
-from zarrckpt._store._whole_files import new_files, refuse_existing
+from zarrckpt._store import Url
+from zarrckpt._store._whole_files import local_path, new_files, refuse_existing
+
+if TYPE_CHECKING:
+    from zarrckpt._checkpoint import Checkpoint
 
 INDEX = "model.safetensors.index.json"
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -54,45 +60,65 @@ _NAMES = {
 }
 
 
-def export_safetensors(
-    catalog: Catalog,
-    names: Mapping[str, str],
-    target: str,
-    casts: Casts,
-    *,
-    max_file_bytes: int,
-    overwrite: bool,
-    max_inflight_bytes: int,
-    progress: Progress | None,
+def to_safetensors(
+    source: Checkpoint | Url,
+    target: str | os.PathLike[str],
+    *patterns: str,
+    strip: str = "",
+    dtype: DTypeOption = None,
+    max_file_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    max_inflight_bytes: int = MAX_EXPORT_BYTES,
+    progress: Progress | None = None,
 ) -> ExportReport:
-    """Write tensors, see ``Checkpoint.to_safetensors``. ``names`` is fqn -> name in the files."""
+    """Write tensors as safetensors: one file, or several files with an index.
+
+    Hugging Face's libraries and ``safetensors`` can load them. Files get their final names when all are complete.
+
+    Args:
+        source: an open checkpoint, a part of one, or the url of a checkpoint.
+        target: a local folder, which is created if necessary, or the path of a single file that ends in
+            ``.safetensors``.
+        patterns: as in :meth:`Checkpoint.select` (default: all tensors).
+        strip: a prefix to remove from names: ``"model"`` writes ``model.embed.weight`` as ``embed.weight``. Names
+            without the prefix do not change.
+        dtype: cast floating tensors, as in :func:`copy`. Its patterns match names in the checkpoint.
+        max_file_bytes: maximum size of a file in bytes. Only a single tensor can exceed it.
+        overwrite: replace the file, or the folder's ``model*.safetensors`` and their index.
+        storage_options: options of the source's store if it is a url.
+        max_inflight_bytes: maximum memory in bytes (default 128 MiB).
+        progress: as for :func:`save`.
+
+    Raises UnsupportedValueError for a dtype that safetensors lacks, for two tensors with one name, or for the name
+    ``__metadata__``. Raises StorageError, also if such files exist, and the errors of :meth:`Checkpoint.read`.
+    """
+    part = open_selection(source, storage_options).select(*patterns).tensors
+    catalog, names = part._catalog, {fqn: path.fqn for fqn, path in export_paths(part, strip).items()}
+    if not names:
+        raise KeyMismatchError(
+            f"the selected entries of {part.url} have no tensor, and safetensors files cannot hold values"
+        )
+    place, casts = local_path(target), plan_casts(catalog.root, names, part.url, dtype)
     tensors = {fqn: _Tensor(catalog.root.tensors[fqn], casts.dtypes.get(fqn)) for fqn in names}
-    for fqn, tensor in tensors.items():
-        if tensor.dtype.name not in _NAMES:
-            raise UnsupportedValueError(
-                f"{fqn!r} has dtype {tensor.dtype.name}, which safetensors does not support: export a part without it"
-            )
-        if names[fqn] == _METADATA:
-            raise UnsupportedValueError(
-                f"{fqn!r} would have the name {_METADATA!r}, which safetensors reserves: export a part without it"
-            )
-    folder, files = _files(tensors, target, max_file_bytes)
+    _check_names(names, tensors)
+    folder, files = _files(tensors, place, max_file_bytes)
     written = [*files, *([INDEX] if len(files) > 1 else [])]
-    replaces = None if target.endswith(SAFETENSORS_SUFFIX) else is_model_file
+    replaces = None if place.endswith(SAFETENSORS_SUFFIX) else is_model_file
     if not overwrite:
         stale = filter(replaces, os.listdir(folder)) if replaces and os.path.isdir(folder) else ()
         refuse_existing(os.path.join(folder, name) for name in (*written, *stale))
     total = sum(tensor.nbytes for tensor in tensors.values())
-    tally = Tally(total, progress)
-    overflowed: Counter[str] = Counter()
-    with new_files(folder, overwrite=overwrite, replaces=replaces) as part:
+    tally, overflowed = Tally(total, progress), Counter[str]()
+    with new_files(folder, overwrite=overwrite, replaces=replaces) as new:
         for name, fqns in files.items():
             wanted = {fqn: tensors[fqn] for fqn in fqns}
-            overflowed += _write(catalog, os.path.join(part, name), names, wanted, max_inflight_bytes, tally)
+            overflowed += _write(catalog, os.path.join(new, name), names, wanted, max_inflight_bytes, tally)
         if len(files) > 1:
             weight_map = {names[fqn]: name for name, fqns in files.items() for fqn in fqns}
             document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            Path(part, INDEX).write_text(json.dumps(document, indent=2))
+            Path(new, INDEX).write_text(json.dumps(document, indent=2))
+    warn_of_overflow(overflowed)
     return ExportReport(folder, tuple(written), len(names), 0, total, dict(overflowed), casts.uncast)
 
 
@@ -104,6 +130,19 @@ class _Tensor:
         self.stored = node.dtype
         self.dtype = dtype or node.dtype
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+
+
+def _check_names(names: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> None:
+    """Raise UnsupportedValueError for a dtype or a name that safetensors lacks."""
+    for fqn, tensor in tensors.items():
+        if tensor.dtype.name not in _NAMES:
+            raise UnsupportedValueError(
+                f"{fqn!r} has dtype {tensor.dtype.name}, which safetensors does not support: export a part without it"
+            )
+        if names[fqn] == _METADATA:
+            raise UnsupportedValueError(
+                f"{fqn!r} would have the name {_METADATA!r}, which safetensors reserves: export a part without it"
+            )
 
 
 def _files(tensors: Mapping[str, _Tensor], target: str, limit: int) -> tuple[str, dict[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""Export entries of a checkpoint as a folder of ``torch.distributed.checkpoint`` (DCP) with DCP's own writer."""
+"""``to_dcp``: write a checkpoint as a folder of ``torch.distributed.checkpoint`` (DCP) with DCP's own writer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,38 +27,57 @@ from zarrckpt._jobs import Progress, Tally
 from zarrckpt._ranks.group import errors_as_ours
 from zarrckpt._read.arrays import StoredBox, batches, read_boxes, stored_boxes
 from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.export_paths import MAX_EXPORT_BYTES, export_paths
+from zarrckpt._read.selection import open_selection
 from zarrckpt._reports import ExportReport
 from zarrckpt._state.tensors import torch_dtype
+from zarrckpt._store import Url
 from zarrckpt._store._local import LocalStore
 from zarrckpt._store._local_commit import locked
-from zarrckpt._store._whole_files import private_folder, refuse_existing
+from zarrckpt._store._whole_files import local_path, private_folder, refuse_existing
+
+if TYPE_CHECKING:
+    from zarrckpt._checkpoint import Checkpoint
 
 DISTCP_SUFFIX = ".distcp"
 
 
-def export_dcp(
-    catalog: Catalog,
-    paths: Mapping[str, StatePath],
-    values: Mapping[str, object],
-    target: str,
-    *,
-    overwrite: bool,
-    max_inflight_bytes: int,
-    progress: Progress | None,
+def to_dcp(
+    source: Checkpoint | Url,
+    folder: str | os.PathLike[str],
+    *patterns: str,
+    strip: str = "",
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    max_inflight_bytes: int = MAX_EXPORT_BYTES,
+    progress: Progress | None = None,
 ) -> ExportReport:
-    """Write entries with the new paths of ``paths``, see ``Checkpoint.to_dcp``. ``values`` are the non-tensors."""
+    """Write the state, or the part that matches the patterns, as a folder of ``torch.distributed.checkpoint``.
+
+    DCP's own ``FileSystemWriter`` writes it, and ``dcp.load`` reads it into any sharding. Each chunk becomes one piece.
+    The folder gets its name when it is complete. Needs torch. Runs in one process.
+
+    Args:
+        folder: a local folder, absent or empty.
+        overwrite: replace a folder that has only files of DCP.
+
+    The other arguments are those of :func:`to_torch_save`.
+
+    Raises the errors of :func:`to_torch_save`.
+    """
+    part = open_selection(source, storage_options).select(*patterns)
+    catalog, tensors, values = part._catalog, part.tensors, dict(part.non_tensors)
+    paths, target = export_paths(part, strip), local_path(folder)
     target = target.rstrip("/") or target
-    nodes = {fqn: catalog.root.tensors[fqn] for fqn in paths if fqn not in values}
-    for node in nodes.values():
-        catalog.refuse_unbacked_size(node)
+    for fqn in tensors:
+        catalog.refuse_unbacked_size(catalog.root.tensors[fqn])
     _refuse_foreign(target, overwrite)
-    total = sum(node.nbytes for node in nodes.values())
     # One third each for data that is read, for data in transfer, and for DCP's copies.
-    planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), Tally(total, progress))
-    with _new_folder(target, overwrite) as part, errors_as_ours():
-        _save(planner, _Writer(part, target))
+    planner = _Planner(catalog, paths, values, max(1, max_inflight_bytes // 3), Tally(tensors.nbytes, progress))
+    with _new_folder(target, overwrite) as new, errors_as_ours():
+        _save(planner, _Writer(new, target))
     files = tuple(sorted(os.listdir(target)))
-    return ExportReport(target, files, len(nodes), len(values), total)
+    return ExportReport(target, files, len(tensors), len(values), tensors.nbytes)
 
 
 def _save(planner: DefaultSavePlanner, writer: FileSystemWriter) -> None:

@@ -73,7 +73,7 @@ class ZarrStorageReader(StorageReader):
         allow_cast: with planners other than :class:`ZarrLoadPlanner`, convert to the target's dtype instead of raising.
         storage_options: options of the store by name, as for :func:`zarrckpt.load`.
         options: the transfer of bytes, see :class:`LoadOptions`.
-        progress: called as ``progress(bytes_done, bytes_total)`` while chunks are read.
+        progress: as for :func:`save`.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class ZarrStorageWriter(StorageWriter):
         metadata: a dict of JSON types to store with the checkpoint, as for :func:`zarrckpt.save`.
         storage_options: options of the store by name, as for :func:`zarrckpt.save`.
         options: the layout and the transfer of bytes, see :class:`SaveOptions`.
-        progress: called on each rank as ``progress(bytes_done, bytes_total)`` while its chunks are written.
+        progress: as for :func:`save`.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class GroupDifference(Measures):
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between two checkpoints, see ``Checkpoint.diff``. True if they are equal."""
+    """The difference between two checkpoints, see :func:`zarrckpt.diff`. True if they are equal."""
 
     only_here: tuple[str, ...]
     only_there: tuple[str, ...]

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterable
+from itertools import islice
 
-from zarrckpt._inspect.info import CheckpointInfo
+from zarrckpt._inspect.info import CheckpointInfo, checkpoint_info, entry_texts
+from zarrckpt._read.selection import Selection
 from zarrckpt._reports import count_text, size_text, software_text, time_text
 
-Row = tuple[str, str, str, str]
-"""(name, dtype or kind, shape or value, size)."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """The entries of a group, and rows for the first of them. Not for all, because notebooks save their outputs."""
-
-    SHOWN: ClassVar[int] = 200
-    """Maximum number of rows."""
-
-    name: str
-    entries: int
-    nbytes: int
-    rows: Sequence[Row]
+_MAX_ROWS = 200
+"""Maximum number of entries that are shown of each group, because notebooks save their outputs."""
 
 
 # Colours are mixed from the notebook's own, so that they fit light and dark themes.
@@ -51,14 +38,18 @@ _STYLE = """
 """
 
 
-def as_html(found: CheckpointInfo, groups: Sequence[Group]) -> str:
+def as_html(entries: Selection) -> str:
     """Return HTML with the facts of a checkpoint, and a collapsed table of the entries of each group.
 
     Every text is escaped. The HTML loads no files and runs no script.
     """
-    largest = max((group.nbytes for group in groups), default=0)
-    parts = "".join(_group(group, largest) for group in groups)
-    return f'<style>{_STYLE}</style><div class="zarrckpt-repr">{_head(found)}{parts}</div>'
+    groups = entries.groups
+    in_groups = {fqn for part in groups.values() for fqn in part}
+    rest = entries._part(fqn for fqn in entries if fqn not in in_groups)
+    shown = [*groups.items(), *([("(no group)", rest)] if rest else [])]
+    largest = max((part.nbytes for _, part in shown), default=0)
+    parts = "".join(_group(name, part, largest) for name, part in shown)
+    return f'<style>{_STYLE}</style><div class="zarrckpt-repr">{_head(checkpoint_info(entries))}{parts}</div>'
 
 
 def _head(found: CheckpointInfo) -> str:
@@ -79,15 +70,15 @@ def _stored_size(found: CheckpointInfo) -> str:
     return f", stored in {size_text(found.nbytes_stored)} ({html.escape(', '.join(found.compression))})"
 
 
-def _group(group: Group, largest: int) -> str:
-    width = round(100 * group.nbytes / largest) if largest else 0
-    size = f'<span class="size">{size_text(group.nbytes)}</span><span class="bar"><i style="width:{width}%"></i></span>'
-    entries = f'<span class="faint">{count_text(group.entries, "entry", "entries")}</span>'
-    rows = "".join(map(_row, group.rows))
-    if group.entries > len(group.rows):
-        rows += f'<tr><td class="faint">and {group.entries - len(group.rows):,} more</td></tr>'
+def _group(name: str, part: Selection, largest: int) -> str:
+    width = round(100 * part.nbytes / largest) if largest else 0
+    size = f'<span class="size">{size_text(part.nbytes)}</span><span class="bar"><i style="width:{width}%"></i></span>'
+    entries = f'<span class="faint">{count_text(len(part), "entry", "entries")}</span>'
+    rows = "".join(_row(entry_texts(part, fqn)) for fqn in islice(part, _MAX_ROWS))
+    if len(part) > _MAX_ROWS:
+        rows += f'<tr><td class="faint">and {len(part) - _MAX_ROWS:,} more</td></tr>'
     table = f'<div class="rows"><table><tbody>{rows}</tbody></table></div>'
-    return f"<details><summary><b>{html.escape(group.name)}</b>{size}{entries}</summary>{table}</details>"
+    return f"<details><summary><b>{html.escape(name)}</b>{size}{entries}</summary>{table}</details>"
 
 
 def _row(cells: Iterable[str]) -> str:

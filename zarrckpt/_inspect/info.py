@@ -1,15 +1,20 @@
-"""Compute the facts and sizes of a checkpoint from its root document. No torch."""
+"""Compute the facts and sizes of a checkpoint and of its entries from the root document. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
+from zarrckpt._errors import CheckpointError
 from zarrckpt._format.documents import ArrayNode
 from zarrckpt._format.metadata import RESERVED, run_of
 from zarrckpt._format.root import BlobEntry, Root
 from zarrckpt._format.sealed import FORMAT
+from zarrckpt._inspect.value_changes import shorten
+from zarrckpt._read.selection import Selection
+from zarrckpt._reports import size_text, value_text
 
 STEPS = ("step", "global_step", "iteration")
 """Names under which training loops store their step."""
@@ -73,6 +78,64 @@ class CheckpointInfo:
     compressed chunks cannot be read."""
     run: str = ""
     """The id of its run if a :class:`~zarrckpt.CheckpointManager` saved it, otherwise ""."""
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """The facts of one entry, see :meth:`zarrckpt.Checkpoint.entry`.
+
+    A tensor has a dtype and a shape, and so has the array of bytes of a blob. For a value in the root document both are
+    None, ``nbytes`` is 0 and ``node_path`` is "".
+    """
+
+    fqn: str
+    kind: Literal["tensor", "blob", "value"]
+    keys: tuple[object, ...]
+    """The keys that lead to the entry in the saved state dict."""
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    nbytes: int
+    """The number of bytes, without padding and checksums."""
+    node_path: str
+    """The path of the array below the url, for other readers: ``zarr.open_group(url)[path]``."""
+    ranks: tuple[int, ...]
+    """The rank of each element of the first axis of a :class:`~zarrckpt.PerRank` tensor, numbered as in the default
+    process group. Empty for other entries."""
+
+
+def entry_info(root: Root, fqn: str) -> EntryInfo:
+    """Return the facts of an entry."""
+    entry, array, stack = root.entries[fqn], root.array(fqn), root.stacks.get(fqn)
+    return EntryInfo(
+        fqn=fqn,
+        kind="tensor" if isinstance(entry, ArrayNode) else "blob" if isinstance(entry, BlobEntry) else "value",
+        keys=tuple(root.state_path(fqn).keys),
+        dtype=None if array is None else array.dtype.name,
+        shape=None if array is None else array.grid.shape,
+        nbytes=0 if array is None else array.nbytes,
+        node_path="" if array is None else array.under(root.tree).path,
+        ranks=() if stack is None else stack.ranks,
+    )
+
+
+def entry_texts(entries: Selection, fqn: str) -> tuple[str, str, str, str]:
+    """Return the name, dtype or kind, shape or value, and size of an entry as texts. No request."""
+    entry = entries._catalog.root.entries[fqn]
+    if isinstance(entry, ArrayNode):
+        return fqn, entry.dtype.name, str(entry.grid.shape), size_text(entry.nbytes)
+    if isinstance(entry, BlobEntry):
+        return fqn, entry.encoding, entry.kind or "", size_text(entry.array.nbytes)
+    return fqn, "value", shorten(value_text(entries[fqn])), ""
+
+
+def checkpoint_info(entries: Selection) -> CheckpointInfo:
+    """Return the facts and sizes of an open checkpoint, see :attr:`Checkpoint.info`."""
+    catalog = entries._catalog
+    try:
+        stored = sum(catalog.stored_nbytes(node) for node in catalog.root.arrays(entries))
+    except CheckpointError:
+        stored = None
+    return info_of(entries.url, catalog.root, entries, stored)
 
 
 def info_of(url: str, root: Root, names: Iterable[str], nbytes_stored: int | None = None) -> CheckpointInfo:

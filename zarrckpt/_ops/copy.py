@@ -1,4 +1,4 @@
-"""Copy a checkpoint, or a part of it, to another url. All data is checked, and committed as by a save. No torch.
+"""``copy``: copy a checkpoint, or a part of it, to another url. All data is checked and then committed. No torch.
 
 Chunks of unchanged arrays are copied as they are stored. Chunks of changed arrays are encoded again (``_ops.rechunk``).
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,20 +19,96 @@ from zarrckpt._commit.chunks import encode_tables
 from zarrckpt._commit.marker import marker_of, new_id
 from zarrckpt._errors import CheckpointExistsError, CorruptCheckpointError
 from zarrckpt._format.chunk_layout import RawArray
+from zarrckpt._format.compression import CompressionOption
 from zarrckpt._format.documents import NODE, ArrayNode, group_document, join
 from zarrckpt._format.grid import Ints
 from zarrckpt._format.json_values import dumps
 from zarrckpt._format.root import CHECKSUMS, SIZES, WRITERS, Root, parent_groups
 from zarrckpt._format.sealed import now
-from zarrckpt._jobs import BytesBudget, Progress, Tally, check_limits, run_jobs
-from zarrckpt._ops.copy_plan import Changes, changed
+from zarrckpt._jobs import DEFAULT_MAX_INFLIGHT_BYTES, BytesBudget, Progress, Tally, check_limits, run_jobs
+from zarrckpt._ops.copy_plan import KEEP, Changes, ChunksOption, changed, parse_changes
 from zarrckpt._ops.rechunk import EncodedChunk, rewrite_chunk, writers_of
+from zarrckpt._read.casts import DTypeOption, warn_of_overflow
 from zarrckpt._read.catalog import Catalog
+from zarrckpt._read.selection import open_selection
 from zarrckpt._reports import CopyReport
-from zarrckpt._store import Buffer, Store
+from zarrckpt._store import Buffer, Store, StoreSpec, Url
+
+if TYPE_CHECKING:
+    from zarrckpt._checkpoint import Checkpoint
 
 
-def copy_checkpoint(
+def copy(
+    source: Checkpoint | Url,
+    url: Url,
+    *,
+    overwrite: bool = False,
+    chunks: ChunksOption = None,
+    max_chunk_bytes: int | None = None,
+    dtype: DTypeOption = None,
+    compression: CompressionOption = KEEP,
+    portable_dtypes: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    max_inflight_bytes: int = DEFAULT_MAX_INFLIGHT_BYTES,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Copy a checkpoint, or a part of one, to another url in any store, also with other chunks or dtypes.
+
+    All data are compared with their checksums, and the copy is committed like a save. It has a new save id. Chunks of
+    tensors that no option changes are copied byte for byte.
+
+    Args:
+        source: an open checkpoint, a part of one, or the url of a checkpoint. If the source needs
+            ``storage_options``, pass ``zarrckpt.open(source, storage_options=...)``.
+        url: the url of the copy, as in :func:`save`.
+        overwrite: replace an existing checkpoint at the url.
+        chunks: a chunk shape for all tensors with this number of dimensions, or a mapping from patterns to shapes (the
+            first match is used). -1 stands for a whole dimension.
+        max_chunk_bytes: give all other tensors the chunks of a :func:`save` by one process with this limit.
+        dtype: a dtype for floating tensors, such as ``"bfloat16"``, or a mapping from patterns of
+            :meth:`Checkpoint.select` to dtypes (the first match is used). Casts follow torch's rule
+            (``docs/reference/casts.md``). Finite values beyond the range of the dtype are counted in the report, with a
+            UserWarning. These keep their dtype: float8_e8m0fnu, tensors that are not floating, and numbers that a
+            training counts with or is configured by: tensors named ``step``, ``global_step`` or ``iteration``, 0-d
+            tensors, and tensors of one element without ``weight`` or ``bias`` as a part of the name. The report's
+            ``uncast`` lists them. A mapping casts one of them if it has its full name: ``{"model.scale": "bfloat16"}``.
+        compression: the compression of all tensors, as in :class:`SaveOptions`. None removes it, ``"keep"`` keeps it.
+        portable_dtypes: as in :class:`SaveOptions`. Tensors that are stored as integers already stay so.
+        storage_options: options of the store of ``url``, not of the source, as in :func:`save`.
+        max_inflight_bytes: maximum memory in bytes (default 512 MiB, at least one chunk and its source data).
+        progress: as for :func:`save`.
+
+    Raises CheckpointExistsError, ForeignObjectsError, CorruptCheckpointError (then nothing is committed),
+    CheckpointReplacedError and StorageError. Raises KeyMismatchError for a pattern that matches no tensor, and
+    TypeError and ValueError for wrong options. Costs two requests per unchanged chunk and two per array. For other
+    chunks, only the necessary parts of the source are read.
+    """
+    part = open_selection(source)
+    changes = parse_changes(
+        part._catalog.root,
+        part,
+        part.url,
+        chunks=chunks,
+        max_chunk_bytes=max_chunk_bytes,
+        dtype=dtype,
+        compression=compression,
+        portable_dtypes=portable_dtypes,
+    )
+    target = StoreSpec(url, storage_options).open()
+    report = _copy_entries(
+        part._catalog,
+        list(part),
+        target,
+        changes,
+        overwrite=overwrite,
+        max_inflight_bytes=max_inflight_bytes,
+        progress=progress,
+    )
+    warn_of_overflow(report.overflowed)
+    return report
+
+
+def _copy_entries(
     source: Catalog,
     names: Sequence[str],
     target: Store,
@@ -41,7 +118,6 @@ def copy_checkpoint(
     max_inflight_bytes: int,
     progress: Progress | None,
 ) -> CopyReport:
-    """Copy entries of a checkpoint, see :meth:`Checkpoint.copy_to`."""
     began = time.monotonic()
     check_limits(max_inflight_bytes=max_inflight_bytes)
     root = dataclasses.replace(changed(part_of(source.root, names), changes), save_id=new_id(), tree="")

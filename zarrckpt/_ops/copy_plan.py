@@ -65,7 +65,7 @@ def parse_changes(
     compression: CompressionOption,
     portable_dtypes: bool,
 ) -> Changes:
-    """Parse the options of ``Checkpoint.copy_to`` for some entries. ``where`` describes them in errors.
+    """Parse the options of :func:`copy` for some entries. ``where`` describes them in errors.
 
     Raises TypeError and ValueError for wrong options, KeyMismatchError for a pattern that matches no tensor.
     """

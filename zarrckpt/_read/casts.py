@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from zarrckpt._errors import warn
 from zarrckpt._format.chunk_layout import RawArray, raw_dtype
 from zarrckpt._format.dtypes import MAX_E4M3FN, DType, by_torch_name
 from zarrckpt._format.matching import matches, select
@@ -135,3 +136,9 @@ def cast_elements(cells: RawArray, old: DType, new: DType) -> tuple[RawArray, in
         beyond = np.isnan(cast) & ~np.isnan(values)
         np.copyto(cast, np.copysign(np.float32(MAX_E4M3FN), narrow).astype(new.numpy), where=beyond)
     return cast.view(raw_dtype(new.itemsize)), lost
+
+
+def warn_of_overflow(overflowed: Mapping[str, int]) -> None:
+    """Issue a UserWarning for each tensor with values that a cast lost. ``overflowed`` is fqn -> number of values."""
+    for fqn, count in overflowed.items():
+        warn(f"{fqn!r}: {count:,} finite values are beyond the range of the new dtype")

@@ -27,7 +27,7 @@ class PerRank:
     in the default process group (0 without a group), also in sub-groups and with ``no_dist``.
 
     Tensors with the same shape and dtype on all ranks become one array, whose first axis is the rank: ``rng.ranks`` in
-    ``zarrckpt.open(url)``, ``rng/ranks`` for other Zarr readers. :meth:`Checkpoint.ranks` returns the rank of each
+    ``zarrckpt.open(url)``, ``rng/ranks`` for other Zarr readers. :meth:`Checkpoint.entry` returns the rank of each
     element of this axis. Other tensors, and values, are entries of each rank, such as ``loader.3.epoch``. A load with
     the target ``{"rng": None}`` returns the dict of all of them.
 

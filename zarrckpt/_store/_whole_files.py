@@ -28,7 +28,7 @@ def local_path(target: str | os.PathLike[str]) -> str:
     if place.kind != "local":
         raise StorageError(
             f"{redact_url(place.address)} is a url, but exports, reports and imported files must be local. Copy them "
-            "from there or to there, or use copy_to"
+            "from there or to there, or use zarrckpt.copy"
         )
     return place.path
 

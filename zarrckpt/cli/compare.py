@@ -123,9 +123,11 @@ def diff_command(
       zarrckpt diff run/step-100 run/step-200 --sort rel_norm
       zarrckpt diff run/step-100 run/step-200 --groups
     """
+    import zarrckpt
+
     ckpts = open_checkpoint(one, storage_options), open_second(other, target_options, storage_options)
     with progress_bar("comparing") as progress:
-        found = ckpts[0].diff(ckpts[1], *patterns, progress=progress)
+        found = zarrckpt.diff(*ckpts, *patterns, progress=progress)
     if sort != "name":
         found = dataclasses.replace(
             found, tensors=_by_change(found.tensors, sort), groups=_by_change(found.groups, sort)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,9 +18,6 @@ from zarrckpt.cli._common import (
     store_options,
 )
 from zarrckpt.cli.copy import by_pattern, dtype, print_uncast, warnings_as_lines
-
-if TYPE_CHECKING:
-    from zarrckpt._reports import ExportReport
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin"}
 _FORMATS = ("safetensors", "torch", "dcp")
@@ -101,9 +98,10 @@ def export_command(
         if kind == "safetensors":
             options |= {"max_file_bytes": int(max_file_gb * 1e9), "progress": progress}
             with warnings_as_lines():
-                report = part.to_safetensors(target, dtype=dtypes, **options)
+                report = zarrckpt.to_safetensors(part, target, dtype=dtypes, **options)
         else:
-            report = _with_torch(part, kind, target, {**options, "progress": progress})
+            export = zarrckpt.to_torch_save if kind == "torch" else zarrckpt.to_dcp
+            report = export(part, target, progress=progress, **options)
     if as_json:
         print_json(dataclasses.asdict(report))
         return
@@ -113,16 +111,6 @@ def export_command(
         f"{count_text(report.tensors, 'tensor')}{values}, {size_text(report.nbytes)}, in {report.folder}: {files}"
     )
     print_uncast(report.uncast)
-
-
-def _with_torch(part: Any, kind: str, target: str, options: dict[str, Any]) -> ExportReport:
-    try:
-        report: ExportReport = (part.to_torch_save if kind == "torch" else part.to_dcp)(target, **options)
-    except ModuleNotFoundError as err:
-        if err.name != "torch":
-            raise
-        raise ModuleNotFoundError(f"--format {kind} needs PyTorch: pip install 'zarrckpt[torch]'") from err
-    return report
 
 
 @click.command("import")

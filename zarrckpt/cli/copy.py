@@ -24,7 +24,7 @@ from zarrckpt.cli._common import (
 )
 
 _COMPRESSIONS = {None: "keep", "none": None}
-"""The arguments of ``copy_to`` for words that are not names of codecs."""
+"""The arguments of ``zarrckpt.copy`` for words that are not names of codecs."""
 
 
 def by_pattern(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Sequence[str]], Any]:
@@ -123,6 +123,7 @@ def cp_command(
       zarrckpt cp run/step-100 smaller --dtype model=bfloat16
       zarrckpt cp run/step-100 small --compression blosc
     """
+    import zarrckpt
     from zarrckpt._reports import count_text, size_text
 
     options |= {"storage_options": target_options, "compression": _COMPRESSIONS.get(compression, compression)}
@@ -130,7 +131,7 @@ def cp_command(
         options["max_chunk_bytes"] = max(1, int(max_chunk_mb * 1e6))
     ckpt = open_checkpoint(source, storage_options).select(*include, exclude=exclude)
     with warnings_as_lines(), progress_bar("copying") as bar, name_target_option():
-        report = ckpt.copy_to(target, progress=bar, **options)
+        report = zarrckpt.copy(ckpt, target, progress=bar, **options)
     if as_json:
         print_json(dataclasses.asdict(report))
         return

@@ -72,8 +72,10 @@ def ls_command(url: str, patterns: tuple[str, ...], all_metadata: bool, as_json:
     if as_json:
         print_json([*_described(ckpt).values()])
     else:
+        from zarrckpt._inspect.info import entry_texts
+
         columns = ("name", "dtype", "shape or value", "size")
-        print_table(columns, (ckpt.summary(fqn) for fqn in ckpt), right=["size"], cut="shape or value")
+        print_table(columns, (entry_texts(ckpt, fqn) for fqn in ckpt), right=["size"], cut="shape or value")
 
 
 def _described(ckpt: Checkpoint) -> dict[str, dict[str, Any]]:
@@ -82,13 +84,15 @@ def _described(ckpt: Checkpoint) -> dict[str, dict[str, Any]]:
 
 
 def _tensor(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
-    array, dtype = ckpt[fqn], ckpt.summary(fqn)[1]
-    found = {"name": fqn, "dtype": dtype, "shape": array.shape, "chunks": array.chunks}
-    return {**found, "nbytes": ckpt.nbytes_of(fqn)}
+    entry = ckpt.entry(fqn)
+    found = {"name": fqn, "dtype": entry.dtype, "shape": entry.shape, "chunks": ckpt[fqn].chunks}
+    return {**found, "nbytes": entry.nbytes}
 
 
 def _object(ckpt: Checkpoint, fqn: str) -> dict[str, Any]:
-    name, kind, text, _ = ckpt.summary(fqn)
+    from zarrckpt._inspect.info import entry_texts
+
+    name, kind, text, _ = entry_texts(ckpt, fqn)
     return {"name": name, "value": ckpt[fqn]} if kind == "value" else {"name": name, "encoding": kind, "kind": text}
 
 
@@ -106,6 +110,7 @@ def tree_command(url: str, patterns: tuple[str, ...], depth: int | None, as_json
       zarrckpt tree run/step-100 --depth 2
       zarrckpt tree run/step-100 'optim.state'
     """
+    from zarrckpt._inspect.info import entry_texts
     from zarrckpt._reports import size_text
 
     ckpt = open_checkpoint(url, storage_options, patterns)
@@ -114,7 +119,7 @@ def tree_command(url: str, patterns: tuple[str, ...], depth: int | None, as_json
         return
     root = _Node()
     for fqn in ckpt:
-        root.add(fqn.split("."), (" ".join(ckpt.summary(fqn)[1:3]), ckpt.nbytes_of(fqn)))
+        root.add(fqn.split("."), (" ".join(entry_texts(ckpt, fqn)[1:3]), ckpt.entry(fqn).nbytes))
     print_line(f"{ckpt.url}  {size_text(ckpt.nbytes)}")
     _print_tree(root, "", depth)
 
@@ -124,7 +129,7 @@ def _nested(ckpt: Checkpoint, leaves: Mapping[str, Any]) -> dict[str, Any]:
     root: dict[str, Any] = {}
     for fqn, leaf in leaves.items():
         node = root
-        *keys, last = map(str, ckpt.path(fqn))
+        *keys, last = map(str, ckpt.entry(fqn).keys)
         for key in keys:
             node = node.setdefault(key, {"entries": {}})["entries"]
         node[last] = leaf
@@ -338,13 +343,15 @@ _MAX_SHOWN = 4000
 def _cat_tensor(ckpt: Checkpoint, key: str, slice_: str | None, as_json: bool) -> None:
     import numpy as np
 
+    from zarrckpt._inspect.info import entry_texts
+
     found = ckpt[key]
     index = _selection(slice_, found.shape) if slice_ else _corner(found.shape)
     part = np.asarray(found[index])
     if as_json:
-        print_json({"name": key, "shape": found.shape, "dtype": ckpt.summary(key)[1], "values": _numbers(part)})
+        print_json({"name": key, "shape": found.shape, "dtype": ckpt.entry(key).dtype, "values": _numbers(part)})
         return
-    print_line("  ".join(cell for cell in ckpt.summary(key) if cell))
+    print_line("  ".join(cell for cell in entry_texts(ckpt, key) if cell))
     if not slice_:
         with progress_bar("reading") as progress:
             stats = ckpt.stats(key, progress=progress)[key]

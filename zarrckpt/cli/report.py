@@ -57,13 +57,14 @@ def report_command(
       zarrckpt report run/step-100 run/step-200 -o changes.html
       zarrckpt report s3://bucket/run/step-100 --no-values -O region=eu-west-1
     """
+    import zarrckpt
     from zarrckpt._reports import count_text, size_text
 
     ckpt = open_checkpoint(url, storage_options)
     another = None if other is None else open_second(other, target_options, storage_options)
     options: dict[str, Any] = {"include": include, "exclude": exclude, "values": not no_values, "overwrite": overwrite}
     with progress_bar("reading") as progress:
-        found = ckpt.report(output, another, **options, progress=progress)
+        found = zarrckpt.report(ckpt, output, another, **options, progress=progress)
     if as_json:
         print_json(dataclasses.asdict(found))
         return

@@ -129,7 +129,7 @@ class Sharded:
 
 
 def _contents_of(checkpoint: zarrckpt.Checkpoint) -> _Contents:
-    paths = [checkpoint.path(fqn) for fqn in checkpoint]
+    paths = [checkpoint.entry(fqn).keys for fqn in checkpoint]
     numbered = [str(path[0]) for path in paths if len(path) > 2 and path[1] == "state" and isinstance(path[2], int)]
     objects = checkpoint.metadata.get(_OBJECTS, [])
     return _Contents([*dict.fromkeys(str(path[0]) for path in paths)], objects, [*dict.fromkeys(numbered)])

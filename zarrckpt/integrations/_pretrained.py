@@ -70,7 +70,7 @@ def load_pretrained(
         model = make(config)
     model.tie_weights()
     names = {fqn.removeprefix(f"{prefix}."): fqn for fqn in ckpt.tensors if fqn.startswith(f"{prefix}.")}
-    saved = {name: getattr(torch, ckpt.summary(fqn)[1]) for name, fqn in names.items()}
+    saved = {name: getattr(torch, str(ckpt.entry(fqn).dtype)) for name, fqn in names.items()}
     _allocate(model, saved, dtype, torch.device("cpu" if device is None else device))
     state = model.state_dict()
     tied = {tensor.data_ptr() for name, tensor in state.items() if name in names}
@@ -106,7 +106,7 @@ def export_pretrained(
     """Write a checkpoint's model to a local folder or a url, in the format of ``from_pretrained``.
 
     It writes safetensors files with their index, ``config.json``, ``generation_config.json`` and the tokenizer's files.
-    No model is built. The memory limit is that of :meth:`zarrckpt.Checkpoint.to_safetensors`. Tied weights are written
+    No model is built. The memory limit is that of :func:`zarrckpt.to_safetensors`. Tied weights are written
     once if the configuration names a class of transformers. One process calls it.
 
     For a url, all files are written to a temporary local folder below ``TMPDIR`` and then uploaded one after the other:
@@ -122,17 +122,17 @@ def export_pretrained(
         url, prefix: as in :func:`load_pretrained`.
         folder: a local path, or a url such as ``s3://bucket/model``. It is created if it does not exist.
         dtype: the dtype of floating-point weights, such as ``torch.bfloat16``, as in
-            :meth:`zarrckpt.Checkpoint.copy_to`. Default: as saved.
+            :func:`zarrckpt.copy`. Default: as saved.
         config, generation_config: the model's configurations. Default: those that ``ZarrTrainer`` saved.
         tokenizer: a tokenizer or processor with ``save_pretrained``. Default: no tokenizer is written.
-        max_file_bytes: as in :meth:`zarrckpt.Checkpoint.to_safetensors`.
+        max_file_bytes: as in :func:`zarrckpt.to_safetensors`.
         overwrite: replace existing files. Default: a file that would be replaced is a StorageError.
         storage_options: as in :func:`zarrckpt.load`.
         folder_options: the ``storage_options`` of ``folder`` if it is a url. Default: those of the checkpoint.
 
     Returns the :class:`ExportReport` of the weights, or None for adapters. Raises ValueError if there is no
     configuration, UnsupportedValueError for other adapters, CorruptCheckpointError for a saved configuration that
-    transformers rejects, StorageError, and the errors of :meth:`zarrckpt.Checkpoint.to_safetensors`.
+    transformers rejects, StorageError, and the errors of :func:`zarrckpt.to_safetensors`.
     """
     ckpt = zarrckpt.open(url, storage_options=storage_options)
     name = None if dtype is None else str(dtype).removeprefix("torch.")
@@ -190,9 +190,10 @@ def _export_model(
     max_file_bytes: int,
 ) -> Any:
     weights = ckpt.select(prefix, exclude=_tied(ckpt, prefix, config))
-    report = weights.to_safetensors(folder, strip=prefix, dtype=dtype, max_file_bytes=max_file_bytes)
+    report = zarrckpt.to_safetensors(weights, folder, strip=prefix, dtype=dtype, max_file_bytes=max_file_bytes)
     # from_pretrained creates the model in the dtype of its configuration.
-    floating = Counter(kind for fqn in ckpt.select(prefix).tensors if "float" in (kind := ckpt.summary(fqn)[1]))
+    dtypes = (str(ckpt.entry(fqn).dtype) for fqn in ckpt.select(prefix).tensors)
+    floating = Counter(kind for kind in dtypes if "float" in kind)
     own = dtype or (floating.most_common(1)[0][0] if floating else None)
     described = config.to_dict() if own is None else {**config.to_dict(), "dtype": own}
     type(config).from_dict(described).save_pretrained(folder)

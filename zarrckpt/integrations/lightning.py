@@ -181,7 +181,7 @@ def load_from_checkpoint(
     if the weights do not match the model.
     """
     found = zarrckpt.open(url, storage_options=storage_options, allow_pickle=allow_pickle)
-    keys = {str(found.path(fqn)[0]) for fqn in found} - {"optimizer_states"}
+    keys = {str(found.entry(fqn).keys[0]) for fqn in found} - {"optimizer_states"}
     checkpoint = found.load(keys=[key for key in keys if not OPTIMIZER.fullmatch(key)])
     if not allow_pickle:
         _refuse_instantiators(checkpoint, found.url)

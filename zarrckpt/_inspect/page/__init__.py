@@ -1,4 +1,4 @@
-"""Write one checkpoint, or two for comparison, as one HTML page without other files."""
+"""``report``: write one checkpoint, or two for comparison, as one HTML page without other files."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import html
 import json
 import os
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zarrckpt._errors import StorageError
+from zarrckpt._inspect.comparison import entry_changes, names_of_both
+from zarrckpt._inspect.info import checkpoint_info
 from zarrckpt._inspect.page.data import Side, numbers_of, page_data
 from zarrckpt._jobs import Progress
-from zarrckpt._store._whole_files import new_files
+from zarrckpt._read.selection import open_selection
+from zarrckpt._store import Url
+from zarrckpt._store._whole_files import local_file, new_files
 from zarrckpt._version import __version__
 
-__all__ = ["PageReport", "Side", "check_target", "write_page"]
+if TYPE_CHECKING:
+    from zarrckpt._checkpoint import Checkpoint
 
 _STYLE_FILE = "page.css"
 _SCRIPTS = ("base.js", "charts.js", "chunks.js", "treemap.js", "overview.js", "detail.js", "table.js", "page.js")
@@ -30,7 +35,7 @@ _SCRIPTS = ("base.js", "charts.js", "chunks.js", "treemap.js", "overview.js", "d
 
 @dataclass(frozen=True)
 class PageReport:
-    """The result of ``Checkpoint.report``."""
+    """The result of :func:`zarrckpt.report`."""
 
     path: str
     nbytes: int
@@ -40,7 +45,7 @@ class PageReport:
     """The tensors with NaN or inf. Empty if the tensors were not read."""
 
 
-def check_target(path: str, overwrite: bool) -> None:
+def _check_target(path: str, overwrite: bool) -> None:
     """Raise StorageError if the page could not be written to this path. Called before anything is read."""
     folder = os.path.dirname(path)
     if os.path.isdir(path):
@@ -55,25 +60,55 @@ def check_target(path: str, overwrite: bool) -> None:
         raise StorageError(f"{path} cannot be written: {folder} is not writable for this user")
 
 
-def write_page(
-    path: str,
-    sides: Sequence[Side],
-    same: Sequence[str],
-    changed: Mapping[str, tuple[str, str]],
+def report(
+    source: Checkpoint | Url,
+    path: str | os.PathLike[str],
+    other: Checkpoint | Url | None = None,
     *,
-    values: bool,
-    overwrite: bool,
-    progress: Progress | None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    values: bool = True,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> PageReport:
-    """Write the page of one or two sides, see ``Checkpoint.report``. The file appears when it is complete."""
+    """Write an HTML page that shows a checkpoint, or compares it with another one.
+
+    The page has a tree map of sizes, the numbers, histogram, outliers, NaN and inf of each tensor, the rank that wrote
+    each chunk, and the values. It loads no other files and runs only its own code. All tensors are read once and
+    checked, with memory limited as in :meth:`Checkpoint.stats`. Blobs are not read, and pickles are not loaded.
+
+    Args:
+        source: an open checkpoint, a part of one, or the url of a checkpoint.
+        path: the file to write, in an existing folder. It appears when it is complete.
+        other: a checkpoint to compare with, as ``source``. The entries that changed most are listed first.
+        include: patterns as in :meth:`Checkpoint.select` (default: all). They match entries of either checkpoint.
+        exclude: patterns of entries to leave out.
+        values: False shows only the layout, and reads only the tables with a few requests.
+        overwrite: replace an existing file.
+        storage_options: options of the stores of ``source`` and ``other`` if they are urls.
+        progress: as for :func:`save`.
+
+    Raises the errors of :meth:`Checkpoint.read`, and StorageError if the file exists or cannot be written.
+    """
+    target = local_file(path)
+    _check_target(target, overwrite)
+    one = open_selection(source, storage_options)
+    two = one if other is None else open_selection(other, storage_options)
+    dropped = set(names_of_both(one, two, drop)) if (drop := [*exclude]) else set()
+    wanted = [fqn for fqn in names_of_both(one, two, [*include]) if fqn not in dropped]
+    ckpts = [one] if other is None else [one, two]
+    parts = [ckpt._part(fqn for fqn in wanted if fqn in ckpt) for ckpt in ckpts]
+    sides = [Side(part._catalog, tuple(part), checkpoint_info(part)) for part in parts]
+    changed, same = ({}, []) if other is None else entry_changes(one, two, wanted)
     found = numbers_of(sides, same, progress) if values else None
     data = page_data(sides, same, changed, found)
-    page = rendered(data, " and ".join(side.catalog.store.url for side in sides)).encode("utf-8", "replace")
-    folder, name = os.path.split(os.path.realpath(path))  # a link stays, and its target is replaced
-    with new_files(folder, overwrite=overwrite) as part:
-        Path(part, name).write_bytes(page)
+    page = rendered(data, " and ".join(part.url for part in parts)).encode("utf-8", "replace")
+    folder, name = os.path.split(os.path.realpath(target))  # a link stays, and its target is replaced
+    with new_files(folder, overwrite=overwrite) as new:
+        Path(new, name).write_bytes(page)
     names = [tensor["name"] for tensor in data["tensors"]]
-    return PageReport(path, len(page), len(names), tuple(filter(found.is_broken, names)) if found else ())
+    return PageReport(target, len(page), len(names), tuple(filter(found.is_broken, names)) if found else ())
 
 
 def rendered(data: Mapping[str, Any], urls: str) -> str:

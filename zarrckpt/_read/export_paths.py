@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from zarrckpt._errors import UnsupportedValueError
 from zarrckpt._format.state_path import DICT, LIST, StatePath
+from zarrckpt._read.selection import Selection
 
 MAX_EXPORT_BYTES = 128 << 20
 """Default bound of the memory for an export's data in flight."""
 
 
-def strip_prefix(paths: Mapping[str, StatePath], prefix: str) -> dict[str, StatePath]:
+def export_paths(entries: Selection, prefix: str) -> dict[str, StatePath]:
     """Return fqn -> path in the export. Paths that begin with the prefix lose it, and the others are unchanged.
 
     Raises UnsupportedValueError if two entries would have one name, or one entry would be below another.
     """
-    found = {fqn: _without(path, prefix) for fqn, path in paths.items()}
+    found = {fqn: _without(entries._catalog.root.state_path(fqn), prefix) for fqn in entries}
     above = {tuple(map(str, path[:depth])) for path in found.values() for depth in range(1, len(path))}
     taken: dict[str, str] = {}
     for fqn, path in found.items():
